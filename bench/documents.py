@@ -29,6 +29,8 @@ DOCUMENTS = (
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/upstream").glob("*.md")),
 )
 SUMS = RESULTS / "SHA256SUMS"
+A_LOT = 0.5
+"""A number that a measurement changes by more may be another query's: they go by their order."""
 
 
 def sums() -> dict[str, str]:
@@ -87,6 +89,9 @@ def main() -> int:
             anew = renewed(text, document)
             changed = sum(f.text != f.renewed for f in document.figures)
             print(f"{name}: {len(document.figures)} numbers, {changed} changed")
+            for f in document.figures:
+                if abs(float(f.renewed) / (float(f.text) or 1) - 1) > A_LOT:
+                    print(f"  by much: {f.text} is {f.renewed} now; does its query say the same?")
             path.write_text(anew, encoding="utf-8")
             document = parse(name, anew)
         documents.append(document)
