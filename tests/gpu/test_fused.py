@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
+from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.model_size import ModelSize
 from dpbench.process.step import peak_memory
@@ -201,6 +202,36 @@ def test_the_first_step_makes_the_graphs_and_returns_the_loss_of_its_own_batch()
         assert [*trainer._graphs] == ["forward", "backward", "clip"], number
     with pytest.raises(ValueError, match="built for batches of 6 and got one of 5"):
         trainer.train_step(tuple(tensor[:5] for tensor in batches_of(40)[0]))
+
+
+def test_dropout_ends_with_eval_and_begins_again_with_train() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(SimpleBigModel(SIZE, max_seq_len=700), nn.Dropout(0.9)).to("cuda")
+    trainer = TRAINERS["fused"](model, batch_size=6, noise_multiplier=0.0, learning_rate=0.0)
+    [batch] = batches_of(40)
+    first, second = (float(trainer.train_step(batch)) for _ in range(2))
+    assert [*trainer._graphs] == ["forward", "backward", "clip"]
+    assert first != second
+    model.eval()
+    expected = float(trainer.mean_loss(model, batch).detach())
+    assert [float(trainer.train_step(batch)) for _ in range(2)] == pytest.approx([expected] * 2)
+    model.train()
+    assert abs(float(trainer.train_step(batch)) - expected) > 0.1 * expected
+
+
+def test_a_parameter_that_moved_or_froze_is_refused_before_a_graph_trains() -> None:
+    [batch] = batches_of(40)
+    for change in (
+        lambda weight: setattr(weight, "data", weight.data.clone()),
+        lambda weight: weight.requires_grad_(False),
+    ):
+        trainer = made("fused")
+        trainer.train_step(batch)
+        change(trainer.model.head.weight)
+        before = parameters(trainer)
+        with pytest.raises(ConfigurationError, match=r"parameter head.weight was"):
+            trainer.train_step(batch)
+        assert torch.equal(parameters(trainer), before)
 
 
 def test_a_step_whose_operators_are_counted_runs_them() -> None:

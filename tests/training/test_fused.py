@@ -142,6 +142,20 @@ def test_steps_of_several_shapes_and_rates_are_those_of_book_keeping() -> None:
     torch.testing.assert_close(*map(parameters, trainers), rtol=1e-5, atol=1e-6)
 
 
+def test_a_graph_is_of_one_shape_threshold_and_mode_of_each_layer() -> None:
+    trainer = made()
+    recorded = trainer._signature(batch_of(8))
+    assert trainer._signature(batch_of(8)) == recorded
+    assert trainer._signature(batch_of(12)) != recorded
+    for layer in (trainer.model, trainer.model.blocks[0]):
+        layer.eval()
+        assert trainer._signature(batch_of(8)) != recorded
+        trainer.model.train()
+        assert trainer._signature(batch_of(8)) == recorded
+    trainer.max_grad_norm /= 2
+    assert trainer._signature(batch_of(8)) != recorded
+
+
 @pytest.mark.parametrize("trainer_name", ["fused", "book_keeping"])
 def test_noise_differs_between_steps_and_between_runs(trainer_name: str) -> None:
     def moved_in_two_steps(seed: int) -> list[Tensor]:
