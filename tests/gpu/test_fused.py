@@ -110,11 +110,23 @@ def test_examples_are_scaled_as_by_pytorch(width: int, dtype: torch.dtype) -> No
         torch.testing.assert_close(scaled(each, factors), expected)
 
 
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("width", [7, 64, 2048])
-def test_layer_norm_samples_are_those_of_the_cpu(width: int) -> None:
-    x, g = normal(3, 33, width), normal(3, 33, width)
+def test_layer_norm_samples_are_those_of_the_cpu(
+    width: int, dtype: torch.dtype, off: float
+) -> None:
+    x, g = normal(3, 33, width, dtype=dtype), normal(3, 33, width, dtype=dtype)
     expected = layer_norm_samples(x.cpu(), g.cpu(), 1e-5)
-    torch.testing.assert_close(layer_norm_samples(x, g, 1e-5).cpu(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer_norm_samples(x, g, 1e-5).cpu(), expected, rtol=off, atol=off)
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_an_update_is_as_exact_as_its_parameters(dtype: torch.dtype, off: float) -> None:
+    values, gradient = (torch.rand(10_000, dtype=torch.float64, device="cuda") for _ in range(2))
+    values, gradient = values.to(dtype), gradient.to(dtype)
+    expected = values.double() - 0.3 * gradient.double()
+    noisy_descent(values, gradient, torch.tensor(1, device="cuda"), 0.0, 0.3)
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=off)
 
 
 def test_the_update_draws_normal_noise_of_its_deviation_anew_for_each_seed() -> None:
