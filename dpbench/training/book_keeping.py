@@ -57,7 +57,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return rule_of(layer, name)
 
     def train_step(self, batch: Batch) -> Tensor:
-        self.forget_sums()
+        self.begin_step()
         losses = []
         for last, part in self.parts(batch):
             with self.without_parameter_gradients():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
 from dpbench.training.gradient_sums import Sums
+from dpbench.training.known_model import KnownModel
 from dpbench.training.parallel import begun_together, own_generator, own_part, summed
 from dpbench.training.phases import phase
 from dpbench.training.refusals import ONLY_GHOST, check_layers
@@ -39,6 +40,7 @@ class ClippedSumTrainer(TrainerBase):
         self.trained = [p for p in model.parameters() if p.requires_grad]
         check_alike(self.trained)
         self.part_size = batch_size // self.micro_batches
+        self.known = KnownModel(self.model)
         self._sums: Sums | None = None
         together = self.parallel != "none"
         self.generator = own_generator(self.trained[0].device) if together else None
@@ -63,8 +65,9 @@ class ClippedSumTrainer(TrainerBase):
         sums, self._sums = self.sums, None
         return sums
 
-    def forget_sums(self) -> None:
-        """Begin anew, should a step before have failed."""
+    def begin_step(self) -> None:
+        """Refuse a model that was changed; begin anew, should a step before have failed."""
+        self.known.check()
         self._sums = None
 
     def factors_for(self, norms: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
 from dpbench.training.gradient_sums import in_buffers, one_buffer
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent, scaled
+from dpbench.training.known_model import KnownModel
 from dpbench.training.per_layer import (
     EmbeddingRule,
     Gradients,
@@ -57,7 +58,8 @@ class FusedTrainer(BookKeepingTrainer):
     In parallel all ranks draw the same, which costs no bytes: every rank knows the noise.
 
     The first step makes the graphs, and only it. A batch of other shapes than its is trained
-    without them, as are micro-batches and steps whose operators somebody counts.
+    without them, as are micro-batches, steps whose operators somebody counts, and a model some
+    layers of which have gone over to `eval`, or back.
     """
 
     scaled = staticmethod(scaled)
@@ -68,6 +70,7 @@ class FusedTrainer(BookKeepingTrainer):
         if self.merged:
             self.labels = {**self.labels, "noise": "in the update"}
             self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
+            self.known = KnownModel(self.model, in_place=True)
         device = self.trained[0].device
         number = len(in_buffers(self.trained))
         self.seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(device)
@@ -76,6 +79,7 @@ class FusedTrainer(BookKeepingTrainer):
             self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
         self._graphs: dict[str, torch.cuda.CUDAGraph] | None = None  # before the first step
         self._loss = torch.zeros((), device=device)
+        self._layers = [*self.model.modules()]
 
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
         usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
@@ -125,10 +129,12 @@ class FusedTrainer(BookKeepingTrainer):
         # Whoever listens to operators does not hear those of a graph.
         graphs = graphs and _get_current_dispatch_mode() is None
         if self._graphs is None:
+            self.begin_step()
             next(self.parts(batch))  # refuses another size
             self._graphs = self._recorded(batch) if graphs else {}
         if not (graphs and self._graphs and self._signature(batch) == self._recorded_signature):
             return super().train_step(batch)
+        self.begin_step()
         pytree.tree_map(lambda mine, given: mine.copy_(given), self._batch, batch)
         for name, graph in self._graphs.items():
             with phase(name):
@@ -140,7 +146,8 @@ class FusedTrainer(BookKeepingTrainer):
     def _signature(self, batch: Batch) -> tuple[object, ...]:
         """What a graph holds fixed."""
         leaves, structure = pytree.tree_flatten(batch)
-        return structure, self.max_grad_norm, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        return structure, self.max_grad_norm, kinds, [layer.training for layer in self._layers]
 
     def _recorded(self, batch: Batch) -> dict[str, torch.cuda.CUDAGraph]:
         """The graphs of a step by phase, after it was taken once, without update, to warm up."""

@@ -141,24 +141,34 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
 
 @custom_op("dpbench::layer_norm_samples", mutates_args=())
 def layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
-    """Each example's gradients of a layer norm's weight and bias, ``[2, B, H]`` float32.
+    """Each example's gradients of a layer norm's weight and bias, ``[2, B, H]``.
+
+    They are computed in float32, of float64 in that.
 
     Args:
         x: what it was given, ``[B, T, H]``.
         g: the gradient of what it returned, ``[B, T, H]``.
         eps: its.
     """
-    normal = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], eps=eps)
-    return torch.stack([(normal * g).sum(1), g.float().sum(1)])
+    return _layer_norm_samples(x, g, eps)
+
+
+def _layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normal = torch.nn.functional.layer_norm(x.to(wide), x.shape[-1:], eps=eps)
+    return torch.stack([(normal * g).sum(1), g.to(wide).sum(1)])
 
 
 @layer_norm_samples.register_fake
 def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
-    return x.new_empty(2, len(x), x.shape[-1], dtype=torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(2, len(x), x.shape[-1], dtype=wide)
 
 
 @layer_norm_samples.register_kernel("cuda")
 def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float64:  # the kernel computes in float32
+        return _layer_norm_samples(x, g, eps)
     examples, tokens, width = x.shape
     samples = torch.zeros(2, examples, width, device=x.device)
     _kernels()["layer_norm_samples"][examples, -(-tokens // 16)](
@@ -184,10 +194,15 @@ def noisy_descent(
         deviation: of the noise.
         rate: of the step.
     """
-    generator = torch.Generator(parameters.device).manual_seed(int(seed))
-    noise = torch.randn(
-        parameters.shape, generator=generator, device=parameters.device, dtype=torch.float32
-    )
+    _noisy_descent(parameters, gradient, seed, deviation, rate)
+
+
+def _noisy_descent(
+    parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float
+) -> None:
+    device, wide = parameters.device, torch.promote_types(parameters.dtype, torch.float32)
+    generator = torch.Generator(device).manual_seed(int(seed))
+    noise = torch.randn(parameters.shape, generator=generator, device=device, dtype=wide)
     parameters.sub_((gradient + deviation * noise) * rate)
 
 
@@ -198,6 +213,9 @@ def _(parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate
 
 @noisy_descent.register_kernel("cuda")
 def _(parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float) -> None:
+    if parameters.dtype == torch.float64:  # the kernel computes in float32
+        _noisy_descent(parameters, gradient, seed, deviation, rate)
+        return
     length = parameters.numel()
     _kernels()["noisy_descent"][-(-length // 4096),](
         parameters, gradient, length, seed, deviation, rate, 1024, num_warps=8

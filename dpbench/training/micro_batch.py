@@ -45,7 +45,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
         self.sums_in = self.wide = torch.promote_types(self.trained[0].dtype, torch.float32)
 
     def train_step(self, batch: Batch) -> Tensor:
-        self.forget_sums()
+        self.begin_step()
         clipped = self.clip_at_once if self.vmap else self.clip_each
         losses = [clipped(part) for _, part in self.parts(batch)]
         self.update()

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
+from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.model_size import ModelSize
 from dpbench.process.step import peak_memory
@@ -109,11 +110,23 @@ def test_examples_are_scaled_as_by_pytorch(width: int, dtype: torch.dtype) -> No
         torch.testing.assert_close(scaled(each, factors), expected)
 
 
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("width", [7, 64, 2048])
-def test_layer_norm_samples_are_those_of_the_cpu(width: int) -> None:
-    x, g = normal(3, 33, width), normal(3, 33, width)
+def test_layer_norm_samples_are_those_of_the_cpu(
+    width: int, dtype: torch.dtype, off: float
+) -> None:
+    x, g = normal(3, 33, width, dtype=dtype), normal(3, 33, width, dtype=dtype)
     expected = layer_norm_samples(x.cpu(), g.cpu(), 1e-5)
-    torch.testing.assert_close(layer_norm_samples(x, g, 1e-5).cpu(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer_norm_samples(x, g, 1e-5).cpu(), expected, rtol=off, atol=off)
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_an_update_is_as_exact_as_its_parameters(dtype: torch.dtype, off: float) -> None:
+    values, gradient = (torch.rand(10_000, dtype=torch.float64, device="cuda") for _ in range(2))
+    values, gradient = values.to(dtype), gradient.to(dtype)
+    expected = values.double() - 0.3 * gradient.double()
+    noisy_descent(values, gradient, torch.tensor(1, device="cuda"), 0.0, 0.3)
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=off)
 
 
 def test_the_update_draws_normal_noise_of_its_deviation_anew_for_each_seed() -> None:
@@ -201,6 +214,36 @@ def test_the_first_step_makes_the_graphs_and_returns_the_loss_of_its_own_batch()
         assert [*trainer._graphs] == ["forward", "backward", "clip"], number
     with pytest.raises(ValueError, match="built for batches of 6 and got one of 5"):
         trainer.train_step(tuple(tensor[:5] for tensor in batches_of(40)[0]))
+
+
+def test_dropout_ends_with_eval_and_begins_again_with_train() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(SimpleBigModel(SIZE, max_seq_len=700), nn.Dropout(0.9)).to("cuda")
+    trainer = TRAINERS["fused"](model, batch_size=6, noise_multiplier=0.0, learning_rate=0.0)
+    [batch] = batches_of(40)
+    first, second = (float(trainer.train_step(batch)) for _ in range(2))
+    assert [*trainer._graphs] == ["forward", "backward", "clip"]
+    assert first != second
+    model.eval()
+    expected = float(trainer.mean_loss(model, batch).detach())
+    assert [float(trainer.train_step(batch)) for _ in range(2)] == pytest.approx([expected] * 2)
+    model.train()
+    assert abs(float(trainer.train_step(batch)) - expected) > 0.1 * expected
+
+
+def test_a_parameter_that_moved_or_froze_is_refused_before_a_graph_trains() -> None:
+    [batch] = batches_of(40)
+    for change in (
+        lambda weight: setattr(weight, "data", weight.data.clone()),
+        lambda weight: weight.requires_grad_(False),
+    ):
+        trainer = made("fused")
+        trainer.train_step(batch)
+        change(trainer.model.head.weight)
+        before = parameters(trainer)
+        with pytest.raises(ConfigurationError, match=r"parameter head.weight was"):
+            trainer.train_step(batch)
+        assert torch.equal(parameters(trainer), before)
 
 
 def test_a_step_whose_operators_are_counted_runs_them() -> None:

@@ -73,7 +73,7 @@ def test_layer_norm_samples_are_the_gradients_of_each_example() -> None:
     for example in range(3):
         expected = torch.autograd.grad(layer(x[example]), [*layer.parameters()], g[example])
         for got, wanted in zip(samples[:, example], expected, strict=True):
-            torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(got, wanted)
 
 
 def test_noisy_descent_draws_normal_noise_of_its_deviation_anew_for_each_seed() -> None:
@@ -92,6 +92,30 @@ def test_noisy_descent_draws_normal_noise_of_its_deviation_anew_for_each_seed() 
     assert torch.equal(first, noise(1))
     for other in (noise(2), first.roll(1)):
         assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 5 / length**0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_update_is_as_exact_as_its_parameters(dtype: torch.dtype) -> None:
+    values, gradient = normal(1000, dtype=dtype), normal(1000, dtype=dtype).sin()
+    expected = values.double() - 0.3 * gradient.double()
+    noisy_descent(values, gradient, torch.tensor(1), 0.0, 0.3)
+    error = torch.finfo(dtype).eps * expected.abs().max()
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=float(error))
+
+
+def test_noise_of_float64_is_drawn_in_float64() -> None:
+    moved = torch.zeros(1000, dtype=torch.float64)
+    noisy_descent(moved, torch.zeros_like(moved), torch.tensor(1), 1.0, 1.0)
+    assert (moved != moved.float()).sum() > 900
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_operators_return_the_type_and_shape_that_they_say_without_data(dtype: torch.dtype) -> None:
+    x, g = normal(2, 3, 4, dtype=dtype), normal(2, 3, 4, dtype=dtype)
+    test_fake = "test_faketensor"
+    torch.library.opcheck(layer_norm_samples, (x, g, 1e-5), test_utils=test_fake)
+    torch.library.opcheck(gram_norms, ([x], [g], True), test_utils=test_fake)
+    torch.library.opcheck(kernels.scaled, (x, torch.rand(2)), test_utils=test_fake)
 
 
 @given(
@@ -140,6 +164,20 @@ def test_steps_of_several_shapes_and_rates_are_those_of_book_keeping() -> None:
             trainer.plain_optimizer.param_groups[0]["lr"] = rate
             trainer.train_step(batch_of(tokens))
     torch.testing.assert_close(*map(parameters, trainers), rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_is_of_one_shape_threshold_and_mode_of_each_layer() -> None:
+    trainer = made()
+    recorded = trainer._signature(batch_of(8))
+    assert trainer._signature(batch_of(8)) == recorded
+    assert trainer._signature(batch_of(12)) != recorded
+    for layer in (trainer.model, trainer.model.blocks[0]):
+        layer.eval()
+        assert trainer._signature(batch_of(8)) != recorded
+        trainer.model.train()
+        assert trainer._signature(batch_of(8)) == recorded
+    trainer.max_grad_norm /= 2
+    assert trainer._signature(batch_of(8)) != recorded
 
 
 @pytest.mark.parametrize("trainer_name", ["fused", "book_keeping"])

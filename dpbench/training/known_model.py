@@ -1,0 +1,57 @@
+"""Whether a model is still the one that a trainer was made for."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from dpbench.errors import ConfigurationError
+
+
+class KnownModel:
+    """The layers and parameters of a model, as a trainer found them.
+
+    A trainer has lists, rules and buffers of them, and would not hear of a change.
+
+    Args:
+        model: as it is now.
+        in_place: whether parameters must stay where they are in memory, too.
+    """
+
+    def __init__(self, model: nn.Module, *, in_place: bool = False) -> None:
+        self._parts: list[tuple[str, dict[str, object], str, object]] = []
+        self._parameters: list[tuple[str, Tensor, bool, int | None]] = []
+        for path, layer in model.named_modules():
+            before = f"{path}." if path else ""
+            for kind, own in (("layer", layer._modules), ("parameter", layer._parameters)):
+                parts: dict[str, object] = {**own}
+                self._parts += [(f"{kind} {before}{n}", own, n, part) for n, part in parts.items()]
+            for name, parameter in layer.named_parameters(before[:-1], recurse=False):
+                place = memory_of(parameter) if in_place else None
+                self._parameters.append((name, parameter, parameter.requires_grad, place))
+
+    def check(self) -> None:
+        """Refuse a model in which something is another than it was, by name."""
+        anew = "make a new trainer afterwards"
+        for name, parts, own, part in self._parts:
+            if parts.get(own) is not part:
+                raise refusal(name, "replaced", f"load_state_dict without assign, or {anew}")
+        for name, parameter, trained, place in self._parameters:
+            if parameter.requires_grad is not trained:
+                what = "frozen" if trained else "thawed"
+                raise refusal(f"parameter {name}", what, f"do so before, or {anew}")
+            if place is not None and memory_of(parameter) != place:
+                how = "change it in place (parameter.copy_(values) under torch.no_grad())"
+                raise refusal(f"parameter {name}", "given other memory", f"{how}, or {anew}")
+
+
+def refusal(name: str, what: str, remedy: str) -> ConfigurationError:
+    """The error that a part of a model is not what it was."""
+    return ConfigurationError(
+        f"{name} was {what} after the trainer was made, which trains what it found then: {remedy}"
+    )
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Which storage a tensor is in, of tensors without data as well."""
+    storage: int = tensor.untyped_storage()._cdata
+    return storage

@@ -1,0 +1,110 @@
+"""A model that is changed once a trainer has it: refused by name, before anything is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpbench import TRAINERS
+from dpbench.errors import ConfigurationError
+from dpbench.training.base import Momentum
+from tests.training.test_book_keeping import BOTH, EXAMPLES, TOKENS, Given, between, frozen
+
+WORKLOAD = Given(lambda: frozen(between(nn.Linear(6, 6)), "0.weight"), TOKENS)
+
+
+def made(trainer: str, **options: Any) -> Any:
+    return TRAINERS[trainer](WORKLOAD.model(), batch_size=EXAMPLES, workload=WORKLOAD, **options)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assign(model: nn.Module) -> None:
+    model.load_state_dict(
+        {name: each + 1 for name, each in model.state_dict().items()}, assign=True
+    )
+
+
+def freeze(model: nn.Module) -> None:
+    model.get_parameter("2.bias").requires_grad_(False)
+
+
+def thaw(model: nn.Module) -> None:
+    model.get_parameter("0.weight").requires_grad_()
+
+
+def replace_layer(model: nn.Module) -> None:
+    model.append(nn.Tanh())
+    model[4] = nn.Linear(6, 2)
+
+
+def move(model: nn.Module) -> None:
+    weight = model.get_parameter("2.weight")
+    weight.data = weight.data + 1
+
+
+CHANGES = [
+    (assign, "parameter 0.weight was replaced*load_state_dict without assign"),
+    (freeze, "parameter 2.bias was frozen*do so before"),
+    (thaw, "parameter 0.weight was thawed*do so before"),
+    (replace_layer, "layer 4 was replaced*or make a new trainer"),
+]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("trainer", "change", "said"),
+    [
+        *[(t, *each) for t in (*BOTH, "micro_batch") for each in CHANGES],
+        ("fused", move, "parameter 2.weight was given other memory*parameter.copy_(values)"),
+    ],
+)
+def test_a_change_is_refused_by_name_before_anything_is_updated(
+    trainer: str, change: Callable[[nn.Module], None], said: str, steps: int
+) -> None:
+    trains = made(trainer)
+    for _ in range(steps):
+        trains.train_step(TOKENS)
+    change(trains.model)
+    before = values(trains.model)
+    with pytest.raises(ConfigurationError) as caught:
+        trains.train_step(TOKENS)
+    begin, _, end = said.partition("*")
+    assert str(caught.value).startswith(begin)
+    assert end in str(caught.value)
+    assert all(map(torch.equal, values(trains.model), before))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [("book_keeping", {}), ("micro_batch", {}), ("fused", {"optimizer": Momentum})],
+)
+def test_where_no_buffer_holds_parameters_they_may_move(
+    trainer: str, options: dict[str, Any]
+) -> None:
+    trains = made(trainer, **options)
+    trains.train_step(TOKENS)
+    move(trains.model)
+    before = values(trains.model)
+    trains.train_step(TOKENS)
+    assert not torch.equal(values(trains.model)[1], before[1])
+
+
+@pytest.mark.parametrize("trainer", [*BOTH, "micro_batch"])
+def test_values_that_are_loaded_in_place_are_trained_on(trainer: str) -> None:
+    def trained(*, restores: bool) -> list[Tensor]:
+        trains = made(trainer, noise_multiplier=0.0)
+        state = {name: each.clone() for name, each in trains.model.state_dict().items()}
+        trains.train_step(TOKENS)
+        if restores:
+            trains.model.load_state_dict(state)
+            trains.train_step(TOKENS)
+        return values(trains.model)
+
+    assert all(map(torch.equal, trained(restores=True), trained(restores=False)))
