@@ -90,7 +90,7 @@ def main() -> int:
             changed = sum(f.text != f.renewed for f in document.figures)
             print(f"{name}: {len(document.figures)} numbers, {changed} changed")
             for f in document.figures:
-                if abs(float(f.renewed) / (float(f.text) or 1) - 1) > A_LOT:
+                if abs(float(f.renewed) - float(f.text)) > A_LOT * abs(float(f.text)):
                     print(f"  by much: {f.text} is {f.renewed} now; does its query say the same?")
             path.write_text(anew, encoding="utf-8")
             document = parse(name, anew)

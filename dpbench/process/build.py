@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpbench import gpu
 from dpbench.case import MIXED, TRANSFORMER, Case
 from dpbench.errors import ConfigurationError
+from dpbench.names import called
 from dpbench.process.parts import hold_to_parts
 from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS
 from dpbench.training.base import Batch, TrainerBase
@@ -21,6 +22,13 @@ from dpbench.workloads.base import Workload, batches_of
 
 SEED = 0
 """Every build of a case is the same: a profiler that needs several passes runs it again."""
+
+
+TRAINER = (
+    "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model, batch_size=…, "
+    "**options), with train_step(batch)"
+)
+"""What is said of what is no trainer."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -64,12 +72,26 @@ def build(
     workload = workload_of(case)
     model = _model_of(case, workload, device)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
-    trainer = TRAINERS[case.trainer](
+    named = TRAINERS[case.trainer]
+    if isinstance(named, type) and not hasattr(named, "train_step"):
+        raise ConfigurationError(
+            f"trainer {case.trainer} is the class {named.__qualname__}, "
+            f"without train_step; {TRAINER}"
+        )
+    trainer = called(
+        f"trainer {case.trainer}",
+        named,
+        TRAINER,
         model.to(dtype),
         batch_size=case.batch_size // ranks,
         **_non_default_options(case, workload),
         **options,
     )
+    if not (callable(getattr(trainer, "train_step", None)) and hasattr(trainer, "model")):
+        raise ConfigurationError(
+            f"trainer {case.trainer} makes a {type(trainer).__name__}, without train_step or "
+            f"model; {TRAINER}"
+        )
 
     own = part_of_rank(case.batch_size, rank, ranks)
 
@@ -115,7 +137,10 @@ def labels_of(trainer: TrainerBase) -> dict[str, str]:
 def workload_of(case: Case) -> Workload:
     """The workload of a case, with its parameters."""
     named = WORKLOADS[case.workload]
-    workload = named(**case.parameters) if isinstance(named, type) else named
+    needs = "a workload's arguments, which --set gives, have defaults or are given"
+    what = f"workload {case.workload}"
+    is_one = isinstance(named, type) and issubclass(named, Workload)
+    workload = called(what, named, needs, **case.parameters) if is_one else named
     if not isinstance(workload, Workload):
         raise ConfigurationError(
             f"workload {case.workload} must be a subclass of dpbench.Workload, or an object of one"

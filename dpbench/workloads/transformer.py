@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from dpbench.case import ATTENTIONS
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.model_size import ModelSize
+from dpbench.names import called
 from dpbench.registry import MODELS
 from dpbench.workloads.base import Batch, Workload
 
@@ -153,9 +154,21 @@ class Transformer(Workload):
         self.model_size, self.size = model_size, ModelSize.parse(model_size)
 
     def model(self) -> nn.Module:
-        model: nn.Module = MODELS[self.name](
-            self.size, attention=self.attention, max_seq_len=max(1024, self.seq_len)
+        needs = "a model is an nn.Module, called as Model(size, attention=…, max_seq_len=…)"
+        longest = max(1024, self.seq_len)
+        named = MODELS[self.name]
+        if isinstance(named, type) and not issubclass(named, nn.Module):
+            raise ConfigurationError(f"model {self.name} is a {named.__qualname__}; {needs}")
+        model: nn.Module = called(
+            f"model {self.name}",
+            named,
+            needs,
+            self.size,
+            attention=self.attention,
+            max_seq_len=longest,
         )
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"model {self.name} makes a {type(model).__name__}; {needs}")
         if not any(self.size.hidden in parameter.shape for parameter in model.parameters()):
             raise ConfigurationError(
                 f"model {self.name} has no layer of width {self.size.hidden}: it ignores the size "
