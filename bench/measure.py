@@ -83,7 +83,9 @@ PLAN = {
     "opacus-changes": f"{CUPTI} {OPACUS} {CHANGES} --precision fp32 --precision bf16 "
     "--trainer dpsgd_zeroing=bench.opacus_changes:ZeroingDPSGDTrainer --batch-size 8 --seq-len 256",
     "ncu-methods-256": "--instrument ncu --trainer standard --trainer fused --trainer dpsgd_fgc "
-    "--trainer micro_batch --precision fp32 --precision bf16 --batch-size 8 --seq-len 256",
+    "--precision fp32 --precision bf16 --batch-size 8 --seq-len 256",
+    "ncu-micro-batch-256": "--instrument ncu --trainer standard --trainer micro_batch "
+    "--precision bf16 --batch-size 8 --seq-len 256",
     **{
         f"ncu-{name}": f"--instrument ncu {OPACUS} --precision tf32 --precision bf16 {cells}"
         for name, cells in (

@@ -39,12 +39,6 @@ the arguments, ``run(options)`` does it and returns the exit code."""
 TAKE_INSTRUMENTS = ("step", "run", "exec")
 """The commands that declare the options of instruments from outside."""
 
-FORKS_LATER = {"-h", "--help", "--cluster", "--try-anyway"}
-"""Options of ``run`` with which it may end without a fork; a fork that it needs starts the server.
-
-With ``--try-anyway`` no case is counted before it is measured, and ncu's and nsys's are not forks.
-"""
-
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 PIPE_CLOSED = 141
@@ -110,8 +104,7 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
     if directory not in sys.path:  # last, or its files could hide modules of libraries
         sys.path.append(directory)
-    asked = {word.partition("=")[0] for word in written}
-    if [*written[:1]] == ["run"] and not asked & FORKS_LATER:
+    if [*written[:1]] == ["run"] and not {*written} & {"-h", "--help", "--cluster"}:
         fork_server()  # imports torch, while this process reads its options and imports pandas
     options = build_parser("".join(written[:1]), written).parse_args(written)
     options.words = [*written[1:]]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import product
-from typing import Any
 from urllib.parse import quote, unquote
 
 from dpbench.errors import ConfigurationError
@@ -81,21 +79,6 @@ def _read(text: str) -> Parameter:
 
 def _written(value: object) -> str:
     return json.dumps(value) if isinstance(value, int | float) else str(value)
-
-
-def called(what: str, named: Any, needs: str, *given: object, **options: object) -> Any:
-    """What a named class makes of these arguments, if it is one that takes them."""
-    if not callable(named):
-        raise ConfigurationError(f"{what} is of type {type(named).__name__}; {needs}")
-    try:
-        signature = inspect.signature(named)
-    except ValueError:  # some classes written in C have none
-        return named(*given, **options)
-    try:
-        signature.bind(*given, **options)
-    except TypeError as error:
-        raise ConfigurationError(f"{what} cannot be called so: {error}; {needs}") from error
-    return named(*given, **options)
 
 
 def quoted(text: str) -> str:

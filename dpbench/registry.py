@@ -54,7 +54,7 @@ class Registry(Mapping[str, Any]):
             )
         if not name.isidentifier():
             raise ConfigurationError(f"{self.kind} name {name!r} must be a Python identifier")
-        classes = {_class_name(builtin): builtin for builtin in self._builtin.values()}
+        classes = {builtin.split(":")[-1]: builtin for builtin in self._builtin.values()}
         if (meant := (classes | self._targets).get(name, target)) != target:
             raise ConfigurationError(
                 f"{self.kind} name {name!r} already means {meant}; "
@@ -83,12 +83,12 @@ class Registry(Mapping[str, Any]):
         if spelling in self._targets:
             return spelling
         for name, target in self._targets.items():
-            if spelling in (target, _class_name(target)):
+            if spelling in (target, target.split(":")[-1]):
                 return name
         name, separator, target = spelling.rpartition("=")
         if ":" not in target:
             raise unknown(self.kind, spelling, self, "or package.module:Class")
-        name = name if separator else _class_name(target).rpartition(".")[2]
+        name = name if separator else target.split(":")[-1].rpartition(".")[2]
         self.register(name, target)
         return name
 
@@ -205,10 +205,6 @@ _PACKAGES = {
     "jinja2": "Jinja: pip install 'dpbench[report]'",
 }
 """Packages that may be missing, and how to install them."""
-
-
-def _class_name(target: str) -> str:
-    return target.rpartition(":")[2]
 
 
 def _keywords(named: Any) -> list[str] | None:
@@ -341,3 +337,12 @@ def import_named(case: Case, *, if_parameters: bool = False) -> None:
 def is_builtin(case: Case) -> bool:
     """Whether every name in a case is built in."""
     return all(registry.is_builtin(name) for _, registry, name in names_of(case))
+
+
+def called(what: str, named: Any, needs: str, *given: object, **options: object) -> Any:
+    """What a named class makes of these arguments, if it is one that takes them."""
+    try:
+        inspect.signature(named).bind(*given, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{what} cannot be called so: {error}; {needs}") from error
+    return named(*given, **options)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from dpbench import gpu
 from dpbench.case import MIXED, TRANSFORMER, Case
 from dpbench.errors import ConfigurationError
-from dpbench.names import called
 from dpbench.process.parts import hold_to_parts
-from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS
+from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS, called
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.parallel import part_of_rank, rank_and_ranks
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
@@ -137,10 +136,9 @@ def labels_of(trainer: TrainerBase) -> dict[str, str]:
 def workload_of(case: Case) -> Workload:
     """The workload of a case, with its parameters."""
     named = WORKLOADS[case.workload]
-    needs = "a workload's arguments, which --set gives, have defaults or are given"
-    what = f"workload {case.workload}"
-    is_one = isinstance(named, type) and issubclass(named, Workload)
-    workload = called(what, named, needs, **case.parameters) if is_one else named
+    workload = named
+    if isinstance(named, type) and issubclass(named, Workload):
+        workload = called(f"workload {case.workload}", named, "give it by --set", **case.parameters)
     if not isinstance(workload, Workload):
         raise ConfigurationError(
             f"workload {case.workload} must be a subclass of dpbench.Workload, or an object of one"

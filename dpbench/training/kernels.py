@@ -30,9 +30,8 @@ def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias:
 
     Of a layer and example it is the sum of ``(x xᵀ) · (g gᵀ)``, with a bias of ``(x xᵀ + 1) · …``;
     of an embedding, whose ``x`` are numbers of rows, ``x xᵀ`` is where two are the same. Products
-    and sums are in float32 at least, but a GPU's tensor cores cut off where they add products of
-    bf16, all the more the longer the sum: with 32 000 outputs the result is 1.3e-4 off on an
-    H200, by this kernel and by cuBLAS (``bench/gram_norms.py``).
+    and sums are in float32 at least, but of bf16 as exact as the GPU's tensor cores add
+    (``bench/gram_norms.py`` prints how exact that is).
 
     Args:
         activations: of each layer, ``[B, T, K]``, or ``[B, T]`` int64.

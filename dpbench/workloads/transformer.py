@@ -19,8 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from dpbench.case import ATTENTIONS
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.model_size import ModelSize
-from dpbench.names import called
-from dpbench.registry import MODELS
+from dpbench.registry import MODELS, called
 from dpbench.workloads.base import Batch, Workload
 
 

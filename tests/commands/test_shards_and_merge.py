@@ -27,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def metered(tmp_path: Path) -> Iterator[list[str]]:
     write_meter(tmp_path, hardware=False)
-    yield ["run", "--instrument=meter:Power", "--try-anyway", *GRID[2:]]
+    yield ["run", "--instrument=meter:Power", *GRID[2:]]
     sys.modules.pop("meter", None)
 
 

@@ -7,15 +7,20 @@ from typing import Any
 import pytest
 from torch import nn
 
-from dpbench import TrainerBase
+from dpbench import TrainerBase, Workload
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError
 from dpbench.process.build import smoke_test
+from tests.test_registry import refusal
 
 
 class TakesNothing(TrainerBase):
     def __init__(self) -> None:
         raise AssertionError("nothing should have called it")
+
+
+class Sized(Workload):
+    def __init__(self, width: int) -> None:
+        self.width = width
 
 
 def no_trainer(model: nn.Module, **options: object) -> object:
@@ -26,44 +31,28 @@ def no_model(size: object, attention: str, max_seq_len: int) -> str:
     return "a text"
 
 
-def refusal(**axes: Any) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        smoke_test(Case(**{"trainer": "standard", "batch_size": 2} | axes))
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+TRAINER = "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model"
+MODEL = "a model is an nn.Module, called as Model(size"
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("axis", "named", "said", "needs"),
     [
-        ("collections:OrderedDict", "is the class OrderedDict, without train_step"),
-        (f"{__name__}:TakesNothing", "cannot be called so: too many positional arguments"),
-        (f"{__name__}:no_trainer", "makes a object, without train_step or model"),
-        ("math:pi", "is of type float"),
+        ("trainer", "collections:OrderedDict", "is the class OrderedDict", TRAINER),
+        ("trainer", f"{__name__}:TakesNothing", "cannot be called so: too many", TRAINER),
+        ("trainer", f"{__name__}:no_trainer", "makes a object, without train_step", TRAINER),
+        ("trainer", "math:pi", "cannot be called so: 3.14", TRAINER),
+        ("model", "collections:OrderedDict", "is a OrderedDict", MODEL),
+        ("model", "torch.nn:Linear", "cannot be called so: missing a required", MODEL),
+        ("model", f"{__name__}:no_model", "makes a str", MODEL),
+        ("model", "math:pi", "cannot be called so: 3.14", MODEL),
+        ("workload", "torch.nn:Linear", "must be a subclass of dpbench.Workload", "an object of"),
+        ("workload", f"{__name__}:Sized", "cannot be called so: missing", "give it by --set"),
     ],
 )
-def test_what_is_no_trainer_is_told_what_one_is(named: str, said: str) -> None:
-    message = refusal(trainer=named, seq_len=8, model_size="tiny")
-    assert f"trainer {named} {said}" in message
-    assert "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model" in message
-
-
-@pytest.mark.parametrize(
-    ("named", "said"),
-    [
-        ("collections:OrderedDict", "is a OrderedDict"),
-        ("torch.nn:Linear", "cannot be called so: missing a required argument: 'out_features'"),
-        (f"{__name__}:no_model", "makes a str"),
-        ("math:pi", "is of type float"),
-    ],
-)
-def test_what_is_no_model_is_told_what_one_is(named: str, said: str) -> None:
-    message = refusal(model=named, seq_len=8, model_size="tiny")
-    assert f"model {named} {said}" in message
-    assert "a model is an nn.Module, called as Model(size" in message
-
-
-def test_a_class_with_arguments_that_is_no_workload_is_said_to_be_none() -> None:
-    message = refusal(workload="torch.nn:Linear")
-    assert "workload torch.nn:Linear must be a subclass of dpbench.Workload" in message
+def test_what_is_none_is_told_what_one_is(axis: str, named: str, said: str, needs: str) -> None:
+    given = {"trainer": "standard", axis: named}
+    size: dict[str, Any] = {} if axis == "workload" else {"seq_len": 8, "model_size": "tiny"}
+    message = refusal(lambda: smoke_test(Case(batch_size=2, **given, **size)))
+    assert f"{axis} {named} {said}" in message
+    assert needs in message
