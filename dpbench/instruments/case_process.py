@@ -134,8 +134,7 @@ class Child(Running):
     @property
     def exit_code(self) -> int | None:
         """That of the process, negative if a signal ended it; None as long as it runs."""
-        code: int | None = self.group.process.poll()
-        return code
+        return self.group.poll()
 
     @property
     def runs(self) -> bool:

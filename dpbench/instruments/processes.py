@@ -6,9 +6,12 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any
 
 from dpbench.process.forked import fork
@@ -29,6 +32,39 @@ ncu starts further processes, so a signal at the parent's death for its own chil
 (``PR_SET_PDEATHSIG``) is not enough."""
 
 
+@contextmanager
+def ctrl_c_later() -> Iterator[None]:
+    """Handle Ctrl-C, and signals that end a process as it does, when what is in here is done.
+
+    Python handles a signal between any two instructions, so also between a program's start and the
+    assignment that keeps it; whoever does not know of the program cannot end it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread
+        return
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers: dict[int, Any] = {n: h for n in heard if callable(h := signal.getsignal(n))}
+    arrived: list[tuple[int, FrameType | None]] = []
+    inside = True
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if inside:
+            arrived.append((number, frame))
+        else:  # before the handler was restored
+            handlers[number](number, frame)
+
+    try:
+        for number in handlers:
+            signal.signal(number, handle)
+        yield
+    finally:
+        inside = False
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in arrived[:1]:
+            handlers[number](number, frame)
+
+
 class ProcessGroup:
     """A program in a process group of its own, with a guard that outlives this process."""
 
@@ -42,15 +78,28 @@ class ProcessGroup:
             start_new_session=True,
             text=True,
         )
-        try:
-            self.process: Any = fork(command, options) or subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, **options
-            )
-        except BaseException:
-            self._guard.communicate()
-            raise
-        print(self.process.pid, file=self._guard.stdin, flush=True)
         self._ended = False
+        try:
+            self.process: Any = fork(command, options, self._announce)
+            if self.process is None:
+                with ctrl_c_later():  # or nobody would know of the program
+                    self.process = subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, start_new_session=True, **options
+                    )
+                    self._announce(self.process.pid)
+        except BaseException:
+            assert self._guard.stdin
+            self._guard.stdin.close()  # it ends what it knows of
+            raise
+
+    def _announce(self, process_id: int) -> None:
+        print(process_id, file=self._guard.stdin, flush=True)
+
+    def poll(self) -> int | None:
+        """The exit code, negative if a signal ended it; None as long as the program runs."""
+        with ctrl_c_later():  # which could leave the lock of `subprocess.Popen.poll` taken
+            code: int | None = self.process.poll()
+        return code
 
     def ask_ranks(self) -> None:
         """Have ranks write down where they are."""
@@ -76,7 +125,7 @@ class ProcessGroup:
 
     def _signal(self, number: int) -> bool:
         """Send a signal, 0 for none; returns whether the group is alive."""
-        self.process.poll()  # reap the leader, which counts as a member until then
+        self.poll()  # reap the leader, which counts as a member until then
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):

@@ -22,7 +22,7 @@ from pathlib import Path
 from select import select
 from typing import Any
 
-from dpbench.process.forked import BEGUN
+from dpbench.process.forked import BEGUN, GO
 from dpbench.registry import INSTRUMENTS, TRAINERS
 
 IMPORTED = (
@@ -177,9 +177,11 @@ def main() -> None:
     with channel:
         try:
             become(json.loads(channel.recv(REQUEST_BYTES)))
+            channel.send(b"%s %d" % (BEGUN, os.getpid()))
+            if channel.recv(len(GO)) != GO:
+                raise ValueError("nobody waits for this fork any more")
         except (OSError, ValueError):
             os._exit(1)  # without a word in the log: a new process will write to it
-        channel.send(b"%s %d" % (BEGUN, os.getpid()))
     import_module("numpy").random.seed()  # as in a new process; Python's own is seeded by a fork
     end(import_module("dpbench.cli").main())
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,9 @@ LATE = {
 
 BEGUN = b"begun"
 """What a fork says of itself before its process id; the server only ever says an exit code."""
+
+GO = b"go"
+"""What a fork waits for, so that none runs which nobody would end."""
 
 UNKNOWN = -signal.NSIG
 """The exit code of a process whose server was killed before it ended; no signal has the number."""
@@ -89,7 +92,11 @@ class ForkServer:
         atexit.register(self.close)
 
     def fork(
-        self, arguments: Sequence[str], output: IO[str], environment: Mapping[str, str]
+        self,
+        arguments: Sequence[str],
+        output: IO[str],
+        environment: Mapping[str, str],
+        announce: Callable[[int], None],
     ) -> Forked | None:
         """Run ``dpbench`` with these arguments in a fork; None if that must be a new process."""
         names = {*environment, *self._environment}
@@ -109,9 +116,14 @@ class ForkServer:
             ours.send(json.dumps(request).encode())
             said, _, process_id = ours.recv(32).partition(b" ")
             if said == BEGUN:
+                announce(int(process_id))
+                ours.send(GO)
                 return Forked(int(process_id), ours)
         except OSError:  # there is no server any more, or it does not answer
             pass
+        except BaseException:
+            ours.close()
+            raise
         ours.close()  # a fork that was to be ends when it finds this closed, or has ended
         return None
 
@@ -139,14 +151,17 @@ def fork_server() -> ForkServer | None:
     return None
 
 
-def fork(command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
+def fork(
+    command: Sequence[str], options: Mapping[str, Any], announce: Callable[[int], None]
+) -> Forked | None:
     """Start a command of ``dpbench`` as a fork; None if it must be started as a new process.
 
     Args:
         command: an argument list.
         options: of `subprocess.Popen`: ``env``, and ``stdout``, where its errors go as well.
+        announce: is told the process id before the fork does anything.
     """
     program, arguments = [*command[:3]], command[3:]
     if program != COMMAND or (server := fork_server()) is None:
         return None
-    return server.fork(arguments, options["stdout"], options["env"])
+    return server.fork(arguments, options["stdout"], options["env"], announce)

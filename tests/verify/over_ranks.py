@@ -151,7 +151,7 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
     log, command = folder / "log.txt", [*COMMAND, *words, "--device", "cpu"]
     with log.open("w") as output:
         kept: dict[str, Any] = {"stdout": output, "env": environment_of_cases() | said}
-        process = fork(command, kept) or subprocess.Popen(command, stderr=output, **kept)
+        process = fork(command, kept, str) or subprocess.Popen(command, stderr=output, **kept)
         code = process.wait()
     return code, log.read_text()
 
