@@ -15,6 +15,7 @@ from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.instruments.logical.regions import tensors
 from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder
+from dpbench.results.outcome import Outcome
 from dpbench.training.base import Batch
 from dpbench.training.phases import phase
 from dpbench.training.standard import StandardTrainer
@@ -29,6 +30,16 @@ PAIRS = (
     ("dpsgd_fgc", "ddp"),
 )
 """What PyTorch and Opacus train on several ranks."""
+
+
+Heards = list[list[Outcome]]
+"""By rank, what it heard of each of `PAIRS`."""
+
+
+def case_of(trainer: str = "standard", parallel: str = "fsdp2", gpus: int = 4, **axes: Any) -> Case:
+    """Two layers whose widths four does not divide, with more gradients than DDP's first bucket."""
+    axes = {"model_size": "1001x90x2x2", "seq_len": 8, "batch_size": 2 * gpus} | axes
+    return Case(trainer, parallel=parallel, gpus=gpus, **axes)
 
 
 class Alive(TorchDispatchMode):

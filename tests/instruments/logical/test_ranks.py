@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from dpbench.instruments.logical.counter import resizing_seen, without_data
 from dpbench.instruments.logical.logical import Counting, Logical, new_objects_collected
 from dpbench.model_size import MODEL_SIZES
 from dpbench.process.build import build
-from dpbench.process.messages import Steps
 from dpbench.registry import TRAINERS
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate
@@ -38,29 +36,18 @@ from dpbench.results.run import Run
 from dpbench.training.phases import observed_step
 from dpbench.workloads.transformer import SimpleBigModel
 from tests.instruments.logical.cases import count
-from tests.instruments.logical.ranks import PAIRS, Alive, DrawsAll, Heard, Noisy, ReducesTwice
+from tests.instruments.logical.ranks import (
+    PAIRS,
+    Alive,
+    DrawsAll,
+    Heards,
+    Noisy,
+    ReducesTwice,
+    case_of,
+)
 from tests.results.figures import tables_of
 
 F32 = 4
-
-
-def case_of(trainer: str = "standard", parallel: str = "fsdp2", gpus: int = 4, **axes: Any) -> Case:
-    """Two layers whose widths four does not divide, with more gradients than DDP's first bucket."""
-    axes = {"model_size": "1001x90x2x2", "seq_len": 8, "batch_size": 2 * gpus} | axes
-    return Case(trainer, parallel=parallel, gpus=gpus, **axes)
-
-
-@cache
-def heard(gpus: int) -> list[list[Outcome]]:
-    """What each rank heard of each pair, for real."""
-    with TemporaryDirectory() as directory:
-        heard = Heard(Path(directory), device="cpu", steps=Steps(0, 1), timeout=300)
-        running = heard.start(case_of(gpus=gpus))
-        try:
-            ranks = running.record()["ranks"]
-        finally:
-            running.cancel()
-    return [[Outcome.from_json(each) for each in rank["heard"]] for rank in ranks]
 
 
 def between_ranks(operators: Any) -> set[OperatorCount]:
@@ -76,7 +63,9 @@ def sent(outcome: Outcome) -> dict[str, float]:
 
 @pytest.mark.parametrize("gpus", [2, 4])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_the_count_is_what_ranks_do(pair: tuple[str, str], gpus: int) -> None:
+def test_the_count_is_what_ranks_do(
+    pair: tuple[str, str], gpus: int, heard: Callable[[int], Heards]
+) -> None:
     counted = count(case_of(*pair, gpus))
     assert between_ranks(counted.operators)
     for rank in heard(gpus):
@@ -86,7 +75,7 @@ def test_the_count_is_what_ranks_do(pair: tuple[str, str], gpus: int) -> None:
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_buckets_are_copied_as_ddp_does(gpus: int) -> None:
+def test_buckets_are_copied_as_ddp_does(gpus: int, heard: Callable[[int], Heards]) -> None:
     def of_backward(outcome: Outcome) -> set[OperatorCount]:
         return {each for each in outcome.operators if each.phase == "backward"}
 
@@ -103,7 +92,9 @@ def peak_of(case: Case) -> float:
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if "ddp" in pair], ids="-".join)
-def test_a_replica_holds_as_much_as_counted(pair: tuple[str, str]) -> None:
+def test_a_replica_holds_as_much_as_counted(
+    pair: tuple[str, str], heard: Callable[[int], Heards]
+) -> None:
     (peak,) = heard(2)[0][PAIRS.index(pair)].notes
     assert int(peak) == pytest.approx(peak_of(case_of(*pair, 2)), rel=0.005)
 
