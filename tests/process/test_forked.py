@@ -204,3 +204,17 @@ def test_without_its_server_a_case_has_a_new_process(server: ForkServer, tmp_pat
     assert is_gone(hanging.group.process.pid)
     running = timing(tmp_path).start(case_of())
     assert isinstance(ended(running).group.process, subprocess.Popen)
+
+
+def test_a_fork_of_which_nobody_learned_does_nothing(server: ForkServer, tmp_path: Path) -> None:
+    begun: list[int] = []
+
+    def interrupted(process_id: int) -> None:
+        begun.append(process_id)
+        raise KeyboardInterrupt
+
+    log = tmp_path / "log.txt"
+    with log.open("w") as output, pytest.raises(KeyboardInterrupt):
+        server.fork(["list"], output, environment_of_cases(), interrupted)
+    assert is_gone(begun[0])
+    assert log.read_text() == ""
