@@ -204,7 +204,7 @@ class Session:
             self.notes.append(f"compared with {self.reference.name}")
         self.notes += every.notes
         self.tables = comparison_tables(every, "Change: ", self.reference.name)
-        verdict = every if {*limited} == {*asked} else self.judge(run, self.limits, limited)
+        verdict = self.judge(run, self.limits, limited)
         unjudged = verdict.unjudged
         if self.limits and not complete:
             unjudged = []

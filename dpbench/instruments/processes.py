@@ -61,7 +61,7 @@ def ctrl_c_later() -> Iterator[None]:
         inside = False
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number, frame in arrived[:1]:
+        for number, frame in arrived:
             handlers[number](number, frame)
 
 

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -109,7 +109,8 @@ class ForkServer:
             "environment": {name: environment.get(name) for name in LATE},
         }
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        try:
+        with ExitStack() as failing, suppress(OSError):  # no server any more, or it does not answer
+            failing.callback(ours.close)  # a fork that was to be ends when it finds this closed
             with theirs:
                 socket.send_fds(self._requests, [b"."], [theirs.fileno(), output.fileno()])
             ours.settimeout(PATIENCE_SECONDS)
@@ -118,13 +119,8 @@ class ForkServer:
             if said == BEGUN:
                 announce(int(process_id))
                 ours.send(GO)
+                failing.pop_all()
                 return Forked(int(process_id), ours)
-        except OSError:  # there is no server any more, or it does not answer
-            pass
-        except BaseException:
-            ours.close()
-            raise
-        ours.close()  # a fork that was to be ends when it finds this closed, or has ended
         return None
 
     def close(self) -> None:
