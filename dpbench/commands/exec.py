@@ -26,7 +26,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -38,14 +37,14 @@ from dpbench import gpu
 from dpbench.case import AXES, BASELINE_TRAINER, Case, Script
 from dpbench.commands.options import saved_run
 from dpbench.commands.run import show
-from dpbench.commands.step import write_profile
+from dpbench.commands.step import write_report
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
 from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.interface import ScriptInterrupted
 from dpbench.instruments.script_process import ScriptRun
 from dpbench.instruments.script_ranks import Rank
-from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY, own_folder
+from dpbench.instruments.torch_profiler.profile_folder import REPORT, own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
@@ -161,8 +160,8 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
                 raise KeyboardInterrupt  # and not the script once more
         elif isinstance(script.instrument, TorchProfiler):
             folder = own_folder(script.instrument.directory.absolute() / case.file_name)
-            record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-            write_profile(case, record, folder, script.instrument.threshold)
+            steps = {"active": 1, "repeat": len({row.repeat for row in outcome.rows})}
+            write_report(folder, outcome.rows, steps, folder)
             report = f"{folder / REPORT}; a trace of each step beside it"
             session.notes.append(f"operators by time and memory: {report}")
 

@@ -18,6 +18,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,16 @@ from dpbench.instruments.interface import CaseOutOfMemory, CaseRefused, Instrume
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.profile_folder import (
+    OPERATORS,
     REPORT,
     of_rank,
     own_folder,
-    write_summary,
 )
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.options import own_values
 from dpbench.process.messages import Steps, print_record
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import Measurement
 from dpbench.runner import check_ranks
 from dpbench.settings import Settings, declare
 
@@ -76,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             record = instrument.observe(case)
         if isinstance(instrument, TorchProfiler):
-            write_profile(case, record, own_folder(instrument.directory), instrument.threshold)
+            _report(case, record, own_folder(instrument.directory))
     except Exception as error:  # whoever started this process learns why from the record
         message = str(error)
         if not isinstance(error, DpbenchError):
@@ -123,21 +126,31 @@ def _own_options() -> dict[str, type[Instrument]]:
     return found
 
 
-def write_profile(case: Case, record: dict[str, Any], directory: Path, threshold: float) -> None:
-    """Write the summary, the report and the TensorBoard log of a profile.
+def _report(case: Case, record: Mapping[str, Any], directory: Path) -> None:
+    """Write the report of a case, unless this is one of several ranks that the user started."""
+    ranks = record.get("ranks", [record])
+    if len(ranks) == case.gpus:
+        rows = [
+            replace(row, rank=rank)
+            for rank, its in enumerate(ranks)
+            for row in Outcome.from_json(its["outcome"]).rows
+        ]
+        first = of_rank(directory, 0) if len(ranks) > 1 else directory
+        write_report(directory, rows, record["schedule"], first)
 
-    Each rank has its own, but for the report: its operators are those of the first.
+
+def write_report(
+    directory: Path, rows: Sequence[Measurement], schedule: Mapping[str, int], operators: Path
+) -> None:
+    """Write the report of a profile.
+
+    Args:
+        directory: the profile's.
+        rows: of all ranks.
+        schedule: the steps that were recorded.
+        operators: the folder that has the tables of operators, that of the first rank.
     """
     from dpbench.show.profile import profile_report  # which imports pandas
 
-    ranks = record.get("ranks", [])
-    folders = {of_rank(directory, rank): its for rank, its in enumerate(ranks)}
-    profiles = [
-        write_summary(case, its, at) for at, its in (folders or {directory: record}).items()
-    ]
-    if len(profiles) < case.gpus:  # this is one of the ranks, which the user has started
-        return
-    rows = [replace(row, rank=rank) for rank, each in enumerate(profiles) for row in each.rows]
-    first = profiles[0]
-    report = profile_report(record, rows, first.launches, first.operators, threshold)
-    (directory / REPORT).write_text(report, encoding="utf-8")
+    tables = (operators / OPERATORS).read_text(encoding="utf-8")
+    (directory / REPORT).write_text(profile_report(rows, schedule, tables), encoding="utf-8")

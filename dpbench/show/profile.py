@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
@@ -18,11 +17,6 @@ from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, millis
 
 PROFILER, TIMELINE = "PyTorch profiler", "Nsight Systems"
 """The tables of what these record, as `Metric.table` calls them."""
-
-TOP = 20
-"""The number of operators in a table."""
-
-SHAPES_WIDTH = 60
 
 WAITED = (
     "Exposed: while nothing else of the rank's ran. Waited: by how much longer a rank was in "
@@ -83,101 +77,11 @@ def _by_phase(title: str, wide: pd.DataFrame, table: str) -> Table:
     return Table.of(title, wide.rename_axis("phase").reset_index(), columns, notes)
 
 
-def copies_table(launches: Sequence[Any], steps: int) -> list[Table]:
-    """Copies and memsets by phase and by the operator that asked for them; none on the CPU."""
-    copies = pd.DataFrame([vars(launch) for launch in launches if launch.kind != "kernel"])
-    if copies.empty:
-        return []
-    by = copies.groupby(["phase", "name", "operator", "called_by"], dropna=False, sort=False)
-    sums = (by.bytes.agg(["size", "sum"]) / steps).reset_index()
-    sums = sums.sort_values("sum", ascending=False, kind="stable").head(TOP)
-    columns: dict[str, Shown] = {
-        "copy": ("copy", str),
-        "count": ("size", "{:g}".format),
-        "GB": ("sum", gigabytes),
-        "operator": ("operator", str),
-        "called by": ("called_by", str),
-    }
-    note = "A copy on the device reads its bytes and writes them; a memset only writes."
-    named = sums.assign(copy=sums.phase + ": " + sums.name.str.partition(" (")[0])
-    return [Table.of("Copies and memsets, per step", named, columns, [note])]
-
-
-def profile_report(
-    record: Mapping[str, Any],
-    rows: Iterable[Measurement],
-    launches: Sequence[Any],
-    operators: Sequence[Mapping[str, Any]],
-    threshold: float,
-) -> str:
-    """The text report of one profiled case.
-
-    ``launches`` are what the device did in the recorded steps. ``operators`` are sums by operator,
-    and by operator and input shapes, of each cycle; their ``kind`` is ``operator``, ``call`` (of
-    CUDA), ``kernel`` or ``annotation``. An operator that takes ``threshold`` milliseconds of a
-    step is a bottleneck.
-    """
-    frame = to_frame(rows)
-    steps = int(frame.repeat.nunique())
-    schedule = ", ".join(f"{name} {value}" for name, value in record["schedule"].items())
-    head = f"torch {record['torch']}, {record['device']}; schedule: {schedule}"
-    cycles = pd.DataFrame(operators)
-    cycles["name"] = cycles.name.str.replace("::engine::evaluate_function:", ":", regex=False)
-    keys = ["name", "kind", "input_shapes"]
-    per_step = (cycles.groupby(keys, dropna=False, sort=False).sum() / steps).reset_index()
-    shapeless, of_operators = per_step.input_shapes.isna(), per_step.kind == "operator"
-    by_name, by_shape = per_step[of_operators & shapeless], per_step[of_operators & ~shapeless]
-    calls = per_step[shapeless & per_step.kind.isin(["operator", "call"])]
-    device, column = ("GPU", "device") if record["device"] != "cpu" else ("CPU", "cpu")
-    listed = [
-        *recorded_tables(frame),
-        *copies_table(launches, steps),
-        _bottlenecks(by_name, device, f"self_{column}_seconds", threshold),
-        _by(by_name, "self_device_seconds", "Operators by GPU time"),
-        _by(calls, "self_cpu_seconds", "Operators and CUDA calls by CPU time"),
-        _by(by_name, f"self_{column}_memory_bytes", f"Operators by {device} memory"),
-        _by(by_shape, f"self_{column}_seconds", f"Operators and input shapes by {device} time"),
-    ]
-    text = as_text((table for table in listed if table.cells), REPORT_WIDTH)
-    return f"{head}\n\n{text}\n"
-
-
-def _by(operators: pd.DataFrame, column: str, title: str) -> Table:
-    chosen = operators[operators[column] > 0].nlargest(TOP, column)
-    labelled = (chosen.name + " " + chosen.input_shapes.astype(str)).str.slice(stop=SHAPES_WIDTH)
-    chosen = chosen.assign(label=chosen.name.where(chosen.input_shapes.isna(), labelled))
-    on_gpu = bool((operators.self_device_seconds > 0).any())
-    columns: dict[str, Shown] = {
-        "operator": ("label", str),
-        "calls": ("calls", "{:g}".format),
-        "self\nGPU ms": ("self_device_seconds", milliseconds),
-        "GPU ms": ("device_seconds", milliseconds),
-        "self\nCPU ms": ("self_cpu_seconds", milliseconds),
-        "CPU ms": ("cpu_seconds", milliseconds),
-        "memory\nMB": (
-            "self_device_memory_bytes" if on_gpu else "self_cpu_memory_bytes",
-            lambda size: f"{size / 1e6:.1f}",
-        ),
-        "GFLOP": ("flops", lambda flops: f"{flops / 1e9:.1f}" if flops else ABSENT),
-    }
-    if not on_gpu:
-        del columns["self\nGPU ms"], columns["GPU ms"]
-    return Table.of(f"{title}, per step", chosen, columns)
-
-
-def _bottlenecks(operators: pd.DataFrame, device: str, column: str, threshold: float) -> Table:
-    """Operators that take at least ``threshold`` milliseconds of a step by themselves."""
-    shares = operators.assign(share=operators[column] / operators[column].sum())
-    chosen = shares[shares[column] * 1e3 >= threshold].sort_values(column, ascending=False)
-    if chosen.empty:
-        chosen = pd.DataFrame([{"name": "none"}], columns=["name", column, "share"])
-    columns: dict[str, Shown] = {
-        "operator": ("name", str),
-        f"{device} ms": (column, milliseconds),
-        "share": ("share", "{:.1%}".format),
-    }
-    title = f"Bottlenecks: operators with {threshold:g} ms of a step or more on the {device}"
-    return Table.of(title, chosen, columns)
+def profile_report(rows: Sequence[Measurement], schedule: Mapping[str, int], operators: str) -> str:
+    """The text report of one profiled case: its phases, then PyTorch's tables of operators."""
+    head = f"{rows[0].tool}, {rows[0].device}; schedule: "
+    head += ", ".join(f"{name} {value}" for name, value in schedule.items())
+    return f"{head}\n\n{as_text(recorded_tables(to_frame(rows)), REPORT_WIDTH)}\n\n{operators}"
 
 
 # --- Nsight Systems --------------------------------------------------------------------------

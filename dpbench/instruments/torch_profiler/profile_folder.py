@@ -1,13 +1,11 @@
-"""What a profile leaves in its folder: rows, a report and a log, made of traces; and back."""
+"""The folder that a profile leaves, and the rows and the TensorBoard log made of its traces."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -19,10 +17,10 @@ from dpbench.instruments.interface import InstrumentError
 from dpbench.instruments.torch_profiler import trace
 from dpbench.metrics import METRICS, OTHER_COPIES, unit
 from dpbench.results.kernels import KernelCount
-from dpbench.results.rows import SCHEMA, STEP, Measurement, as_rows
+from dpbench.results.rows import STEP, Measurement
 
 INSTRUMENT = "torch_profiler"  # the instrument's name in rows
-SUMMARY, REPORT, SNAPSHOT = "summary.json", "report.txt", "memory_snapshot.pickle"
+OPERATORS, REPORT, SNAPSHOT = "operators.txt", "report.txt", "memory_snapshot.pickle"
 
 COPIES = {m.source: m.name for m in METRICS.had_by(INSTRUMENT) if m.source}
 """The metric of a copy or memset, by how its name in a trace begins."""
@@ -32,15 +30,6 @@ class DeviceActivityMissing(InstrumentError):
     """The trace of a CUDA run says nothing about the device."""
 
     remedy = "another profiler may hold the GPU's profiling interface (CUPTI); end it"
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What is known of a profiled case."""
-
-    rows: list[Measurement]
-    launches: list[trace.Launch]  # of all steps
-    operators: list[dict[str, Any]]  # by name and by input shapes, of each cycle
 
 
 def of_rank(directory: Path, rank: int) -> Path:
@@ -61,40 +50,16 @@ def own_folder(directory: Path) -> Path:
 def prepare(directory: Path) -> None:
     """Make the folder of a profile, without what an earlier one left there."""
     check_writable(directory)
-    for pattern in ("trace_*.json.gz", "operators_*.json", SUMMARY, REPORT, SNAPSHOT):
+    for pattern in ("trace_*.json.gz", OPERATORS, REPORT, SNAPSHOT):
         for path in directory.glob(pattern):
             path.unlink()
 
 
-def write_summary(case: Case, record: dict[str, Any], directory: Path) -> Profile:
-    """Write ``summary.json`` and TensorBoard's event file of what the profiler recorded there.
-
-    The record is that of a case's process, see `dpbench.process.step.run_case`.
-    """
-    cycles = range(record["schedule"]["repeat"])
-    traces = [trace.read(directory / f"trace_{cycle}.json.gz") for cycle in cycles]
-    calls = frozenset[str]().union(*(recorded.calls for recorded in traces))
-    operators = [
-        {**line, "kind": "call"} if line["name"] in calls else line
-        for cycle in cycles
-        for line in json.loads((directory / f"operators_{cycle}.json").read_text(encoding="utf-8"))
-    ]
-    launches = [launch for recorded in traces for launch in recorded.launches]
-    profile = Profile(list(profile_rows(case, record, traces)), launches, operators)
-    if find_spec("tensorboard") is not None:
-        write_log(case, record, profile.rows, directory)
-    document = {"schema": SCHEMA, **record, "rows": as_rows(profile.rows)}
-    (directory / SUMMARY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return profile
-
-
-def write_log(
-    case: Case, record: dict[str, Any], rows: Iterable[Measurement], directory: Path
-) -> None:
+def write_log(case: Case, rows: Sequence[Measurement], directory: Path) -> None:
     """Write TensorBoard's event file: scalars ``METRIC/PHASE`` by step, and hyper-parameters.
 
-    Hyper-parameters are the case's fields and the versions; their metrics are those of the whole
-    step, as means over the recorded steps.
+    Hyper-parameters are the case's fields, the device and PyTorch's version; their metrics are
+    means over the recorded whole steps.
     """
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
@@ -109,16 +74,10 @@ def write_log(
             writer.add_scalar(f"{row.metric}/{row.phase}", row.value, row.repeat)
             if row.phase == STEP:
                 of_step[f"{row.metric}/{STEP}"].append(row.value)
-        hyper_parameters = {**asdict(case), "device": record["device"], "torch": record["torch"]}
+        hyper_parameters = {**asdict(case), "device": rows[0].device, "torch": rows[0].tool}
         metrics = {name: fmean(values) for name, values in of_step.items()}
         for summary in hparams(hyper_parameters, metrics):
             writer.file_writer.add_summary(summary)
-
-
-def read_rows(directory: Path) -> list[Measurement]:
-    """The rows of a profile that `write_summary` left."""
-    document = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
-    return [Measurement.from_row(row) for row in document["rows"]]
 
 
 def with_operators(directory: Path, launches: Sequence[KernelCount]) -> list[KernelCount]:
@@ -143,7 +102,7 @@ def with_operators(directory: Path, launches: Sequence[KernelCount]) -> list[Ker
 
 
 def profile_rows(
-    case: Case, record: dict[str, Any], traces: list[trace.Trace]
+    case: Case, record: Mapping[str, Any], traces: Sequence[trace.Trace]
 ) -> Iterator[Measurement]:
     """The rows of a profile, for each recorded step by phase and as a whole."""
     on_cuda = record["device"] != "cpu"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,18 +17,12 @@ from typing import Any, ClassVar, Self
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable
-from dpbench.instruments.case_process import Child, step_command
+from dpbench.instruments.case_process import step_command
 from dpbench.instruments.recorded import Recorded
-from dpbench.instruments.torch_profiler.profile_folder import (
-    INSTRUMENT,
-    of_rank,
-    own_folder,
-    read_rows,
-)
+from dpbench.instruments.torch_profiler.profile_folder import INSTRUMENT, own_folder
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, ScheduledRecorder
 from dpbench.options import option
 from dpbench.process.messages import Schedule, Steps
-from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
 
@@ -108,18 +102,13 @@ class TorchProfiler(Recorded):
         ]
 
     def recorder(self, case: Case, steps: int | None = None) -> ProfileRecorder:
-        return ProfileRecorder(own_folder(self.directory / case.file_name), steps)
+        folder = own_folder(self.directory / case.file_name)
+        return ProfileRecorder(folder, steps, threshold=self.threshold)
 
-    def case_recorder(self, case: Case) -> ScheduledRecorder:
-        """What hears the steps of a case in the process that `step_arguments` start."""
-        return ScheduledRecorder(own_folder(self.directory), self.schedule)
+    def observe(self, case: Case) -> dict[str, Any]:
+        from dpbench.process.step import run_case
 
-    def read(self, process: Child) -> list[Measurement]:
-        """Wait for a process; its rows are times, memory and copies, by phase and for the step."""
-        process.record()
-        folder, ranks = self.directory / process.case.file_name, process.case.gpus
-        return [
-            replace(row, rank=rank)
-            for rank in range(ranks)
-            for row in read_rows(of_rank(folder, rank) if ranks > 1 else folder)
-        ]
+        folder = own_folder(self.directory)  # which `step_arguments` have named
+        recorder = ScheduledRecorder(folder, self.schedule, threshold=self.threshold)
+        record = run_case(case, recorder, device=self.device, **asdict(self.steps))
+        return record | {"outcome": recorder.outcome(case).as_json()}  # read without the GPU

@@ -5,17 +5,17 @@ Never under Nsight Compute: both want the GPU's one profiling interface.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from functools import cached_property
-from itertools import count
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import OUTSIDE, Case
 from dpbench.instruments.interface import InstrumentError
 from dpbench.instruments.recorder import Recorder, Silent, device_and_torch, on_cuda
-from dpbench.instruments.torch_profiler import profile_folder
+from dpbench.instruments.torch_profiler import profile_folder, trace
+from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.process.messages import Schedule
 from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
@@ -52,16 +52,24 @@ class ProfileRecorder(Recorder):
     """Time, memory and copies by phase and operator, of a script's steps.
 
     The profiler is started and stopped around each step that counts, so that nothing else, such
-    as an evaluation after the last of them, is in its sums. Writes into ``directory``, for each
-    step N, ``trace_N.json.gz`` (Chrome trace) and ``operators_N.json`` (sums by operator and by
-    input shape).
+    as an evaluation after the last of them, is in its sums. Writes into ``directory`` for each
+    step N ``trace_N.json.gz`` (Chrome trace), and for the last one ``operators.txt``.
+
+    Args:
+        directory: where the files go.
+        wanted: how many steps; None for as many as there are.
+        threshold: milliseconds of a step from which on an operator is a bottleneck.
     """
 
     quick = False
 
-    def __init__(self, directory: Path, wanted: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, wanted: int | None = None, *, threshold: float = 0.0
+    ) -> None:
         super().__init__(wanted)
         self.directory = directory.absolute()  # a script may change its own
+        self.threshold = threshold
+        self.cycles = 0  # traces that have been written
 
     @cached_property
     def listener(self) -> PhaseListener:
@@ -81,7 +89,7 @@ class ProfileRecorder(Recorder):
     def end_step(self) -> None:
         super().end_step()
         self.close()
-        save(self._profiler, self.directory, self.heard - 1)
+        self._save(self._profiler)
 
     def _stop(self) -> None:
         if on_cuda():  # what still runs belongs to this step
@@ -90,11 +98,28 @@ class ProfileRecorder(Recorder):
             torch.cuda.synchronize()
         self._profiler.stop()
 
-    def record(self, case: Case) -> dict[str, Any]:
-        return device_and_torch() | {"schedule": {"active": 1, "repeat": self.heard}}
+    def _save(self, profiler: profile) -> None:
+        """Write the trace of one cycle of the profiler, and keep its sums by operator."""
+        profiler.export_chrome_trace(str(self.directory / f"trace_{self.cycles}.json.gz"))
+        self._by_name, self._by_shape = profiler.key_averages(), profiler.key_averages(True)
+        self.cycles += 1
 
     def rows(self, case: Case) -> list[Measurement]:
-        return profile_folder.write_summary(case, self.record(case), self.directory).rows
+        """The rows of the traces; also writes the tables of operators and TensorBoard's log."""
+        paths = [self.directory / f"trace_{cycle}.json.gz" for cycle in range(self.cycles)]
+        traces = [trace.read(path) for path in paths]
+        tables = operator_tables(
+            self._by_name,
+            self._by_shape,
+            calls=traces[-1].calls,
+            steps=len(traces[-1].cpu_seconds),
+            threshold=self.threshold,
+        )
+        (self.directory / profile_folder.OPERATORS).write_text(tables, encoding="utf-8")
+        rows = list(profile_folder.profile_rows(case, device_and_torch(), traces))
+        if find_spec("tensorboard") is not None:
+            profile_folder.write_log(case, rows, self.directory)
+        return rows
 
 
 class ScheduledRecorder(ProfileRecorder):
@@ -107,12 +132,11 @@ class ScheduledRecorder(ProfileRecorder):
 
     hears_warmup = True
 
-    def __init__(self, directory: Path, schedule: Schedule) -> None:
+    def __init__(self, directory: Path, schedule: Schedule, *, threshold: float = 0.0) -> None:
         from torch.profiler import schedule as planned
 
-        super().__init__(directory, schedule.steps)
+        super().__init__(directory, schedule.steps, threshold=threshold)
         self.schedule, self._planned = schedule, planned(**asdict(schedule))
-        self._cycles = count()
 
     def prepare(self) -> None:
         profile_folder.prepare(self.directory)
@@ -123,7 +147,7 @@ class ScheduledRecorder(ProfileRecorder):
         if self.heard == 0:
             self.wanted = self.schedule.steps + on_cuda()
             self._profiler = self.held.enter_context(
-                profiler_of(on_cuda(), schedule=self._planned, on_trace_ready=self._save_cycle)
+                profiler_of(on_cuda(), schedule=self._planned, on_trace_ready=self._save)
             )
         elif self.heard == self.schedule.steps:
             # A step of the 1b model allocates and frees some 15 000 times.
@@ -150,12 +174,9 @@ class ScheduledRecorder(ProfileRecorder):
     def record(self, case: Case) -> dict[str, Any]:
         return {"schedule": asdict(self.schedule)}
 
-    def _save_cycle(self, profiler: profile) -> None:
-        save(profiler, self.directory, next(self._cycles))
-
 
 def profiler_of(on_cuda: bool, **options: Any) -> profile:
-    """The profiler that records what `save` writes."""
+    """A profiler of the CPU and, if it is used, the GPU: with shapes, memory and FLOPs."""
     from torch.profiler import ProfilerActivity, profile
 
     return profile(
@@ -165,37 +186,3 @@ def profiler_of(on_cuda: bool, **options: Any) -> profile:
         with_flops=True,
         **options,
     )
-
-
-def save(profiler: profile, directory: Path, cycle: int) -> None:
-    """Write the trace and the operators of one cycle."""
-    profiler.export_chrome_trace(str(directory / f"trace_{cycle}.json.gz"))
-    operators = json.dumps(_operators(profiler))
-    (directory / f"operators_{cycle}.json").write_text(operators, encoding="utf-8")
-
-
-def _operators(profiler: profile) -> list[dict[str, Any]]:
-    """Sums over the recorded steps of a cycle: once by name, once by name and input shapes."""
-    return [
-        {
-            "name": event.key,
-            "kind": _kind(event),
-            "input_shapes": str(event.input_shapes) if by_shape else None,
-            "calls": event.count,
-            "self_cpu_seconds": event.self_cpu_time_total / 1e6,
-            "cpu_seconds": event.cpu_time_total / 1e6,
-            "self_device_seconds": event.self_device_time_total / 1e6,
-            "device_seconds": event.device_time_total / 1e6,
-            "self_cpu_memory_bytes": event.self_cpu_memory_usage,
-            "self_device_memory_bytes": event.self_device_memory_usage,
-            "flops": event.flops,
-        }
-        for by_shape in (False, True)
-        for event in profiler.key_averages(group_by_input_shape=by_shape)
-    ]
-
-
-def _kind(event: Any) -> str:
-    if event.is_user_annotation:
-        return "annotation"
-    return "operator" if event.device_type.name == "CPU" else "kernel"

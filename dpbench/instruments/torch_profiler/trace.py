@@ -19,12 +19,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from dpbench.case import OUTSIDE
 from dpbench.instruments.interface import InstrumentError
-from dpbench.instruments.torch_profiler.spans import Busy, each_alone
 
 ANNOTATION = "dpbench."  # what the name of a phase's annotation begins with
 STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step
@@ -35,13 +35,11 @@ CALLS = ("cuda_runtime", "cuda_driver", "overhead")
 """Categories of what the CPU does between an operator and the device. PyTorch calls them operators
 too, and gives some the time of kernels once more ("Command Buffer Full": 119 of 336 ms)."""
 
-AUTOGRAD = "autograd::engine::evaluate_function: "
-"""What PyTorch puts before the name of a backward function while it evaluates it."""
-
 GLOO, NCCL = "gloo:", "nccl"
 """What names of collectives begin with: annotations in gloo's threads, and kernels of NCCL."""
 
 Event = dict[str, Any]
+Span = tuple[float, float]  # start and end, µs
 
 
 class TraceUnreadable(InstrumentError):
@@ -61,7 +59,6 @@ class Launch:
     seconds: float  # how long the device took
     bytes: int  # what a copy or memset moved; 0 for a kernel, whose trace does not say
     operator: str | None  # the innermost around the launch, e.g. aten::mm, if there is one
-    called_by: str | None  # the outermost one, e.g. aten::linear or AddmmBackward0
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,6 @@ def _launches(
                 float(event["dur"]) / 1e6,
                 int(event.get("args", {}).get("bytes", 0)),
                 operators[-1] if operators else None,
-                operators[0].removeprefix(AUTOGRAD) if operators else None,
             )
         )
     return launches
@@ -236,8 +232,8 @@ def _communication(
         {"communication_seconds": {}, "exposed_communication_seconds": {}}
         for _ in timeline.step_starts
     ]
-    busy = Busy(map(_span, others))
-    for event, (start, end) in zip(collectives, each_alone(map(_span, collectives)), strict=True):
+    busy = _Busy(map(_span, others))
+    for event, (start, end) in zip(collectives, _uncovered(map(_span, collectives)), strict=True):
         step, phase = timeline.locate(_launched(event, call_of))
         for by_phase, lasted in zip(
             steps[step].values(), (end - start, end - start - busy.between(start, end)), strict=True
@@ -246,8 +242,36 @@ def _communication(
     return steps
 
 
-def _span(event: Event) -> tuple[float, float]:
+def _span(event: Event) -> Span:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
+    """Of spans in the order of their starts, the part that no earlier one covers; maybe empty."""
+    covered = float("-inf")
+    for start, end in spans:
+        start, covered = max(start, covered), max(end, covered)
+        yield start, covered
+
+
+class _Busy:
+    """The time in which at least one of some spans lasts."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        apart = [*_uncovered(sorted(spans))]
+        self._starts = [start for start, _ in apart]
+        self._lengths = [end - start for start, end in apart]
+        self._before = [0.0, *accumulate(self._lengths)]
+
+    def between(self, start: float, end: float) -> float:
+        """How much of it lies between two times."""
+        return self._until(end) - self._until(start)
+
+    def _until(self, when: float) -> float:
+        place = bisect_right(self._starts, when) - 1
+        if place < 0:
+            return 0.0
+        return self._before[place] + min(when - self._starts[place], self._lengths[place])
 
 
 def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[str, Any]:

@@ -11,22 +11,20 @@ import pytest
 
 from dpbench import Case
 from dpbench.case import OUTSIDE
-from dpbench.commands.step import write_profile
+from dpbench.commands.step import write_report
 from dpbench.instruments.ncu.report import read_kernels
 from dpbench.instruments.torch_profiler.profile_folder import (
     REPORT,
     DeviceActivityMissing,
     copy_metric,
     profile_rows,
-    read_rows,
     with_operators,
-    write_summary,
 )
 from dpbench.instruments.torch_profiler.trace import read
 from dpbench.results.kernels import KernelCount, short_name
 from dpbench.results.report import CaseReport
-from dpbench.show.profile import copies_table
 from tests.recorded import unpacked
+from tests.replay_step import write_operators
 
 DATA = Path(__file__).parents[2] / "data" / "profile"
 CASE = Case("dpsgd", 4, 64, "tiny")
@@ -68,47 +66,38 @@ def test_a_trace_without_the_device_is_an_error_on_cuda() -> None:
         list(profile_rows(STANDARD, record(), [empty]))
 
 
-def test_copies_are_summed_by_operator_over_steps() -> None:
-    launches = read(DATA / "dpsgd" / "trace_0.json.gz").launches
-    [once], [twice] = copies_table(launches, 1), copies_table(launches * 2, 2)
-    assert once == twice
-    copies = [launch for launch in launches if launch.kind != "kernel"]
-    sums = [dict(zip(once.headers, line, strict=True)) for line in once.exact]
-    assert sum(line["count"] for line in sums) == len(copies)
-    assert sum(line["GB"] for line in sums) == sum(launch.bytes for launch in copies)
-
-
 def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> None:
     shutil.copytree(DATA / "standard", tmp_path, dirs_exist_ok=True)
     lines = json.loads((operators := tmp_path / "operators_0.json").read_text())
     for line in lines:  # as PyTorch gave "Command Buffer Full" the time of kernels on an H200
         line["self_device_seconds"] += line["name"] == "cudaLaunchKernel"
     operators.write_text(json.dumps(lines))
-    write_profile(STANDARD, record(), tmp_path, threshold=0.05)
+    recorded = read(tmp_path / "trace_0.json.gz")
+    rows = list(profile_rows(STANDARD, record(), [recorded]))
+    write_operators(tmp_path, recorded.calls, threshold=0.05)
+    write_report(tmp_path, rows, record()["schedule"], tmp_path)
     text = (tmp_path / REPORT).read_text(encoding="utf-8")
     sections = [
         "standard, tiny fp32, batch 4, sequence 64, NVIDIA H200: PyTorch profiler, per step",
         "CPU time ÷ GPU time: 13.",
-        "Copies and memsets, per step",
         "Bottlenecks: operators with 0.05 ms of a step or more on the GPU",
-        "Operators by GPU time, per step",
-        "Operators and CUDA calls by CPU time, per step",
-        "Operators by GPU memory, per step",
+        "Sums over 1 recorded steps.",
+        "Operators by GPU time",
+        "Operators and CUDA calls by CPU time",
+        "Operators by GPU memory",
+        "Operators and input shapes by GPU time",
     ]
     positions = [text.find(section) for section in sections]
     assert -1 not in positions
     assert positions == sorted(positions)
     by_gpu_time = text[positions[4] : positions[5]].splitlines()[4:]
-    assert by_gpu_time[1].startswith("aten::mm ")
+    assert by_gpu_time[0].split()[0] == "aten::mm"
+    assert "Self CUDA time total: 4" in text[positions[4] : positions[5]]
     assert "cudaLaunchKernel" not in text[: positions[5]]
     assert "cudaLaunchKernel" in text[positions[5] : positions[6]]
-
-
-def test_a_summary_gives_back_what_was_written(tmp_path: Path) -> None:
-    shutil.copytree(DATA / "standard", tmp_path, dirs_exist_ok=True)
-    write_summary(STANDARD, record(), tmp_path)
-    trace = read(tmp_path / "trace_0.json.gz")
-    assert read_rows(tmp_path) == list(profile_rows(STANDARD, record(), [trace]))
+    slow = [line.split() for line in text[positions[2] : positions[3]].splitlines()[1:] if line]
+    assert slow[0][-1] == "aten::mm"
+    assert all(float(line[0]) >= 0.05 for line in slow)
 
 
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd"])

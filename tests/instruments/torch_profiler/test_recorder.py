@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from dpbench import Case
 from dpbench.case import OUTSIDE
 from dpbench.cli import main
-from dpbench.instruments.torch_profiler.profile_folder import REPORT, SUMMARY, prepare
+from dpbench.instruments.torch_profiler.profile_folder import OPERATORS, REPORT, prepare
 from dpbench.instruments.torch_profiler.trace import read
-from dpbench.process.messages import Schedule
+from dpbench.process.messages import Schedule, last_record
 
 CASE = Case("dpsgd", 2, 8, "100x16x1x2")
 SCHEDULE = Schedule(skip_first=0, wait=1, warmup=1, active=2, repeat=2)
 
 
+class Profiled(NamedTuple):
+    """The folder with everything that profiling leaves, and what the process printed."""
+
+    folder: Path
+    record: dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with everything that profiling leaves."""
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     folder = tmp_path_factory.mktemp("runs") / CASE.id
     command = ["step", "--device", "cpu", "--trainer", "dpsgd", "--batch-size", "2"]
     command += ["--seq-len", "8", "--model-size", CASE.model_size, "--profile", str(folder)]
     command += ["--profile-schedule", str(SCHEDULE), "--profile-threshold", "0"]
-    with redirect_stdout(StringIO()), warnings.catch_warnings():
+    with redirect_stdout(StringIO()) as printed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's own, of several cycles
         assert main(command) == 0
-    return folder
+    return Profiled(folder, last_record(printed.getvalue().splitlines(), ""))
+
+
+@pytest.fixture
+def folder(profiled: Profiled) -> Path:
+    return profiled.folder
 
 
 def test_each_cycle_leaves_a_trace_of_its_active_steps(folder: Path) -> None:
@@ -45,19 +56,8 @@ def test_phases_are_annotated_without_the_trainer_knowing(folder: Path) -> None:
         assert min(seconds.values()) > 0
 
 
-def test_operators_are_summed_by_name_and_by_shape(folder: Path) -> None:
-    lines = json.loads((folder / "operators_1.json").read_text())
-    linear = [line for line in lines if line["name"] == "aten::addmm"]
-    (whole,) = (line for line in linear if line["input_shapes"] is None)
-    by_shape = [line for line in linear if line["input_shapes"]]
-    assert whole["calls"] == sum(line["calls"] for line in by_shape) == 6 * SCHEDULE.active
-    assert len(by_shape) > 1
-    assert whole["flops"] > 0
-    assert {line["kind"] for line in lines} == {"operator", "annotation"}
-
-
-def test_the_summary_has_a_row_for_each_step_and_phase(folder: Path) -> None:
-    rows = json.loads((folder / SUMMARY).read_text())["rows"]
+def test_there_is_a_row_for_each_step_and_phase(profiled: Profiled) -> None:
+    rows = profiled.record["outcome"]["rows"]
     assert {row["repeat"] for row in rows} == {0, 1, 2, 3}
     assert {row["metric"] for row in rows} == {"cpu_time_seconds", "memory_growth_bytes"}
     step = {r["phase"]: r["value"] for r in rows if r["repeat"] == 3 and r["unit"] == "s"}
@@ -65,13 +65,32 @@ def test_the_summary_has_a_row_for_each_step_and_phase(folder: Path) -> None:
     assert total == pytest.approx(sum(step.values()))
 
 
-def test_the_report_says_what_ran_and_lists_operators(folder: Path) -> None:
-    record = json.loads((folder / SUMMARY).read_text())
-    text = (folder / REPORT).read_text()
-    assert text.startswith(f"torch {record['torch']}, cpu; schedule: skip_first 0, wait 1")
+def test_the_report_says_what_ran_and_lists_operators(profiled: Profiled) -> None:
+    text = (profiled.folder / REPORT).read_text()
+    torch = profiled.record["torch"]
+    assert text.startswith(f"torch {torch}, cpu; schedule: skip_first 0, wait 1")
     for title in ("by CPU time", "by CPU memory", "and input shapes by CPU time", "Bottlenecks"):
         assert title in text
     assert "GPU" not in text
+
+
+def test_operators_are_summed_by_name_and_by_shape_over_the_steps_of_a_cycle(
+    profiled: Profiled,
+) -> None:
+    text = (profiled.folder / OPERATORS).read_text()
+    assert f"Sums over {SCHEDULE.active} recorded steps." in text
+    by_time, by_memory, by_shape = (counts(part) for part in text.split("Operators ")[1:])
+    assert {*by_time, *by_memory} == {6 * SCHEDULE.active}
+    assert by_shape, "of several shapes, those that take longest"
+    assert max(by_shape) < 6 * SCHEDULE.active
+
+
+def counts(table: str) -> list[int]:
+    """How often matrix products with a bias were called, of each line about them."""
+    [header] = [line for line in table.splitlines() if "# of Calls" in line]
+    end = header.index("# of Calls") + len("# of Calls")
+    lines = [line for line in table.splitlines() if line.split()[:1] == ["aten::addmm"]]
+    return [int(line[:end].split()[-1]) for line in lines]
 
 
 def test_tensorboard_shows_scalars_by_step_and_the_case(folder: Path) -> None:
@@ -86,7 +105,7 @@ def test_tensorboard_shows_scalars_by_step_and_the_case(folder: Path) -> None:
 
 
 def test_a_second_profile_replaces_the_first_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("trace_0.json.gz", "trace_12.json.gz", SUMMARY, "notes.txt", "trace_of_mine"):
+    for name in ("trace_0.json.gz", "trace_12.json.gz", OPERATORS, "notes.txt", "trace_of_mine"):
         (tmp_path / name).touch()
     prepare(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "trace_of_mine"}

@@ -1,0 +1,76 @@
+"""Tables of operators, as the PyTorch profiler writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import EventList
+
+TOP = 20
+"""The number of operators in a table."""
+
+
+def operator_tables(
+    by_name: EventList,
+    by_shape: EventList,
+    *,
+    calls: Collection[str],
+    steps: int,
+    threshold: float,
+) -> str:
+    """Bottlenecks, and operators by GPU time, CPU time, memory and input shape.
+
+    PyTorch gives some calls of CUDA the time of kernels once more ("Command Buffer Full": 119 of
+    336 ms on an H200), so only the table by CPU time has calls. Annotations are left out likewise.
+
+    Args:
+        by_name: ``key_averages()`` of a profiler, sums over the recorded steps.
+        by_shape: the same, grouped by input shape as well.
+        calls: the names of events that are calls of CUDA.
+        steps: how many steps were recorded.
+        threshold: milliseconds of a step from which on an operator is a bottleneck.
+    """
+    device, kind = "CPU", "cpu"
+    if any(event.self_device_time_total for event in by_name):
+        device, kind = "GPU", "device"
+    busiest = f"self_{kind}_time_total"
+    operators, of_shapes = (_without(events, calls) for events in (by_name, by_shape))
+    tables = [
+        *[(operators, "self_device_time_total", "Operators by GPU time")] * (device == "GPU"),
+        (by_name, "self_cpu_time_total", "Operators and CUDA calls by CPU time"),
+        (operators, f"self_{kind}_memory_usage", f"Operators by {device} memory"),
+        (of_shapes, busiest, f"Operators and input shapes by {device} time"),
+    ]
+    return "\n".join(
+        [
+            f"Bottlenecks: operators with {threshold:g} ms of a step or more on the {device}",
+            *(list(_bottlenecks(operators, busiest, steps, threshold)) or ["none"]),
+            f"\nSums over {steps} recorded steps.\n",
+            *(
+                events.table(sort_by=column, row_limit=TOP, header=title)
+                for events, column, title in tables
+            ),
+        ]
+    )
+
+
+def _without(events: EventList, calls: Collection[str]) -> EventList:
+    """Operators and kernels alone."""
+    from torch.autograd.profiler_util import EventList
+
+    kept = [each for each in events if not each.is_user_annotation and each.key not in calls]
+    return EventList(kept, use_device=events._use_device, profile_memory=True, with_flops=True)
+
+
+def _bottlenecks(operators: EventList, column: str, steps: int, threshold: float) -> Iterator[str]:
+    """A line for each operator, kernels left out, that takes so many milliseconds by itself."""
+    spent = {
+        event.key: getattr(event, column) / 1e3 / steps
+        for event in operators
+        if event.device_type.name == "CPU"
+    }
+    for name, milliseconds in sorted(spent.items(), key=lambda each: -each[1]):
+        if milliseconds >= threshold:
+            yield f"{milliseconds:10.2f} ms {milliseconds / sum(spent.values()):6.1%}  {name}"
