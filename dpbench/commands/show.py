@@ -19,7 +19,7 @@ folder kernels, or of any program profiled in kernel replay with the same metric
 kernels move the bytes; what was launched outside dpbench's phases is "outside".
 
 A timeline is a report of Nsight Systems (.nsys-rep, which needs nsys) or an SQLite file exported
-from one: when the GPU worked, and for which launches it waited.
+from one: how busy the GPU was in each phase, and the statistics of nsys, if it is on PATH.
 
 Examples:
   dpbench show 3
@@ -74,7 +74,7 @@ from dpbench.show.export import summary_tables
 from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
 from dpbench.show.outputs import write_output
-from dpbench.show.profile import whole_timeline
+from dpbench.show.profile import timeline_tables
 from dpbench.show.tables import tables
 from dpbench.show.times import time_tables
 from dpbench.show.view import View
@@ -169,7 +169,7 @@ def _tables(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Ite
 
 def _timeline(path: Path) -> list[Table]:
     check_is_file(path)
-    return whole_timeline(timeline_of(path), path.stem)
+    return timeline_tables(*timeline_of(path), path.stem)
 
 
 def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:

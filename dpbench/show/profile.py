@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from io import StringIO
 
 import pandas as pd
 
 from dpbench.case import ALL_PHASES, AXES
 from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
+from dpbench.results.kernels import short_name
 from dpbench.results.rows import STEP, Measurement, identity
-from dpbench.results.timeline import Activity, Timeline
+from dpbench.results.timeline import Timeline
 from dpbench.show.groups import titled
 from dpbench.show.kernels import wrapped
-from dpbench.show.layout import ABSENT, Shown, Table, as_text, gigabytes, milliseconds
+from dpbench.show.layout import Shown, Table, as_text, gigabytes, milliseconds
 
 PROFILER, TIMELINE = "PyTorch profiler", "Nsight Systems"
 """The tables of what these record, as `Metric.table` calls them."""
@@ -87,93 +90,36 @@ def profile_report(rows: Sequence[Measurement], schedule: Mapping[str, int], ope
 # --- Nsight Systems --------------------------------------------------------------------------
 
 LINES = 10
-"""The number of lines in a table of gaps or kernels."""
+"""The number of lines in a table of statistics."""
 
 SYNCHRONIZED = (
     "Of a step whose phases wait for each other; the whole step's numbers are of others, in "
     "which the CPU runs ahead as it usually does."
 )
 
+NO_STATISTICS = (
+    "No statistics of nsys: it is not on PATH, older than 2023.1, or cannot read this file."
+)
 
-def whole_timeline(timeline: Timeline, title: str) -> list[Table]:
-    """Every table of one timeline."""
+
+def timeline_tables(timeline: Timeline, statistics: Mapping[str, str], title: str) -> list[Table]:
+    """A timeline by phase, and the statistics of nsys, each a CSV by the name of its report."""
     head = f"{title}, {timeline.device}, {timeline.tool}"
-    steps = max(len(timeline.whole_steps), 1)
-    gaps, usages = timeline.gaps(), timeline.usages()
+    usages = timeline.usages()
     usages["timeline_busy_share"] = usages.timeline_busy_seconds / usages.timeline_seconds
-    listed = [
-        _by_phase(f"{head}: per step", usages.groupby("phase").median(), TIMELINE),
-        _waits(gaps, "phase", f"{head}: waits by phase, per step", steps),
-        _waits(gaps, "waited_for", f"{head}: what the GPU waited for, per step", steps),
-        _longest(timeline, gaps, f"{head}: the longest gaps"),
-        _activities(timeline, f"{head}: kernels and copies, per step", steps),
-    ]
-    return [table for table in listed if table.cells]
+    by_phase = _by_phase(f"{head}: per step", usages.groupby("phase").median(), TIMELINE)
+    if not statistics:
+        return [replace(by_phase, notes=(*by_phase.notes, NO_STATISTICS))]
+    return [by_phase, *(_statistics(f"{title}: {name}", text) for name, text in statistics.items())]
 
 
-def _waits(gaps: pd.DataFrame, by: str, title: str, steps: int) -> Table:
-    """Gaps by what ended them, the longest sums first."""
-    sums = gaps.groupby(by, sort=False).agg(
-        count=("seconds", "size"), seconds=("seconds", "sum"), called=("called", "sum")
-    )
-    sums = sums.sort_values("seconds", ascending=False, kind="stable").head(LINES).reset_index()
-    sums["each"] = sums.seconds / sums["count"]
-    sums["share"] = sums.called / sums.seconds
-    sums[["seconds", "count"]] /= steps
-    columns: dict[str, Shown] = {
-        by.replace("_", " "): (by, wrapped),
-        "gaps": ("count", "{:.0f}".format),
-        "ms": ("seconds", milliseconds),
-        "µs each": ("each", lambda seconds: f"{seconds * 1e6:.1f}"),
-        "in CUDA\ncalls": ("share", "{:.0%}".format),
-    }
-    notes = ["What the CPU did not spend in calls of CUDA it spent in Python and PyTorch."]
-    return Table.of(title, sums, columns, notes if by == "phase" else ())
+def _name(name: str) -> str:
+    return wrapped(short_name(name) if "(" in name else name)  # a kernel has parameters
 
 
-def _longest(timeline: Timeline, gaps: pd.DataFrame, title: str) -> Table:
-    longest = gaps.nlargest(LINES, "seconds")
-    started = {step.step: step.start for step in timeline.whole_steps}
-    longest["at"] = (longest.start - longest.step.map(started)) / 1e9
-    columns: dict[str, Shown] = {
-        "at ms": ("at", milliseconds),
-        "gap ms": ("seconds", milliseconds),
-        "phase": ("phase", str),
-        "waited for": ("waited_for", wrapped),
-        "the CPU meanwhile": ("meanwhile", str),
-    }
-    longest["meanwhile"] = [
-        _meanwhile(*values) for values in zip(longest.seconds, longest.calls, strict=True)
-    ]
-    return Table.of(title, longest, columns, ["at: after the start of its step."])
-
-
-def _meanwhile(seconds: float, calls: dict[str, int]) -> str:
-    """The calls in which the CPU spent most of a gap."""
-    parts = sorted(calls.items(), key=lambda call: -call[1])[:2]
-    said = [f"{name} {spent / seconds / 1e7:.0f}%" for name, spent in parts]
-    return ",\n".join(said) or "no call of CUDA"
-
-
-def _activities(timeline: Timeline, title: str, steps: int) -> Table:
-    """What ran in whole steps, by name."""
-    every = pd.DataFrame(timeline.activities, columns=Activity._fields)
-    every["time"] = every.end - every.start
-    inside = [every.launched.between(s.start, s.end, "left") for s in timeline.whole_steps]
-    rows = pd.concat([every[:0], *(every[of_step] for of_step in inside)])
-    sums = rows.groupby(["name", "kind"], sort=False).agg(
-        count=("time", "size"), time=("time", "sum"), bytes=("bytes", "sum")
-    )
-    sums = sums.sort_values("time", ascending=False, kind="stable").reset_index()
-    shown = sums[(sums.index < LINES) | (sums.kind != "kernel")].copy()
-    shown["share"] = shown.time / sums.time.sum()
-    shown["time"] /= 1e9 * steps
-    shown[["count", "bytes"]] /= steps
-    columns: dict[str, Shown] = {
-        "kernel or copy": ("name", wrapped),
-        "launches": ("count", "{:.0f}".format),
-        "ms": ("time", milliseconds),
-        "share": ("share", "{:.1%}".format),
-        "GB": ("bytes", lambda moved: gigabytes(moved) if moved else ABSENT),
-    }
-    return Table.of(title, shown, columns)
+def _statistics(title: str, text: str) -> Table:
+    """One report of ``nsys stats``, with the names in the first column."""
+    lines = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False).head(LINES)
+    names = {name: (name, _name) for name in ("Name", "Operation", "Range") if name in lines}
+    columns: dict[str, Shown] = names | {name: (name, str) for name in lines.columns.drop([*names])}
+    return Table.of(title, lines, columns)

@@ -7,38 +7,36 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.case_process import Child, log_lines
-from dpbench.instruments.interface import CaseFailed, InstrumentError
+from dpbench.instruments.case_process import Child
+from dpbench.instruments.interface import InstrumentError
 from dpbench.instruments.processes import run, version_of
 from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder
 from dpbench.metrics import unit
-from dpbench.process.messages import last_record
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.results.timeline import Timeline
 
-REPORT, RAW, EXPORTED = ".nsys-rep", ".qdstrm", ".sqlite"
-"""Suffixes of a report, of a raw recording that has to be imported, and of an export."""
+REPORT, EXPORTED = ".nsys-rep", ".sqlite"
+"""Suffixes of a report, and of what is exported from it."""
 
-INSTALLED = (
-    "/usr/local/cuda/bin/nsys",
-    "/opt/nvidia/nsight-systems*/*/bin/nsys",
-    "/opt/nvidia/nsight-systems*/*/target-linux-*/nsys",
-    # Nsight Compute brings a collector for its own system trace.
-    "/opt/nvidia/nsight-compute/*/host/target-linux-*/nsys",
-    "/usr/local/cuda*/nsight-compute-*/host/target-linux-*/nsys",
+STATISTICS = (
+    "cuda_gpu_kern_sum",
+    "cuda_gpu_mem_time_sum",
+    "cuda_gpu_mem_size_sum",
+    "cuda_api_sum",
+    "nvtx_gpu_proj_sum",
 )
-"""Where NVIDIA installs nsys, the best place first."""
+"""The reports of ``nsys stats`` that are shown (``nsys stats --help-reports``)."""
 
 
 class NsysNotFound(InstrumentError):
@@ -46,16 +44,7 @@ class NsysNotFound(InstrumentError):
 
     remedy = (
         "install Nsight Systems (package nsight-systems, or nsight-systems-cli of NVIDIA) and put "
-        "nsys on PATH; Nsight Compute brings one too, in host/target-linux-*"
-    )
-
-
-class ImporterMissing(InstrumentError):
-    """A collector that cannot import what it recorded."""
-
-    remedy = (
-        "install the whole of Nsight Systems, or what its QdstrmImporter needs (Debian: libdw1, "
-        "libelf1)"
+        "nsys on PATH"
     )
 
 
@@ -117,7 +106,7 @@ class Nsys(Recorded):
         ]
 
     def start(self, case: Case) -> Child:
-        for suffix in (REPORT, RAW, EXPORTED):
+        for suffix in (REPORT, EXPORTED):
             self.report(case).with_suffix(suffix).unlink(missing_ok=True)
         return super().start(case)
 
@@ -126,15 +115,7 @@ class Nsys(Recorded):
         from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline  # loads pandas
 
         case, report = process.case, self.report(process.case)
-        raw, target = report.with_suffix(RAW), report.with_suffix(EXPORTED)
-        try:
-            record = process.record()
-        except CaseFailed:
-            record = last_record(log_lines(process.log), process.mark)
-            if "torch" not in record or not raw.exists():  # else only nsys failed, as importer
-                raise
-        if not report.exists() and raw.exists():
-            imported(self.path, raw, timeout=self.timeout)
+        record, target = process.record(), report.with_suffix(EXPORTED)
         if not report.exists():
             raise NothingTraced(f"{case.id}: nsys left no report")
         exported(self.path, report, target, timeout=self.timeout)
@@ -149,8 +130,11 @@ class Nsys(Recorded):
         return list(timeline_rows(case, timeline, record["device"], tool))
 
 
-def timeline_of(path: Path) -> Timeline:
-    """The timeline in an exported file, or in a report, which takes an nsys to export it."""
+def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
+    """The timeline in an exported file or in a report, and nsys's own statistics of it.
+
+    A report takes an nsys to export it. Without one an exported file has no statistics.
+    """
     from dpbench.instruments.nsys.sqlite import read_timeline
 
     with tempfile.TemporaryDirectory(prefix="dpbench-") as scratch:
@@ -158,7 +142,9 @@ def timeline_of(path: Path) -> Timeline:
         if path.suffix == REPORT:
             target = Path(scratch, path.stem + EXPORTED)
             exported(find_nsys(), path, target, timeout=Settings.timeout)
-        return read_timeline(target, path)
+        timeline = read_timeline(target, path)
+        nsys = shutil.which("nsys")
+        return timeline, statistics(nsys, target, Path(scratch)) if nsys else {}
 
 
 def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Iterator[Measurement]:
@@ -172,53 +158,31 @@ def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Ite
             yield Measurement(case, Nsys.name, *numbers, device, tool)
 
 
-# --- the programs -----------------------------------------------------------------------------
+# --- the program ------------------------------------------------------------------------------
 
 
 def find_nsys() -> str:
-    """The ``nsys`` on ``PATH``, or where NVIDIA installs it, or the collector of Nsight Compute."""
-    for candidate in _candidates():
-        if program := shutil.which(candidate):
-            return program
+    """The ``nsys`` on ``PATH``."""
+    if program := shutil.which("nsys"):
+        return program
     raise NsysNotFound("Nsight Systems (nsys) was not found")
 
 
-def _candidates() -> Iterator[str]:
-    yield "nsys"
-    for pattern in INSTALLED:
-        yield from sorted(map(str, Path("/").glob(pattern[1:])), reverse=True)
-    if ncu := shutil.which("ncu"):
-        yield from map(str, Path(ncu).resolve().parent.glob("host/target-linux-*/nsys"))
-
-
-def imported(nsys: str, raw: Path, *, timeout: float) -> Path:
-    """The report made of what a collector without importer left."""
-    hosts = Path(nsys).resolve().parents[1]  # the importer's folder is beside the collector's
-    importer = min(hosts.glob("*/QdstrmImporter"), default=None)
-    if importer is None:
-        raise ImporterMissing(f"{nsys} left {raw}, and there is no QdstrmImporter beside it")
-    report = raw.with_suffix(REPORT)
-    command = [str(importer), "--force-overwrite", "--input-file", str(raw)]
-    if why := _failure([*command, "--output-file", str(report)], report, timeout):
-        raise ImporterMissing(f"{importer} made no report of {raw} ({why})")
-    raw.unlink()  # ten times the report's size
-    return report
+def statistics(nsys: str, recorded: Path, folder: Path) -> dict[str, str]:
+    """What ``nsys stats`` says of an exported file: by report, the CSV that it left in a folder."""
+    reports = [text for name in STATISTICS for text in ("--report", name)]
+    output = ("--format", "csv", "--output", str(folder / "stats"))
+    run([nsys, "stats", *reports, *output, str(recorded)], timeout=Settings.timeout)
+    files = {name: folder / f"stats_{name}.csv" for name in STATISTICS}
+    return {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
 
 
 def exported(nsys: str, report: Path, target: Path, *, timeout: float) -> Path:
     """A report as a SQLite file."""
     target.unlink(missing_ok=True)
     command = [nsys, "export", "--type", "sqlite", "--force-overwrite", "true", "--quiet", "true"]
-    if why := _failure([*command, "--output", str(target), str(report)], target, timeout):
-        version = version_of(nsys)
-        raise ExportFailed(f"nsys {version} made no SQLite file of {report} ({why})")
+    code, output = run([*command, "--output", str(target), str(report)], timeout=timeout)
+    if code or not target.exists():
+        why = next(filter(None, map(str.strip, reversed(output.splitlines()))), f"exit code {code}")
+        raise ExportFailed(f"nsys {version_of(nsys)} made no SQLite file of {report} ({why})")
     return target
-
-
-def _failure(command: Sequence[str], target: Path, timeout: float) -> str:
-    """Why a program did not make a file, by its last line; nothing if it did."""
-    code, output = run(command, timeout=timeout)
-    if not code and target.exists():
-        return ""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit code {code}"

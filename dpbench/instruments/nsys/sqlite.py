@@ -7,29 +7,22 @@ is missing, and so are columns in files of older versions.
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from dpbench.instruments.interface import InstrumentError
 from dpbench.process.messages import NVTX_DOMAIN
-from dpbench.results.kernels import short_name
-from dpbench.results.timeline import Activity, Call, Range, Timeline
+from dpbench.results.timeline import Activity, Range, Timeline
 
 START_END_RANGE = 60
 """``NvtxStartEndRange`` in ``ENUM_NSYS_EVENT_TYPE``."""
 
-DEVICE_TABLES = {
-    "KERNEL": ("kernel", "demangledName"),
-    "MEMCPY": ("memcpy", "copyKind"),
-    "MEMSET": ("memset", "NULL"),
-    "GRAPH_TRACE": ("graph", "NULL"),
-}
-"""Tables of what ran on the device: its kind, and the column that names it."""
+DEVICE_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
+"""Tables of what ran on the device, without ``CUPTI_ACTIVITY_KIND_``."""
 
 PID_BITS = 24
 """In ``globalPid`` and ``globalTid`` the bits below these number a thread."""
@@ -60,32 +53,26 @@ def read_timeline(path: Path, named: Path | None = None) -> Timeline:
 
 
 class _Export:
-    """An open file: its strings, and which columns its tables have."""
+    """An open file, and its strings, which every export has."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
         self.strings: dict[int, str] = dict(database.execute("SELECT id, value FROM StringIds"))
 
     def timeline(self, path: Path) -> Timeline:
-        calls, launched = [], {}
-        columns = ("start", "end", "globalTid", "correlationId", "nameId")
-        rows = self.select("CUPTI_ACTIVITY_KIND_RUNTIME", *columns)
-        for start, end, thread, number, name in rows:
-            calls.append(Call(start, end, re.sub(r"_v\d+$", "", self.strings.get(name, "?"))))
-            launched[_key(thread, number)] = start
         by_device: dict[int, list[Activity]] = defaultdict(list)
-        for device, activity in self._activities(launched):
+        for device, activity in self._activities():
             by_device[device].append(activity)
         if not by_device:
             said = "; ".join(text for (text,) in self.select("DIAGNOSTIC_EVENT", "text"))
             raise NothingTraced(f"{path}: no kernel, copy or memset was traced ({said or 'empty'})")
+        busiest: list[Activity] = max(by_device.values(), key=len)
         names = {str(name) for (name,) in self.select("TARGET_INFO_GPU", "name")}
         return Timeline(
             names.pop() if len(names) == 1 else "a GPU",
             f"nsys {self._version()}",
             sorted(self._ranges(), key=lambda each: (each.start, -each.end)),
-            sorted(by_device[max(by_device, key=lambda device: len(by_device[device]))]),
-            sorted(calls),
+            sorted(busiest),
         )
 
     def select(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
@@ -95,25 +82,21 @@ class _Export:
             chosen = ", ".join(f'"{c}"' if c in having else "NULL" for c in columns)
             yield from self.database.execute(f"SELECT {chosen} FROM {table}")
 
-    def _activities(self, launched: Mapping[Any, int]) -> Iterator[tuple[int, Activity]]:
+    def _activities(self) -> Iterator[tuple[int, Activity]]:
         """What ran on each device; without its call, its own start is when it was launched."""
-        copies = dict(self.select("ENUM_CUDA_MEMCPY_OPER", "id", "label"))
-        columns = ("start", "end", "deviceId", "correlationId", "globalPid", "bytes")
-        for table, (kind, name) in DEVICE_TABLES.items():
-            rows = self.select(f"CUPTI_ACTIVITY_KIND_{table}", *columns, name)
-            for start, end, device, number, process, size, called in rows:
-                if kind == "kernel":
-                    what = short_name(self.strings.get(called, "?"))
-                else:
-                    what = f"{kind} {copies.get(called, '')}".strip()
+        calls = self.select("CUPTI_ACTIVITY_KIND_RUNTIME", "start", "globalTid", "correlationId")
+        launched = {_key(thread, number): start for start, thread, number in calls}
+        for table in DEVICE_TABLES:
+            columns = ("start", "end", "deviceId", "globalPid", "correlationId")
+            rows = self.select(f"CUPTI_ACTIVITY_KIND_{table}", *columns)
+            for start, end, device, process, number in rows:
                 when = launched.get(_key(process, number), start) if number else start
-                yield device, Activity(start, end, kind, what, when, size or 0)
+                yield device, Activity(start, end, when)
 
     def _ranges(self) -> Iterator[Range]:
         rows = self.select("NVTX_EVENTS", "start", "end", "eventType", "text", "textId")
         for start, end, kind, text, identifier in rows:
-            name = str(text or self.strings.get(identifier, ""))
-            place, _, label = name.partition(":")
+            place, _, label = str(text or self.strings.get(identifier, "")).partition(":")
             step, _, phase = label.partition(".")
             if kind == START_END_RANGE and place == NVTX_DOMAIN and end and step.isdecimal():
                 yield Range(int(step), phase, start, end)

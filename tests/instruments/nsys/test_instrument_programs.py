@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.instruments import processes
 from dpbench.instruments.nsys import nsys
-from dpbench.instruments.nsys.nsys import ExportFailed, ImporterMissing, NsysNotFound
+from dpbench.instruments.nsys.nsys import STATISTICS, ExportFailed, NsysNotFound
 from tests.programs import program
 
 WRITES = """
@@ -22,73 +22,26 @@ Path(sys.argv[sys.argv.index({option!r}) + 1]).write_text(" ".join(sys.argv[1:])
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder that is all of ``PATH``, on a machine without NVIDIA's programs."""
+    """A folder that is all of ``PATH``."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(nsys, "INSTALLED", ())
     return tmp_path
 
 
-def collector(root: Path) -> Path:
-    """An ``nsys`` where Nsight Compute has its own."""
-    python = "print('NVIDIA Nsight Systems version 2025.3.1.90-x')"
-    folder = root / "host" / "target-linux-x64"
-    folder.mkdir(parents=True)
-    return program(folder / "nsys", python)
-
-
-def test_the_nsys_on_path_comes_first(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nsys, "INSTALLED", (f"{nowhere}/*/host/target-linux-*/nsys",))
-    found = collector(nowhere / "2025.1")
-    assert nsys.find_nsys() == str(found)
-    newer = collector(nowhere / "2025.3")
-    assert nsys.find_nsys() == str(newer)
+def test_it_is_the_nsys_on_path(nowhere: Path) -> None:
     on_path = program(nowhere / "nsys", "")
     assert nsys.find_nsys() == str(on_path)
 
 
-def test_the_collector_of_nsight_compute_will_do(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program(nowhere / "ncu", "")
-    found = collector(nowhere)
-    assert nsys.find_nsys() == str(found)
-
-
-def test_without_any_the_error_says_what_to_install(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(NsysNotFound, match=r"\(nsys\) was not found; install Nsight Systems"):
+@pytest.mark.usefixtures("nowhere")
+def test_without_one_the_error_says_what_to_install() -> None:
+    with pytest.raises(NsysNotFound, match=r"not found; install Nsight Systems .* nsys on PATH"):
         nsys.find_nsys()
 
 
 def test_its_version_is_what_it_says(tmp_path: Path) -> None:
-    assert processes.version_of(str(collector(tmp_path))) == "2025.3.1"
+    said = "print('NVIDIA Nsight Systems version 2025.3.1.90-x')"
+    assert processes.version_of(str(program(tmp_path / "nsys", said))) == "2025.3.1"
     assert processes.version_of(str(program(tmp_path / "mute", "raise SystemExit(1)"))) == "unknown"
-
-
-def test_what_a_collector_left_is_imported_by_the_importer_beside_it(tmp_path: Path) -> None:
-    path = collector(tmp_path)
-    importer = tmp_path / "host" / "linux-desktop-glibc_2_11_3-x64" / "QdstrmImporter"
-    importer.parent.mkdir()
-    program(importer, WRITES.format(option="--output-file"))
-    (raw := tmp_path / "a.qdstrm").touch()
-    report = nsys.imported(str(path), raw, timeout=60)
-    assert report == tmp_path / "a.nsys-rep"
-    assert report.read_text() == f"--force-overwrite --input-file {raw} --output-file {report}"
-    assert not raw.exists()
-
-
-def test_without_an_importer_the_error_names_what_is_missing(tmp_path: Path) -> None:
-    (raw := tmp_path / "a.qdstrm").touch()
-    path = str(collector(tmp_path))
-    with pytest.raises(ImporterMissing, match=r"no QdstrmImporter beside it; .*libdw1, libelf1"):
-        nsys.imported(path, raw, timeout=60)
-    said = "libdw.so.1: cannot open shared object file"
-    (importer := tmp_path / "host" / "linux-desktop-x64" / "QdstrmImporter").parent.mkdir()
-    program(importer, f"raise SystemExit({said!r})")
-    with pytest.raises(ImporterMissing, match=said):
-        nsys.imported(path, raw, timeout=60)
-    assert raw.exists()
 
 
 def test_a_report_is_exported(tmp_path: Path) -> None:
@@ -118,6 +71,21 @@ def test_a_version_that_exports_nothing_says_so(
     with pytest.raises(ExportFailed, match=why):
         nsys.exported(str(path), tmp_path / "a.nsys-rep", target, timeout=1)
     assert not target.exists()
+
+
+def test_statistics_are_the_reports_that_nsys_could_make(tmp_path: Path) -> None:
+    says = """
+import sys; from pathlib import Path
+command, *arguments = sys.argv[1:]
+assert (command, arguments[-1]) == ("stats", "a.sqlite"), sys.argv
+reports = [after for name, after in zip(arguments, arguments[1:]) if name == "--report"]
+output = arguments[arguments.index("--output") + 1]
+for report in reports[:2]:
+    Path(f"{output}_{report}.{arguments[arguments.index('--format') + 1]}").write_text(report)
+"""
+    path = program(tmp_path / "nsys", says)
+    found = nsys.statistics(str(path), Path("a.sqlite"), tmp_path)
+    assert found == {name: name for name in STATISTICS[:2]}
 
 
 @pytest.mark.skipif(shutil.which("nsys") is None, reason="no Nsight Systems here")
