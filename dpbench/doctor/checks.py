@@ -30,8 +30,7 @@ from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.instruments.counters.chosen_counters import ALWAYS, on_chip
 from dpbench.instruments.counters.options import CounterOptions
 from dpbench.instruments.cupti.cupti import Cupti
-from dpbench.instruments.ncu.ncu import Ncu
-from dpbench.instruments.ncu.program import NcuNotFound, find_ncu
+from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, find_ncu
 from dpbench.instruments.processes import version_of
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP

@@ -17,7 +17,7 @@ from dpbench.doctor.checks import Check
 from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.gpu import Gpu
 from dpbench.instruments import processes
-from dpbench.instruments.ncu.program import NcuNotFound
+from dpbench.instruments.ncu.ncu import NcuNotFound
 from dpbench.settings import Settings
 from tests.programs import program
 

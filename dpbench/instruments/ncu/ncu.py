@@ -7,6 +7,8 @@ misses those, and tells one kernel from the other.
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +16,16 @@ from typing import Any, ClassVar, Self
 
 from dpbench import gpu
 from dpbench.case import Case
-from dpbench.instruments.case_process import Child
+from dpbench.instruments.case_process import Child, log_lines
 from dpbench.instruments.counters.chosen_counters import counters, resolve
+from dpbench.instruments.counters.errors import (
+    CountersBusy,
+    CountersForbidden,
+    CounterUnknown,
+    ProfilerNotLoaded,
+)
 from dpbench.instruments.counters.options import CounterOptions
 from dpbench.instruments.interface import CaseFailed, InstrumentError
-from dpbench.instruments.ncu.program import diagnose, find_ncu
 from dpbench.instruments.ncu.report import (
     KERNELS,
     NothingProfiled,
@@ -37,6 +44,23 @@ from dpbench.process.messages import NVTX_DOMAIN, Steps
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
+
+
+class NcuNotFound(InstrumentError):
+    """There is no Nsight Compute here."""
+
+    remedy = "install Nsight Compute (it comes with the CUDA toolkit), or name it with --ncu-path"
+
+
+_MESSAGES: tuple[tuple[str, type[InstrumentError]], ...] = (
+    (r"ERR_NVGPUCTRPERM", CountersForbidden),
+    (r"driver resource was unavailable", CountersBusy),
+    (r"LibraryNotLoaded", ProfilerNotLoaded),
+    (r"Failed to find metric", CounterUnknown),
+    (r"No (ranges|kernels) were profiled", NothingProfiled),
+)
+"""What ncu says, and the error that it means. The first that occurs counts: "no ranges were
+profiled" is also what ncu says after any other failure, so it comes last."""
 
 
 @dataclass(frozen=True)
@@ -225,3 +249,27 @@ class NcuKernels(Ncu):
         except InstrumentError:
             return False
         return bool(self.phases) and not any(launches[phase] for phase in self.phases)
+
+
+# --- the program ------------------------------------------------------------------------------
+
+
+def diagnose(case: Case, log: Path) -> InstrumentError | None:
+    """The error that ncu's own lines in a log describe, if they describe one."""
+    said = [line for line in log_lines(log) if line.startswith("==")] if log.exists() else []
+    for pattern, error in _MESSAGES:
+        for line in said:
+            if re.search(pattern, line):
+                return error(f"{case.id}: ncu says {line.split('==', 2)[2].strip()!r}", log=log)
+    return None
+
+
+def find_ncu(path: str | None = None) -> str:
+    """The ``ncu`` to use: the one named, or on ``PATH``, or where NVIDIA installs it."""
+    installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
+    usual = ["ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)]
+    program = next(filter(None, map(shutil.which, usual if path is None else [path])), None)
+    if program is None:
+        missing = "Nsight Compute (ncu) was not found" if path is None else f"no program {path!r}"
+        raise NcuNotFound(missing)
+    return program

@@ -1,22 +1,15 @@
-"""Reading ``.ncu-rep`` files, of ranges or of kernels; needs neither a GPU nor ncu itself.
+"""Reads ``.ncu-rep`` files, of ranges or of kernels; needs neither a GPU nor ncu itself.
 
-NVIDIA's library takes 0.4 ms a kernel and never gives back the 0.35 MB that it then holds. So
-large reports of kernels are read in parts, by processes that end.
+NVIDIA's library takes 0.4 ms and keeps 0.35 MB for each kernel.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +17,6 @@ from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import write_text
 from dpbench.gpu import chip_of
-from dpbench.instruments.case_process import log_lines
 from dpbench.instruments.counters.chosen_counters import counters, having, on_chip
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.counters.libraries import load_helpers_first
@@ -47,15 +39,9 @@ COUNTED = ("dram_read_bytes", "dram_write_bytes", "l2_total_bytes")
 
 TIME = "gpu__time_duration.sum"  # how long an action took, ns
 
-PROFILING = '==PROF== Profiling "'
-"""What ncu prints at each kernel, before its name and how far it has come."""
-
-PART = 700
-"""Kernels for each process that reads a report; a process takes 0.2 s to start."""
-
 
 class ReportUnreadable(InstrumentError):
-    """A report file is missing, truncated, or not a report at all."""
+    """A report file is missing, truncated, or no report."""
 
     remedy = "measure the case again"
 
@@ -131,32 +117,22 @@ def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
     """Step number, phase and ncu's action object of each range that dpbench marked."""
     actions = load_actions(path)
     if actions and is_kernel(actions[0]):
-        if is_cut_off(actions[0]):
-            raise ReportUnreadable(f"{path}: the report is incomplete, too short to say of what")
         raise ForeignReport(f"{path}: it holds kernels, not ranges")
     labels = [label(action) for action in actions]
-    if None in (labels[:-1] or labels):  # the last may be cut off
+    if None in labels:
         raise ForeignReport(f"{path}: it holds a range without dpbench's mark")
     if actions and labels[-1] != NVTX_END:
         raise ReportUnreadable(
             f"{path}: the report of ranges is incomplete, its last range is missing"
         )
     if len(actions) < 2:
-        raise NothingProfiled(f"{path}: the report holds no range, or is cut off")
+        raise NothingProfiled(f"{path}: the report holds no range")
     for action, name in zip(actions[:-1], labels[:-1], strict=True):
         yield *phase_of(name), action
 
 
-def load_actions(path: Path, part: int = 0, parts: int = 1) -> list[Any]:
-    """The ncu action objects (ranges or kernels) of a report, or part of them, as they ran."""
-    with _opened(path) as places:
-        start, end = (len(places) * border // parts for border in (part, part + 1))
-        return [profiled.action_by_idx(i) for profiled, i in places[start:end]]
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[list[tuple[Any, int]]]:
-    """The places of a report's actions: the library has a group of them for each process."""
+def load_actions(path: Path) -> list[Any]:
+    """The ncu action objects (ranges or kernels) of a report, as they ran."""
     import ncu_report
 
     try:
@@ -169,32 +145,25 @@ def _opened(path: Path) -> Iterator[list[tuple[Any, int]]]:
     if magic != REPORT_MAGIC:
         raise ReportUnreadable(f"{path}: not an Nsight Compute report")
     load_helpers_first()
-    try:
-        context = ncu_report.load_report(str(path))
-        groups = map(context.range_by_idx, range(context.num_ranges()))
-        yield [(group, i) for group in groups for i in range(group.num_actions())]
+    try:  # a report has a group of actions for each process
+        groups = list(ncu_report.load_report(str(path)))
+        actions = [action for group in groups for action in group]
     except Exception as error:  # the library raises bare RuntimeError and more
         raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
+    # The library reads a truncated report as a shorter one that ends in a kernel without metrics.
+    if actions and actions[-1].metric_by_name(DEVICE) is None:
+        raise ReportUnreadable(f"{path}: the report is incomplete, it was cut off")
+    return actions
 
 
 def holds_kernels(path: Path) -> bool:
     """Whether a report is one of kernels, if it says."""
-    with _opened(path) as places:
-        first = [profiled.action_by_idx(i) for profiled, i in places[:1]]
-        return any(is_kernel(action) and not is_cut_off(action) for action in first)
+    return any(map(is_kernel, load_actions(path)[:1]))
 
 
 def is_kernel(action: Any) -> bool:
     """Whether an action is one launch of a kernel, and not a range of many."""
     return bool(action.workload_type() == action.WorkloadType_KERNEL)
-
-
-def is_cut_off(action: Any) -> bool:
-    """Whether nothing is known of an action: the last of a truncated report.
-
-    The library makes a kernel of it, even among ranges.
-    """
-    return action.metric_by_name(DEVICE) is None
 
 
 def label(action: Any) -> str | None:
@@ -258,40 +227,9 @@ def read_kernels(path: Path) -> KernelReport:
 
     A kernel outside every phase, in a report of whatever program, counts as `OUTSIDE`.
     """
-    parts = min(-(-check_complete(path) // PART), os.cpu_count() or 1)
-    if parts == 1:
-        read = [read_part(path)]
-    else:
-        try:
-            with ProcessPoolExecutor(parts, get_context("spawn")) as pool:
-                read = list(pool.map(read_part, [path] * parts, range(parts), [parts] * parts))
-        except BrokenProcessPool as error:
-            raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
-    return KernelReport(read[0].device, tuple(chain.from_iterable(part.launches for part in read)))
-
-
-def read_part(path: Path, part: int = 0, parts: int = 1) -> KernelReport:
-    """One of so many parts of a report."""
-    return kernels_of(load_actions(path, part, parts), path)
-
-
-def check_complete(path: Path) -> int:
-    """The number of kernels in a report; ncu's log beside it, if there is one, must agree.
-
-    The library reads a truncated file as a report with fewer kernels, without an error.
-    """
-    with _opened(path) as places:
-        total = len(places)
-    if not total:
-        raise NothingProfiled(f"{path}: the report holds no kernel")
-    log = path.with_suffix(".log")
-    if log.exists():
-        logged = sum(line.count(PROFILING) for line in log_lines(log))
-        if logged != total:
-            raise ReportUnreadable(
-                f"{path}: the report of kernels is incomplete, it holds {total} of {logged}"
-            )
-    return total
+    if actions := load_actions(path):
+        return kernels_of(actions, path)
+    raise NothingProfiled(f"{path}: the report holds no kernel")
 
 
 def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
@@ -302,10 +240,6 @@ def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
     for action in actions:
         if not is_kernel(action):
             raise ForeignReport(f"{path}: it holds ranges, not kernels")
-        if is_cut_off(action):
-            raise ReportUnreadable(
-                f"{path}: the report of kernels is incomplete, it ends in a kernel"
-            )
         read, written, l2 = (
             float(sum(counter(action, name, path).value() for name in of)) for of in of_counters
         )

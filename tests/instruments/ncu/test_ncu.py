@@ -9,10 +9,9 @@ import pytest
 
 from dpbench import Case, ConfigurationError, InstrumentError, gpu
 from dpbench.instruments import choose
+from dpbench.instruments.counters import errors
 from dpbench.instruments.interface import CaseFailed
-from dpbench.instruments.ncu import program as ncu
-from dpbench.instruments.ncu.ncu import Ncu
-from dpbench.instruments.ncu.program import NcuNotFound, diagnose, find_ncu
+from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, diagnose, find_ncu
 from dpbench.instruments.ncu.report import NothingProfiled
 from dpbench.instruments.processes import version_of
 from dpbench.process.messages import Steps
@@ -112,10 +111,10 @@ def test_a_list_of_no_metrics_is_refused() -> None:
 @pytest.mark.parametrize(
     ("recorded", "error", "remedy"),
     [
-        ("counters_forbidden", ncu.CountersForbidden, "NVreg_RestrictProfilingToAdminUsers=0"),
-        ("counters_busy", ncu.CountersBusy, "dcgmi profile --pause"),
-        ("library_not_loaded", ncu.ProfilerNotLoaded, "driver"),
-        ("metric_unknown", ncu.CounterUnknown, "ncu --query-metrics"),
+        ("counters_forbidden", errors.CountersForbidden, "NVreg_RestrictProfilingToAdminUsers=0"),
+        ("counters_busy", errors.CountersBusy, "dcgmi profile --pause"),
+        ("library_not_loaded", errors.ProfilerNotLoaded, "driver"),
+        ("metric_unknown", errors.CounterUnknown, "ncu --query-metrics"),
         ("no_ranges", NothingProfiled, "train_step"),
     ],
 )
@@ -170,7 +169,7 @@ def test_a_crash_of_the_case_counts_more_than_that_nothing_was_profiled(tmp_path
 
 def test_forbidden_counters_count_more_than_the_exit_code(tmp_path: Path) -> None:
     recorded = OUTPUT / "counters_forbidden.txt"
-    with pytest.raises(ncu.CountersForbidden):
+    with pytest.raises(errors.CountersForbidden):
         stand_in(tmp_path, f"print(open({str(recorded)!r}).read()); exit(1)").measure(CASE)
 
 
