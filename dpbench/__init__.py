@@ -34,7 +34,7 @@ _HOMES = {
     "dpbench.workloads.transformer": ("SimpleBigModel", "get_random_dataloader"),
     "dpbench.training.phases": ("in_phase", "phase"),
     "dpbench.instruments.interface": ("Instrument", "InstrumentError", "Running"),
-    "dpbench.instruments.cupti.steps": ("count_ranges",),
+    "dpbench.instruments.cupti.ranges": ("count_ranges",),
     "dpbench.instruments.recorded": ("Recorded",),
     "dpbench.instruments.recorder": ("Recorder",),
     "dpbench.options": ("option",),

@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.instruments import declare_built_in
-from dpbench.instruments.counters.options import CounterOptions
+from dpbench.instruments.counters.metrics import CounterOptions
 from dpbench.settings import Settings, declare
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"

@@ -24,7 +24,7 @@ from dpbench.doctor import checks
 from dpbench.doctor.calibration import table
 from dpbench.doctor.finding import FAILED, Finding
 from dpbench.instruments import declare_built_in
-from dpbench.instruments.cupti.chosen_metrics import describe
+from dpbench.instruments.cupti.chip import describe
 from dpbench.instruments.cupti.library import load_library
 from dpbench.options import own_values
 from dpbench.settings import Settings, declare

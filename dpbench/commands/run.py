@@ -42,7 +42,7 @@ from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose, declare_built_in
-from dpbench.instruments.counters.options import CounterOptions
+from dpbench.instruments.counters.metrics import CounterOptions
 from dpbench.registry import locate
 from dpbench.results.shards import Shard
 from dpbench.session import Session

@@ -27,8 +27,7 @@ from dpbench.doctor.calibration import (
 from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.files import check_writable
 from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
-from dpbench.instruments.counters.chosen_counters import ALWAYS, on_chip
-from dpbench.instruments.counters.options import CounterOptions
+from dpbench.instruments.counters.metrics import ALWAYS, CounterOptions, on_chip
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, find_ncu
 from dpbench.instruments.processes import version_of

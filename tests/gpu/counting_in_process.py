@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from dpbench import count_ranges
-from dpbench.instruments.counters.chosen_counters import ALWAYS
-from dpbench.instruments.cupti.steps import ByPhase, StepCounter, Target
+from dpbench.instruments.counters.metrics import ALWAYS
+from dpbench.instruments.cupti.ranges import ByPhase, StepCounter, Target
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
 

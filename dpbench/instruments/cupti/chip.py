@@ -1,4 +1,4 @@
-"""What a chip can count, and in how many passes, without a GPU; and counting ranges on one."""
+"""What a chip can count and in how many passes, which needs no GPU; and the chip of a GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 from dpbench.errors import unknown
 from dpbench.instruments.counters.errors import CountersBusy, CounterUnknown
-from dpbench.instruments.cupti.errors import CountersDoNotCombine, RangesLost
-from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.cupti.structures import COUNTER, USER_RANGE, USER_REPLAY
+from dpbench.instruments.counters.metrics import ALWAYS, counters, having, resolve
+from dpbench.instruments.cupti.library import CountersDoNotCombine, Library
+from dpbench.instruments.cupti.structures import COUNTER
+from dpbench.metrics import METRICS, Metric
 
 Image = ctypes.Array[c_uint8]
 """Bytes that only CUPTI can interpret."""
@@ -27,14 +28,8 @@ BUSY_SECONDS = 10.0
 """For how long counters that somebody holds are asked for again: Nsight Compute still has them for
 a moment when its program, and with it the lock of the GPU, has ended."""
 
-MAX_RANGES = 64
-"""How many ranges there may be between start and stop, by default.
 
-On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and 1.1 GB with 1024.
-"""
-
-
-def _fields(name: str, image: Image) -> dict[str, Any]:
+def image_fields(name: str, image: Image) -> dict[str, Any]:
     """An image as two fields, such as ``pConfigImage``, where it is, and ``configImageSize``."""
     return {f"p{name}": ctypes.addressof(image), f"{name[0].lower()}{name[1:]}Size": len(image)}
 
@@ -137,7 +132,7 @@ class Configuration:
         with ExitStack() as opened:
             self._host = opened.enter_context(chip.host(self._counters))
             self.image = self._choose(chip.library, self._host)
-            image = _fields("ConfigImage", self.image)
+            image = image_fields("ConfigImage", self.image)
             answer = chip.library.call("Profiler_Host_GetNumOfPasses", **image)
             self.passes = int(answer.numOfPasses)
             self._opened = opened.pop_all()
@@ -156,14 +151,14 @@ class Configuration:
             raise type(error)(f"{', '.join(named)} on {self._chip.name}: {error.args[0]}") from None
         size = library.call("Profiler_Host_GetConfigImageSize", pHostObject=host).configImageSize
         image: Image = (c_uint8 * size)()
-        fields = _fields("ConfigImage", image)
+        fields = image_fields("ConfigImage", image)
         library.call("Profiler_Host_GetConfigImage", pHostObject=host, **fields)
         return image
 
     def evaluate(self, counter_data: Image, index: int) -> dict[str, float]:
         """The counters' values in a range, from decoded counter data; without `MAY_LACK`'s."""
         values = (ctypes.c_double * len(self.names))(*[math.nan] * len(self.names))
-        fields = _fields("CounterDataImage", counter_data) | self._named
+        fields = image_fields("CounterDataImage", counter_data) | self._named
         fields |= {"pHostObject": self._host, "rangeIndex": index, "pMetricValues": values}
         self._chip.library.call("Profiler_Host_EvaluateToGpuValues", **fields)
         counted = dict(zip(self._counters, values, strict=True))
@@ -197,102 +192,54 @@ def chip_of(library: Library, device: int, context: int) -> Chip:
 def _availability(library: Library, context: int) -> Image:
     asked = library.call("Profiler_GetCounterAvailability", ctx=context)
     image: Image = (c_uint8 * asked.counterAvailabilityImageSize)()
-    fields = _fields("CounterAvailabilityImage", image)
+    fields = image_fields("CounterAvailabilityImage", image)
     library.call("Profiler_GetCounterAvailability", ctx=context, **fields)
     return image
 
 
-class RangeProfiler:
-    """CUPTI's range profiler on one CUDA context: start, push and pop ranges, stop; again.
+# --- what is counted by default -----------------------------------------------------------------
 
-    All work in the context counts, whichever thread or stream it runs in. Neither push nor pop
-    waits for the GPU: synchronize before each. They take 0.01 ms; with counters of the SMs 0.4 ms,
-    before and after the range. A context has one profiler at a time, and a profiler one
-    configuration, of one pass: with a second one, counters that the first lacks have no value.
+_OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)]
+
+LINKS = tuple(metric.name for metric in _OWN if metric.counters[0].startswith(MAY_LACK))
+"""One pass by themselves, which is spent only where the GPU has peers."""
+
+BASIC = (*ALWAYS, *(metric.name for metric in _OWN if metric.name not in LINKS))
+"""DRAM bytes, time and how busy the GPU is: one pass on every chip that counts DRAM bytes."""
+
+
+def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = False) -> list[Metric]:
+    """What is counted: `BASIC`, and what is asked for; everything by default.
+
+    Args:
+        chip: the GPU's.
+        names: of ours, of nvprof, or of counters.
+        peers: whether there are other GPUs, so that everything includes `LINKS`.
     """
+    ours = having(chip.has, "cupti", chip.name)
+    if names is None:
+        return [metric for metric in ours.values() if peers or metric.name not in LINKS]
+    parts = [part for name in names for part in _parts(name)]
+    return resolve([*(name for name in BASIC if name in ours), *parts], chip.name, ours)
 
-    def __init__(
-        self, library: Library, context: int, configuration: Configuration, max_ranges: int
-    ) -> None:
-        self.configuration = configuration
-        self._library = library
-        self._max_ranges = max_ranges
-        self._names: list[bytes] = []
-        self._started = self._open = False
-        self._object = library.call("RangeProfiler_Enable", ctx=context).pRangeProfilerObject
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            size = self._call(
-                "GetCounterDataSize",
-                pMetricNames=ctypes.addressof(configuration.names),
-                numMetrics=len(configuration.names),
-                maxNumOfRanges=max_ranges,
-                maxNumRangeTreeNodes=max_ranges,
-            ).counterDataSize
-            self._image = (c_uint8 * size)()
-            undo.pop_all()
 
-    def _call(self, name: str, **fields: Any) -> Any:
-        return self._library.call(
-            f"RangeProfiler_{name}", pRangeProfilerObject=self._object, **fields
-        )
+def describe(library: Library, name: str) -> str:
+    """What a chip counts, in words: the passes, and each metric's counters."""
+    chip = Chip(library, name)
+    metrics = chosen(chip, peers=True)
+    common = counters(metric for metric in metrics if metric.name in ALWAYS)
+    groups = chip.spread(counters(metrics), common)
+    version = "{}.{}".format(*library.cuda_version)
+    alone = len(chip.spread(counters(chosen(chip)), common))
+    more = f", {len(groups) - alone} more where the GPU has peers" if len(groups) > alone else ""
+    lines = [f"{name}, libcupti {version}: {alone} step(s) to count everything by phase{more}"]
+    for metric in metrics:
+        places = [i for i, group in enumerate(groups, 1) if {*metric.counters} & {*group}]
+        step = ", ".join(map(str, places))
+        lines.append(f"  {metric.name:<24}step {step:<6}{metric.formula}")
+    return "\n".join(lines)
 
-    def start(self) -> None:
-        """Begin to count."""
-        self._call("CounterDataImage_Initialize", **_fields("CounterData", self._image))
-        self._call(
-            "SetConfig",
-            **_fields("Config", self.configuration.image),
-            **_fields("CounterDataImage", self._image),
-            range=USER_RANGE,
-            replayMode=USER_REPLAY,
-            maxRangesPerPass=self._max_ranges,
-            numNestingLevels=1,
-            minNestingLevel=1,
-            targetNestingLevel=1,
-        )
-        self._call("Start")
-        self._started = True
-        self._names = []
 
-    def push(self) -> None:
-        """Begin a range. Ranges are named by their number, from 0."""
-        if len(self._names) == self._max_ranges:
-            raise RangesLost(f"more than {self._max_ranges} ranges")
-        self._names.append(str(len(self._names)).encode())  # CUPTI reads it until the end
-        self._call("PushRange", pRangeName=self._names[-1])
-        self._open = True
-
-    def pop(self) -> None:
-        """End the range, if one has begun."""
-        if self._open:
-            self._open = False
-            self._call("PopRange")
-
-    def stop(self) -> list[dict[str, float]]:
-        """End counting; the counters of each range, in order."""
-        self._stop()
-        dropped = self._call("DecodeData").numOfRangeDropped
-        data, call = _fields("CounterDataImage", self._image), self._library.call
-        counted = {}
-        for i in range(call("RangeProfiler_GetCounterDataInfo", **data).numTotalRanges):
-            which = {"rangeIndex": i, "rangeDelimiter": b"/", **data}
-            name = call("RangeProfiler_CounterData_GetRangeInfo", **which).rangeName
-            counted[name] = self.configuration.evaluate(self._image, i)
-        lost = sum(name not in counted for name in self._names)
-        if dropped or lost:
-            raise RangesLost(f"CUPTI lost {max(dropped, lost)} of {len(self._names)} ranges")
-        return [counted[name] for name in self._names]
-
-    def _stop(self) -> None:
-        self.pop()
-        self._started = False
-        self._call("Stop")
-
-    def close(self) -> None:
-        """Stop, if started, and give the counters back."""
-        if self._started:
-            self._stop()
-        if self._object is not None:
-            self._call("Disable")
-            self._object = None
+def _parts(name: str) -> tuple[str, ...]:
+    metric = METRICS.get(name)
+    return (metric and metric.parts) or (name,)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
 from dpbench.instruments.case_process import Child
-from dpbench.instruments.counters.options import CounterOptions
+from dpbench.instruments.counters.metrics import CounterOptions
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.recorded import Recorded
 from dpbench.results.rows import Measurement

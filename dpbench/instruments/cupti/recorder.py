@@ -11,7 +11,7 @@ from typing import Any
 from dpbench.case import Case
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
-from dpbench.instruments.cupti.steps import StepCounter, Target, enough_ranges
+from dpbench.instruments.cupti.ranges import StepCounter, Target, enough_ranges
 from dpbench.instruments.interface import InstrumentError
 from dpbench.instruments.recorder import Recorder, whole_steps
 from dpbench.instruments.timing import TimingRecorder, timing_rows

@@ -17,14 +17,13 @@ from typing import Any, ClassVar, Self
 from dpbench import gpu
 from dpbench.case import Case
 from dpbench.instruments.case_process import Child, log_lines
-from dpbench.instruments.counters.chosen_counters import counters, resolve
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
     ProfilerNotLoaded,
 )
-from dpbench.instruments.counters.options import CounterOptions
+from dpbench.instruments.counters.metrics import CounterOptions, counters, resolve
 from dpbench.instruments.interface import CaseFailed, InstrumentError
 from dpbench.instruments.ncu.report import (
     KERNELS,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dpbench.instruments.counters.libraries import Driver
-from dpbench.instruments.cupti.chosen_metrics import LINKS
+from dpbench.instruments.cupti.chip import LINKS
 from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.cupti.steps import Target
+from dpbench.instruments.cupti.ranges import Target
 from dpbench.instruments.cupti.structures import NAMES, c_function, struct_size
 from dpbench.metrics import METRICS
 

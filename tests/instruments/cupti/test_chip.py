@@ -6,12 +6,10 @@ import pytest
 
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import chip_of
-from dpbench.instruments.counters.chosen_counters import counters, having, on_chip
 from dpbench.instruments.counters.errors import CounterUnknown
-from dpbench.instruments.cupti.chip import Chip, Configuration, known_chips
-from dpbench.instruments.cupti.chosen_metrics import BASIC, chosen
-from dpbench.instruments.cupti.errors import CountersDoNotCombine
-from dpbench.instruments.cupti.library import Library
+from dpbench.instruments.counters.metrics import counters, having, on_chip
+from dpbench.instruments.cupti.chip import BASIC, Chip, Configuration, chosen, known_chips
+from dpbench.instruments.cupti.library import CountersDoNotCombine, Library
 from tests.instruments.cupti.fake import ALL, FakeCupti, library
 from tests.instruments.cupti.wheels import usable_library
 

@@ -16,9 +16,9 @@ from dpbench.instruments import choose
 from dpbench.instruments import recorder as recorders
 from dpbench.instruments.case_process import name_of
 from dpbench.instruments.counters.errors import CountersForbidden
-from dpbench.instruments.cupti.chip import MAX_RANGES
 from dpbench.instruments.cupti.cupti import Cupti
-from dpbench.instruments.cupti.errors import CuptiUnusable
+from dpbench.instruments.cupti.library import CuptiUnusable
+from dpbench.instruments.cupti.ranges import MAX_RANGES
 from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
 from dpbench.instruments.interface import CaseFailed, CaseOutOfMemory, InstrumentError
 from dpbench.process.step import run_case

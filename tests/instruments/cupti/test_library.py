@@ -15,8 +15,14 @@ from dpbench.instruments.counters.errors import (
     ProfilerNotLoaded,
 )
 from dpbench.instruments.counters.libraries import Driver, candidate_folders, loaded_folders
-from dpbench.instruments.cupti.errors import CountersUnsupported, CuptiError, CuptiUnusable
-from dpbench.instruments.cupti.library import Library, call_error, open_in
+from dpbench.instruments.cupti.library import (
+    CountersUnsupported,
+    CuptiError,
+    CuptiUnusable,
+    Library,
+    call_error,
+    open_in,
+)
 from dpbench.instruments.interface import InstrumentError
 from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
 from tests.recorded import unpacked

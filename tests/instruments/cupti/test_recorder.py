@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dpbench.case import Script
-from dpbench.instruments.cupti import steps
+from dpbench.instruments.cupti import ranges
 from dpbench.instruments.cupti.recorder import CuptiRecorder
 from dpbench.instruments.interface import InstrumentError
 from dpbench.training.phases import observed_step, phase
@@ -19,7 +19,7 @@ GB = 1e9
 def recorded(monkeypatch: pytest.MonkeyPatch, scales: list[float], device: str) -> CuptiRecorder:
     """A recorder that was to time two steps, and heard as many as there are scales."""
     cupti = FakeCupti()
-    monkeypatch.setattr(steps.Target, "of_torch", lambda: target(cupti))
+    monkeypatch.setattr(ranges.Target, "of_torch", lambda: target(cupti))
     recorder = CuptiRecorder(2)
     for scale in scales:
         with observed_step(recorder), phase("backward"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.instruments.counters.chosen_counters import counters, having, on_chip, resolve
+from dpbench.instruments.counters.metrics import counters, having, on_chip, resolve
 from dpbench.metrics import METRICS
 
 

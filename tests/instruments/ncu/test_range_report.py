@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
-from dpbench.instruments.counters.chosen_counters import on_chip, resolve
 from dpbench.instruments.counters.errors import CounterUnknown
+from dpbench.instruments.counters.metrics import on_chip, resolve
 from dpbench.instruments.ncu.report import (
     ForeignReport,
     ReportUnreadable,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.counters import chosen_counters as ncu
-from dpbench.instruments.cupti.chip import Chip
-from dpbench.instruments.cupti.chosen_metrics import BASIC, LINKS, chosen, describe, with_derived
+from dpbench.instruments.counters import metrics as ncu
+from dpbench.instruments.cupti.chip import BASIC, LINKS, Chip, chosen, describe
+from dpbench.instruments.cupti.ranges import with_derived
 from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, library
 
 CHIP = Chip(library(FakeCupti(counters=("sm__inst_executed.sum", *FakeCupti().base))), "GH100")

@@ -1,19 +1,28 @@
-"""Counting steps by phase or as a whole; and any block of PyTorch code."""
+"""Counts ranges on a GPU: of steps, by phase or as a whole, and of any block of PyTorch code."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from ctypes import c_uint8
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.counters.chosen_counters import ALWAYS, counters
 from dpbench.instruments.counters.errors import ProfilerNotLoaded
-from dpbench.instruments.cupti.chip import MAX_RANGES, Configuration, RangeProfiler, chip_of
-from dpbench.instruments.cupti.chosen_metrics import LINKS, chosen, with_derived
-from dpbench.instruments.cupti.errors import CountersDoNotCombine, StepsDiffer
-from dpbench.instruments.cupti.library import Library, load_library
+from dpbench.instruments.counters.metrics import ALWAYS, counters
+from dpbench.instruments.cupti.chip import LINKS, Configuration, chip_of, chosen, image_fields
+from dpbench.instruments.cupti.library import (
+    CountersDoNotCombine,
+    Library,
+    RangesLost,
+    StepsDiffer,
+    load_library,
+)
+from dpbench.instruments.cupti.structures import USER_RANGE, USER_REPLAY
+from dpbench.metrics import METRICS, Sum
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 
@@ -25,6 +34,13 @@ CACHE_BYTES = 128e6
 
 ByPhase = dict[str, dict[str, float]]
 """Values by phase and name; phase ``"step"`` is the whole."""
+
+
+MAX_RANGES = 64
+"""How many ranges there may be between start and stop, by default.
+
+On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and 1.1 GB with 1024.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,102 @@ class Target:
         context = library.driver.current_context()
         device, peers = torch.cuda.current_device(), torch.cuda.device_count() > 1
         return cls(library, device, context, torch.cuda.synchronize, peers)
+
+
+class RangeProfiler:
+    """CUPTI's range profiler on one CUDA context: start, push and pop ranges, stop; again.
+
+    All work in the context counts, whichever thread or stream it runs in. Neither push nor pop
+    waits for the GPU: synchronize before each. They take 0.01 ms; with counters of the SMs 0.4 ms,
+    before and after the range. A context has one profiler at a time, and a profiler one
+    configuration, of one pass: with a second one, counters that the first lacks have no value.
+    """
+
+    def __init__(
+        self, library: Library, context: int, configuration: Configuration, max_ranges: int
+    ) -> None:
+        self.configuration = configuration
+        self._library = library
+        self._max_ranges = max_ranges
+        self._names: list[bytes] = []
+        self._started = self._open = False
+        self._object = library.call("RangeProfiler_Enable", ctx=context).pRangeProfilerObject
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            size = self._call(
+                "GetCounterDataSize",
+                pMetricNames=ctypes.addressof(configuration.names),
+                numMetrics=len(configuration.names),
+                maxNumOfRanges=max_ranges,
+                maxNumRangeTreeNodes=max_ranges,
+            ).counterDataSize
+            self._image = (c_uint8 * size)()
+            undo.pop_all()
+
+    def _call(self, name: str, **fields: Any) -> Any:
+        return self._library.call(
+            f"RangeProfiler_{name}", pRangeProfilerObject=self._object, **fields
+        )
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._call("CounterDataImage_Initialize", **image_fields("CounterData", self._image))
+        self._call(
+            "SetConfig",
+            **image_fields("Config", self.configuration.image),
+            **image_fields("CounterDataImage", self._image),
+            range=USER_RANGE,
+            replayMode=USER_REPLAY,
+            maxRangesPerPass=self._max_ranges,
+            numNestingLevels=1,
+            minNestingLevel=1,
+            targetNestingLevel=1,
+        )
+        self._call("Start")
+        self._started = True
+        self._names = []
+
+    def push(self) -> None:
+        """Begin a range. Ranges are named by their number, from 0."""
+        if len(self._names) == self._max_ranges:
+            raise RangesLost(f"more than {self._max_ranges} ranges")
+        self._names.append(str(len(self._names)).encode())  # CUPTI reads it until the end
+        self._call("PushRange", pRangeName=self._names[-1])
+        self._open = True
+
+    def pop(self) -> None:
+        """End the range, if one has begun."""
+        if self._open:
+            self._open = False
+            self._call("PopRange")
+
+    def stop(self) -> list[dict[str, float]]:
+        """End counting; the counters of each range, in order."""
+        self._stop()
+        dropped = self._call("DecodeData").numOfRangeDropped
+        data, call = image_fields("CounterDataImage", self._image), self._library.call
+        counted = {}
+        for i in range(call("RangeProfiler_GetCounterDataInfo", **data).numTotalRanges):
+            which = {"rangeIndex": i, "rangeDelimiter": b"/", **data}
+            name = call("RangeProfiler_CounterData_GetRangeInfo", **which).rangeName
+            counted[name] = self.configuration.evaluate(self._image, i)
+        lost = sum(name not in counted for name in self._names)
+        if dropped or lost:
+            raise RangesLost(f"CUPTI lost {max(dropped, lost)} of {len(self._names)} ranges")
+        return [counted[name] for name in self._names]
+
+    def _stop(self) -> None:
+        self.pop()
+        self._started = False
+        self._call("Stop")
+
+    def close(self) -> None:
+        """Stop, if started, and give the counters back."""
+        if self._started:
+            self._stop()
+        if self._object is not None:
+            self._call("Disable")
+            self._object = None
 
 
 def enough_ranges(seen: int) -> int:
@@ -220,3 +332,17 @@ def count_ranges(
         [counted] = counter.rounds()
         for phase, values in {STEP: _sum(counted.values()), **counted}.items():
             counts[phase] = with_derived(values)
+
+
+def with_derived(values: Mapping[str, float]) -> dict[str, float]:
+    """Counted metrics, and the sums and shares that they make."""
+    derived = dict(values)
+    for metric in METRICS.values():
+        parts = [values[name] for name in metric.parts if name in values]
+        if not parts or len(parts) < len(metric.parts):
+            continue
+        if isinstance(metric.how, Sum):
+            derived[metric.name] = sum(parts)
+        elif parts[1] > 0:
+            derived[metric.name] = parts[0] / parts[1]
+    return derived

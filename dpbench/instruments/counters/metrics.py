@@ -1,11 +1,14 @@
-"""Which hardware counters ncu collects for the metrics that were asked for, on this chip."""
+"""The options that say what is counted, and the metrics behind the names in them on a chip."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Counters, Metric
+from dpbench.options import listed, option
+from dpbench.process.messages import Steps
 
 ALWAYS = ("dram_read_bytes", "dram_write_bytes")
 """Metrics that are always counted, if the chip can."""
@@ -67,3 +70,32 @@ def resolve(
 def counters(metrics: Iterable[Metric]) -> list[str]:
     """Every counter that the metrics need, once."""
     return list(dict.fromkeys(c for metric in metrics for c in metric.counters))
+
+
+@dataclass(frozen=True)
+class CounterOptions:
+    """Options of Nsight Compute, of which CUPTI has ``ncu_metrics``."""
+
+    ncu_path: str | None = option("the ncu program, if it is not on PATH", metavar="PROGRAM")
+    ncu_metrics: list[str] | None = option(
+        "what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
+        "(default: DRAM, L2 and global load/store bytes)",
+        action="append",
+        metavar="NAMES",
+    )
+    ncu_warmup: int = option("warmup steps under ncu", 1, metavar="N")
+    ncu_active: int = option("active steps under ncu", 1, metavar="N")
+
+    def __post_init__(self) -> None:
+        resolve(self.names, ours={m.name: m for m in METRICS.counted("ncu")})
+        Steps(self.ncu_warmup, self.ncu_active)
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The metrics that were asked for; None for all that a chip has."""
+        return listed(self.ncu_metrics, "--ncu-metrics", "metric; try dram_read_bytes") or None
+
+    @property
+    def steps(self) -> Steps:
+        """The steps under ncu."""
+        return Steps(self.ncu_warmup, self.ncu_active)

@@ -12,9 +12,9 @@ import torch
 from dpbench.case import OUTSIDE
 from dpbench.instruments.counters.errors import CountersBusy, CounterUnknown, ProfilerNotLoaded
 from dpbench.instruments.cupti import chip
-from dpbench.instruments.cupti.chosen_metrics import LINKS
-from dpbench.instruments.cupti.errors import CountersDoNotCombine, RangesLost, StepsDiffer
-from dpbench.instruments.cupti.steps import StepCounter, count_ranges
+from dpbench.instruments.cupti.chip import LINKS
+from dpbench.instruments.cupti.library import CountersDoNotCombine, RangesLost, StepsDiffer
+from dpbench.instruments.cupti.ranges import StepCounter, count_ranges
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
