@@ -21,8 +21,7 @@ import argparse
 import json
 
 from dpbench.doctor import checks
-from dpbench.doctor.calibration import table
-from dpbench.doctor.finding import FAILED, Finding
+from dpbench.doctor.calibration import FAILED, Finding, table
 from dpbench.instruments import declare_built_in
 from dpbench.instruments.cupti.chip import describe
 from dpbench.instruments.cupti.library import load_library

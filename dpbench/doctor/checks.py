@@ -18,13 +18,16 @@ from packaging.version import Version
 from dpbench.case import Case
 from dpbench.doctor.calibration import (
     EXAMPLE_BYTES,
+    FAILED,
+    OK,
     REST,
     STEPS,
     TOLERANCE,
+    WARNING,
+    Finding,
     judge,
     largest_work,
 )
-from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.files import check_writable
 from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.instruments.counters.metrics import ALWAYS, CounterOptions, on_chip

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.cli import main
-from dpbench.doctor.finding import OK, Finding
+from dpbench.doctor.calibration import OK, Finding
 
 
 @pytest.fixture(autouse=True)

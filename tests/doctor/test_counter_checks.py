@@ -13,17 +13,20 @@ from dpbench.doctor import calibration, checks
 from dpbench.doctor.calibration import (
     ENOUGH,
     EXAMPLE_BYTES,
+    FAILED,
     FEW,
     MOST,
+    OK,
     READ,
     TRAINER,
+    WARNING,
     WORK,
     WRITTEN,
+    Finding,
     judge,
     largest_work,
     table,
 )
-from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.doctor.known_work import KnownWork
 from dpbench.gpu import Gpu
 from dpbench.instruments.logical.logical import Logical

@@ -11,8 +11,7 @@ import pytest
 
 from dpbench import gpu
 from dpbench.doctor import calibration, checks
-from dpbench.doctor.calibration import EXAMPLE_BYTES, MOST, REST, WORK
-from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
+from dpbench.doctor.calibration import EXAMPLE_BYTES, FAILED, MOST, OK, REST, WARNING, WORK, Finding
 from dpbench.gpu import Gpu
 from dpbench.settings import Settings
 from tests.programs import program

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import ConfigurationError
+from dpbench.doctor.calibration import FAILED, OK, Finding
 from dpbench.doctor.checks import CHECKS, examine
-from dpbench.doctor.finding import FAILED, OK, Finding
 from dpbench.instruments.interface import CaseFailed, CaseTimedOut
 from dpbench.settings import Settings
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dpbench.doctor import checks
+from dpbench.doctor.calibration import FAILED, OK, WARNING, Finding
 from dpbench.doctor.checks import Check
-from dpbench.doctor.finding import FAILED, OK, WARNING, Finding
 from dpbench.gpu import Gpu
 from dpbench.instruments import processes
 from dpbench.instruments.ncu.ncu import NcuNotFound

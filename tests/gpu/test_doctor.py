@@ -8,8 +8,7 @@ import pytest
 
 from bench.ceilings import measure_ceilings
 from dpbench.doctor import checks
-from dpbench.doctor.calibration import READ, WORK, WRITTEN
-from dpbench.doctor.finding import OK, Finding
+from dpbench.doctor.calibration import OK, READ, WORK, WRITTEN, Finding
 from dpbench.errors import ConfigurationError
 from dpbench.gpu import visible_gpus
 from dpbench.results.roofline import Roofs, find_card

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,20 @@ def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
 
 
 def load_actions(path: Path) -> list[Any]:
-    """The ncu action objects (ranges or kernels) of a report, as they ran."""
+    """The ncu action objects (ranges or kernels) of a report, in the order in which they ran."""
+    actions = list(_actions(path))
+    # The library reads a truncated report as a shorter one that ends in a kernel without metrics.
+    if actions and actions[-1].metric_by_name(DEVICE) is None:
+        raise ReportUnreadable(f"{path}: the report is incomplete, it was cut off")
+    return actions
+
+
+def holds_kernels(path: Path) -> bool:
+    """Whether the first action of a report is a kernel, not a range."""
+    return any(map(is_kernel, islice(_actions(path), 1)))
+
+
+def _actions(path: Path) -> Iterator[Any]:
     import ncu_report
 
     try:
@@ -145,20 +159,11 @@ def load_actions(path: Path) -> list[Any]:
     if magic != REPORT_MAGIC:
         raise ReportUnreadable(f"{path}: not an Nsight Compute report")
     load_helpers_first()
-    try:  # a report has a group of actions for each process
-        groups = list(ncu_report.load_report(str(path)))
-        actions = [action for group in groups for action in group]
+    try:
+        for of_process in ncu_report.load_report(str(path)):
+            yield from of_process
     except Exception as error:  # the library raises bare RuntimeError and more
         raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
-    # The library reads a truncated report as a shorter one that ends in a kernel without metrics.
-    if actions and actions[-1].metric_by_name(DEVICE) is None:
-        raise ReportUnreadable(f"{path}: the report is incomplete, it was cut off")
-    return actions
-
-
-def holds_kernels(path: Path) -> bool:
-    """Whether a report is one of kernels, if it says."""
-    return any(map(is_kernel, load_actions(path)[:1]))
 
 
 def is_kernel(action: Any) -> bool:
