@@ -1,1 +1,1 @@
-"""What works on this machine, found out before anything is spent on measuring."""
+"""Checks what works on this machine, before time is spent on measuring."""

@@ -1,4 +1,4 @@
-"""Calibration of counters by work of known size: a copy, a fill and a read."""
+"""Findings of checks, and the calibration of counters by a copy, a fill and a read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ OK, WARNING, FAILED = "ok", "warning", "failed"
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a check: its name, a status, a detail, and what would help.
+    """What a check found: the check's name, a status, a detail and a remedy.
 
-    ``counted`` are the lines of the calibration's table that it has, see `judge`.
+    ``counted`` are its lines for the calibration's table, see `judge`.
     """
 
     check: str
@@ -33,7 +33,7 @@ class Finding:
 
     @classmethod
     def of_error(cls, check: str, error: Exception) -> Finding:
-        """The failure that an error describes, with its remedy."""
+        """A failed check, from the error that it raised."""
         if isinstance(error, InstrumentError):
             log = f" (log: {error.log})" if error.log else ""
             return cls(check, FAILED, f"{error.args[0]}{log}", error.remedy)
@@ -46,17 +46,17 @@ TRAINER = "dpbench.doctor.known_work:KnownWork"
 STEPS = Steps(warmup=1, active=1)  # the first loads the kernels
 
 EXAMPLE_BYTES = 2**24
-"""What the trainer copies, fills and reads for each example of its batch, B."""
+"""Bytes that the trainer copies, fills and reads for each example of its batch."""
 
 FEW, ENOUGH, MOST = 4, 256, 512
-"""Examples: of work that is quickly done; of such (4.3 GB) beside which what an L2 cache holds
-is about `TOLERANCE`, so that less proves nothing of DRAM; of the most (8.6 GB)."""
+"""Numbers of examples: the smallest work; the smallest that proves something of DRAM, because an L2
+cache holds only about `TOLERANCE` of it (4.3 GB); and the largest (8.6 GB)."""
 
 TOLERANCE = 0.01
-"""How far counted bytes may be from those that are known, as a part of the work's size."""
+"""The allowed difference of counted from known bytes, relative to the work's size."""
 
 WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 1, 0)}
-"""The work by phase: its name, and how many times its size is read and written."""
+"""The work of each phase: its name, and how many times its size is read and written."""
 
 REST = "noise"
 """The phase in which the GPU does nothing."""
@@ -64,21 +64,21 @@ REST = "noise"
 READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
 WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
 BOTH = ("l2_served_bytes",)
-"""Metrics of bytes read, written and both. The last includes other traffic, so it is not judged."""
+"""Metrics of bytes read, written, and both. The last includes other traffic and is not judged."""
 
 
 def largest_work() -> Case:
-    """The largest work that fits: source and copy take at most half of the free memory."""
+    """The largest work of which source and copy take at most half of the free memory."""
     free = visible_gpus()[0].free_bytes
     examples = ENOUGH if free is None else max(FEW, min(MOST, free // 4 // EXAMPLE_BYTES))
     return Case(TRAINER, examples, 1, "tiny")
 
 
 def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, float]]) -> Finding:
-    """Whether each metric has the bytes of the work, within `TOLERANCE` of its size.
+    """Find whether each metric counted the bytes of the work, within `TOLERANCE` of its size.
 
     Args:
-        instrument: who counted.
+        instrument: the name of the one that counted.
         examples: the work's size, in `EXAMPLE_BYTES`.
         counted: metrics by phase, see `WORK`.
     """
@@ -126,7 +126,7 @@ def _compared(
 
 
 def table(findings: Iterable[Finding]) -> Table | None:
-    """A table of the bytes that each instrument counted of each work, beside the known ones."""
+    """A table of the bytes that each instrument counted, beside the known ones."""
     counted: dict[tuple[str, str, float], dict[str, tuple[str, str]]] = defaultdict(dict)
     for line in (line for finding in findings for line in finding.counted):
         said = gigabytes(line["counted"]), f"{line['off']:+.2%}"
@@ -138,6 +138,6 @@ def table(findings: Iterable[Finding]) -> Table | None:
     ]
     headers = ["work", "metric", "known\nGB"]
     headers += [f"{name}\n{what}" for name in names for what in ("GB", "off")]
-    off = f"Off: as a part of the work's size; more than {TOLERANCE:.0%} fails."
-    unjudged = f"Not judged: {', '.join(BOTH)}, which has also what no SM asked for."
+    off = f"Off: relative to the work's size; more than {TOLERANCE:.0%} fails."
+    unjudged = f"Not judged: {', '.join(BOTH)}, which includes traffic that no SM asked for."
     return Table("Bytes of known work", headers, cells, (off, unjudged)) if cells else None

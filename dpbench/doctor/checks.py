@@ -1,4 +1,4 @@
-"""The checks: what is installed, which GPU there is, and whether it counts known work right."""
+"""The checks: packages, directories, the GPU, and whether known work is counted right."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL_CASE = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
 
 def packages(settings: Settings) -> Iterator[Finding]:
-    """Everything that dpbench requires is installed, in versions that fit."""
+    """All packages that dpbench requires are installed, in the required versions."""
     installed = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
     for package in map(Requirement, metadata.requires("dpbench") or ()):
         if package.marker and not package.marker.evaluate({"extra": ""}):
@@ -60,7 +60,7 @@ def packages(settings: Settings) -> Iterator[Finding]:
 
 
 def logical_counting(settings: Settings) -> Iterator[Finding]:
-    """Logical bytes can be counted: what works without a GPU too."""
+    """Logical bytes can be counted, which works without a GPU."""
     from dpbench.instruments.logical.logical import Logical
 
     rows = {(row.phase, row.metric): row.value for row in Logical().count(SMALL_CASE).rows}
@@ -69,7 +69,7 @@ def logical_counting(settings: Settings) -> Iterator[Finding]:
 
 
 def directories(settings: Settings) -> Iterator[Finding]:
-    """The directories of reports, logs and GPU locks can be written; none is created."""
+    """The directories of reports, logs and GPU locks are writable; none is created."""
     place = settings.ncu_dir.absolute()
     check_writable(next(path for path in (place, *place.parents) if path.exists()))
     check_writable(Path(tempfile.gettempdir()))
@@ -77,7 +77,7 @@ def directories(settings: Settings) -> Iterator[Finding]:
 
 
 def gpu(settings: Settings) -> Iterator[Finding]:
-    """There is a GPU, and nothing else uses it."""
+    """There is a GPU that nothing else uses."""
     if not visible_gpus():
         remedy = "see that nvidia-smi lists one; logical bytes can be counted without it"
         yield Finding("gpu", FAILED, why_no_gpu(), remedy)
@@ -108,7 +108,7 @@ def torch(settings: Settings) -> Iterator[Finding]:
 
 
 def ncu(settings: Settings) -> Iterator[Finding]:
-    """Nsight Compute is there, and the library that reads its reports is no older."""
+    """Nsight Compute is installed, and ncu-report is not older than it."""
     path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
@@ -123,7 +123,7 @@ def ncu(settings: Settings) -> Iterator[Finding]:
 
 
 def counters(settings: Settings) -> Iterator[Finding]:
-    """Count known work by every byte metric of ncu, and compare with its size."""
+    """Known work is counted right by every byte metric of ncu."""
     try:
         path = find_ncu(settings.of(CounterOptions).ncu_path)
     except NcuNotFound:
@@ -148,7 +148,7 @@ def counters(settings: Settings) -> Iterator[Finding]:
 
 
 def cupti(settings: Settings) -> Iterator[Finding]:
-    """Count known work, and an idle GPU, by CUPTI in the process that does the work."""
+    """Known work and an idle GPU are counted right by CUPTI, in the process that works."""
     if not visible_gpus():
         reason = "not tried: there is no GPU"
         yield from (Finding(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
@@ -189,13 +189,13 @@ CHECKS: tuple[Check, ...] = (
     counters,
     cupti,
 )
-"""The checks, each after those that it depends on; a check has the name of its findings."""
+"""The checks, each after those on which it depends, and named as its findings are."""
 
 
 def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
-    """Yields findings as they are made; an error in one check does not stop the others."""
+    """Yield findings one by one; an error in one check does not stop the others."""
     for check in checks:
         try:
             yield from check(settings)
-        except Exception as error:  # whatever a broken machine can raise
+        except Exception as error:  # a broken machine can raise anything
             yield Finding.of_error(check.__name__.replace("_", " "), error)

@@ -1,4 +1,4 @@
-"""Step time, throughput and peak memory, from a process that no profiler slows down."""
+"""The instrument ``timing``: step time, throughput and peak memory, without a profiler."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Timing(Recorded):
         return TimingRecorder(steps)
 
     def rows_of(self, process: Child, record: dict[str, Any]) -> list[Measurement]:
-        """Times by phase, samples per second, peak memory."""
+        """Times by phase, samples per second and peak memory."""
         return timing_rows(process.case, record)
 
 
 class TimingRecorder(Recorder):
-    """Seconds by phase; on CUDA from events, and the most memory that was in use."""
+    """Seconds by phase, on CUDA from events, and peak memory."""
 
     peak: int | None = None  # bytes; None on the CPU
 
@@ -54,7 +54,7 @@ class TimingRecorder(Recorder):
 
     def close(self) -> None:
         if self.heard and self.peak is None:
-            self.peak = self._peak()  # now: the script may go on
+            self.peak = self._peak()  # now, because the script may go on
         super().close()
 
     def _peak(self) -> int | None:
@@ -64,7 +64,7 @@ class TimingRecorder(Recorder):
 
     @property
     def median_seconds(self) -> float:
-        """How long a step took."""
+        """The median time of a step."""
         return median(sum(step.values()) for step in self.listener.seconds())
 
     def record(self, case: Case) -> dict[str, Any]:
@@ -80,14 +80,14 @@ class TimingRecorder(Recorder):
 
 
 def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
-    """The rows of one record of ``dpbench step``."""
+    """The rows of a record of `TimingRecorder`."""
     values: list[tuple[str, str, float, int]] = []
     for repeat, seconds in enumerate(record["phase_seconds"]):
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
-        if case.batch_size:  # a script's may be unknown
-            ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))  # of a script, torchrun's
+        if case.batch_size:  # unknown for some scripts
+            ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))  # for a script, torchrun's
             values.append((STEP, "samples_per_second", case.batch_size / ranks / total, repeat))
     if record["peak_memory_bytes"] is not None:
         values.append((STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0))

@@ -20,7 +20,7 @@ from dpbench.results.rows import STEP
 class Activity(NamedTuple):
     """A kernel, a copy or a memset on the device.
 
-    ``launched`` is when the CPU asked for it, or its own start if that was not recorded.
+    ``launched`` is when the CPU launched it, or its start if that was not recorded.
     """
 
     start: int
@@ -29,7 +29,7 @@ class Activity(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A phase of a step as the CPU marked it, or with the phase `STEP` a whole step."""
+    """A phase of a step as the CPU marked it; or a whole step, whose phase is `STEP`."""
 
     step: int
     phase: str
@@ -39,10 +39,10 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A recorded timeline of one GPU, which did something; everything in the order of its start.
+    """The recorded timeline of a GPU that was busy; ranges and activities by start.
 
-    In a step that has a range of its own (`STEP`), phases only say where the CPU was. In others
-    the GPU finished each phase's work before the next began, and phases have busy shares.
+    In a step with a `STEP` range the CPU runs ahead, so its phases say nothing of the GPU. In any
+    other step the GPU finished each phase before the next began, so phases have busy times.
     """
 
     device: str
@@ -52,7 +52,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> NDArray[np.int64]:
-        """When anything ran on the GPU: starts and ends that do not touch, in order."""
+        """Starts and ends of the disjoint spans in which anything ran, in order; shape (n, 2)."""
         starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
         ends = np.maximum.accumulate(ends)
         idle_before = np.append(True, starts[1:] > ends[:-1])
@@ -60,13 +60,13 @@ class Timeline:
 
     @property
     def whole_steps(self) -> list[Range]:
-        """Steps with a range of their own; the whole recording if it has no ranges."""
+        """The `STEP` ranges; if there are no ranges at all, one over the whole recording."""
         if self.ranges:
             return [each for each in self.ranges if each.phase == STEP]
         return [Range(0, STEP, int(self.busy[0, 0]), int(self.busy[-1, 1]))]
 
     def usages(self) -> pd.DataFrame:
-        """The metrics of nsys by step and phase: of steps that have phases, and of whole ones."""
+        """The metrics of nsys by ``step`` and ``phase``; whole steps have the phase `STEP`."""
         whole = self.whole_steps
         marked = {each.step for each in whole}
         launched = np.sort([each.launched for each in self.activities])

@@ -1,4 +1,4 @@
-"""Tables of a case's kernels and copies, and of its phases under the roofs of the card."""
+"""Tables of a case's kernels, and of its phases under the roofline of the card."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dpbench.show.layout import Shown, Table, gigabytes, milliseconds, step_mill
 from dpbench.show.tables import SHOWN_SHARE
 
 NAME_WIDTH = 24
-"""Of the column of kernels: with it a table fits 80 columns."""
+"""The width of the column of kernels; with it a table fits 80 columns."""
 
 
 def case_kernel_tables(outcome: Outcome, top: int) -> list[Table]:
-    """The tables of a case's kernels; none if it was not profiled kernel by kernel."""
+    """The tables of a case's kernels; empty if it was not profiled kernel by kernel."""
     device = next((row.device for row in outcome.rows if row.device != NO_HARDWARE), "")
     accounted = account(to_frame(outcome.rows)) if outcome.kernels else None
     return [
@@ -35,10 +35,10 @@ def case_kernel_tables(outcome: Outcome, top: int) -> list[Table]:
 def kernel_tables(
     counts: Sequence[KernelCount], name: str, device: str, rows: Iterable[Measurement], top: int
 ) -> list[Table]:
-    """The kernels of a case for a terminal: the ``top`` ones by bytes, categories, operators.
+    """The ``top`` kernels, categories and operators of a case by DRAM bytes.
 
-    They are compared with the DRAM bytes of the case's step, which are in its ``rows`` if ranges
-    were measured, and with the roofs of its card.
+    Shares are of the step's DRAM bytes if the case's ``rows`` have them (ranges were measured), and
+    bandwidths of the peak of its card.
     """
     if not counts:
         return []
@@ -91,7 +91,7 @@ def _notes(
 
 
 def account_table(title: str, accounted: pd.DataFrame) -> Table:
-    """An account in GB, a line for each phase; all with two decimals if the step reaches DRAM."""
+    """DRAM bytes of kernels, copies and ranges in GB by phase, with what is left over."""
     step = accounted.loc[STEP]
     small = step.range_read + step.range_written < IN_CACHE_BYTES
     write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")
@@ -109,7 +109,7 @@ def account_table(title: str, accounted: pd.DataFrame) -> Table:
 
 
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
-    """What `dpbench.results.roofline.under` returned: a table per cell and kind of bytes."""
+    """A table for each cell and kind of bytes, from what `results.roofline.under` returned."""
     return [
         _roofline(f"{title}: roofline of {premise}", rows, roofs)
         for premise, group in table.groupby("bytes_are", sort=False)
@@ -126,11 +126,11 @@ ROOFLINE_COLUMNS: dict[str, Shown] = {
     "time\nms": ("seconds", step_milliseconds),
     "% of\nroof": ("share", "{:.0%}".format),
 }
-"""Of a phase under the roofs; the last two where it was timed."""
+"""Columns of a phase under the roofline; the last two only if it was timed."""
 
 
 def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
-    """For each trainer a line for the step, then one for each phase that takes enough time."""
+    """Each trainer's step, and below it the phases whose least time is long enough."""
     known = {h: shown for h, shown in ROOFLINE_COLUMNS.items() if rows[shown[0]].notna().any()}
     notes = [
         f"{roofs_in_words(roofs, rows.precision)} FLOP are counted: matrix products and "
@@ -147,7 +147,7 @@ def phase_lines(
     columns: Mapping[str, Shown],
     notes: Iterable[str],
 ) -> Table:
-    """For each trainer a line for the step, then one for each phase of enough weight in any."""
+    """Each trainer's step, and below it the phases that have enough weight in any trainer."""
     matters = rows.phase[weights >= SHOWN_SHARE * weights.max()]
     lines = rows[rows.phase.isin([*matters, STEP])]
     lines = ordered(lines.assign(of_phase=lines.phase != STEP), ["trainer", "of_phase", "phase"])
@@ -156,7 +156,7 @@ def phase_lines(
 
 
 def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
-    """Notes on which phases are launch-bound, and for which trainers that is unknown."""
+    """Notes on phases that are launch-bound, and on trainers for which this is unknown."""
     if (rows.busy < LAUNCH_BOUND).any():
         yield (
             f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time (in "

@@ -19,15 +19,15 @@ from dpbench.show.kernels import wrapped
 from dpbench.show.layout import Shown, Table, as_text, gigabytes, milliseconds
 
 PROFILER, TIMELINE = "PyTorch profiler", "Nsight Systems"
-"""The tables of what these record, as `Metric.table` calls them."""
+"""The names of the two tools in `Metric.table`."""
 
 WAITED = (
-    "Exposed: while nothing else of the rank's ran. Waited: by how much longer a rank was in "
-    "collectives than the one that was there the shortest, phase by phase: at least that."
+    "Exposed: time in collectives while the rank ran nothing else. Waited: time in collectives "
+    "minus the smallest of any rank, summed over phases; a lower bound."
 )
 
 REPORT_WIDTH = 120
-"""The width of a report, which is a file and no terminal."""
+"""The width of a report in characters; it is a file, not a terminal."""
 
 
 def recorded_tables(frame: pd.DataFrame) -> list[Table]:
@@ -63,7 +63,7 @@ def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
 
 
 def _by_phase(title: str, wide: pd.DataFrame, table: str) -> Table:
-    """A line for each phase; the columns are the metrics of the table that are not all zero."""
+    """A line for each phase; the columns are the tool's metrics that are not all zero."""
     columns: dict[str, Shown] = {"phase": ("phase", str)}
     writers = {"giga": gigabytes, "ms": milliseconds, "percent": "{:.0%}".format}
     for metric in METRICS.in_table(table):
@@ -93,8 +93,8 @@ LINES = 10
 """The number of lines in a table of statistics."""
 
 SYNCHRONIZED = (
-    "Of a step whose phases wait for each other; the whole step's numbers are of others, in "
-    "which the CPU runs ahead as it usually does."
+    "Phases: from a step with synchronization between phases. Step: from other steps, without it, "
+    "so phases do not add up to the step."
 )
 
 NO_STATISTICS = (
@@ -103,7 +103,7 @@ NO_STATISTICS = (
 
 
 def timeline_tables(timeline: Timeline, statistics: Mapping[str, str], title: str) -> list[Table]:
-    """A timeline by phase, and the statistics of nsys, each a CSV by the name of its report."""
+    """A timeline by phase, and the statistics of nsys: the CSV of each of its reports, by name."""
     head = f"{title}, {timeline.device}, {timeline.tool}"
     usages = timeline.usages()
     usages["timeline_busy_share"] = usages.timeline_busy_seconds / usages.timeline_seconds

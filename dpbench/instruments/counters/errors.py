@@ -1,4 +1,4 @@
-"""Errors of reading hardware counters, by Nsight Compute or by CUPTI."""
+"""Errors of hardware counters, whether Nsight Compute or CUPTI reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dpbench.instruments.interface import InstrumentError
 
 
 class CountersForbidden(InstrumentError):
-    """Reading the GPU's performance counters is not allowed to this user."""
+    """The user may not read the GPU's performance counters."""
 
     remedy = (
         "run as root or with CAP_SYS_ADMIN, or let every user read them: driver option "

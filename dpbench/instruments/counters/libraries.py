@@ -1,4 +1,4 @@
-"""Where the libraries are that both ncu-report and libcupti load."""
+"""Finds libcupti and the libraries that both it and ncu-report load."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from dpbench.instruments.counters.errors import ProfilerNotLoaded
 from dpbench.instruments.interface import InstrumentError
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
-"""What libcupti opens by name, so that it must be loaded from beside it before. ncu-report loads
-another libnvperf_host when it reads its first report, with which libcupti 13.0 crashes."""
+"""Libraries that libcupti opens by name. They must be loaded from its own folder before, because
+ncu-report loads another libnvperf_host with its first report, and with that one libcupti 13.0
+crashes."""
 
 
 class Driver:
-    """The CUDA driver, through the functions of libcuda; None if there is no libcuda."""
+    """The CUDA driver. ``functions`` are libcuda's; None if there is no libcuda."""
 
     def __init__(self, functions: Any = None) -> None:
         self._functions = functions
@@ -33,14 +34,14 @@ class Driver:
         return cls()
 
     def version(self) -> tuple[int, int] | None:
-        """The newest CUDA version that it supports, (major, minor); None without a driver."""
+        """The newest CUDA version that the driver supports, (major, minor); None without one."""
         version = ctypes.c_int()
         if self._functions is None or self._functions.cuDriverGetVersion(ctypes.byref(version)):
             return None
         return version.value // 1000, version.value % 1000 // 10
 
     def current_context(self) -> int:
-        """The handle of the CUDA context that this thread works in."""
+        """The handle of this thread's CUDA context."""
         context = ctypes.c_void_p()
         if self._functions is None or self._functions.cuCtxGetCurrent(ctypes.byref(context)):
             raise ProfilerNotLoaded("the CUDA driver gives no context")
@@ -50,7 +51,7 @@ class Driver:
 
 
 def loaded_folders(maps: Path = Path("/proc/self/maps")) -> list[Path]:
-    """Where a libcupti lies that this process has loaded already, as torch does."""
+    """The folder of a libcupti that this process has already loaded, as torch does."""
     try:
         lines = maps.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -59,7 +60,7 @@ def loaded_folders(maps: Path = Path("/proc/self/maps")) -> list[Path]:
 
 
 def candidate_folders(sites: Iterable[str] = sys.path) -> Iterator[Path]:
-    """Where a libcupti may lie: beside torch first, then in the CUDA toolkit."""
+    """Folders that may have a libcupti: beside torch first, then in the CUDA toolkit."""
     for site in filter(None, sites):
         yield from sorted(Path(site, "nvidia").glob("cu[0-9]*/lib"), reverse=True)
         yield Path(site, "nvidia/cuda_cupti/lib")
@@ -67,7 +68,7 @@ def candidate_folders(sites: Iterable[str] = sys.path) -> Iterator[Path]:
 
 
 def cupti_folders() -> list[Path]:
-    """Where a libcupti lies: the one that this process has loaded, or else all that there are."""
+    """Folders with a libcupti: of the loaded one, or else all that are found."""
     return loaded_folders() or [f for f in candidate_folders() if any(f.glob("libcupti.so*"))]
 
 
@@ -78,7 +79,7 @@ def load_helpers(folder: Path) -> dict[str, ctypes.CDLL]:
 
 @cache
 def load_helpers_first() -> None:
-    """If there is a driver, load libcupti's helpers before others of the same names are loaded."""
+    """With a driver, load libcupti's helpers before other libraries of the same names."""
     if Driver.load().version() and (folder := next(iter(cupti_folders()), None)):
         with suppress(OSError):
             load_helpers(folder)

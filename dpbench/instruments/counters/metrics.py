@@ -11,11 +11,11 @@ from dpbench.options import listed, option
 from dpbench.process.messages import Steps
 
 ALWAYS = ("dram_read_bytes", "dram_write_bytes")
-"""Metrics that are always counted, if the chip can."""
+"""Metrics that are counted whatever is asked for, if the chip has them."""
 
 
 def on_chip(chip: str = "") -> dict[str, Metric]:
-    """Every metric that a chip has counters for; on GH100 they take one pass of the process."""
+    """Every metric for which a chip has counters; on GH100 the process runs once for all."""
     here = [metric.counted_by(metric.on(chip)) for metric in METRICS.counted("ncu")]
     return {metric.name: metric for metric in here if metric.counters}
 
@@ -23,10 +23,10 @@ def on_chip(chip: str = "") -> dict[str, Metric]:
 def having(
     are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu", chip: str = ""
 ) -> dict[str, Metric]:
-    """The metrics of which all counters are there, in the first such spelling.
+    """The metrics of which all counters exist, each by the first spelling that exists.
 
-    A metric without usual counters is had by those of the chip alone: what another chip's add up
-    to would not be the same.
+    A metric without usual counters needs those of the chip itself, because the counters of another
+    chip would add up to something else.
     """
     spelled = [
         metric.counted_by(names)
@@ -39,10 +39,13 @@ def having(
 def resolve(
     names: Iterable[str] | None = None, chip: str = "", ours: Mapping[str, Metric] | None = None
 ) -> list[Metric]:
-    """The metrics behind names of ours, of nvprof, or of counters; all that there are by default.
+    """The metrics for some names.
 
-    A counter must add up over the ranges of a step, so a rate is refused. ``ours`` is every metric
-    that the GPU has, if that is known better than by its chip's name.
+    Args:
+        names: of dpbench's metrics, nvprof's, or counters; None for all metrics. A counter must add
+            up over the ranges of a step, so rates are refused.
+        chip: the GPU's, "" if unknown.
+        ours: every metric that the GPU has; by default those that its chip is known to have.
     """
     ours = on_chip(chip) if ours is None else ours
     if names is None:
@@ -68,13 +71,13 @@ def resolve(
 
 
 def counters(metrics: Iterable[Metric]) -> list[str]:
-    """Every counter that the metrics need, once."""
+    """The counters of the metrics, each once."""
     return list(dict.fromkeys(c for metric in metrics for c in metric.counters))
 
 
 @dataclass(frozen=True)
 class CounterOptions:
-    """Options of Nsight Compute, of which CUPTI has ``ncu_metrics``."""
+    """Options of Nsight Compute. CUPTI uses ``ncu_metrics`` as well."""
 
     ncu_path: str | None = option("the ncu program, if it is not on PATH", metavar="PROGRAM")
     ncu_metrics: list[str] | None = option(
@@ -92,7 +95,7 @@ class CounterOptions:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The metrics that were asked for; None for all that a chip has."""
+        """The metrics that were asked for; None for all that the chip has."""
         return listed(self.ncu_metrics, "--ncu-metrics", "metric; try dram_read_bytes") or None
 
     @property

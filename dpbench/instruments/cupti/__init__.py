@@ -1,7 +1,7 @@
-"""CUPTI's range profiler: hardware counters by phase, in the process that trains.
+"""Hardware counters by phase in the process that trains, through CUPTI's range profiler.
 
-Nothing is executed again and no second process is needed: the counters are read at the borders of
-ranges while the step runs. Every module here can be imported where there is no GPU and no CUPTI.
+The counters are read at the borders of ranges while a step runs: no second process, no replay.
+Every module can be imported without a GPU and without CUPTI.
 """
 
-NAME = "cupti"  # what its rows say as instrument
+NAME = "cupti"  # the instrument in its rows

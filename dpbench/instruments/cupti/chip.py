@@ -22,15 +22,15 @@ Image = ctypes.Array[c_uint8]
 """Bytes that only CUPTI can interpret."""
 
 MAY_LACK = ("nvlrx__", "nvltx__", "pcie__")
-"""Counters of links, which have no value where there is no such link."""
+"""How the names of link counters begin. On a GPU without such a link they have no value."""
 
 BUSY_SECONDS = 10.0
-"""For how long counters that somebody holds are asked for again: Nsight Compute still has them for
-a moment when its program, and with it the lock of the GPU, has ended."""
+"""How long to retry while another process holds the counters. Nsight Compute keeps them for a
+moment after its program has ended and released the lock of the GPU."""
 
 
 def image_fields(name: str, image: Image) -> dict[str, Any]:
-    """An image as two fields, such as ``pConfigImage``, where it is, and ``configImageSize``."""
+    """The fields that pass an image: its address, e.g. ``pConfigImage``, and its size in bytes."""
     return {f"p{name}": ctypes.addressof(image), f"{name[0].lower()}{name[1:]}Size": len(image)}
 
 
@@ -43,7 +43,10 @@ def known_chips(library: Library) -> list[str]:
 class Chip:
     """A kind of GPU, e.g. ``GH100``, as a libcupti knows it.
 
-    The counter availability image of a GPU at hand leaves out what its settings forbid.
+    Args:
+        library: CUPTI.
+        name: the chip's.
+        availability: CUPTI's image of the counters that a GPU of this machine permits, if any.
     """
 
     def __init__(self, library: Library, name: str, availability: Image | None = None) -> None:
@@ -55,10 +58,10 @@ class Chip:
 
     @contextmanager
     def host(self, counters: Iterable[str] = ()) -> Iterator[int]:
-        """A host object for these counters, as long as it is needed.
+        """CUPTI's host object for these counters, freed at the end of the block.
 
-        Counters of links are chosen without the availability image: that of a virtual machine
-        leaves NVLink's out, which can be read all the same.
+        Link counters are chosen without the availability image, because in a virtual machine it
+        lacks NVLink's counters, which can be read nevertheless.
         """
         linked = any(counter.startswith(MAY_LACK) for counter in counters)
         image = None if linked else self._availability
@@ -82,23 +85,23 @@ class Chip:
             return frozenset(answer.ppMetricNames[i].decode() for i in range(answer.numMetrics))
 
     def has(self, counters: Iterable[str]) -> bool:
-        """Whether all these exist on this chip."""
+        """Whether the chip has all of these counters."""
         return all(counter.partition(".")[0] in self.counters for counter in counters)
 
     def reads(self, counters: Iterable[str]) -> bool:
-        """Whether all these can be read on this machine, which may keep some to itself."""
+        """Whether this machine permits reading all of these counters."""
         try:
             return self.passes(counters) > 0
         except CounterUnknown:
             return False
 
     def passes(self, counters: Iterable[str]) -> int:
-        """How often the work must run for all these counters to be read."""
+        """How many times the work must run until all of these counters are read."""
         with closing(Configuration(self, counters)) as configuration:
             return configuration.passes
 
     def spread(self, counters: Iterable[str], common: Sequence[str]) -> list[list[str]]:
-        """Counters in groups of one pass each, the common ones in every group where they fit."""
+        """Divide counters into groups of one pass, each with the common ones if they fit."""
         counters = list(counters)
         if self._fit_one_pass(counters):
             return [counters]
@@ -120,7 +123,7 @@ class Chip:
 
 
 class Configuration:
-    """Counters of a chip, chosen to be read together: an image that CUPTI's profiler takes."""
+    """Counters of a chip that are read together, as the image that CUPTI's profiler takes."""
 
     def __init__(self, chip: Chip, counters: Iterable[str]) -> None:
         self._counters = list(counters)
@@ -156,7 +159,7 @@ class Configuration:
         return image
 
     def evaluate(self, counter_data: Image, index: int) -> dict[str, float]:
-        """The counters' values in a range, from decoded counter data; without `MAY_LACK`'s."""
+        """Values of one range in decoded counter data, without link counters that have none."""
         values = (ctypes.c_double * len(self.names))(*[math.nan] * len(self.names))
         fields = image_fields("CounterDataImage", counter_data) | self._named
         fields |= {"pHostObject": self._host, "rangeIndex": index, "pMetricValues": values}
@@ -176,7 +179,7 @@ class Configuration:
 
 
 def chip_of(library: Library, device: int, context: int) -> Chip:
-    """The chip of a GPU, by its CUDA index, with the counters that a context on it can read."""
+    """The chip of the GPU with this CUDA index, and the counters that a context on it permits."""
     library.initialize()
     name = library.call("Device_GetChipName", deviceIndex=device).pChipName.decode()
     patient_until = time.monotonic() + BUSY_SECONDS
@@ -202,19 +205,19 @@ def _availability(library: Library, context: int) -> Image:
 _OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)]
 
 LINKS = tuple(metric.name for metric in _OWN if metric.counters[0].startswith(MAY_LACK))
-"""One pass by themselves, which is spent only where the GPU has peers."""
+"""Metrics of links. They take a pass of their own, so they are counted only if there are peers."""
 
 BASIC = (*ALWAYS, *(metric.name for metric in _OWN if metric.name not in LINKS))
 """DRAM bytes, time and how busy the GPU is: one pass on every chip that counts DRAM bytes."""
 
 
 def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = False) -> list[Metric]:
-    """What is counted: `BASIC`, and what is asked for; everything by default.
+    """The metrics to count: `BASIC` and those that are named.
 
     Args:
         chip: the GPU's.
-        names: of ours, of nvprof, or of counters.
-        peers: whether there are other GPUs, so that everything includes `LINKS`.
+        names: of dpbench's metrics, nvprof's, or counters; None for everything that the chip has.
+        peers: whether the process sees other GPUs; only then everything includes `LINKS`.
     """
     ours = having(chip.has, "cupti", chip.name)
     if names is None:
@@ -224,7 +227,7 @@ def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = Fals
 
 
 def describe(library: Library, name: str) -> str:
-    """What a chip counts, in words: the passes, and each metric's counters."""
+    """Text that says in how many steps a chip counts everything, and by which counters."""
     chip = Chip(library, name)
     metrics = chosen(chip, peers=True)
     common = counters(metric for metric in metrics if metric.name in ALWAYS)

@@ -1,4 +1,4 @@
-"""Bytes and busy shares by phase, step time and peak memory, all from one process."""
+"""The instrument ``cupti``: bytes, busy shares, step time and peak memory from one process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Cupti(Recorded):
     )
     step_value: ClassVar[Mapping[str, Any]] = {"nargs": "?", "const": "", "metavar": "NAMES"}
 
-    names: tuple[str, ...] = ()  # beside DRAM bytes, time, busy shares; everything if empty
+    names: tuple[str, ...] = ()  # metrics beside DRAM bytes, time and busy shares; () for all
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
-        """As ``--ncu-metrics``, ``--warmup``, ``--active`` and the like say."""
+        """The instrument that ``--ncu-metrics``, ``--warmup``, ``--active`` and others ask for."""
         names = settings.of(CounterOptions).names or ()
         return super().from_settings(settings, **{"names": names} | chosen)
 

@@ -1,4 +1,4 @@
-"""Finding libcupti, loading it, and calling it with every result checked."""
+"""Finds and loads libcupti; calls its functions and checks every result."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dpbench.instruments.interface import InstrumentError
 
 
 class CountersUnsupported(InstrumentError):
-    """The GPU is set up in a way that has no counters."""
+    """The GPU's configuration has no counters."""
 
     remedy = "use a whole GPU that is not virtualised, split or in confidential-computing mode"
 
 
 class CountersDoNotCombine(InstrumentError):
-    """Counters that cannot be read in the same pass."""
+    """The counters cannot be read in the same pass."""
 
     remedy = "count them one after another"
 
 
 class CuptiUnusable(InstrumentError):
-    """There is no libcupti here that can count ranges on this GPU with this driver."""
+    """No libcupti here can count ranges on this GPU with this driver."""
 
     remedy = (
         "PyTorch's wheels bring one: use a build of torch for CUDA 12.6.2 or newer that knows this "
@@ -41,17 +41,17 @@ class CuptiUnusable(InstrumentError):
 
 
 class CuptiError(InstrumentError):
-    """A function of CUPTI failed for a reason that has no remedy of its own."""
+    """A function of CUPTI failed with a code that no other error explains."""
 
 
 class RangesLost(InstrumentError):
-    """Not every range that was begun was counted."""
+    """A range that was begun was not counted."""
 
     remedy = "count fewer ranges at a time, or raise max_ranges"
 
 
 class StepsDiffer(InstrumentError):
-    """Steps that should be equal differ, so their counts cannot be put together."""
+    """Steps that should be equal differ, so that their counts cannot be combined."""
 
     remedy = "warm up longer, give every step the same shapes, and keep other processes off the GPU"
 
@@ -66,7 +66,7 @@ _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
     46: (CuptiUnusable, "this GPU is newer than libcupti"),
     999: (ProfilerNotLoaded, "an internal error: no driver, or no way to the GPU's counters"),
 }
-"""CUptiResult codes that have a remedy, in words (cupti_result.h)."""
+"""The error and its text for each CUptiResult code (cupti_result.h)."""
 
 _BY_FUNCTION: dict[tuple[str, int], tuple[type[InstrumentError], str]] = {
     ("cuptiProfilerHostConfigAddMetrics", 1): (CounterUnknown, "a counter does not exist"),
@@ -75,16 +75,19 @@ _BY_FUNCTION: dict[tuple[str, int], tuple[type[InstrumentError], str]] = {
     ("cuptiProfilerHostConfigAddMetrics", 999): (CounterUnknown, "not to be read on this machine"),
     ("cuptiProfilerHostInitialize", 1): (CuptiUnusable, "this GPU is unknown to libcupti"),
 }
-"""Codes that mean something else where they come from this function."""
+"""The same for codes that mean something else when this function returns them."""
 
 
 def call_error(
     function: str, code: int, *, library: tuple[int, int], driver: tuple[int, int] | None
 ) -> InstrumentError:
-    """The error behind the CUptiResult that a function returned.
+    """The error for the CUptiResult that a function returned.
 
-    ``library`` and ``driver`` are CUDA versions, (major, minor): libcupti's, and the newest that
-    the driver supports.
+    Args:
+        function: its name.
+        code: the CUptiResult.
+        library: the CUDA version of libcupti, (major, minor).
+        driver: the newest CUDA version that the driver supports; None without a driver.
     """
     kind, words = _BY_FUNCTION.get((function, code)) or _BY_CODE.get(code, (CuptiError, "failed"))
     unexplained = code == 15 or kind in (CuptiError, ProfilerNotLoaded)
@@ -98,7 +101,7 @@ def call_error(
 
 
 class Library:
-    """A loaded libcupti, whose functions `call` checks; the path is for messages."""
+    """A loaded libcupti. The path is only for messages."""
 
     def __init__(self, functions: Any, driver: Driver, path: Path = Path("libcupti.so")) -> None:
         self.driver = driver
@@ -106,7 +109,7 @@ class Library:
         if not hasattr(functions, "cuptiRangeProfilerEnable"):
             raise CuptiUnusable(f"{path} has no range profiler")
         if driver.version() is None and hasattr(functions, "cuptiProfilerHostGetSinglePassSets"):
-            # 13.2 dies of a segmentation fault at its first function, newer ones answer 999.
+            # 13.2 crashes in its first function; newer ones return 999.
             raise ProfilerNotLoaded(f"{path} is of CUDA 13.2 or newer, which needs a driver")
         version = ctypes.c_uint32()
         if code := functions.cuptiGetVersion(ctypes.byref(version)):
@@ -116,13 +119,13 @@ class Library:
 
     @property
     def cuda_version(self) -> tuple[int, int]:
-        """The CUDA version that it is part of, (major, minor)."""
+        """The CUDA version of which it is a part, (major, minor)."""
         if self.version >= 130000:
             return self.version // 10000, self.version // 100 % 100
         return 12, 9 if self.version >= 28 else 8 if self.version >= 26 else 6
 
     def call(self, name: str, **fields: Any) -> Any:
-        """Call the function that takes ``CUpti_NAME_Params``; returns the structure, filled in."""
+        """Call the function that takes ``CUpti_NAME_Params``; returns the filled structure."""
         parameters = structure(name, self.version)(**fields)
         parameters.structSize = struct_size(name, self.version)
         code = getattr(self._functions, c_function(name))(ctypes.byref(parameters))
@@ -133,9 +136,9 @@ class Library:
         return parameters
 
     def initialize(self) -> None:
-        """Make the profiler usable in this process, once.
+        """Initialize the profiler in this process, once.
 
-        Where this fails, further functions that need the GPU may crash instead of failing.
+        If this fails, other functions that need the GPU may crash.
         """
         if not self._initialized:
             self.call("Profiler_Initialize")
@@ -143,7 +146,7 @@ class Library:
 
 
 def open_in(folder: Path, driver: Driver) -> Library:
-    """Load the libcupti of a folder, and the libraries that it needs from the same folder."""
+    """Load the libcupti of a folder, after the libraries in that folder which it needs."""
     path = next(iter(sorted(folder.glob("libcupti.so*"))), None)
     if path is None:
         raise CuptiUnusable(f"no libcupti.so in {folder}")
@@ -161,7 +164,7 @@ def open_in(folder: Path, driver: Driver) -> Library:
 
 @cache
 def load_library() -> Library:
-    """The libcupti of this process; the same one that torch uses, if torch has loaded one."""
+    """The libcupti of this process: the one that torch has loaded, or the first usable one."""
     driver = Driver.load()
     errors: list[InstrumentError] = []
     for folder in cupti_folders():

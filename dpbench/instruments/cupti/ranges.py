@@ -27,17 +27,17 @@ from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 
 STEPS_TOLERANCE = 0.005
-"""The share by which the DRAM bytes of equal steps may differ."""
+"""The relative difference that is allowed between the DRAM bytes of equal steps."""
 
 CACHE_BYTES = 128e6
-"""What may stay in the L2 from one step to the next; the largest to date has 126 MB."""
+"""Bytes that may stay in the L2 from one step to the next; the largest L2 to date has 126 MB."""
 
 ByPhase = dict[str, dict[str, float]]
 """Values by phase and name; phase ``"step"`` is the whole."""
 
 
 MAX_RANGES = 64
-"""How many ranges there may be between start and stop, by default.
+"""The default for the number of ranges between start and stop.
 
 On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and 1.1 GB with 1024.
 """
@@ -68,12 +68,12 @@ class Target:
 
 
 class RangeProfiler:
-    """CUPTI's range profiler on one CUDA context: start, push and pop ranges, stop; again.
+    """CUPTI's range profiler on one CUDA context; it can be started again after a stop.
 
-    All work in the context counts, whichever thread or stream it runs in. Neither push nor pop
-    waits for the GPU: synchronize before each. They take 0.01 ms; with counters of the SMs 0.4 ms,
-    before and after the range. A context has one profiler at a time, and a profiler one
-    configuration, of one pass: with a second one, counters that the first lacks have no value.
+    It counts all work in the context, in whichever thread or stream. Synchronize before push and
+    pop, which do not wait for the GPU. Each takes 0.01 ms, or 0.4 ms with counters of the SMs, and
+    this time is outside the range. A context has one profiler at a time. A profiler has one
+    configuration, of one pass: after a second `SetConfig` new counters would have no value.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class RangeProfiler:
         self._names = []
 
     def push(self) -> None:
-        """Begin a range. Ranges are named by their number, from 0."""
+        """Begin a range, whose name is its number from 0."""
         if len(self._names) == self._max_ranges:
             raise RangesLost(f"more than {self._max_ranges} ranges")
-        self._names.append(str(len(self._names)).encode())  # CUPTI reads it until the end
+        self._names.append(str(len(self._names)).encode())  # CUPTI keeps the pointer until stop
         self._call("PushRange", pRangeName=self._names[-1])
         self._open = True
 
@@ -135,7 +135,7 @@ class RangeProfiler:
             self._call("PopRange")
 
     def stop(self) -> list[dict[str, float]]:
-        """End counting; the counters of each range, in order."""
+        """Stop counting; returns the counters of each range, in order."""
         self._stop()
         dropped = self._call("DecodeData").numOfRangeDropped
         data, call = image_fields("CounterDataImage", self._image), self._library.call
@@ -155,7 +155,7 @@ class RangeProfiler:
         self._call("Stop")
 
     def close(self) -> None:
-        """Stop, if started, and give the counters back."""
+        """Stop if started, and release the counters."""
         if self._started:
             self._stop()
         if self._object is not None:
@@ -164,26 +164,26 @@ class RangeProfiler:
 
 
 def enough_ranges(seen: int) -> int:
-    """How many ranges to make room for, where a step that was timed had so many.
+    """How many ranges to allow in a step, if a timed step had ``seen``.
 
-    Under accumulation each micro-batch of a private trainer has 8.
+    With accumulation, a private trainer has 8 ranges in each micro-batch.
     """
     return max(MAX_RANGES, 2 * seen)
 
 
 class StepCounter:
-    """A `PhaseListener` that counts the steps it hears, in rounds.
+    """A `PhaseListener` that counts steps, in rounds.
 
-    Where one pass is not enough for all metrics, a round takes several equal steps, which count
-    one group of counters each. Synchronizing at the borders of phases keeps the CPU
-    from running ahead: the phases' times and shares say where the time goes, and those of a step
-    that is counted as a whole how much it is.
+    A round is one step, or several equal ones if the metrics need several passes: each step then
+    counts one group of counters. The GPU is synchronized at the borders of phases, so that the CPU
+    cannot run ahead. Times and busy shares by phase therefore only say how a step's time is
+    divided; those of a step counted as a whole are undisturbed.
 
     Args:
         names: what to count beside DRAM bytes, time and busy shares; None for everything.
-        target: where.
+        target: the GPU.
         rounds: for each round, whether its steps are counted by phase.
-        max_ranges: how many ranges a step may have, one for each time that the phase changes.
+        max_ranges: how many ranges a step may have; each change of phase begins one.
     """
 
     def __init__(
@@ -204,12 +204,12 @@ class StepCounter:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            # Each configuration at one go: to change it takes a new profiler.
+            # All steps of one configuration together: another one needs a new profiler.
             self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
-        self.steps = len(self._plan)  # that must be heard
-        self._phases: list[str] = []  # of the ranges of the step that is counted
+        self.steps = len(self._plan)  # how many must be heard
+        self._phases: list[str] = []  # of each range in the current step
         self._counted: list[ByPhase] = []
 
     def start_step(self) -> None:
@@ -245,16 +245,16 @@ class StepCounter:
     def rounds(self) -> list[ByPhase]:
         """The metrics of each completed round, by phase or of the whole step."""
         rounds = self.steps // self.passes
-        over = range(len(self._counted) - self.steps + rounds)  # the last pass is what ends them
+        over = range(len(self._counted) - self.steps + rounds)  # its last pass completes a round
         return [self._metrics_of(self._counted[i::rounds]) for i in over]
 
     def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
-        """What the steps of a round counted, put together."""
+        """The metrics of a round, from what each of its steps counted."""
         self._check_alike(steps)
         values: ByPhase = {}
         for step in steps:
             for phase, counted in step.items():
-                values[phase] = counted | values.get(phase, {})  # the first step's, if in both
+                values[phase] = counted | values.get(phase, {})  # the first step's, if both have it
         return {
             phase: {
                 metric.name: metric.value(counted)
@@ -265,9 +265,9 @@ class StepCounter:
         }
 
     def _check_alike(self, steps: Sequence[ByPhase]) -> None:
-        """Refuse to put together the counts of steps that moved different DRAM bytes.
+        """Raise if the steps of a round moved different DRAM bytes, so that they are not equal.
 
-        With one pass nothing is put together: how far its steps differ is a spread, not an error.
+        A round of one step has nothing to compare; how rounds differ is a spread, not an error.
         """
         if any(step.keys() != steps[0].keys() for step in steps):
             raise StepsDiffer("the steps have different phases")
@@ -278,13 +278,13 @@ class StepCounter:
             raise StepsDiffer(f"the steps moved {each} GB")
 
     def close(self) -> None:
-        """Give the counters back."""
+        """Release the counters."""
         with self._configurations:
             self._profiler.close()
 
 
 def _sum(counted: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Values of several ranges together."""
+    """The sums over several ranges, by counter."""
     first, *others = counted
     return {name: value + sum(more[name] for more in others) for name, value in first.items()}
 
@@ -297,7 +297,7 @@ def count_ranges(
     max_ranges: int = MAX_RANGES,
     target: Target | None = None,
 ) -> Iterator[ByPhase]:
-    """Count what the GPU does in a block of PyTorch code, by ``phase()`` and in all.
+    """Count what the GPU does in a block of PyTorch code, by ``phase()`` and as a whole.
 
     >>> with count_ranges() as counts:  # doctest: +SKIP
     ...     with phase("forward"):
@@ -306,18 +306,19 @@ def count_ranges(
     ...         loss.backward()
     >>> counts["backward"]["dram_bytes"], counts["step"]["gpu_busy_share"]  # doctest: +SKIP
 
-    The GPU is synchronized at each border of a phase. Run the block once before, so that what
-    happens only the first time is not counted, and let nothing else use the GPU: its DRAM
-    counters see all of it.
+    The GPU is synchronized at each border of a phase. Run the block once before, so that one-time
+    work is not counted. Let no other process use the GPU, because the DRAM counters are those of
+    the whole device.
 
     Args:
-        metrics: what to count beside DRAM bytes, time and busy shares, as long as it is one pass.
-        by_phase: False counts the block as one range, undisturbed: right for busy shares.
-        max_ranges: how many ranges the block may have, one for each time that the phase changes.
+        metrics: what to count beside DRAM bytes, time and busy shares; all must fit in one pass.
+        by_phase: if False, the block is one range, within which nothing is synchronized. Use this
+            for busy shares.
+        max_ranges: how many ranges the block may have; each change of phase begins one.
         target: the GPU; by default torch's.
 
     Yields:
-        The metrics by phase, ``"step"`` being the whole; empty until the block has ended.
+        The metrics by phase, and of the whole block as ``"step"``; filled when the block ends.
     """
     counter = StepCounter(metrics, target or Target.of_torch(), [by_phase], max_ranges)
     with closing(counter):
@@ -335,7 +336,7 @@ def count_ranges(
 
 
 def with_derived(values: Mapping[str, float]) -> dict[str, float]:
-    """Counted metrics, and the sums and shares that they make."""
+    """Counted metrics, and the sums and shares computed from them."""
     derived = dict(values)
     for metric in METRICS.values():
         parts = [values[name] for name in metric.parts if name in values]

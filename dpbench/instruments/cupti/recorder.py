@@ -1,4 +1,4 @@
-"""Recording timed steps first, then counted ones."""
+"""Times steps, then counts further ones."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dpbench.training.phases import PhaseListener
 
 
 class CuptiRecorder(Recorder):
-    """Times steps without counters; after these it counts as many as it takes.
+    """Times steps without counters, and then counts others by phase and as a whole.
 
-    The steps of a script need not be alike, so only that is counted which one pass is enough for
-    on Hopper and newer chips: bytes of DRAM and how busy the GPU was. As many steps are counted by
-    phase as are timed, and as many as a whole, whose busy shares no synchronization disturbs.
+    The steps of a script may differ from each other, so by default only metrics that fit in one
+    pass on Hopper and newer chips are counted: DRAM bytes and busy shares. As many steps are
+    counted by phase as are timed, and as many as a whole, within which nothing is synchronized.
 
     Args:
         timed: how many steps are timed.
         names: what to count beside DRAM bytes, time and busy shares; None for everything.
-        alike: whether the steps are those of a case, all the same: then one is counted by phase
-            and few as a whole, in as many passes as it takes.
+        alike: whether all steps are equal, as those of a case are. Then one step in each pass is
+            counted by phase, and few as a whole.
     """
 
     def __init__(
@@ -66,9 +66,8 @@ class CuptiRecorder(Recorder):
     def record(self, case: Case) -> dict[str, Any]:
         """The record of timing, with what was counted.
 
-        That is libcupti's version as ``cupti``, ``chip``, ``passes``, the ``counters`` of each
-        metric, and as ``counted`` the metrics of steps by phase or as a whole, as
-        `StepCounter.rounds` has them.
+        It adds ``cupti`` (the version of libcupti), ``chip``, ``passes``, ``counters`` (of each
+        metric) and ``counted`` (what `StepCounter.rounds` returns).
         """
         self.timing.wait = self.wait
         record = self.timing.record(case) | {"cupti": "", "counted": []}
@@ -90,11 +89,11 @@ class CuptiRecorder(Recorder):
 
 
 def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:
-    """The rows of timed steps, and of those that were counted, by phase or as a whole."""
+    """The rows of the timed steps and of the counted ones."""
     device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
     for row in timing_rows(case, dict(record)):
         yield replace(row, instrument=NAME, tool=tool)
-    repeats = {True: count(), False: count()}  # of the steps that were counted as a whole, or not
+    repeats = {True: count(), False: count()}  # by whether a step was counted as a whole
     for step in record["counted"]:
         where = (next(repeats[STEP in step]), device, tool)
         for phase, values in step.items():

@@ -1,8 +1,8 @@
-"""The parameters of CUPTI's range profiler functions, as C structures of each version.
+"""The C structures that are the parameters of CUPTI's range profiler, by version.
 
 From NVIDIA's cupti_range_profiler.h, cupti_profiler_host.h, cupti_profiler_target.h and
-cupti_target.h; the layouts are the same from CUDA 12.6 to 13.5 but for fields added at the end.
-A test compares them with the headers.
+cupti_target.h. From CUDA 12.6 to 13.5 layouts differ only in fields added at the end. A test
+compares them with the headers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ USER_RANGE = 2
 """CUPTI_UserRange: ranges begin and end where the program says."""
 
 USER_REPLAY = 3
-"""CUPTI_UserReplay: the program repeats the work where there are more passes."""
+"""CUPTI_UserReplay: the program repeats the work if there are several passes."""
 
 COUNTER = 0
-"""CUPTI_METRIC_TYPE_COUNTER: what adds up; neither ratio nor throughput."""
+"""CUPTI_METRIC_TYPE_COUNTER: a quantity that adds up, unlike ratios and throughputs."""
 
-# CUpti_NAME_Params and its fields after structSize and pPriv, with their types: c_TYPE of ctypes,
-# or a pointer to it, TYPE*; after @ the first CUPTI_API_VERSION that has the field.
+# NAME of CUpti_NAME_Params, and its fields after structSize and pPriv. A type is c_TYPE of ctypes,
+# or a pointer to it, TYPE*. After @ stands the first CUPTI_API_VERSION that has the field.
 _LAYOUTS = """
 Profiler_Initialize()
 Device_GetChipName(size_t deviceIndex, char_p pChipName)
@@ -69,22 +69,22 @@ _FIELDS = {
 }
 
 NAMES = tuple(_FIELDS)
-"""Every structure: NAME of ``CUpti_NAME_Params``."""
+"""The NAME of every ``CUpti_NAME_Params``."""
 
 
 def c_structure(name: str) -> str:
-    """What NVIDIA's headers call the structure."""
+    """The name of the structure in NVIDIA's headers."""
     return f"CUpti_{name}_Params"
 
 
 def c_function(name: str) -> str:
-    """The function that takes the structure."""
+    """The name of the function that takes the structure."""
     return f"cupti{name.replace('_', '')}"
 
 
 @cache
 def structure(name: str, version: int) -> type[ctypes.Structure]:
-    """The structure as a library of CUPTI_API_VERSION ``version`` has it."""
+    """The structure in a library of CUPTI_API_VERSION ``version``."""
     known = [(n, _type(kind)) for kind, n, since in _FIELDS[name] if int(since or 0) <= version]
     common = [("structSize", ctypes.c_size_t), ("pPriv", ctypes.c_void_p)]
     return type(c_structure(name), (ctypes.Structure,), {"_fields_": [*common, *known]})
@@ -97,9 +97,9 @@ def _type(written: str) -> Any:
 
 @cache
 def struct_size(name: str, version: int) -> int:
-    """What ``structSize`` must be: the end of the last field, without the padding after it.
+    """The required value of ``structSize``: where the last field ends, without padding.
 
-    A library refuses any other size (CUPTI_ERROR_INVALID_PARAMETER).
+    CUPTI returns CUPTI_ERROR_INVALID_PARAMETER for any other size.
     """
     made = structure(name, version)
     last = getattr(made, made._fields_[-1][0])

@@ -2,7 +2,7 @@
 
 The case runs once more under ``ncu``. In application range replay (`Ncu`) each phase of each
 active step is one range, whose counters include copies and memsets. Kernel replay (`NcuKernels`)
-misses those, and tells one kernel from the other.
+counts each kernel by itself, and neither copies nor memsets.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ _MESSAGES: tuple[tuple[str, type[InstrumentError]], ...] = (
     (r"Failed to find metric", CounterUnknown),
     (r"No (ranges|kernels) were profiled", NothingProfiled),
 )
-"""What ncu says, and the error that it means. The first that occurs counts: "no ranges were
-profiled" is also what ncu says after any other failure, so it comes last."""
+"""Messages of ncu and the error for each, in the order in which they are looked for. "No ranges
+were profiled" comes last, because ncu prints it after any other failure as well."""
 
 
 @dataclass(frozen=True)
 class Ncu(Recorded):
-    """Re-executes a case under Nsight Compute, and reads its report: each metric by phase and step.
+    """Runs a case under Nsight Compute and reads the report: each metric by phase and step.
 
-    One active step is enough: from step to step DRAM bytes differ by less than 0.2 %, and each
-    further one adds seconds and, at 400 bytes a kernel launch, megabytes to the report.
+    One active step is enough: DRAM bytes differ by less than 0.2 % between steps. Each further
+    step takes seconds and adds megabytes to the report, 400 bytes for each kernel launch.
     """
 
     name: ClassVar[str] = "ncu"
@@ -77,11 +77,11 @@ class Ncu(Recorded):
     options: ClassVar[type | None] = CounterOptions
     step_option = "--nvtx", "mark phases as NVTX ranges for a profiler, and take no times"
     replay: ClassVar[str] = "app-range"  # ncu's mode
-    folder: ClassVar[str] = ""  # where the reports lie below a configuration's folder
+    folder: ClassVar[str] = ""  # of its reports, in a configuration's folder
 
     steps: Steps = Steps(warmup=1, active=1)
     path: str = "ncu"  # the program
-    phases: tuple[str, ...] = ()  # profile these only; every one if there is none
+    phases: tuple[str, ...] = ()  # the only ones to profile; () for all
     metrics: tuple[Metric, ...] = field(default_factory=lambda: tuple(resolve()))
 
     @classmethod
@@ -117,9 +117,9 @@ class Ncu(Recorded):
         return [*self.before_program(case), *super().command(case)]
 
     def before_program(self, case: Case, *more: str) -> list[str]:
-        """The arguments before those of the profiled program, caches and clocks left alone.
+        """The arguments before those of the profiled program.
 
-        A range or kernel is profiled if one of the NVTX filters fits.
+        ncu profiles a range or kernel if one of the NVTX filters fits.
         """
         steps = range(self.steps.active)
         chosen = [f"{NVTX_DOMAIN}@{step}.{phase}" for step in steps for phase in self.phases]
@@ -143,11 +143,11 @@ class Ncu(Recorded):
         ]
 
     def start(self, case: Case) -> Child:
-        self.report(case).unlink(missing_ok=True)  # or a failed run would leave the last one's
+        self.report(case).unlink(missing_ok=True)  # a failed run would leave an older one
         return super().start(case)
 
     def read(self, process: Child) -> list[Measurement]:
-        """Wait for a process, and make rows of its report."""
+        """Wait for a process; returns the rows of its report."""
         return self.rows(process.case, self.record_of(process), process.log)
 
     def record_of(self, process: Child) -> dict[str, Any]:
@@ -173,15 +173,15 @@ class Ncu(Recorded):
         return [row for row in rows if row.repeat < record["heard"]]  # of steps that have ended
 
     def complaint(self, case: Case) -> InstrumentError | None:
-        """The error for which ncu ended a process; None if the process failed by itself.
+        """Why ncu ended a process; None if the process failed by itself.
 
-        Such a process leaves nothing to profile, of which ncu complains as well.
+        ncu also complains that nothing was profiled when the process failed, so this is no reason.
         """
         said = diagnose(case, self.log(case))
         return None if isinstance(said, NothingProfiled) else said
 
     def report_left(self, case: Case, log: Path) -> Path:
-        """The report of a process that has ended; an error says why it left none."""
+        """The report of a process that has ended; raises if there is none."""
         report = self.report(case)
         if not report.exists():
             message = f"{case.id}: ncu left no report"
@@ -195,7 +195,7 @@ class Ncu(Recorded):
         return report
 
     def rows(self, case: Case, record: Mapping[str, Any], log: Path) -> list[Measurement]:
-        """The rows of the report that a process left, which printed this record."""
+        """The rows of the report of a process that printed this record."""
         return read(self.report_left(case, log), case, self.metrics, tool=self.tool(record))
 
     def tool(self, record: Mapping[str, Any]) -> str:
@@ -205,14 +205,14 @@ class Ncu(Recorded):
 
 @dataclass(frozen=True)
 class NcuKernels(Ncu):
-    """Counts the bytes of kernels.
+    """Counts the bytes of each kernel.
 
-    Its rows are what kernels add up to, by phase and step, and ``kernels`` each kernel's share.
+    Its rows are sums over the kernels by phase and step; ``kernels`` has each kernel's share.
     """
 
     name: ClassVar[str] = "ncu_kernels"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
-    replay: ClassVar[str] = "kernel"  # tens of ms a kernel
+    replay: ClassVar[str] = "kernel"  # takes tens of ms a kernel
     folder: ClassVar[str] = KERNELS
 
     metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics)
@@ -242,7 +242,7 @@ class NcuKernels(Ncu):
         return kernel_rows(case, self.name, counts, report.device, tool, whole=whole)
 
     def nothing_to_profile(self, case: Case) -> bool:
-        """Whether its phases launch no kernel by the report of ranges, as ghost clipping's clip."""
+        """Whether its phases launch no kernel according to the report of ranges, as clip may."""
         try:
             launches = launches_by_phase(self.directory / case.report_path)
         except InstrumentError:
@@ -254,7 +254,7 @@ class NcuKernels(Ncu):
 
 
 def diagnose(case: Case, log: Path) -> InstrumentError | None:
-    """The error that ncu's own lines in a log describe, if they describe one."""
+    """The error that ncu's own lines in a log describe; None if there is none."""
     said = [line for line in log_lines(log) if line.startswith("==")] if log.exists() else []
     for pattern, error in _MESSAGES:
         for line in said:
@@ -264,7 +264,7 @@ def diagnose(case: Case, log: Path) -> InstrumentError | None:
 
 
 def find_ncu(path: str | None = None) -> str:
-    """The ``ncu`` to use: the one named, or on ``PATH``, or where NVIDIA installs it."""
+    """The ``ncu`` that is named; or else the one on ``PATH`` or where NVIDIA installs it."""
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
     usual = ["ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)]
     program = next(filter(None, map(shutil.which, usual if path is None else [path])), None)

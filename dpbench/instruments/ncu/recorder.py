@@ -1,4 +1,4 @@
-"""Marks steps and phases for Nsight Compute, whose report has the numbers."""
+"""Marks steps and phases as NVTX ranges for Nsight Compute, which counts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from dpbench.results.rows import Measurement
 class NvtxRanges:
     """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in a domain of our own.
 
-    Start/end ranges, not push/pop: autograd runs backward on threads of its own, which
-    push/pop ranges do not cover. The device is synchronized at every border, so that work
-    still in flight counts where it was launched.
+    Push/pop ranges would not cover autograd's own threads, which run the backward pass. The device
+    is synchronized at every border, so that work counts in the phase that launched it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class NvtxRanges:
         self.domain.end_range(self.range)
 
     def finish(self) -> None:
-        """Mark the end of the last step, by which a reader knows that nothing is missing."""
+        """Mark the end of the last step, so that a reader knows that nothing is missing."""
         self._start(NVTX_END)
         self.end_step()
 
@@ -51,7 +50,7 @@ class NvtxRanges:
 
 
 class NvtxRecorder(Recorder):
-    """Marks phases as ranges, and takes no times, which would be the profiler's."""
+    """Marks phases as ranges. It takes no times, because the profiler would distort them."""
 
     @cached_property
     def listener(self) -> NvtxRanges:
@@ -60,7 +59,7 @@ class NvtxRecorder(Recorder):
         return ranges
 
     def _finish(self) -> None:
-        if self.listener.step >= self.heard:  # the script ended in a step, as its loader did
+        if self.listener.step >= self.heard:  # the script ended within a step
             self.listener.end_step()
         self.listener.finish()
 

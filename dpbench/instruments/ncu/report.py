@@ -28,17 +28,17 @@ from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement
 
 REPORT_MAGIC = b"NVR\0"
-"""The first bytes of every ``.ncu-rep`` file seen; the library reads other files as empty."""
+"""How a ``.ncu-rep`` file begins. The library reads other files as empty reports."""
 
-DEVICE = "device__attribute_display_name"  # what a report calls the name of the GPU
+DEVICE = "device__attribute_display_name"  # the name of the GPU
 CAPABILITY = "device__attribute_compute_capability"
 KERNELS = "kernels"
-"""The folder of the reports of kernels, beside those of ranges."""
+"""The folder of reports of kernels, beside the reports of ranges."""
 
 COUNTED = ("dram_read_bytes", "dram_write_bytes", "l2_total_bytes")
-"""The metrics of ranges whose counters are behind the bytes of a `KernelCount`."""
+"""The metrics that are the bytes of a `KernelCount`."""
 
-TIME = "gpu__time_duration.sum"  # how long an action took, ns
+TIME = "gpu__time_duration.sum"  # duration of an action, ns
 
 
 class ReportUnreadable(InstrumentError):
@@ -48,13 +48,13 @@ class ReportUnreadable(InstrumentError):
 
 
 class ForeignReport(InstrumentError):
-    """A report that dpbench did not make, or too short a part of one to say."""
+    """A report that dpbench did not make."""
 
     remedy = "dpbench reads complete reports of its own `--ncu` and `dpbench run`"
 
 
 class NothingProfiled(InstrumentError):
-    """A report without a single range: ncu itself ends with exit code 0 then."""
+    """A report without a range or kernel, of which ncu itself makes no error."""
 
     remedy = (
         "a step must run its work inside `trainer.train_step`, and ncu must follow that process"
@@ -64,9 +64,13 @@ class NothingProfiled(InstrumentError):
 def read(
     path: Path, case: Case, metrics: Iterable[Metric] | None = None, *, tool: str = "ncu"
 ) -> list[Measurement]:
-    """The rows of a case's report: each metric by phase and step, and for the whole step.
+    """The rows of a case's report of ranges: each metric by phase, and of the whole step.
 
-    By default every byte metric of which the report holds all counters.
+    Args:
+        path: the report.
+        case: whose report it is.
+        metrics: by default every byte metric of which the report has all counters.
+        tool: what the rows say as ``tool``.
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
@@ -94,14 +98,15 @@ def read(
 
 
 def write_description(report: Path, case: Case, settings: Mapping[str, Any]) -> None:
-    """Write beside a report, as JSON, which case and settings it is of."""
+    """Write a JSON file beside a report that says its case and settings."""
     write_text(report.with_suffix(".json"), json.dumps({"case": vars(case), **settings}))
 
 
 def case_of(path: Path) -> Case:
-    """The case of a report, from its description; an older one's path names it.
+    """The case of a report: from the file beside it, or else from its path.
 
-    ``SIZE-PRECISION…/report_TRAINER_bsB_seqT.ncu-rep``, reports of kernels one folder deeper.
+    The path is ``SIZE-PRECISION…/report_TRAINER_bsB_seqT.ncu-rep``; reports of kernels are in a
+    folder below that one.
     """
     place = path.resolve()
     try:
@@ -115,7 +120,7 @@ def case_of(path: Path) -> Case:
 
 
 def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """Step number, phase and ncu's action object of each range that dpbench marked."""
+    """Step number, phase and ncu action object of each range that dpbench marked."""
     actions = load_actions(path)
     if actions and is_kernel(actions[0]):
         raise ForeignReport(f"{path}: it holds kernels, not ranges")
@@ -167,7 +172,7 @@ def _actions(path: Path) -> Iterator[Any]:
 
 
 def is_kernel(action: Any) -> bool:
-    """Whether an action is one launch of a kernel, and not a range of many."""
+    """Whether an action is one kernel launch, not a range."""
     return bool(action.workload_type() == action.WorkloadType_KERNEL)
 
 
@@ -183,7 +188,7 @@ def label(action: Any) -> str | None:
 
 
 def counter(action: Any, name: str, path: Path) -> Any:
-    """A counter of an action, which must be there."""
+    """A counter of an action; raises if the report lacks it."""
     metric = action.metric_by_name(name)
     if metric is None:
         raise CounterUnknown(f"{path}: the report has no {name}")
@@ -210,7 +215,7 @@ def launches_by_phase(path: Path) -> Counter[str]:
 
 
 def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
-    """The metrics of each kernel on a chip; on GH100 one pass, so that no kernel runs again."""
+    """The metrics of each kernel on a chip: one pass on GH100, so that no kernel runs twice."""
     there = on_chip(chip)
     if lacking := [metric for metric in COUNTED if metric not in there]:
         raise ConfigurationError(
@@ -221,24 +226,21 @@ def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The name of a GPU, and what it launched in the order of the run."""
+    """The name of the GPU, and its kernel launches in order."""
 
     device: str
     launches: tuple[KernelCount, ...]
 
 
 def read_kernels(path: Path) -> KernelReport:
-    """A report of kernels, one launch after the other.
-
-    A kernel outside every phase, in a report of whatever program, counts as `OUTSIDE`.
-    """
+    """Read a report of kernels, of any program. A kernel outside every phase is `OUTSIDE`."""
     if actions := load_actions(path):
         return kernels_of(actions, path)
     raise NothingProfiled(f"{path}: the report holds no kernel")
 
 
 def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
-    """The launches behind actions of a report."""
+    """The launches that the actions of a report are."""
     spelled = on_chip() | having(lambda names: all(map(actions[0].metric_by_name, names)))
     of_counters = [spelled[name].counters for name in COUNTED]
     launches: list[KernelCount] = []
@@ -256,7 +258,7 @@ def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
 
 
 def phase_of(name: str | None) -> tuple[int, str]:
-    """Step number and phase from a range's name ``STEP.PHASE``; any other is outside."""
+    """Step number and phase of a range named ``STEP.PHASE``; (0, `OUTSIDE`) for other names."""
     step, _, phase = (name or "").partition(".")
     if step.isdecimal() and phase in ALL_PHASES:
         return int(step), phase

@@ -1,6 +1,7 @@
-"""How busy the GPU is by phase, and which launches it waits for, by Nsight Systems.
+"""How busy the GPU is by phase, through Nsight Systems.
 
-Its programs record a case and export what they recorded as an SQLite file, which is read here.
+``nsys profile`` records a case, ``nsys export`` makes an SQLite file of the report, from which busy
+time and launches by phase are read, and ``nsys stats`` has statistics of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class NsysNotFound(InstrumentError):
 
 
 class ExportFailed(InstrumentError):
-    """A report of which this nsys makes no SQLite file."""
+    """The nsys here makes no SQLite file of a report."""
 
     remedy = (
         "install Nsight Systems 2021.4 or newer, at least as new as what made the report, and "
@@ -59,9 +60,9 @@ class ExportFailed(InstrumentError):
 
 @dataclass(frozen=True)
 class Nsys(Recorded):
-    """Records some steps of a case under ``nsys profile``, after those that are timed.
+    """Times some steps of a case under ``nsys profile``, and has further ones recorded.
 
-    Reports and exports lie beside the log.
+    Reports and exported files lie beside the log.
     """
 
     name: ClassVar[str] = "nsys"
@@ -93,7 +94,7 @@ class Nsys(Recorded):
         return (self.directory / case.report_path).with_suffix(REPORT)
 
     def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case; only what lies between the marks is recorded."""
+        """The whole argument list; only what the case puts between start and stop is recorded."""
         return [
             *(self.path, "profile"),
             "--trace=cuda,nvtx",  # with osrt, a tiny case left 2.2 GB
@@ -111,7 +112,7 @@ class Nsys(Recorded):
         return super().start(case)
 
     def read(self, process: Child) -> list[Measurement]:
-        """Wait for a process; its rows are busy time, time and launches, by phase and step."""
+        """Wait for a process; its rows are time, busy time and launches, by phase and step."""
         from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline  # loads pandas
 
         case, report = process.case, self.report(process.case)
@@ -148,7 +149,7 @@ def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
 
 
 def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Iterator[Measurement]:
-    """The rows of a timeline; the step by phase is the first, whole ones are counted from 0."""
+    """The rows of a timeline. Phases are those of step 0; whole steps are numbered from 0 again."""
     whole = [each.step for each in timeline.whole_steps]
     for usage in timeline.usages().to_dict("records"):
         step, phase = usage.pop("step"), usage.pop("phase")

@@ -1,4 +1,4 @@
-"""The process under ``nsys profile``: steps before the recording, then those that are recorded."""
+"""Times steps under ``nsys profile``, then marks the steps that it records."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dpbench.training.phases import PhaseListener
 class PhaseRanges:
     """Marks a step's phases as NVTX start/end ranges ``dpbench:STEP.PHASE``.
 
-    Start/end ranges, because autograd runs backward on threads of its own, which push/pop ranges
-    do not cover. Of torch's and not of the nvtx package, which is silent under older nsys.
+    Push/pop ranges would not cover autograd's own threads, which run the backward pass. The ranges
+    are torch's, because older versions of nsys do not record those of the nvtx package.
 
     Args:
         step: its number.
-        whole: whether the step has a range around all of it, and the device is synchronized at
-            its start and end alone, so that the CPU runs ahead as it usually does. Otherwise the
-            device is synchronized at every border: a phase's range then has all of its work.
-        cuda: `torch.cuda`, or what stands for it.
+        whole: if so, a further range covers the whole step, and the device is synchronized only at
+            its start and end, so that the CPU runs ahead as usual. Otherwise the device is
+            synchronized at every border, so that a phase's range covers all of its work.
+        cuda: `torch.cuda`, or a stand-in.
     """
 
     def __init__(self, step: int, *, whole: bool, cuda: Any) -> None:
@@ -56,10 +56,10 @@ class PhaseRanges:
 
 
 class NsysRecorder(Recorder):
-    """Times steps, and then has some recorded.
+    """Times steps, then has nsys record others.
 
-    What is recorded lies between ``cudaProfilerStart`` and ``cudaProfilerStop``: one step without
-    ranges, in which the recording gets under way, one by phase, and whole ones.
+    nsys records from ``cudaProfilerStart`` to ``cudaProfilerStop``: one step without ranges, in
+    which the recording starts up, one by phase, and one or more whole ones.
     """
 
     def __init__(self, timed: int, *, cuda: Any = torch.cuda) -> None:
@@ -78,13 +78,13 @@ class NsysRecorder(Recorder):
         super().start_step()
 
     def _start_recording(self) -> Iterator[PhaseListener]:
-        """Have nsys record from here on; returns what hears each of the steps."""
+        """Start the recording; returns a listener for each recorded step."""
         whole = [False, *[True] * whole_steps(self.timing.median_seconds)]
         self.wanted = self.timing.heard + 1 + len(whole)
         self.cuda.synchronize()
         self.cuda.profiler.start()
         self.held.callback(self.cuda.profiler.stop)
-        self.held.callback(self.cuda.synchronize)  # before that
+        self.held.callback(self.cuda.synchronize)  # before the stop
         ranges = [PhaseRanges(step, whole=each, cuda=self.cuda) for step, each in enumerate(whole)]
         return iter([Silent(), *ranges])
 
@@ -92,4 +92,4 @@ class NsysRecorder(Recorder):
         return self.timing.record(case) | {"untraced_seconds": self.timing.median_seconds}
 
     def rows(self, case: Case) -> list[Measurement]:
-        return []  # which the exported report has
+        return []  # they come from the exported report

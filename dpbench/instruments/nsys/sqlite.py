@@ -1,8 +1,8 @@
-"""Reading what ``nsys export --type sqlite`` wrote; needs neither a GPU nor Nsight Systems.
+"""Reads files of ``nsys export --type sqlite``; needs neither a GPU nor Nsight Systems.
 
 The tables are described in NVIDIA's "SQLite Export Schema Reference"
-(https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). A table without events
-is missing, and so are columns in files of older versions.
+(https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). A table is
+missing if it would be empty, and files of older versions lack some columns.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ DEVICE_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 """Tables of what ran on the device, without ``CUPTI_ACTIVITY_KIND_``."""
 
 PID_BITS = 24
-"""In ``globalPid`` and ``globalTid`` the bits below these number a thread."""
+"""The number of low bits of ``globalPid`` and ``globalTid`` that identify a thread."""
 
 
 class TimelineUnreadable(InstrumentError):
-    """A file that is missing, cut off, or no export of Nsight Systems."""
+    """The file is missing, cut off, or no export of Nsight Systems."""
 
     remedy = "export it again: nsys export --type sqlite FILE.nsys-rep"
 
 
 class NothingTraced(InstrumentError):
-    """A timeline on which the GPU did nothing."""
+    """The GPU did nothing on the timeline."""
 
     remedy = (
         "a step must run its work inside `trainer.train_step`, on a GPU whose driver this nsys "
@@ -44,7 +44,7 @@ class NothingTraced(InstrumentError):
 
 
 def read_timeline(path: Path, named: Path | None = None) -> Timeline:
-    """The timeline in an exported file; errors name the one that a person named."""
+    """The timeline in an exported file. Errors name ``named`` if the export is only temporary."""
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             return _Export(database).timeline(named or path)
@@ -53,7 +53,7 @@ def read_timeline(path: Path, named: Path | None = None) -> Timeline:
 
 
 class _Export:
-    """An open file, and its strings, which every export has."""
+    """An open file. Every export has a table of strings."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
@@ -76,14 +76,14 @@ class _Export:
         )
 
     def select(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
-        """Rows of a table, NULL for columns that it lacks; nothing if it is not there."""
+        """Rows of a table, with None for columns that it lacks; no rows if the table is missing."""
         having = {row[1] for row in self.database.execute(f"PRAGMA table_info({table})")}
         if having:
             chosen = ", ".join(f'"{c}"' if c in having else "NULL" for c in columns)
             yield from self.database.execute(f"SELECT {chosen} FROM {table}")
 
     def _activities(self) -> Iterator[tuple[int, Activity]]:
-        """What ran on each device; without its call, its own start is when it was launched."""
+        """Each activity and its device. Without its call, it counts as launched when it began."""
         calls = self.select("CUPTI_ACTIVITY_KIND_RUNTIME", "start", "globalTid", "correlationId")
         launched = {_key(thread, number): start for start, thread, number in calls}
         for table in DEVICE_TABLES:
@@ -110,5 +110,5 @@ class _Export:
 
 
 def _key(process_or_thread: int | None, number: int | None) -> tuple[int, int | None]:
-    """What a call and what it launched have in common: correlation numbers are a process's own."""
+    """A call shares process and correlation number with the activity that it launched."""
     return (process_or_thread or 0) >> PID_BITS, number

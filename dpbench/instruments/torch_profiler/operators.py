@@ -22,8 +22,8 @@ def operator_tables(
 ) -> str:
     """Bottlenecks, and operators by GPU time, CPU time, memory and input shape.
 
-    PyTorch gives some calls of CUDA the time of kernels once more ("Command Buffer Full": 119 of
-    336 ms on an H200), so only the table by CPU time has calls. Annotations are left out likewise.
+    PyTorch counts the time of some kernels twice, once for a call of CUDA ("Command Buffer Full":
+    119 of 336 ms on an H200). So only the table by CPU time has calls, and annotations.
 
     Args:
         by_name: ``key_averages()`` of a profiler, sums over the recorded steps.
@@ -65,7 +65,7 @@ def _without(events: EventList, calls: Collection[str]) -> EventList:
 
 
 def _bottlenecks(operators: EventList, column: str, steps: int, threshold: float) -> Iterator[str]:
-    """A line for each operator, kernels left out, that takes so many milliseconds by itself."""
+    """A line for each operator that takes so many milliseconds of a step without its children."""
     spent = {
         event.key: getattr(event, column) / 1e3 / steps
         for event in operators

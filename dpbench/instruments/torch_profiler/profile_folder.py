@@ -23,24 +23,24 @@ INSTRUMENT = "torch_profiler"  # the instrument's name in rows
 OPERATORS, REPORT, SNAPSHOT = "operators.txt", "report.txt", "memory_snapshot.pickle"
 
 COPIES = {m.source: m.name for m in METRICS.had_by(INSTRUMENT) if m.source}
-"""The metric of a copy or memset, by how its name in a trace begins."""
+"""The metric of a copy or memset, by the begin of its name in a trace."""
 
 
 class DeviceActivityMissing(InstrumentError):
-    """The trace of a CUDA run says nothing about the device."""
+    """The trace of a run on CUDA has no events of the device."""
 
     remedy = "another profiler may hold the GPU's profiling interface (CUPTI); end it"
 
 
 def of_rank(directory: Path, rank: int) -> Path:
-    """The folder of one of several ranks, in that of their case."""
+    """The folder of a rank within that of its case."""
     return directory / f"rank{rank}"
 
 
 def own_folder(directory: Path) -> Path:
-    """The folder of this process: that of the case, or as one of the launcher's ranks its own.
+    """The folder of this process: the case's, or in a rank of torchrun the rank's.
 
-    ``WORLD_SIZE`` alone is also what other programs leave in the environment.
+    ``WORLD_SIZE`` alone is no sign of torchrun, because other programs set it as well.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         return directory
@@ -48,7 +48,7 @@ def own_folder(directory: Path) -> Path:
 
 
 def prepare(directory: Path) -> None:
-    """Make the folder of a profile, without what an earlier one left there."""
+    """Make the folder of a profile, and delete the files of an earlier one."""
     check_writable(directory)
     for pattern in ("trace_*.json.gz", OPERATORS, REPORT, SNAPSHOT):
         for path in directory.glob(pattern):
@@ -64,11 +64,11 @@ def write_log(case: Case, rows: Sequence[Measurement], directory: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
-    ours = ".dpbench"  # the end of our files' names: an earlier log is replaced, others' stay
+    ours = ".dpbench"  # ends the names of our files, so that those of others stay
     for earlier in directory.glob(f"events.out.tfevents.*{ours}"):
         earlier.unlink()
     of_step: dict[str, list[float]] = defaultdict(list)
-    # Not add_hparams: that would open a second event file, in a folder named after the time.
+    # add_hparams would open a second event file, in a folder named after the time.
     with SummaryWriter(str(directory), filename_suffix=ours) as writer:
         for row in rows:
             writer.add_scalar(f"{row.metric}/{row.phase}", row.value, row.repeat)
@@ -81,11 +81,11 @@ def write_log(case: Case, rows: Sequence[Measurement], directory: Path) -> None:
 
 
 def with_operators(directory: Path, launches: Sequence[KernelCount]) -> list[KernelCount]:
-    """Kernels that another process launched, with the operator behind each, as far as it is known.
+    """Kernels that Nsight Compute counted, with the operators that launched them in a profile.
 
-    The two tools write kernels' names in ways of their own, so a kernel is found by its place
-    among those of its phase. Both processes ran the same step; should they have launched
-    different numbers of kernels in a phase, its operators are unknown.
+    The two tools spell names of kernels differently, so kernels are matched by their place in a
+    phase of the first step. If a phase has different numbers of kernels, its operators stay
+    unknown.
     """
     seen: dict[str, list[str | None]] = defaultdict(list)
     for launch in trace.read(directory / "trace_0.json.gz").launches:
@@ -132,7 +132,7 @@ def profile_rows(
 
 
 def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, float]]:
-    """How long the device worked, what copies moved, most memory in use; by phase of one step."""
+    """Device time, copied bytes and peak memory of one step by phase."""
     launches = [launch for launch in recorded.launches if launch.repeat == step]
     phases = [*recorded.cpu_seconds[step], *(launch.phase for launch in launches)]
     names = ["device_time_seconds", *COPIES.values()]

@@ -1,8 +1,8 @@
 """Time, memory and copies by phase and operator, through the PyTorch profiler.
 
-The case runs once more, in a process of its own and never under Nsight Compute. Hardware
-counters say how many bytes moved; this says which operators launched what, and how much copies
-and memsets moved, which kernel-by-kernel counting misses.
+The case runs once more, in a process of its own and never under Nsight Compute. The profile says
+which operators launched what, and how many bytes copies and memsets moved, which counting kernel by
+kernel does not see.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dpbench.settings import Settings
 
 @dataclass(frozen=True)
 class ProfilerOptions:
-    """Options of the PyTorch profiler. Values that make no sense are errors."""
+    """Options of the PyTorch profiler."""
 
     profile_dir: Path = option(
         "where the PyTorch profiler's files go, one folder a case", Path("runs"), metavar="DIR"
@@ -60,7 +60,9 @@ class TorchProfiler(Recorded):
 
     directory: Path = ProfilerOptions.profile_dir  # where each case has a folder
     schedule: Schedule = Schedule()
-    threshold: float = ProfilerOptions.profile_threshold  # ms of a step that make a bottleneck
+    threshold: float = (
+        ProfilerOptions.profile_threshold
+    )  # ms of a step from which an operator is a bottleneck
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -108,7 +110,7 @@ class TorchProfiler(Recorded):
     def observe(self, case: Case) -> dict[str, Any]:
         from dpbench.process.step import run_case
 
-        folder = own_folder(self.directory)  # which `step_arguments` have named
+        folder = own_folder(self.directory)  # the case's folder, see `step_arguments`
         recorder = ScheduledRecorder(folder, self.schedule, threshold=self.threshold)
         record = run_case(case, recorder, device=self.device, **asdict(self.steps))
-        return record | {"outcome": recorder.outcome(case).as_json()}  # read without the GPU
+        return record | {"outcome": recorder.outcome(case).as_json()}  # once the GPU is free

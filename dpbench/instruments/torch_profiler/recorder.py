@@ -1,4 +1,4 @@
-"""Steps under the PyTorch profiler: traces, operators and memory of some of them.
+"""Records steps under the PyTorch profiler: traces, operators and memory.
 
 Never under Nsight Compute: both want the GPU's one profiling interface.
 """
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class PhaseAnnotations:
     """Marks each phase in the trace.
 
-    The device is not stopped at the borders, because a launch belongs to the phase in which the
-    CPU made it; so does an allocation.
+    The device is not synchronized, because launches and allocations belong to the phase in which
+    the CPU made them.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class ProfileRecorder(Recorder):
         self._save(self._profiler)
 
     def _stop(self) -> None:
-        if on_cuda():  # what still runs belongs to this step
+        if on_cuda():  # work that still runs belongs to this step
             import torch
 
             torch.cuda.synchronize()
@@ -123,11 +123,10 @@ class ProfileRecorder(Recorder):
 
 
 class ScheduledRecorder(ProfileRecorder):
-    """The same of a case's steps, of which a schedule says what becomes of them.
+    """Time, memory and copies of a case's steps, of which a schedule says which are recorded.
 
-    A cycle of the schedule is one trace. On CUDA there is ``memory_snapshot.pickle``, too, taken
-    in one more step after the others, because recording the stack of each allocation slows a step
-    down.
+    A cycle of the schedule is one trace. On CUDA a further step leaves ``memory_snapshot.pickle``,
+    because recording the stack of each allocation would slow the others down.
     """
 
     hears_warmup = True
@@ -164,7 +163,7 @@ class ScheduledRecorder(ProfileRecorder):
         if self.heard == self.schedule.steps:
             torch.cuda.memory._dump_snapshot(str(self.directory / profile_folder.SNAPSHOT))
         else:
-            if on_cuda():  # or what still runs would count as the next step's
+            if on_cuda():  # otherwise work that still runs would count for the next step
                 torch.cuda.synchronize()
             self._profiler.step()
         self.heard += 1

@@ -1,13 +1,12 @@
-"""Reading the PyTorch profiler's Chrome traces: what ran on the device, and who launched it.
+"""Reads Chrome traces of the PyTorch profiler: what ran on the device, and what launched it.
 
 A trace is a JSON object whose ``traceEvents`` are the events of Chrome's trace format, times in
-microseconds. What the device did has the category ``kernel``, ``gpu_memcpy`` or ``gpu_memset``
-and a correlation number that it shares with the CUDA call that launched it. The device runs
-behind the CPU, so the phase of a kernel is that of its launch, not of its own time: the launch
-lies inside the phase's annotation also where autograd launched it from a thread of its own,
-because the training thread waits for that one inside the phase.
+microseconds. Kernels, copies and memsets have the category ``kernel``, ``gpu_memcpy`` or
+``gpu_memset``, and share a correlation number with the CUDA call that launched them. The device
+runs behind the CPU, so a kernel belongs to the phase in which it was launched. That holds for
+launches from autograd's threads too, because the training thread waits for them within the phase.
 
-Neither torch nor a GPU is needed here.
+This needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -26,70 +25,69 @@ from typing import Any
 from dpbench.case import OUTSIDE
 from dpbench.instruments.interface import InstrumentError
 
-ANNOTATION = "dpbench."  # what the name of a phase's annotation begins with
+ANNOTATION = "dpbench."  # begins the name of a phase's annotation
 STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of what the device does."""
+"""Categories of events on the device."""
 
 CALLS = ("cuda_runtime", "cuda_driver", "overhead")
-"""Categories of what the CPU does between an operator and the device. PyTorch calls them operators
-too, and gives some the time of kernels once more ("Command Buffer Full": 119 of 336 ms)."""
+"""Categories of CUDA calls and what comes with them, which PyTorch lists as operators too."""
 
 GLOO, NCCL = "gloo:", "nccl"
-"""What names of collectives begin with: annotations in gloo's threads, and kernels of NCCL."""
+"""How names of collectives begin: gloo's annotations in its threads, and NCCL's kernels."""
 
 Event = dict[str, Any]
 Span = tuple[float, float]  # start and end, µs
 
 
 class TraceUnreadable(InstrumentError):
-    """A trace is missing, cut off, or no trace at all."""
+    """The trace is missing, cut off, or no trace."""
 
     remedy = "profile the case again"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One thing that the device did."""
+    """A kernel, copy or memset on the device."""
 
     repeat: int  # the recorded step, from 0
     phase: str  # in which it was launched
     kind: str  # kernel, memcpy or memset
     name: str  # the kernel's, demangled, or e.g. "Memcpy DtoD (Device -> Device)"
     seconds: float  # how long the device took
-    bytes: int  # what a copy or memset moved; 0 for a kernel, whose trace does not say
-    operator: str | None  # the innermost around the launch, e.g. aten::mm, if there is one
+    bytes: int  # moved by a copy or memset; 0 for a kernel
+    operator: str | None  # the innermost around the launch, e.g. aten::mm
 
 
 @dataclass(frozen=True)
 class Trace:
     """A recorded trace, by step and phase.
 
-    Memory is what PyTorch's allocator of the measured device has handed out, in bytes. It grows by
-    as much as there was, at most while the step was in a phase, beyond what there was at its start;
-    below 0 where the step had freed more than it took.
+    Memory is what PyTorch's allocator of the measured device has handed out, in bytes. The growth
+    of a phase is its maximum within the phase minus the memory at the start of the step. It is
+    negative if the step had freed more than it had allocated.
 
-    A collective takes from when it begins in this rank until it ends: moving data, and waiting for
-    ranks that come later. It is exposed while nothing else runs: on the device no other kernel or
-    copy, on the CPU no operator of PyTorch's (``aten``).
+    The time of a collective is from its begin in this rank to its end: it includes waiting for
+    other ranks. It is exposed while nothing else runs: no other kernel or copy on the device, or
+    without one no operator of PyTorch (``aten``) on the CPU.
     """
 
     launches: list[Launch]  # in the order of the launches; empty on the CPU
     cpu_seconds: list[dict[str, float]]  # of each step, of the training thread
-    memory_before: list[int]  # at the start of each step; empty if nothing is known of it
+    memory_before: list[int]  # at the start of each step; empty if not recorded
     memory_growth: list[dict[str, int]]  # of each step
     calls: frozenset[str]  # the names of `CALLS`
-    # Of each step, seconds in collectives, and those of them that are exposed; empty without any.
+    # Of each step, by metric and phase: seconds in collectives, and exposed ones; or empty.
     communication: list[dict[str, dict[str, float]]]
 
 
 def read(path: Path) -> Trace:
     """Read one trace, ``.json.gz``.
 
-    Work that was launched outside every phase belongs to `OUTSIDE`; nothing is dropped, and a
-    trace of another program is one step outside all phases.
+    Work that was launched outside every phase belongs to `OUTSIDE`. A trace of another program is
+    one step, all of it `OUTSIDE`.
     """
-    gc.disable()  # it takes three quarters of the time and finds nothing
+    gc.disable()  # it would take three quarters of the time
     try:
         by_category = _events(path)
         timeline, call_of = _Timeline(by_category["user_annotation"]), _calls(by_category)
@@ -117,12 +115,12 @@ def _events(path: Path) -> dict[str, list[Event]]:
 
 
 def _correlation(event: Event) -> Any:
-    """The number that a CUDA call shares with what it launched; None if the trace says none."""
+    """The number that a CUDA call shares with what it launched, if any."""
     return event.get("args", {}).get("correlation")
 
 
 class _Timeline:
-    """Which step and phase the training thread was in at a time."""
+    """The step and phase in which the training thread was at any time."""
 
     def __init__(self, annotations: Iterable[Event]) -> None:
         ordered = sorted(annotations, key=lambda event: float(event["ts"]))
@@ -132,7 +130,7 @@ class _Timeline:
         self.starts = [float(event["ts"]) for event in self.phases]
 
     def locate(self, when: float) -> tuple[int, str]:
-        """Step and phase of a time; before the first step counts as the first."""
+        """Step and phase at a time; what is before the first step belongs to it."""
         step = max(0, bisect_right(self.step_starts, when) - 1)
         place = bisect_right(self.starts, when) - 1
         if place < 0 or when > self.starts[place] + float(self.phases[place]["dur"]):
@@ -152,17 +150,14 @@ def _on_device(by_category: Mapping[str, list[Event]]) -> list[Event]:
 
 
 def _calls(by_category: Mapping[str, list[Event]]) -> dict[Any, Event]:
-    """The CUDA call that launched each thing that the device did, by their number."""
+    """The CUDA calls that launched something on the device, by correlation number."""
     wanted = {_correlation(event) for event in _on_device(by_category)} - {None}
     calls = by_category["cuda_runtime"] + by_category["cuda_driver"]
     return {number: call for call in calls if (number := _correlation(call)) in wanted}
 
 
 def _launched(event: Event, call_of: Mapping[Any, Event]) -> float:
-    """When it was launched.
-
-    Without its call (the call lies before the recording), its own time is the best guess.
-    """
+    """When an event of the device was launched, or its start if the call was not recorded."""
     return float(call_of.get(_correlation(event), event)["ts"])
 
 
@@ -192,9 +187,9 @@ def _launches(
 def _operators_around(
     calls: Iterable[Event], operators: Iterable[Event]
 ) -> Iterator[tuple[int, list[str]]]:
-    """Correlation number of each call, and the operators that were open on its thread then.
+    """Correlation number of each call, and the operators around it on its thread, outermost first.
 
-    One pass over both in the order of time: operators of one thread nest.
+    Operators of a thread nest, so one pass over both in the order of time is enough.
     """
     open_on: dict[Any, list[tuple[float, str]]] = defaultdict(list)
     merged = [*operators, *calls]
@@ -214,7 +209,7 @@ def _communication(
 ) -> list[dict[str, dict[str, float]]]:
     """Seconds in collectives by metric and phase, of each step.
 
-    Gloo's belong to the phase in which they begin, NCCL's to the one that launched them.
+    A collective of gloo belongs to the phase in which it begins, one of NCCL to its launch's.
     """
     if device := _on_device(by_category):
         collectives = [event for event in device if event["name"].startswith(NCCL)]
@@ -247,7 +242,7 @@ def _span(event: Event) -> Span:
 
 
 def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
-    """Of spans in the order of their starts, the part that no earlier one covers; maybe empty."""
+    """Of each span, in the order of starts, the part (maybe empty) that no earlier one covers."""
     covered = float("-inf")
     for start, end in spans:
         start, covered = max(start, covered), max(end, covered)
@@ -275,7 +270,7 @@ class _Busy:
 
 
 def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[str, Any]:
-    """What each step found handed out, and the most beyond that in each phase."""
+    """`Trace.memory_before` and `Trace.memory_growth`."""
     on_gpu = bool(by_category["kernel"])
     changes = [
         event
@@ -286,7 +281,7 @@ def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[st
     before = [level for _ in timeline.step_starts]
     growth: list[dict[str, int]] = [{} for _ in timeline.step_starts]
     current = 0
-    # The border of a phase is a change by nothing: a phase begins with what the last one left.
+    # A phase counts as a change by 0 bytes at its start, so that it begins with what was there.
     for event in sorted([*timeline.phases, *changes], key=lambda event: float(event["ts"])):
         step, phase = timeline.locate(float(event["ts"]))
         if step != current:
