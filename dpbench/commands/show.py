@@ -169,7 +169,9 @@ def _tables(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Ite
 
 def _timeline(path: Path) -> list[Table]:
     check_is_file(path)
-    return timeline_tables(*timeline_of(path), path.stem)
+    timeline, statistics = timeline_of(path)
+    title = f"{path.stem}, {timeline.device}, {timeline.tool}"
+    return timeline_tables(timeline.usages(), statistics, title)
 
 
 def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pandas as pd
 
@@ -13,7 +14,6 @@ from dpbench.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.kernels import short_name
 from dpbench.results.rows import STEP, Measurement, identity
-from dpbench.results.timeline import Timeline
 from dpbench.show.groups import titled
 from dpbench.show.kernels import wrapped
 from dpbench.show.layout import Shown, Table, as_text, gigabytes, milliseconds
@@ -102,12 +102,13 @@ NO_STATISTICS = (
 )
 
 
-def timeline_tables(timeline: Timeline, statistics: Mapping[str, str], title: str) -> list[Table]:
+def timeline_tables(
+    usages: Sequence[dict[str, Any]], statistics: Mapping[str, str], title: str
+) -> list[Table]:
     """A timeline by phase, and the statistics of nsys: the CSV of each of its reports, by name."""
-    head = f"{title}, {timeline.device}, {timeline.tool}"
-    usages = timeline.usages()
-    usages["timeline_busy_share"] = usages.timeline_busy_seconds / usages.timeline_seconds
-    by_phase = _by_phase(f"{head}: per step", usages.groupby("phase").median(), TIMELINE)
+    frame = pd.DataFrame(usages)
+    frame["timeline_busy_share"] = frame.timeline_busy_seconds / frame.timeline_seconds
+    by_phase = _by_phase(f"{title}: per step", frame.groupby("phase").median(), TIMELINE)
     if not statistics:
         return [replace(by_phase, notes=(*by_phase.notes, NO_STATISTICS))]
     return [by_phase, *(_statistics(f"{title}: {name}", text) for name, text in statistics.items())]

@@ -37,6 +37,6 @@ def test_busy_times_agree_with_the_counters_within_three_percent_of_a_step(tmp_p
     assert launched == pytest.approx(recorded.value("timeline_launches"), rel=0.01)
     timeline, statistics = timeline_of(instrument.report(case).with_suffix(".sqlite"))
     assert timeline.whole_steps
-    kernels, *_ = timeline_tables(timeline, statistics, "dpsgd")[1:]
+    kernels, *_ = timeline_tables(timeline.usages(), statistics, "dpsgd")[1:]
     assert kernels.title == "dpsgd: cuda_gpu_kern_sum"
     assert {"Name", "Total Time (ns)", "Instances"} <= {*kernels.headers}

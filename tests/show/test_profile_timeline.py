@@ -10,10 +10,9 @@ import pytest
 from dpbench import Case
 from dpbench.cli import main
 from dpbench.instruments.nsys.nsys import timeline_rows
-from dpbench.instruments.nsys.sqlite import read_timeline
+from dpbench.instruments.nsys.timeline import Timeline, read_timeline
 from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome
-from dpbench.results.timeline import Timeline
 from dpbench.show.export import summary_tables
 from dpbench.show.profile import NO_STATISTICS, recorded_tables, timeline_tables
 from tests.instruments.nsys.recording import FILL, Recording, case_recording
@@ -56,14 +55,14 @@ def test_a_run_shows_how_busy_the_gpu_was_in_each_phase(timeline: Timeline) -> N
 
 
 def test_a_timeline_shows_the_same_as_the_run(timeline: Timeline) -> None:
-    [table] = timeline_tables(timeline, {}, "dpsgd")
-    assert table.title == "dpsgd, NVIDIA H200, nsys 2022.4.2.1: per step"
+    [table] = timeline_tables(timeline.usages(), {}, "dpsgd")
+    assert table.title == "dpsgd: per step"
     assert table.cells == BY_PHASE
     assert table.notes[-1] == NO_STATISTICS
 
 
 def test_statistics_of_nsys_are_tables_with_the_names_first(timeline: Timeline) -> None:
-    by_phase, kernels, copies = timeline_tables(timeline, STATISTICS, "dpsgd")
+    by_phase, kernels, copies = timeline_tables(timeline.usages(), STATISTICS, "dpsgd")
     assert NO_STATISTICS not in by_phase.notes
     assert kernels.title == "dpsgd: cuda_gpu_kern_sum"
     assert kernels.headers == ["Name", "Time (%)", "Total Time (ns)", "Instances"]
@@ -78,6 +77,7 @@ def test_show_reads_an_exported_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = case_recording().write(tmp_path / "report.sqlite")
     assert main(["show", str(path)]) == 0
     shown = capsys.readouterr().out
+    assert "report, NVIDIA H200, nsys 2022.4.2.1: per step" in shown
     assert re.search(r"^step +0\.31 +0\.16 +52% +2$", shown, re.MULTILINE)
 
 
@@ -85,7 +85,8 @@ def test_a_program_of_others_is_one_step(tmp_path: Path) -> None:
     made = Recording()
     made.kernel(0, 10)
     made.kernel(30, 40)
-    [table] = timeline_tables(read_timeline(made.write(tmp_path / "a.sqlite")), {}, "other")
+    timeline = read_timeline(made.write(tmp_path / "a.sqlite"))
+    [table] = timeline_tables(timeline.usages(), {}, "other")
     assert table.cells == [["step", "0.04", "0.02", "50%", "2"]]
 
 

@@ -25,7 +25,7 @@ from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
-    from dpbench.results.timeline import Timeline
+    from dpbench.instruments.nsys.timeline import Timeline
 
 REPORT, EXPORTED = ".nsys-rep", ".sqlite"
 """Suffixes of a report, and of what is exported from it."""
@@ -113,7 +113,7 @@ class Nsys(Recorded):
 
     def read(self, process: Child) -> list[Measurement]:
         """Wait for a process; its rows are time, busy time and launches, by phase and step."""
-        from dpbench.instruments.nsys.sqlite import NothingTraced, read_timeline  # loads pandas
+        from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # loads numpy
 
         case, report = process.case, self.report(process.case)
         record, target = process.record(), report.with_suffix(EXPORTED)
@@ -136,7 +136,7 @@ def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
 
     A report takes an nsys to export it. Without one an exported file has no statistics.
     """
-    from dpbench.instruments.nsys.sqlite import read_timeline
+    from dpbench.instruments.nsys.timeline import read_timeline
 
     with tempfile.TemporaryDirectory(prefix="dpbench-") as scratch:
         target = path
@@ -151,11 +151,11 @@ def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
 def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Iterator[Measurement]:
     """The rows of a timeline. Phases are those of step 0; whole steps are numbered from 0 again."""
     whole = [each.step for each in timeline.whole_steps]
-    for usage in timeline.usages().to_dict("records"):
+    for usage in timeline.usages():
         step, phase = usage.pop("step"), usage.pop("phase")
         repeat = whole.index(step) if phase == STEP else 0
         for metric, value in usage.items():
-            numbers = phase, str(metric), value, unit(str(metric)), repeat
+            numbers = phase, metric, float(value), unit(metric), repeat
             yield Measurement(case, Nsys.name, *numbers, device, tool)
 
 

@@ -12,7 +12,7 @@ from dpbench.instruments import choose
 from dpbench.instruments.interface import CaseFailed
 from dpbench.instruments.nsys import nsys
 from dpbench.instruments.nsys.nsys import Nsys, timeline_of, timeline_rows
-from dpbench.instruments.nsys.sqlite import NothingTraced
+from dpbench.instruments.nsys.timeline import NothingTraced
 from dpbench.process.messages import Steps
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP

@@ -1,4 +1,6 @@
-"""Reads files of ``nsys export --type sqlite``; needs neither a GPU nor Nsight Systems.
+"""When a GPU was busy and how much was launched by phase, from ``nsys export --type sqlite``.
+
+This needs neither a GPU nor Nsight Systems. Times are whole nanoseconds of one clock.
 
 The tables are described in NVIDIA's "SQLite Export Schema Reference"
 (https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). A table is
@@ -9,14 +11,19 @@ from __future__ import annotations
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dpbench.instruments.interface import InstrumentError
 from dpbench.process.messages import NVTX_DOMAIN
-from dpbench.results.timeline import Activity, Range, Timeline
+from dpbench.results.rows import STEP
 
 START_END_RANGE = 60
 """``NvtxStartEndRange`` in ``ENUM_NSYS_EVENT_TYPE``."""
@@ -41,6 +48,77 @@ class NothingTraced(InstrumentError):
         "a step must run its work inside `trainer.train_step`, on a GPU whose driver this nsys "
         "supports, and no other profiler may hold CUPTI"
     )
+
+
+class Activity(NamedTuple):
+    """A kernel, a copy or a memset on the device.
+
+    ``launched`` is when the CPU launched it, or its start if that was not recorded.
+    """
+
+    start: int
+    end: int
+    launched: int
+
+
+class Range(NamedTuple):
+    """A phase of a step as the CPU marked it; or a whole step, whose phase is `STEP`."""
+
+    step: int
+    phase: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The recorded timeline of a GPU that was busy; ranges and activities by start.
+
+    In a step with a `STEP` range the CPU runs ahead, so its phases say nothing of the GPU. In any
+    other step the GPU finished each phase before the next began, so phases have busy times.
+    """
+
+    device: str
+    tool: str
+    ranges: Sequence[Range]
+    activities: Sequence[Activity]
+
+    @cached_property
+    def busy(self) -> NDArray[np.int64]:
+        """Starts and ends of the disjoint spans in which anything ran, in order; shape (n, 2)."""
+        starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
+        ends = np.maximum.accumulate(ends)
+        idle_before = np.append(True, starts[1:] > ends[:-1])
+        return np.column_stack([starts[idle_before], ends[np.append(idle_before[1:], True)]])
+
+    @property
+    def whole_steps(self) -> list[Range]:
+        """The `STEP` ranges; if there are no ranges at all, one over the whole recording."""
+        if self.ranges:
+            return [each for each in self.ranges if each.phase == STEP]
+        return [Range(0, STEP, int(self.busy[0, 0]), int(self.busy[-1, 1]))]
+
+    def usages(self) -> list[dict[str, Any]]:
+        """The metrics of nsys by ``step`` and ``phase``; whole steps have the phase `STEP`."""
+        whole = self.whole_steps
+        marked = {each.step for each in whole}
+        launched = np.sort([each.launched for each in self.activities])
+        sums: dict[tuple[int, str], NDArray[np.int64]] = defaultdict(lambda: np.zeros(3, int))
+        for each in (*(r for r in self.ranges if r.step not in marked), *whole):
+            where = each.start, each.end
+            busy = np.diff(self.busy.clip(*where)).sum()
+            launches = np.diff(np.searchsorted(launched, where)).sum()
+            sums[each.step, each.phase] += (each.end - each.start, busy, launches)
+        return [
+            {
+                "step": step,
+                "phase": phase,
+                "timeline_seconds": duration / 1e9,
+                "timeline_busy_seconds": busy / 1e9,
+                "timeline_launches": launches,
+            }
+            for (step, phase), (duration, busy, launches) in sums.items()
+        ]
 
 
 def read_timeline(path: Path, named: Path | None = None) -> Timeline:

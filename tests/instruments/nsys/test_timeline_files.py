@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.instruments.nsys.sqlite import NothingTraced, TimelineUnreadable, read_timeline
-from dpbench.results.timeline import Activity, Range
+from dpbench.instruments.nsys.timeline import (
+    Activity,
+    NothingTraced,
+    Range,
+    TimelineUnreadable,
+    read_timeline,
+)
 from tests.instruments.nsys.recording import Recording, case_recording
 
 

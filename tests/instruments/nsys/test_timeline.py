@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.instruments.nsys.sqlite import read_timeline
+from dpbench.instruments.nsys.timeline import Activity, Range, Timeline, read_timeline
 from dpbench.results.rows import STEP
-from dpbench.results.timeline import Activity, Range, Timeline
 from tests.instruments.nsys.recording import case_recording
 
 
@@ -19,9 +18,8 @@ def timeline(tmp_path_factory: pytest.TempPathFactory) -> Timeline:
 
 def used(timeline: Timeline) -> dict[tuple[int, str], list[float]]:
     """Seconds, busy seconds and launches by step and phase."""
-    usages = timeline.usages().set_index(["step", "phase"])
-    assert list(usages) == ["timeline_seconds", "timeline_busy_seconds", "timeline_launches"]
-    return dict(zip(usages.index, usages.to_numpy().tolist(), strict=True))
+    names = ["timeline_seconds", "timeline_busy_seconds", "timeline_launches"]
+    return {(u["step"], u["phase"]): [u[name] for name in names] for u in timeline.usages()}
 
 
 def test_a_phase_is_as_busy_as_something_ran_inside_its_range(timeline: Timeline) -> None:
