@@ -106,9 +106,7 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         sys.path.append(directory)
     if [*written[:1]] == ["run"] and not {*written} & {"-h", "--help", "--cluster"}:
         fork_server()  # imports torch, while this process reads its options and imports pandas
-    options = build_parser("".join(written[:1]), written).parse_args(written)
-    options.words = [*written[1:]]
-    return options
+    return build_parser("".join(written[:1]), written).parse_args(written)
 
 
 @contextmanager

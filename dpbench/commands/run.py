@@ -37,8 +37,9 @@ from importlib import import_module
 
 from tqdm import tqdm
 
-from dpbench import cluster, gpu
+from dpbench import gpu
 from dpbench.case import Case
+from dpbench.commands import cluster
 from dpbench.errors import ConfigurationError
 from dpbench.files import printable
 from dpbench.instruments import ON_GPU, choose, declare_built_in
@@ -73,8 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure the cases; the exit status is 1 if one failed or got worse."""
     if options.cluster:
-        return cluster.run(options)
-    settings = Settings.read(options)
+        return cluster.run(options, measured)
+    return measured(Settings.read(options))
+
+
+def measured(settings: Settings) -> int:
+    """Measure the cases of a session; the exit status is 1 if one failed or got worse."""
     cases = settings.chosen_grid().cases()
     locate(cases)
     if settings.shard:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from dpbench.results.conditions import begun, environment, resumed
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, document_text
 from dpbench.results.run import Run
 from dpbench.results.shards import Shard, cells
-from dpbench.settings import Settings, declare
+from dpbench.settings import Settings
 
 REFUSED = ("shard", "autosave", "compare", "compare_fail")
 """Options of ``dpbench run`` that belong to one session."""
@@ -56,23 +55,19 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Submit the shards, wait, and join what they have measured."""
-    from dpbench.commands.merge import WRITTEN, finish  # loads pandas
+def run(options: argparse.Namespace, measured: Callable[[Settings], int]) -> int:
+    """Submit the shards, each to be ``measured``, wait, and join the runs."""
+    from dpbench.commands.merge import finish  # loads pandas
 
     settings, directory = _checked(options), options.cluster_dir
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_arguments(own)
-    declare(own.add_argument, *WRITTEN, "resume")
-    words = own.parse_known_args(options.words)[1]
     shards = [Shard(number, options.shards) for number in range(1, options.shards + 1)]
     files = {shard: directory / f"shard-{shard.number}-of-{shard.of}.json" for shard in shards}
     check_writable(directory)
     try:
         with locked(directory / ".lock", wait=False):
-            resumes = _begin(settings, directory / ASKED, options.shards, words)
+            resumes = _begin(settings, directory / ASKED, options.shards)
             wanted = {s: path for s, path in files.items() if not (resumes and _complete(path))}
-            jobs = _submit(options, words, wanted) if wanted else {}
+            jobs = _submit(options, settings, wanted, measured) if wanted else {}
             _wait(jobs)
     except Locked as error:
         raise ConfigurationError(f"{directory} is in use: name another --cluster-dir") from error
@@ -102,13 +97,14 @@ def _checked(options: argparse.Namespace) -> Settings:
     return settings
 
 
-def _begin(settings: Settings, file: Path, shards: int, words: Sequence[str]) -> bool:
+def _begin(settings: Settings, file: Path, shards: int) -> bool:
     """Write what the shards are of; returns whether those that are there are resumed.
 
     Refused if they are of something else.
     """
     asked = begun(environment(project=settings.directory.absolute()), settings.chosen_grid())
-    chosen = {"cluster": {"shards": shards, "options": shlex.join(words)}}
+    measuring = {name: str(value) for name, value in vars(_of_a_job(settings)).items()}
+    chosen = {"cluster": {"shards": shards, **measuring}}
     session = asked.session | {"settings": chosen, "status": INTERRUPTED}
     asked = Run.of("this session", (), asked.environment, session)
     resumes = settings.resume and file.exists()
@@ -120,9 +116,12 @@ def _begin(settings: Settings, file: Path, shards: int, words: Sequence[str]) ->
 
 
 def _submit(
-    options: argparse.Namespace, words: Sequence[str], files: Mapping[Shard, Path]
+    options: argparse.Namespace,
+    settings: Settings,
+    files: Mapping[Shard, Path],
+    measured: Callable[[Settings], int],
 ) -> dict[Shard, Any]:
-    """A job for each shard, a ``dpbench run`` with these words, which writes the shard's file."""
+    """A job for each shard, which measures it as the settings say and writes its file."""
     try:
         import submitit
     except ImportError as error:
@@ -132,13 +131,13 @@ def _submit(
     # Otherwise submitit would hide the GPUs from its processes on this machine.
     own = {"gpus_per_node": len(gpu.visible_gpus())} if options.cluster == "local" else {}
     given = {"name": "dpbench", "timeout_min": MINUTES, **own, **_parameters(options.cluster_set)}
-    command = partial(_command, words)
     try:
         executor = submitit.AutoExecutor(options.cluster_dir / "jobs", cluster=options.cluster)
         executor.update_parameters(**given)
         for path in files.values():
             path.unlink(missing_ok=True)
-        jobs = executor.map_array(subprocess.run, map(command, files, files.values()))
+        shards = [_of_a_job(settings, str(s), path.absolute()) for s, path in files.items()]
+        jobs = executor.map_array(partial(_job, measured), shards)
     except (NameError, TypeError, RuntimeError, OSError) as error:
         raise ConfigurationError(f"cluster {options.cluster}: {error}") from error
     return dict(zip(files, jobs, strict=True))
@@ -173,6 +172,14 @@ def _complete(path: Path) -> bool:
     return False
 
 
-def _command(words: Sequence[str], shard: Shard, path: Path) -> list[str]:
-    own = ["--shard", str(shard), "--json", str(path.absolute())]
-    return [sys.executable, "-m", "dpbench", "run", *words, *own]
+def _of_a_job(settings: Settings, shard: str | None = None, file: Path | None = None) -> Settings:
+    """The settings with which a job measures a shard and writes nothing but its file."""
+    unwritten: dict[str, Any] = dict.fromkeys(("markdown", "csv", "html", "save"))
+    unwritten |= {"output": (), "resume": False}
+    return replace(settings, shard=shard, json=file, **unwritten)
+
+
+def _job(measured: Callable[[Settings], int], settings: Settings) -> int:
+    """Measure in a process of the cluster, which finds the user's modules as this one does."""
+    sys.path.append(str(Path.cwd()))
+    return measured(settings)
