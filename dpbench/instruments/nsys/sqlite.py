@@ -64,6 +64,8 @@ class _Export:
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
+        if self.database.execute("SELECT 1 FROM sqlite_master WHERE type = 'view'").fetchone():
+            raise sqlite3.DatabaseError("it has views, which need not end")
         self.strings: dict[int, str] = dict(database.execute("SELECT id, value FROM StringIds"))
 
     def timeline(self, path: Path) -> Timeline:
