@@ -72,6 +72,12 @@ def is_stream(path: Path) -> bool:
     return bool(_OPEN_FILE.fullmatch(str(path))) or bool(mode and not stat.S_ISREG(mode))
 
 
+def is_standard_output(path: Path) -> bool:
+    """Whether a path names this process's standard output."""
+    named = _OPEN_FILE.fullmatch(str(path))
+    return named is not None and (named[1] or named[2]) in ("out", "1")
+
+
 def check_writable_file(path: Path) -> None:
     """Refuse a file that cannot be written, before anything is measured."""
     check_is_path(path)

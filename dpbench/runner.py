@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -193,7 +193,8 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
     with ExitStack() as held:
         # Each once, and in order, or a session would wait for itself, or two for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
-            directory.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # then it leaves no files there, see `Recorded.check`
+                directory.mkdir(parents=True, exist_ok=True)
             lock = directory / f".{case.file_name}.lock"
             try:
                 held.enter_context(locked(lock, wait=False))

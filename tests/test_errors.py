@@ -25,13 +25,15 @@ def test_configuration_error_is_a_dpbench_error() -> None:
 def test_unknown_name_comes_with_the_known_ones() -> None:
     error = unknown("colour", "gren", ["red", "green"])
     assert isinstance(error, ConfigurationError)
-    assert str(error) == "unknown colour 'gren'; choose from red, green"
+    assert str(error) == "unknown colour 'gren'; choose from red, green; did you mean green?"
 
 
 def test_of_many_names_only_the_nearest_come() -> None:
     names = [f"counter_{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
     shown = str(unknown("metric", "dram_byte", ["dram_bytes", "l2_bytes", *names]))
-    assert shown == "unknown metric 'dram_byte'; choose from dram_bytes, …"
+    assert (
+        shown == "unknown metric 'dram_byte'; choose from dram_bytes, …; did you mean dram_bytes?"
+    )
     assert "counter_a, counter_b" in str(unknown("metric", "???", names))
 
 

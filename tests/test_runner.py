@@ -137,4 +137,4 @@ def test_a_case_that_does_not_fit_is_ended_before_it_is_measured(tmp_path: Path)
 
 def test_directory_that_cannot_be_made_fails_the_case(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert measure(CASE, [Writing(tmp_path / "file")]).error == "FileExistsError"
+    assert measure(CASE, [Writing(tmp_path / "file")]).error == "NotADirectoryError"

@@ -29,7 +29,8 @@ FLOOR = "the floor"
 
 ABOUT_FLOOR = (
     "The floor is of flat clipping with kernels that share nothing: a standard step, and in clip "
-    "what the norms must read again, each layer's input and its output's gradient."
+    "what the norms must read again: each layer's input and its output's gradient, or each "
+    "example's gradient. It is of one rank's batch, without micro-batches."
 )
 
 

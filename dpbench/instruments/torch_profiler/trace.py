@@ -92,6 +92,7 @@ def read(path: Path) -> Trace:
     Work that was launched outside every phase belongs to `OUTSIDE`; nothing is dropped, and a
     trace of another program is one step outside all phases.
     """
+    was_enabled = gc.isenabled()
     gc.disable()  # it takes three quarters of the time and finds nothing
     try:
         by_category = _events(path)
@@ -107,7 +108,8 @@ def read(path: Path) -> Trace:
         what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise TraceUnreadable(f"{path}: not a readable trace ({what})") from error
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def _events(path: Path) -> dict[str, list[Event]]:
