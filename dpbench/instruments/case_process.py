@@ -129,7 +129,7 @@ class Child(Running):
         if not error:  # it was ended before it could say why
             ended = f"the process {describe_exit(code)}"
             last = next((line for line in reversed(lines[1:]) if line and not is_record(line)), "")
-            error = {"kind": "", "message": ": ".join(filter(None, (ended, last)))}
+            error = {"kind": "", "message": ": ".join(filter(None, (ended, last[:200])))}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": name_of(CaseOutOfMemory), "message": "CUDA out of memory"}
         kind = _error_named(error["kind"])
