@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import Any
 
-from dpbench.case import AXES, PHASES, Case
+from dpbench.case import AXES, BASELINE_TRAINER, PHASES, Case
 from dpbench.commands.options import add_case, chosen_case, saved_run
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.options import axis_help
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if saved is not None:
         with METRICS.including(saved.metrics):
             known = headroom.measured(saved.numbers, cases)
-    lines: list[dict[str, object]] = [{"name": FLOOR, "bytes": least, "over": 1.0, **floor}]
+    lines: list[dict[str, Any]] = [{"name": FLOOR, "bytes": least, "over": 1.0, **floor}]
     refused: list[str] = []
     failed = False
     for case in cases:
@@ -72,6 +73,12 @@ def run(options: argparse.Namespace) -> int:
         except DpbenchError as error:
             refused.append(str(error))
             failed |= bool(options.trainers) or not isinstance(error, ConfigurationError)
+    below = [
+        line["name"] for line in lines if line["over"] < 1 and line["name"] != BASELINE_TRAINER
+    ]
+    refused += [
+        f"{name} moves less: here the floor is none, or it does not clip." for name in below
+    ]
     columns: dict[str, Shown] = {
         "method": ("name", str),
         "counted\nGB": ("bytes", gigabytes),
