@@ -188,8 +188,8 @@ def code_state(project: Path) -> dict[str, Any] | None:
     if commit is None or top is None:
         return None
     root = Path(os.fsdecode(top).rstrip("\n"))
-    # Git's own difference: a user's diff tool may leave out changes that it takes for equal. A
-    # submodule has settings of its own, so files that are changed in it are not looked for.
+    # Git's own difference: a user's diff tool may leave out changes that it takes for equal.
+    # In a submodule, it would run what that one's settings name.
     own = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
     harmless = [*HARMLESS, *_without_filters(root)]
     difference = _git(root, "diff", *own, "--binary", "HEAD", harmless=harmless) or b""
@@ -201,7 +201,14 @@ def code_state(project: Path) -> dict[str, Any] | None:
             content = (root / os.fsdecode(name)).read_bytes()
             digest.update(name + content)
             names.append(name)
-    dirty = bool(difference or names)
+    changed = []
+    for entry in (_git(root, "ls-files", "-z", "--stage") or b"").split(b"\0"):
+        module = root / os.fsdecode(entry.partition(b"\t")[2])
+        if entry.startswith(b"160000 ") and (module / ".git").exists():
+            within = (code_state(module) or {}).get("changes") or ""
+            digest.update(within.encode())
+            changed.append(within)
+    dirty = bool(difference or names or any(changed))
     return {
         "commit": commit.decode().strip(),
         "dirty": dirty,

@@ -137,11 +137,30 @@ def test_no_program_that_a_submodule_names_is_run(
     git(project / "inner", "config", "core.fsmonitor", str(program))
     assert code_state(project)
     assert not (outside / "executed").exists()
-    (project / "inner" / "file").write_text("x")
+    seen = set()
+    for text in ("x", "y"):
+        (project / "inner" / "file").write_text(text)
+        state = code_state(project)
+        assert state is not None
+        assert state["dirty"]
+        seen.add(state["changes"])
+    assert len(seen) == 2
+    assert not (outside / "executed").exists()
     git(project / "inner", "-c", "core.fsmonitor=false", "commit", "-aqm", "second")
     state = code_state(project)
     assert state is not None
     assert state["dirty"], "another commit of a submodule is other code"
+
+
+@needs_git
+def test_a_submodule_that_is_not_there_changes_nothing(project: Path) -> None:
+    commit = "1" * 40
+    git(project, "update-index", "--add", "--cacheinfo", f"160000,{commit},inner")
+    git(project, "commit", "-qm", "with a submodule")
+    (project / "inner").mkdir(exist_ok=True)
+    state = code_state(project)
+    assert state is not None
+    assert not state["dirty"]
 
 
 @needs_git
