@@ -70,14 +70,13 @@ MOST_COMBINATIONS = 100_000
 """More are refused: listing these takes seconds, measuring them weeks."""
 
 
-def combinations(what: str, values: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+def combinations(what: str, values: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
     """Every combination of the values along each axis; refused if there are far too many."""
-    axes = [*values]
-    if (number := prod(map(len, axes))) > MOST_COMBINATIONS:
+    if (number := prod(map(len, values))) > MOST_COMBINATIONS:
         raise ConfigurationError(
             f"{what} has {number} combinations of values; at most {MOST_COMBINATIONS} can be listed"
         )
-    return product(*axes)
+    return product(*values)
 
 
 def read_parameters(text: str) -> dict[str, Parameter]:

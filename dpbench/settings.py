@@ -100,9 +100,6 @@ class Settings:
         1800.0,
         metavar="SECONDS",
     )
-    try_anyway: bool = options.option(
-        "start cases whose predicted peak memory does not fit the GPU, instead of skipping", False
-    )
 
     # what is shown
     columns: str | None = options.option(

@@ -25,15 +25,7 @@ from dpbench import gpu
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.fit import (
-    CONTEXT,
-    FRAGMENTS,
-    Largest,
-    Needed,
-    largest_batch,
-    needed,
-    parse_memory,
-)
+from dpbench.fit import CONTEXT, FRAGMENTS, Largest, Needed, largest_batch, needed, parse_memory
 from dpbench.grid import GRIDS
 from dpbench.options import axis_help
 from dpbench.registry import locate

@@ -73,12 +73,9 @@ def run(options: argparse.Namespace) -> int:
         except DpbenchError as error:
             refused.append(str(error))
             failed |= bool(options.trainers) or not isinstance(error, ConfigurationError)
-    below = [
-        line["name"] for line in lines if line["over"] < 1 and line["name"] != BASELINE_TRAINER
-    ]
-    refused += [
-        f"{name} moves less: here the floor is none, or it does not clip." for name in below
-    ]
+    for line in lines:
+        if line["over"] < 1 and line["name"] != BASELINE_TRAINER:
+            refused.append(f"{line['name']} moves less: the floor is none here, or it clips none.")
     columns: dict[str, Shown] = {
         "method": ("name", str),
         "counted\nGB": ("bytes", gigabytes),

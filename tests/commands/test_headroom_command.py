@@ -70,5 +70,5 @@ def test_where_a_private_method_moves_less_the_floor_is_said_to_be_none(
     layer = ["--workload=layer", "--set=layer=mha", "--set=width=16", "--batch-size=4"]
     assert main(["headroom", *layer, "--trainer=micro_batch", "--trainer=dpsgd"]) == 0
     table = " ".join(capsys.readouterr().out.split())
-    assert "micro_batch moves less: here the floor is none" in table
+    assert "micro_batch moves less: the floor is none here" in table
     assert "dpsgd moves less" not in table
