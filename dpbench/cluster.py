@@ -15,6 +15,7 @@ from typing import Any
 from dpbench import gpu
 from dpbench.errors import ConfigurationError
 from dpbench.files import Locked, check_writable, locked, write_text
+from dpbench.process.forked import COMMAND
 from dpbench.results.conditions import begun, environment, resumed
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, document_text
 from dpbench.results.run import Run
@@ -175,4 +176,4 @@ def _complete(path: Path) -> bool:
 
 def _command(words: Sequence[str], shard: Shard, path: Path) -> list[str]:
     own = ["--shard", str(shard), "--json", str(path.absolute())]
-    return [sys.executable, "-m", "dpbench", "run", *words, *own]
+    return [*COMMAND, "run", *words, *own]

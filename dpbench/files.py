@@ -113,7 +113,7 @@ def check_distinct_files(files: Mapping[str, Path]) -> None:
     """Refuse two options that name the same file; ``files`` has the file of each option."""
     options: dict[Path, str] = {}
     for option, path in files.items():
-        first = options.setdefault(path.resolve(), option)
+        first = options.setdefault(Path(os.path.realpath(path)), option)
         if first != option:
             raise ConfigurationError(f"{first} and {option} name the same file, {path.name!r}")
 

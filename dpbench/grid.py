@@ -120,7 +120,7 @@ class Grid:
             return cls(path.stem, _axes(table), baseline).with_axes()
         except OSError as error:
             raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
-        except (ConfigurationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ConfigurationError, ValueError, RecursionError) as error:  # no TOML, no UTF-8
             raise ConfigurationError(f"grid file {path}: {error}") from error
 
 

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from dpbench.errors import ConfigurationError, DpbenchError, unknown
-from dpbench.files import check_is_file, check_writable, check_writable_file, mode_of
+from dpbench.files import (
+    check_distinct_files,
+    check_is_file,
+    check_writable,
+    check_writable_file,
+    mode_of,
+)
 
 
 @pytest.mark.parametrize(("error", "exit_code"), [(DpbenchError, 1), (ConfigurationError, 2)])
@@ -82,3 +88,12 @@ def test_nothing_has_no_mode(tmp_path: Path) -> None:
     assert [mode_of(tmp_path / name) for name in ("absent", "file/below")] == [0, 0]
     assert stat.S_ISDIR(mode_of(tmp_path))
     assert stat.S_ISREG(mode_of(tmp_path / "file"))
+
+
+def test_files_that_are_links_in_a_circle_are_distinct_and_refused_later(tmp_path: Path) -> None:
+    loops = {name: tmp_path / name for name in ("a", "b")}
+    for loop in loops.values():
+        loop.symlink_to(loop.name)
+    check_distinct_files(loops)
+    with pytest.raises(ConfigurationError, match="Too many levels of symbolic links"):
+        check_writable_file(loops["a"])

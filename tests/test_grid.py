@@ -308,3 +308,10 @@ def test_parameters_of_a_name_that_nobody_can_measure_are_refused_at_once(tmp_pa
     path.write_text(f"trainer = {{name = 'dpsgd', {each}}}\nbatch_size = 1\nseq_len = 1\n")
     with pytest.raises(ConfigurationError, match="a table of parameters has 1600000000 comb"):
         Grid.named(str(path))
+
+
+def test_a_grid_file_that_is_nested_without_end_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text(f"trainer = {'[' * 5000}{']' * 5000}\n")
+    with pytest.raises(ConfigurationError, match=r"^grid file .*deep\.toml: maximum recursion"):
+        Grid.named(str(path))

@@ -28,14 +28,14 @@ from dpbench.instruments.interface import (
 )
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.process.command_line import arguments, python_path
-from dpbench.process.forked import UNKNOWN, environment_of_cases
+from dpbench.process.forked import COMMAND, UNKNOWN, environment_of_cases
 from dpbench.process.messages import MARK, MEASURING, WAITING, Steps, is_record, last_record
 from dpbench.results.rows import Measurement
 
 
 def step_command(case: Case, steps: Steps | None = None, *, device: str) -> list[str]:
     """The argument list that runs one case: ``python -m dpbench step …``."""
-    command = [sys.executable, "-m", "dpbench", "step", *arguments(case), "--device", device]
+    command = [sys.executable, *COMMAND[1:], "step", *arguments(case), "--device", device]
     if steps:
         command += ["--warmup", str(steps.warmup), "--active", str(steps.active)]
     return command

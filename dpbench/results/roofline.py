@@ -116,7 +116,7 @@ def read_ceilings(path: Path) -> Roofs:
         return _ceilings(json.loads(read_file(path))["ceilings"])
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(f"{path}: no file of measured ceilings ({error})") from error
 
 

@@ -60,6 +60,25 @@ def test_no_module_there_is_executed(strange: Path, words: list[str]) -> None:
     assert "executed" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("instrument", ["logical", "timing"])
+def test_a_module_there_does_not_shadow_one_of_a_cases_process(
+    tmp_path: Path, instrument: str
+) -> None:
+    for module in ("typing", "ast", "json", "socket", "numpy", "tabulate"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('executed')")
+    run = ["run", f"--instrument={instrument}", "--device=cpu", *SIZE, "--trainer=standard"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "dpbench", *run, "--active=1"],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_users_trainer_is_found_there_once_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

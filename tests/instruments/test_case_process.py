@@ -47,6 +47,7 @@ def says(**record: object) -> str:
 def test_the_command_is_an_argument_list_that_names_every_field() -> None:
     assert step_command(CASE, Steps(1, 2), device="cuda") == [
         sys.executable,
+        "-P",
         "-m",
         "dpbench",
         "step",
