@@ -74,7 +74,7 @@ def measured_peak(pair: str, batch: int) -> float | None:
     """
     with TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"
-        options = f"--instrument timing --warmup 1 --active 1 --batch-size {batch} --try-anyway"
+        options = f"--instrument timing --warmup 1 --active 1 --batch-size {batch}"
         command = [sys.executable, "-m", "dpbench", "run", *shlex.split(f"{options} {pair}")]
         done = subprocess.run(
             [*command, "--json", str(file), "--storage", folder], capture_output=True, text=True

@@ -5,6 +5,8 @@ import sys
 
 if not sys.flags.safe_path:
     del sys.path[0]  # the current directory, or a pandas.py there would be imported for pandas
+    if not hasattr(sys.modules["dpbench"], "__version__"):  # a folder there of that name
+        del sys.modules["dpbench"]
 
 from dpbench.cli import main
 

@@ -99,11 +99,9 @@ def _discard(stream: TextIO) -> None:
 def _parsed(written: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments."""
     try:
-        directory = str(Path.cwd())
+        Path.cwd()
     except FileNotFoundError as error:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
-    if directory not in sys.path:  # last, or its files could hide modules of libraries
-        sys.path.append(directory)
     if [*written[:1]] == ["run"] and not {*written} & {"-h", "--help", "--cluster"}:
         fork_server()  # imports torch, while this process reads its options and imports pandas
     return build_parser("".join(written[:1]), written).parse_args(written)

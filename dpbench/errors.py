@@ -34,15 +34,16 @@ class OutOfMemory(DpbenchError):
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
-    """The error for a name that is not in a list; of a long list it has similar names."""
+    """The error for a name that is not in a list; it has the nearest one."""
     names = [*known]
+    spelled = {each.casefold(): each for each in names}
+    nearest = get_close_matches(str(name).casefold(), spelled, n=5)
     if len(names) > LISTED:
         longer = sorted((known for known in names if str(name) in known), key=len)
-        near = longer[:5] or get_close_matches(str(name), names, n=5)
-        names = [*(near or names[:LISTED]), "…"]
-    return ConfigurationError(
-        f"unknown {kind} {str(name)!r}; choose from {', '.join(names)}{hint and f' ({hint})'}"
-    )
+        names = [*(longer[:5] or [spelled[each] for each in nearest] or names[:LISTED]), "…"]
+    meant = f"; did you mean {spelled[nearest[0]]}?" if nearest else ""
+    listed = ", ".join(names) + (hint and f" ({hint})")
+    return ConfigurationError(f"unknown {kind} {str(name)!r}; choose from {listed}{meant}")
 
 
 def own_line(trace: TracebackType | None) -> str:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -71,6 +72,12 @@ def is_stream(path: Path) -> bool:
     return bool(_OPEN_FILE.fullmatch(str(path))) or bool(mode and not stat.S_ISREG(mode))
 
 
+def is_standard_output(path: Path) -> bool:
+    """Whether a path names this process's standard output."""
+    named = _OPEN_FILE.fullmatch(str(path))
+    return named is not None and (named[1] or named[2]) in ("out", "1")
+
+
 def check_writable_file(path: Path) -> None:
     """Refuse a file that cannot be written, before anything is measured."""
     check_is_path(path)
@@ -106,7 +113,7 @@ def check_distinct_files(files: Mapping[str, Path]) -> None:
     """Refuse two options that name the same file; ``files`` has the file of each option."""
     options: dict[Path, str] = {}
     for option, path in files.items():
-        first = options.setdefault(path.resolve(), option)
+        first = options.setdefault(Path(os.path.realpath(path)), option)
         if first != option:
             raise ConfigurationError(f"{first} and {option} name the same file, {path.name!r}")
 
@@ -127,9 +134,10 @@ def write_bytes(path: Path, data: bytes) -> None:
             return
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         try:
-            partial.write_bytes(data)
+            with partial.open("xb") as file:  # never through a link that somebody has put there
+                file.write(data)
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -182,11 +190,20 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a file that every user can open, whatever the umask is."""
-    try:
-        return os.open(path, os.O_RDWR)  # without O_CREAT, which Linux may refuse for another's
-    except FileNotFoundError:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with suppress(PermissionError):  # another user was faster
-            os.fchmod(descriptor, 0o666)
-        return descriptor
+    """A descriptor of a file that every user can open, whatever the umask is.
+
+    `OSError` for a link or a pipe: in a shared folder anybody can put one there.
+    """
+    flags, descriptor = os.O_RDWR | os.O_NOFOLLOW, None
+    while descriptor is None:
+        try:
+            descriptor = os.open(path, flags)  # O_CREAT, Linux may refuse for another's
+        except FileNotFoundError:
+            with suppress(FileExistsError):  # another process was faster: open that one's
+                descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+                with suppress(PermissionError):  # a file system without modes
+                    os.fchmod(descriptor, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return descriptor

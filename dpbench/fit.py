@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.interface import CaseRefused, Running
+from dpbench.instruments.interface import CaseRefused
 from dpbench.results.kernels import guesses
 from dpbench.results.rows import STEP
 
@@ -55,19 +55,13 @@ def needed(case: Case) -> Needed:
 
     counting = Logical().start(case)
     try:
-        return needed_by(case, counting)
-    finally:
-        counting.cancel()
-
-
-def needed_by(case: Case, counting: Running) -> Needed:
-    """The same of a case that is being counted."""
-    try:
         rows = counting.rows()
     except CaseRefused:
         raise
     except ConfigurationError as error:
         raise CaseRefused(f"{case.id}: {error}") from error
+    finally:
+        counting.cancel()
     peaks = [row for row in rows if row.metric == "peak_memory_bytes"]
     # The step's own is the largest of its phases': the first of those says where.
     highest = max(peaks, key=lambda row: (row.value, row.phase != STEP))

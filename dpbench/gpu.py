@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Gpu:
 
     uuid: str
     name: str
-    memory_bytes: int | None  # the whole card's, if it says so
+    memory_bytes: int | None  # the card's or, if it is cut into MIG slices, the slice's
     driver: str
     chip: str = ""  # named where it has counters of its own, see chip_of
     free_bytes: int | None = field(default=None, compare=False)  # when the driver was asked
@@ -62,7 +62,8 @@ def visible_gpus() -> list[Gpu]:
 
     Follows ``CUDA_VISIBLE_DEVICES``, by index or UUID, in the order of `child_environment`.
     Empty without a driver that answers. A MIG slice counts as the GPU that it is cut from,
-    because its DRAM counters are that GPU's.
+    because its DRAM counters are that GPU's, but has memory of its own. Of a GPU with slices that
+    is not visible by slice, CUDA takes the first.
     """
     return _asked_driver()[0]
 
@@ -101,11 +102,10 @@ def _asked_driver() -> tuple[list[Gpu], str]:
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
             gpus = [_described(nvml, handle) for handle in handles]
             slices: dict[str, Gpu] = {}
-            for handle, gpu in zip(handles, gpus, strict=True):
-                with suppress(nvml.NVMLError):  # no MIG on this GPU, or no further slice
-                    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                        mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
-                        slices[nvml.nvmlDeviceGetUUID(mig)] = gpu
+            for number, handle in enumerate(handles):
+                own = dict(_slices(nvml, handle, gpus[number]))
+                gpus[number] = next(iter(own.values()), gpus[number])
+                slices |= own
     except nvml.NVMLError as error:
         return [], f"NVML says {str(error)!r}"
     return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), slices), ""
@@ -113,16 +113,28 @@ def _asked_driver() -> tuple[list[Gpu], str]:
 
 def _described(nvml: Any, handle: object) -> Gpu:
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
-    said: dict[str, Any] = {"memory_bytes": None}
-    with suppress(nvml.NVMLError):  # some integrated GPUs do not say
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        said |= {"memory_bytes": int(memory.total), "free_bytes": int(memory.free)}
+    said = {"memory_bytes": None, **_memory(nvml, handle)}
     with suppress(nvml.NVMLError):
         said["chip"] = chip_of(*nvml.nvmlDeviceGetCudaComputeCapability(handle))
     with suppress(nvml.NVMLError):
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         said["processes"] = tuple(process.pid for process in running)
     return Gpu(uuid, name, driver=nvml.nvmlSystemGetDriverVersion(), **said)
+
+
+def _memory(nvml: Any, handle: object) -> dict[str, Any]:
+    with suppress(nvml.NVMLError):  # some integrated GPUs do not say
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return {"memory_bytes": int(memory.total), "free_bytes": int(memory.free)}
+    return {}
+
+
+def _slices(nvml: Any, handle: object, gpu: Gpu) -> Iterator[tuple[str, Gpu]]:
+    """The UUID of each MIG slice, and the GPU with as much memory as that has."""
+    with suppress(nvml.NVMLError):  # no MIG on this GPU, or no further slice
+        for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+            yield nvml.nvmlDeviceGetUUID(mig), replace(gpu, **_memory(nvml, mig))
 
 
 def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None = None) -> list[Gpu]:
@@ -220,6 +232,7 @@ def all_exclusive(
     Every process takes its locks in the same order, so that no two wait for each other.
     """
     with ExitStack() as held:
-        for gpu in sorted({*gpus}, key=lambda gpu: gpu.uuid):  # of two slices, the GPU once
+        once = {gpu.uuid: gpu for gpu in gpus}  # two slices may be of one
+        for _, gpu in sorted(once.items()):
             held.enter_context(exclusive(gpu, purpose, partial(waiting, gpu)))
         yield

@@ -23,7 +23,7 @@ from dpbench.case import (
 )
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.files import read_file
-from dpbench.names import Parameter, joined, parameter_grid, parted
+from dpbench.names import Parameter, combinations, joined, parameter_grid, parted
 from dpbench.registry import NAMED, TRAINERS
 
 
@@ -55,12 +55,11 @@ class Grid:
     def cases(self) -> list[Case]:
         """The cases, each once; those with the same baseline are together, trainers in order."""
         _, *outer = AXES
-        every = (
-            dict(zip(outer, values, strict=True)) for values in product(*map(self.values, outer))
-        )
+        trainers, *others = map(self.values, AXES)
+        combinations(f"grid {self.name!r}", [trainers, *others])
+        every = (dict(zip(outer, values, strict=True)) for values in product(*others))
         left_out = self._left_out()
         cells = [_cell(axes) for axes in every if (axes["parallel"], axes["gpus"]) not in left_out]
-        trainers = self.values("trainer")
         cases = (subject(trainer=name, **cell) for cell in cells for name in trainers)
         return list(dict.fromkeys(cases))
 
@@ -121,7 +120,7 @@ class Grid:
             return cls(path.stem, _axes(table), baseline).with_axes()
         except OSError as error:
             raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
-        except (ConfigurationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ConfigurationError, ValueError, RecursionError) as error:  # no TOML, no UTF-8
             raise ConfigurationError(f"grid file {path}: {error}") from error
 
 

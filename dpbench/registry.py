@@ -40,6 +40,7 @@ class Registry(Mapping[str, Any]):
         self.given = {*given}
         self._targets = dict(targets)
         self._builtin = dict(targets)
+        self._installed: set[str] = set()
 
     def register(self, name: str, target: object) -> None:
         """Give a class, or an import target ``package.module:Class``, a short name."""
@@ -67,6 +68,7 @@ class Registry(Mapping[str, Any]):
         for entry in entry_points(group=f"dpbench.{self.kind}s"):
             if entry.name not in self:
                 self.register(entry.name, entry.value)
+                self._installed.add(entry.name)
 
     def canonical(self, spelling: object) -> str:
         """The short name of any spelling, parameters in order; import targets are registered."""
@@ -153,8 +155,16 @@ class Registry(Mapping[str, Any]):
 
     @contextmanager
     def _importing(self, spelling: object) -> Iterator[tuple[str, str]]:
-        """The module and attribute of a spelling; if it is missing, an error with a remedy."""
-        module, _, attribute = self._targets[self._name(spelling)].partition(":")
+        """The module and attribute of a spelling; if it is missing, an error with a remedy.
+
+        The user's own modules may be in the current directory. It is on ``sys.path`` only once one
+        is named, because libraries import what they can find, such as ``pyarrow``; and last there,
+        because its files could hide modules of libraries.
+        """
+        name = self._name(spelling)
+        module, _, attribute = self._targets[name].partition(":")
+        if name not in {*self._builtin, *self._installed} and str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))
         try:
             yield module, attribute
         except ModuleNotFoundError as error:

@@ -7,61 +7,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import Locked, locked
-from dpbench.fit import needed_by
-from dpbench.gpu import Gpu, number_of_gpus
+from dpbench.gpu import number_of_gpus
 from dpbench.instruments.case_process import Child, log_tail
-from dpbench.instruments.interface import CaseRefused, Instrument, InstrumentError, Running
-from dpbench.instruments.logical.logical import Logical
+from dpbench.instruments.interface import Instrument, InstrumentError, Running
 from dpbench.instruments.processes import POLL_SECONDS
 from dpbench.registry import resolve
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
-
-
-class DoesNotFit(InstrumentError):
-    """The case needs more memory than the GPU has; it was not measured."""
-
-    remedy: ClassVar[str] = "use a smaller case or a larger GPU, or try anyway"
-
-
-def check_fits(case: Case, gpu: Gpu | None, measuring: Sequence[Running] = ()) -> None:
-    """Refuse a case whose tensors alone need more than the GPU's whole memory.
-
-    The peak is counted without hardware (`dpbench.instruments.logical`), without the CUDA
-    context and fragmentation, so a case that passes may still run out of memory. Nothing is
-    refused without a GPU that says how much memory it has, of what cannot be counted, nor where
-    operators without a rule of their own weigh in the count; nor once a process has measured the
-    case, which takes less time than counting it if that is small. Of several ranks the first
-    is counted.
-    """
-    if gpu is None or gpu.memory_bytes is None:
-        return
-    counting = Logical(timeout=60).start(case)  # a 1b case takes up to 7 s
-    try:
-        while isinstance(counting, Child) and counting.exit_code is None:
-            if any(isinstance(each, Child) and each.exit_code == 0 for each in measuring):
-                return
-            time.sleep(POLL_SECONDS)
-        needs = needed_by(case, counting)
-    except CaseRefused as error:  # as it would be on the GPU
-        error.log = None
-        raise
-    except DpbenchError:
-        return
-    finally:
-        counting.cancel()
-    if needs.memory > gpu.memory_bytes and not needs.guessed:
-        raise DoesNotFit(
-            f"{case.id} does not fit: needs about {needs.memory / 1e9:.0f} GB of "
-            f"{gpu.memory_bytes / 1e9:.0f} GB ({gpu.name})"
-        )
 
 
 def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
@@ -77,12 +36,9 @@ def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
         )
 
 
-def measure(case: Case, instruments: Sequence[Instrument], *, gpu: Gpu | None = None) -> Outcome:
-    """Measure one case with each instrument; an error ends the case, not the caller.
-
-    A case that cannot fit a GPU that is given is ended, see `check_fits`.
-    """
-    return Measuring(case, instruments, gpu).outcome()
+def measure(case: Case, instruments: Sequence[Instrument]) -> Outcome:
+    """Measure one case with each instrument; an error ends the case, not the caller."""
+    return Measuring(case, instruments).outcome()
 
 
 def measure_at_once(
@@ -109,10 +65,8 @@ class Measuring:
     All start at once and take turns on the GPU: one imports while another measures.
     """
 
-    def __init__(
-        self, case: Case, instruments: Sequence[Instrument], gpu: Gpu | None = None
-    ) -> None:
-        self.case, self.gpu = case, gpu
+    def __init__(self, case: Case, instruments: Sequence[Instrument]) -> None:
+        self.case = case
         self._names = tuple(instrument.name for instrument in instruments)
         self._start = time.monotonic()
         self._running: list[Running] = []
@@ -139,7 +93,6 @@ class Measuring:
         with self._ending_errors() as held:
             if not self._failure:
                 held.push(self._held)
-                check_fits(self.case, self.gpu, self._running)
                 for measurement in self._running:
                     try:
                         self._rows += checked(self.case, measurement.rows())
@@ -193,7 +146,8 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
     with ExitStack() as held:
         # Each once, and in order, or a session would wait for itself, or two for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
-            directory.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # then it leaves no files there, see `Recorded.check`
+                directory.mkdir(parents=True, exist_ok=True)
             lock = directory / f".{case.file_name}.lock"
             try:
                 held.enter_context(locked(lock, wait=False))

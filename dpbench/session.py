@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import Case, Script
+from dpbench.case import Case
 from dpbench.files import printable
 from dpbench.findings import Asked, Findings
 from dpbench.registry import OUTPUTS
@@ -152,13 +152,10 @@ class Session:
         from dpbench.runner import measure
 
         chosen = self.instruments if instruments is None else instruments
-        on_gpu = self.settings.device == "cuda" and any(i.hardware for i in chosen)
-        checks = on_gpu and not isinstance(case, Script) and not self.settings.try_anyway
-        gpu = self.gpu if checks else None  # whose memory the case must fit
         fresh: list[Outcome] = []
 
         def measure_now(case: Case) -> Outcome:
-            fresh.append(measure(case, chosen, gpu=gpu))
+            fresh.append(measure(case, chosen))
             return fresh[0]
 
         outcome = self.findings.once(case, measure_now, by=[i.name for i in chosen])

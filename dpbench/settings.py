@@ -6,17 +6,18 @@ commands some of the same.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from dpbench import options
 from dpbench.case import ALL_PHASES, AXES
 from dpbench.errors import ConfigurationError, unknown
-from dpbench.files import check_distinct_files, check_writable_file
+from dpbench.files import check_distinct_files, check_writable_file, is_standard_output
 from dpbench.grid import GRIDS, Grid
 from dpbench.options import SHORT_FORMS, below, output_of, own_values
 from dpbench.registry import INSTRUMENTS, OUTPUTS
@@ -98,9 +99,6 @@ class Settings:
         "session's process after as long",
         1800.0,
         metavar="SECONDS",
-    )
-    try_anyway: bool = options.option(
-        "start cases whose predicted peak memory does not fit the GPU, instead of skipping", False
     )
 
     # what is shown
@@ -234,6 +232,12 @@ class Settings:
         short = {self.option(n): (kind, getattr(self, n)) for n, kind in SHORT_FORMS.items()}
         named = {f"{self.option('output')} {p}": (output_of(p), p) for p in self.output}
         return {option: file for option, file in (short | named).items() if file[1]}
+
+    @property
+    def tables_to(self) -> TextIO:
+        """Where tables are printed: where a file is not written at the same time."""
+        asked = any(is_standard_output(path) for _, path in self.files.values())
+        return sys.stderr if asked else sys.stdout
 
     @property
     def saves(self) -> bool:

@@ -75,7 +75,7 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Replay."""
-    options = build_parser("step").parse_args(sys.argv[3:])  # after python -m dpbench
+    options = build_parser("step").parse_args(sys.argv[4:])  # after python -P -m dpbench
     path, case = recording(options), chosen_case(options)
     record = json.loads(path.read_text(encoding="utf-8"))
     for name, value in {"case": vars(case), **asked(options)}.items():

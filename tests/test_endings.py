@@ -40,11 +40,11 @@ dpbench.instruments.processes.GRACE_SECONDS = {2 * PATIENCE}
 COMMAND = [
     *(sys.executable, "-c", f"{GPU}\nimport sys; from dpbench.cli import main; sys.exit(main())"),
     *("run", "--instrument=ncu", "--ncu-path=./ncu", "--trainer=standard"),
-    *("--model-size=tiny", "--batch-size=4", "--seq-len=64", "--try-anyway"),
+    *("--model-size=tiny", "--batch-size=4", "--seq-len=64"),
 ]
 PYTEST = [
     *(sys.executable, "-m", "pytest", "-n1", *WITHOUT),
-    *("--ncu", "--ncu-path=./ncu", "--dpbench-no-timing", "--dpbench-try-anyway"),
+    *("--ncu", "--ncu-path=./ncu", "--dpbench-no-timing"),
 ]
 SUITE = """
 import pytest

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from dpbench.errors import ConfigurationError, DpbenchError, unknown
-from dpbench.files import check_is_file, check_writable, check_writable_file, mode_of
+from dpbench.files import (
+    check_distinct_files,
+    check_is_file,
+    check_writable,
+    check_writable_file,
+    mode_of,
+)
 
 
 @pytest.mark.parametrize(("error", "exit_code"), [(DpbenchError, 1), (ConfigurationError, 2)])
@@ -25,13 +31,15 @@ def test_configuration_error_is_a_dpbench_error() -> None:
 def test_unknown_name_comes_with_the_known_ones() -> None:
     error = unknown("colour", "gren", ["red", "green"])
     assert isinstance(error, ConfigurationError)
-    assert str(error) == "unknown colour 'gren'; choose from red, green"
+    assert str(error) == "unknown colour 'gren'; choose from red, green; did you mean green?"
 
 
 def test_of_many_names_only_the_nearest_come() -> None:
     names = [f"counter_{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
     shown = str(unknown("metric", "dram_byte", ["dram_bytes", "l2_bytes", *names]))
-    assert shown == "unknown metric 'dram_byte'; choose from dram_bytes, …"
+    assert (
+        shown == "unknown metric 'dram_byte'; choose from dram_bytes, …; did you mean dram_bytes?"
+    )
     assert "counter_a, counter_b" in str(unknown("metric", "???", names))
 
 
@@ -80,3 +88,12 @@ def test_nothing_has_no_mode(tmp_path: Path) -> None:
     assert [mode_of(tmp_path / name) for name in ("absent", "file/below")] == [0, 0]
     assert stat.S_ISDIR(mode_of(tmp_path))
     assert stat.S_ISREG(mode_of(tmp_path / "file"))
+
+
+def test_files_that_are_links_in_a_circle_are_distinct_and_refused_later(tmp_path: Path) -> None:
+    loops = {name: tmp_path / name for name in ("a", "b")}
+    for loop in loops.values():
+        loop.symlink_to(loop.name)
+    check_distinct_files(loops)
+    with pytest.raises(ConfigurationError, match="Too many levels of symbolic links"):
+        check_writable_file(loops["a"])

@@ -17,6 +17,7 @@ from dpbench.files import (
     check_writable,
     check_writable_file,
     in_words,
+    is_standard_output,
     locked,
     printable,
     read_file,
@@ -151,3 +152,70 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(OSError, match="it is a pipe or a device"):
             read_file(path)
+
+
+# --- in a folder that others can write to ----------------------------------------------------
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_lock_that_somebody_has_made_a_link_is_not_followed(tmp_path: Path, exists: bool) -> None:
+    target = tmp_path / "somebody's"
+    if exists:
+        target.write_text("content")
+    (tmp_path / "lock").symlink_to(target)
+    with locked(tmp_path / "lock") as held:
+        assert held is None
+    assert target.exists() == exists
+    assert not exists or target.read_text() == "content"
+
+
+def test_a_lock_that_somebody_has_made_a_pipe_or_a_folder_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with locked(tmp_path / name) as held:
+            assert held is None
+
+
+def test_what_is_written_before_it_is_whole_goes_through_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("content")
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    (tmp_path / ".run.json.guessed.partial").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "run.json", "rows")
+    assert victim.read_text() == "content"
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_many_processes_that_make_and_remove_one_lock_hold_it_one_at_a_time(tmp_path: Path) -> None:
+    path, inside = tmp_path / "lock", []
+
+    def hold(number: int) -> None:
+        with locked(path) as held:
+            assert held
+            inside.append(number)
+            assert len(inside) == 1
+            inside.remove(number)
+            path.unlink()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(hold, range(200)))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_it"),
+    [
+        ("/dev/stdout", True),
+        ("/dev/fd/1", True),
+        ("/proc/self/fd/1", True),
+        ("/dev/stderr", False),
+        ("/dev/fd/11", False),
+        ("/dev/fd/2", False),
+        ("stdout", False),
+    ],
+)
+def test_standard_output_has_several_names(name: str, is_it: bool) -> None:
+    assert is_standard_output(Path(name)) == is_it

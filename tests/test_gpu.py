@@ -23,6 +23,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.files import Locked, locked
 from dpbench.gpu import (
     Gpu,
+    all_exclusive,
     child_environment,
     chip_of,
     environment_of,
@@ -257,6 +258,61 @@ def test_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert astuple(found) == ("GPU-0", "NVIDIA GeForce RTX 5090", 32, "580", "GB202", 8, (17,))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert visible_gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "memory"), [(None, 10), ("0", 10), ("GPU-0", 10), ("MIG-1", 20), ("MIG-0", 10)]
+)
+def test_a_slice_has_the_memory_of_the_slice(
+    visible: str | None, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One GPU of 80 bytes in two slices; without a name CUDA takes the first."""
+    memories = {"GPU-0": 80, "MIG-0": 10, "MIG-1": 20}
+
+    def slice_of(handle: str, number: int) -> str:
+        if number > 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return f"MIG-{number}"
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlSystemGetDriverVersion": lambda: "580",
+        "nvmlDeviceGetHandleByIndex": "GPU-{}".format,
+        "nvmlDeviceGetUUID": str,
+        "nvmlDeviceGetName": lambda handle: "NVIDIA A100",
+        "nvmlDeviceGetMemoryInfo": lambda of: SimpleNamespace(total=memories[of], free=1),
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: (8, 0),
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [],
+        "nvmlDeviceGetMaxMigDeviceCount": lambda handle: 7,
+        "nvmlDeviceGetMigDeviceHandleByIndex": slice_of,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    [found] = visible_gpus()
+    assert (found.uuid, found.memory_bytes) == ("GPU-0", memory)
+
+
+def test_two_slices_of_a_gpu_lock_it_once(locks: Path) -> None:
+    slices = [Gpu("GPU-0", "NVIDIA A100", memory, "580") for memory in (10, 20)]
+    with all_exclusive(slices, "two", lambda gpu, holder: pytest.fail("it waits for itself")):
+        assert [path.name for path in locks.iterdir()] == ["dpbench-GPU-0.lock"]
+
+
+def test_a_gpus_lock_that_is_a_link_is_an_error_and_truncates_nothing(locks: Path) -> None:
+    (locks / "victim").write_text("content")
+    (locks / "dpbench-GPU-0.lock").symlink_to(locks / "victim")
+    with pytest.raises(ConfigurationError, match="cannot be locked"), exclusive(whole_card()):
+        pass
+    assert (locks / "victim").read_text() == "content"
+
+
+def whole_card() -> Gpu:
+    return Gpu("GPU-0", "NVIDIA A100", 80, "580")
 
 
 @pytest.mark.parametrize("failing", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetUUID"])

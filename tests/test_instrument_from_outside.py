@@ -66,7 +66,7 @@ class Plain(Instrument):
     def start(self, case):
         return Reading(Power(), case)
 """
-CELL = ["--batch-size=4", "--seq-len=16", "--model-size=tiny", "--try-anyway"]
+CELL = ["--batch-size=4", "--seq-len=16", "--model-size=tiny"]
 RUN = ["run", "--instrument=meter:Power", *CELL, "--trainer=standard"]
 
 

@@ -14,15 +14,18 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from itertools import product
 from typing import Any
+
+from tqdm import tqdm
 
 from dpbench import gpu
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.fit import CONTEXT, FRAGMENTS, Largest, largest_batch, parse_memory
+from dpbench.fit import CONTEXT, FRAGMENTS, Largest, Needed, largest_batch, needed, parse_memory
 from dpbench.grid import GRIDS
 from dpbench.options import axis_help
 from dpbench.registry import locate
@@ -55,22 +58,30 @@ def run(options: argparse.Namespace) -> int:
     lines: list[dict[str, Any]] = []
     apart = f"{CONTEXT / 1e9:.1f} GB and {FRAGMENTS:.0%} of the peak, or the largest tensor,"
     notes = [f"Counted, not measured; {apart} are set apart for CUDA and the allocator."]
-    for case in (cases := _cases(options)):
-        line: dict[str, Any] = {"trainer": case.trainer, "parts": case.micro_batches}
-        try:
-            line |= _found(largest_batch(case, memory), notes, case)
-        except DpbenchError as error:
-            notes.append(str(error))
-        lines.append(line)
+    cases = _cases(options)
+    with tqdm(cases, unit="line", disable=None, file=sys.stderr) as progress:
+
+        def counted(tried: Case) -> Needed:
+            progress.set_description(tried.id)
+            return needed(tried)
+
+        for case in progress:
+            line: dict[str, Any] = {"trainer": case.trainer, "parts": case.micro_batches}
+            try:
+                line |= _found(largest_batch(case, memory, counted), notes, case)
+            except DpbenchError as error:
+                notes.append(str(error))
+            lines.append(line)
     frame = pd.DataFrame(lines, columns=["trainer", "parts", "batch", "bytes", "phase"])
     columns: dict[str, Shown] = {
         "trainer": ("trainer", str),
         "micro-\nbatches": ("parts", str),
-        "largest\nbatch": ("batch", "{:.0f}".format),
+        "largest\nbatch": ("batch", str),
         "peak\nGB": ("bytes", gigabytes),
         "largest in": ("phase", str),
     }
-    title = f"{cases[0].configuration}, {where}: the largest batch that fits"
+    length = f", sequence {cases[0].seq_len}" if cases[0].seq_len else ""
+    title = f"{cases[0].configuration}{length}, {where}: the largest batch that fits"
     print(as_text([Table.of(title, frame, columns, notes)], terminal_width()))
     return int(frame.batch.isna().any())
 
@@ -85,7 +96,8 @@ def _found(largest: Largest, notes: list[str], case: Case) -> dict[str, Any]:
     if not largest.batch_size:
         one = f"one example in each of {case.micro_batches} micro-batches"
         notes.append(f"{case.trainer}: not even {one} fits.")
-    return {"batch": largest.batch_size, "bytes": needs.memory, "phase": needs.phase}
+    batch = f"{'≥ ' * largest.unbounded}{largest.batch_size}"
+    return {"batch": batch, "bytes": needs.memory, "phase": needs.phase}
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:

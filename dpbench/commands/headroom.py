@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import Any
 
-from dpbench.case import AXES, PHASES, Case
+from dpbench.case import AXES, BASELINE_TRAINER, PHASES, Case
 from dpbench.commands.options import add_case, chosen_case, saved_run
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.options import axis_help
@@ -29,7 +30,8 @@ FLOOR = "the floor"
 
 ABOUT_FLOOR = (
     "The floor is of flat clipping with kernels that share nothing: a standard step, and in clip "
-    "what the norms must read again, each layer's input and its output's gradient."
+    "what the norms must read again: each layer's input and its output's gradient, or each "
+    "example's gradient. It is of one rank's batch, without micro-batches."
 )
 
 
@@ -62,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if saved is not None:
         with METRICS.including(saved.metrics):
             known = headroom.measured(saved.numbers, cases)
-    lines: list[dict[str, object]] = [{"name": FLOOR, "bytes": least, "over": 1.0, **floor}]
+    lines: list[dict[str, Any]] = [{"name": FLOOR, "bytes": least, "over": 1.0, **floor}]
     refused: list[str] = []
     failed = False
     for case in cases:
@@ -71,6 +73,9 @@ def run(options: argparse.Namespace) -> int:
         except DpbenchError as error:
             refused.append(str(error))
             failed |= bool(options.trainers) or not isinstance(error, ConfigurationError)
+    for line in lines:
+        if line["over"] < 1 and line["name"] != BASELINE_TRAINER:
+            refused.append(f"{line['name']} moves less: the floor is none here, or it clips none.")
     columns: dict[str, Shown] = {
         "method": ("name", str),
         "counted\nGB": ("bytes", gigabytes),

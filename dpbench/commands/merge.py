@@ -65,6 +65,7 @@ def finish(
             notes.append(f"saved {storage.allocate(settings.save, device, merged.text)}")
         for note in (*problems, *notes):
             print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
-        print(as_text(summary_tables(merged.outcomes, view), terminal_width()))
+        text = as_text(summary_tables(merged.outcomes, view), terminal_width())
+        print(text, file=settings.tables_to)
     failed = any(outcome.error and not outcome.skipped for outcome in merged.outcomes)
     return int(bool(problems) or failed or merged.status != COMPLETE)

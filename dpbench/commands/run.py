@@ -154,6 +154,7 @@ def show(session: Session, command: str) -> None:
     ]
     for line in lines:
         print(printable(f"dpbench {command}: {line}"), file=sys.stderr)
-    print(as_text(tables, terminal_width()))
+    to = session.settings.tables_to
+    print(as_text(tables, terminal_width()), file=to)
     if grown := grown_text(session.findings.regressions):
-        print(f"\n{grown}")
+        print(f"\n{grown}", file=to)

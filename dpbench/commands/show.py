@@ -6,8 +6,8 @@ HTML page that opens offline: charts, each with its numbers as a table, and ever
 writes what the ending says: .html that page, .md the tables, .csv the rows, .json the run.
 
 With --roofline the operations and bytes of each phase are held against the roofs of the card that
-they were measured on, of a CARD, or of a FILE of bench/ceilings.py. One of the runs must have
-counted the operations: dpbench run --instrument logical.
+they were measured on, of a CARD, or measured ones of a FILE. One of the runs must have counted
+the operations: dpbench run --instrument logical.
 
 With --time the time of each phase is held against the least time for its arithmetic and for its
 bytes, and the part in which the GPU was idle; and of a private step, the time that it takes more
@@ -38,6 +38,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -50,7 +51,7 @@ from dpbench import gpu
 from dpbench.case import ALL_PHASES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
 from dpbench.errors import ConfigurationError
-from dpbench.files import check_distinct_files, check_is_file, write_text
+from dpbench.files import check_distinct_files, check_is_file, is_stream, mode_of, write_text
 from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.nsys import timeline_of
 from dpbench.instruments.torch_profiler.profile_folder import with_operators
@@ -63,6 +64,7 @@ from dpbench.results.roofline import (
     find_card,
     find_ceilings,
     intensities,
+    known_roofs,
     read_ceilings,
     under,
 )
@@ -110,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="FILE",
         help="what time is made of: arithmetic, bytes, idleness; by what the card is known to "
-        "reach, or by a FILE of bench/ceilings.py",
+        "reach, or by a FILE of measured ceilings",
     )
     declare(parser.add_argument, "output", "markdown", "html")
 
@@ -132,12 +134,13 @@ def run(options: argparse.Namespace) -> int:
         view = _view(options, runs)
         for kind, path in others:
             write_output(kind, path, runs, view)
-            print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+            if not is_stream(path):
+                print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", file=asked.tables_to)
         if len(others) == len(files) > 0:
             return 0
         if not (shown := list(_tables(runs, options, view))):
             raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
-        print(as_text(shown, terminal_width()))
+        print(as_text(shown, terminal_width()), file=asked.tables_to)
         for kind, path in files:
             if kind == "md":
                 write_text(path, as_markdown(shown))
@@ -188,8 +191,9 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
     measured_on = sorted(set(frame[frame.device != NO_HARDWARE].device))
     for device, rows in intensities(frame).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
-        if options.roofline.endswith(".json"):
-            roofs = read_ceilings(Path(options.roofline))
+        named, file = known_roofs(options.roofline), Path(options.roofline)
+        if not named and (file.suffix == ".json" or stat.S_ISREG(mode_of(file))):
+            roofs = read_ceilings(file)
         else:
             roofs = find_card(options.roofline or card or _card_here())
         yield from roofline_tables(under(rows, roofs), roofs)

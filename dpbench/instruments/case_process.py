@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import signal
@@ -27,14 +28,14 @@ from dpbench.instruments.interface import (
 )
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.process.command_line import arguments, python_path
-from dpbench.process.forked import UNKNOWN, environment_of_cases
+from dpbench.process.forked import COMMAND, UNKNOWN, environment_of_cases
 from dpbench.process.messages import MARK, MEASURING, WAITING, Steps, is_record, last_record
 from dpbench.results.rows import Measurement
 
 
 def step_command(case: Case, steps: Steps | None = None, *, device: str) -> list[str]:
     """The argument list that runs one case: ``python -m dpbench step …``."""
-    command = [sys.executable, "-m", "dpbench", "step", *arguments(case), "--device", device]
+    command = [sys.executable, *COMMAND[1:], "step", *arguments(case), "--device", device]
     if steps:
         command += ["--warmup", str(steps.warmup), "--active", str(steps.active)]
     return command
@@ -50,7 +51,7 @@ class Child(Running):
         command: an argument list.
         case: whose command it is.
         log: the file to write, which the terminal is told of by its first line, the command; if
-            None, one that is gone after `cancel`.
+            None, or where nothing can be written, one that is gone after `cancel`.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
@@ -67,8 +68,11 @@ class Child(Running):
         read: Callable[[Child], list[Measurement]],
     ) -> None:
         self._scratch = ExitStack()
-        keeps_log = log is not None
-        if log is None:
+        if log is not None:
+            with suppress(OSError):
+                log.parent.mkdir(parents=True, exist_ok=True)
+        keeps_log = log is not None and os.access(log.parent, os.W_OK)
+        if log is None or not keeps_log:
             scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
             log = Path(self._scratch.enter_context(scratch), "log")
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
@@ -79,7 +83,6 @@ class Child(Running):
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
         if keeps_log:
             print(f"$ {pasteable}", file=sys.stderr, flush=True)
-        log.parent.mkdir(parents=True, exist_ok=True)
         self._begun = time.monotonic()
         log.unlink(missing_ok=True)  # what still writes to an earlier one shall not write here
         with log.open("x", encoding="utf-8") as stream:
@@ -124,7 +127,9 @@ class Child(Running):
             self.labels = record.get("labels", {})
             return record
         if not error:  # it was ended before it could say why
-            error = {"kind": "", "message": f"the process {describe_exit(code)}"}
+            ended = f"the process {describe_exit(code)}"
+            last = next((line for line in reversed(lines[1:]) if line and not is_record(line)), "")
+            error = {"kind": "", "message": ": ".join(filter(None, (ended, last[:200])))}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": name_of(CaseOutOfMemory), "message": "CUDA out of memory"}
         kind = _error_named(error["kind"])

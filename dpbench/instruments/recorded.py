@@ -27,6 +27,7 @@ class Recorded(Instrument):
     """Runs ``dpbench step``, whose steps its `recorder` hears: one in each rank."""
 
     by_rank: ClassVar[bool] = True
+    leaves_files: ClassVar[bool] = False  # beside a log, which is kept where it can be written
 
     directory: Path  # where the cases' logs and reports go
     device: str = "cuda"  # or cpu
@@ -46,7 +47,8 @@ class Recorded(Instrument):
     def check(self) -> None:
         if self.device == "cuda":
             require_gpu()
-        check_writable(self.directory)
+        if self.leaves_files:
+            check_writable(self.directory)
 
     def check_script(self) -> None:
         """Nothing to check: recording a script's steps leaves no files."""

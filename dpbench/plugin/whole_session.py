@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -125,7 +124,7 @@ class WholeSession:
             return
         cases = self.session.grid.cases()
         with pytest.MonkeyPatch.context() as patch:  # as in the process that measures
-            patch.setattr(sys, "path", [*sys.path, str(Path.cwd())])
+            patch.setattr(sys, "path", [*sys.path])
             try:
                 locate(cases)
             except ConfigurationError as error:
@@ -142,7 +141,10 @@ class WholeSession:
         if self.is_worker:
             cases.sort(key=lambda case: -case.batch_size * max(case.seq_len, 1))
         place: dict[Case | None, int] = {case: number for number, case in enumerate(cases)}
-        items.sort(key=lambda item: place.get(case_of(item), len(place)))
+        where = [number for number, item in enumerate(items) if case_of(item) in place]
+        ordered = sorted((items[number] for number in where), key=lambda item: place[case_of(item)])
+        for number, item in zip(where, ordered, strict=True):  # all others stay where they are
+            items[number] = item
         only, skips = self.settings.only, self.settings.skip
         for item in items if only or skips else ():
             if takes(item) is not only:

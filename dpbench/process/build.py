@@ -86,10 +86,10 @@ def build(
         **_non_default_options(case, workload),
         **options,
     )
-    if not (callable(getattr(trainer, "train_step", None)) and hasattr(trainer, "model")):
+    if not (isinstance(trainer, TrainerBase) and hasattr(trainer, "model")):
         raise ConfigurationError(
-            f"trainer {case.trainer} makes a {type(trainer).__name__}, without train_step or "
-            f"model; {TRAINER}"
+            f"trainer {case.trainer} makes a {type(trainer).__name__}, which is no TrainerBase, or "
+            f"has not called its constructor; {TRAINER}"
         )
 
     own = part_of_rank(case.batch_size, rank, ranks)
@@ -123,8 +123,8 @@ def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module
 
 
 def labels_of(trainer: TrainerBase) -> dict[str, str]:
-    """A trainer's labels, as text; none if it is no `TrainerBase` and has none."""
-    labels = getattr(trainer, "labels", {})
+    """A trainer's labels, as text."""
+    labels = trainer.labels
     if not isinstance(labels, Mapping):
         raise ConfigurationError(
             f"{type(trainer).__name__}.labels must be a mapping such as {{'clips': 'flat'}}, not "

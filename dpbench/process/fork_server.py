@@ -196,6 +196,4 @@ def end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the current directory, as in `dpbench.__main__`
     main()

@@ -22,7 +22,7 @@ from typing import IO, Any
 from dpbench.gpu import child_environment
 from dpbench.process.messages import MARK
 
-COMMAND = [sys.executable, "-m", "dpbench"]
+COMMAND = [sys.executable, "-P", "-m", "dpbench"]  # -P: without the current directory
 """What the commands begin with that can be forked; others start a program first."""
 
 LATE = {
@@ -82,7 +82,7 @@ class ForkServer:
         self._requests.settimeout(PATIENCE_SECONDS)
         with requests:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dpbench.process.fork_server"],
+                [sys.executable, "-P", "-m", "dpbench.process.fork_server"],
                 stdin=requests.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -157,7 +157,7 @@ def fork(
         options: of `subprocess.Popen`: ``env``, and ``stdout``, where its errors go as well.
         announce: is told the process id before the fork does anything.
     """
-    program, arguments = [*command[:3]], command[3:]
+    program, arguments = [*command[: len(COMMAND)]], command[len(COMMAND) :]
     if program != COMMAND or (server := fork_server()) is None:
         return None
     return server.fork(arguments, options["stdout"], options["env"], announce)

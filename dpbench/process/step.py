@@ -116,12 +116,13 @@ def _observe(
             trainer.train_step(batch)
     if device.type == "cuda":
         torch.cuda.synchronize()
+    scaler_before = trainer.scaler.state_dict()
     spent.switch("active")
     with closing(recorder):
         for batch in batches[steps.warmup :]:
             with observed_step(recorder):
                 loss = trainer.train_step(batch)
-        check_stepped(trainer, steps.active)
+        check_stepped(trainer.scaler, scaler_before, steps.active)
         record = describe(case, device, trainer, loss) | asdict(steps)
         spent.switch("after")
         for batch in takewhile(lambda _: _one_wants_more(recorder), cycle(batches)):
@@ -154,9 +155,22 @@ def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
     )
 
 
-def check_stepped(trainer: TrainerBase, active: int) -> None:
-    """Raise if the GradScaler skipped an observed step, which moved fewer bytes than others."""
-    if trainer.scaler.is_enabled() and trainer.scaler.state_dict()["_growth_tracker"] < active:
+def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], active: int) -> None:
+    """Raise if a GradScaler skipped one of the active steps, which moved fewer bytes than others.
+
+    Without a skip its growth tracker counts every step, and begins anew where the scale grows.
+
+    Args:
+        scaler: after these steps.
+        before: its ``state_dict()`` before them.
+        active: how many they are.
+    """
+    if not scaler.is_enabled():
+        return
+    grown, steps = divmod(before["_growth_tracker"] + active, scaler.get_growth_interval())
+    scale = before["scale"] * scaler.get_growth_factor() ** grown
+    after = scaler.state_dict()
+    if after["_growth_tracker"] != steps or not math.isclose(after["scale"], scale, rel_tol=1e-3):
         raise ConfigurationError(
             "the GradScaler has skipped a step that counts, because gradients overflowed: let it "
             "find its scale in more warm-up steps"

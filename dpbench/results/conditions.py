@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
@@ -189,8 +189,11 @@ def code_state(project: Path) -> dict[str, Any] | None:
         return None
     root = Path(os.fsdecode(top).rstrip("\n"))
     # Git's own difference: a user's diff tool may leave out changes that it takes for equal.
-    own = ("--no-ext-diff", "--no-textconv", "--no-color")
-    digest = hashlib.sha256(difference := _git(root, "diff", *own, "--binary", "HEAD") or b"")
+    # In a submodule, it would run what that one's settings name.
+    own = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
+    harmless = [*HARMLESS, *_without_filters(root)]
+    difference = _git(root, "diff", *own, "--binary", "HEAD", harmless=harmless) or b""
+    digest = hashlib.sha256(difference)
     untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
     names = []
     for name in sorted(filter(None, (untracked or b"").split(b"\0"))):
@@ -198,7 +201,14 @@ def code_state(project: Path) -> dict[str, Any] | None:
             content = (root / os.fsdecode(name)).read_bytes()
             digest.update(name + content)
             names.append(name)
-    dirty = bool(difference or names)
+    changed = []
+    for entry in (_git(root, "ls-files", "-z", "--stage") or b"").split(b"\0"):
+        module = root / os.fsdecode(entry.partition(b"\t")[2])
+        if entry.startswith(b"160000 ") and (module / ".git").exists():
+            within = (code_state(module) or {}).get("changes") or ""
+            digest.update(within.encode())
+            changed.append(within)
+    dirty = bool(difference or names or any(changed))
     return {
         "commit": commit.decode().strip(),
         "dirty": dirty,
@@ -206,11 +216,31 @@ def code_state(project: Path) -> dict[str, Any] | None:
     }
 
 
-def _git(directory: Path, *arguments: str) -> bytes | None:
-    """What git prints, or None if it cannot."""
+HARMLESS = ("-c", "core.fsmonitor=false")
+"""Options of git, see `_git`."""
+
+
+def _without_filters(root: Path) -> Iterator[str]:
+    """Options of git without the filters for files that the checkout's own settings define."""
+    found = _git(root, "config", "--show-scope", "-z", "--name-only", "--get-regexp", r"^filter\.")
+    words = os.fsdecode(found or b"").split("\0")
+    for scope, key in zip(words[::2], words[1::2], strict=False):
+        if scope in ("local", "worktree"):
+            value = "false" if key.endswith(".required") else ""
+            yield from ("-c", f"{key}={value}")
+
+
+def _git(directory: Path, *arguments: str, harmless: Sequence[str] = HARMLESS) -> bytes | None:
+    """What git prints, or None if it cannot; it runs no program that the checkout's own files name.
+
+    These are a monitor of its files, and what fetches objects of a partial clone.
+    """
     try:
         done = subprocess.run(
-            ["git", "-C", str(directory), *arguments], capture_output=True, check=True
+            ["git", *harmless, "-C", str(directory), *arguments],
+            capture_output=True,
+            check=True,
+            env={**os.environ, "GIT_ALLOW_PROTOCOL": "none"},
         )
     except (OSError, subprocess.CalledProcessError):
         return None

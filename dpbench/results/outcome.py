@@ -33,7 +33,7 @@ SEEN = ("operators", "kernels")
 """Those of them whose entries say the number of their outcome; rows say their instrument."""
 
 NOT_TRIED = "DoesNotFit"
-"""The error of a case that is skipped because it cannot fit the GPU, as documents record it."""
+"""The error of a case that was skipped because it cannot fit the GPU, in older documents."""
 
 
 @dataclass(frozen=True)

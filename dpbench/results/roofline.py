@@ -86,7 +86,7 @@ def find_card(name: str) -> Roofs:
     """The card with such a name; an error if dpbench has no data sheet of it."""
     if card := known_roofs(name):
         return card
-    raise unknown("card", name, CARDS, "or measure this one's roofs: bench/ceilings.py")
+    raise unknown("card", name, CARDS, "or a FILE of measured roofs")
 
 
 def _plain(name: str) -> str:
@@ -105,20 +105,19 @@ def find_ceilings(device: str) -> Roofs:
         if device in found.devices:
             return found
     raise ConfigurationError(
-        f"there are no measured ceilings of {device or 'this device'}: on it, "
-        f"python bench/ceilings.py > FILE, then --time FILE"
+        f"there are no measured ceilings of {device or 'this device'}: "
+        f"name a FILE that has them, --time FILE"
     )
 
 
 def read_ceilings(path: Path) -> Roofs:
-    """The roofs that ``bench/ceilings.py`` measured on one device."""
+    """The roofs that were measured on one device, as ``bench/ceilings.py`` prints them."""
     try:
         return _ceilings(json.loads(read_file(path))["ceilings"])
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"not what bench/ceilings.py prints ({error})"
-        raise ConfigurationError(f"{path}: {what}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigurationError(f"{path}: no file of measured ceilings ({error})") from error
 
 
 # --- phases under the roofs ------------------------------------------------------------------

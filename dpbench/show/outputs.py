@@ -68,7 +68,9 @@ def labels_text(labels: Mapping[str, str]) -> str:
 def csv_rows(runs: Sequence[Run], view: View) -> str:
     """The long table, exact, in bytes and seconds, with what each trainer says that it clips.
 
-    Ratios are not in it: they are between means over the steps, and a line is one step.
+    Ratios are not in it: they are between means over the steps, and a line is one step. A text that
+    a spreadsheet would take for a formula has an apostrophe before it, as OWASP's "CSV Injection"
+    advises.
     """
     import pandas as pd
 
@@ -77,4 +79,8 @@ def csv_rows(runs: Sequence[Run], view: View) -> str:
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
     frame["labels"] = frame.trainer.map(labels)
-    return frame.to_csv(index=False, lineterminator="\n")
+    return frame.map(_no_formula).to_csv(index=False, lineterminator="\n")
+
+
+def _no_formula(cell: object) -> object:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(tuple("=+-@\t\r")) else cell

@@ -76,7 +76,7 @@ def lacking(rows: pd.DataFrame) -> Iterator[str]:
             yield f"No {what} for {_names(steps[missing].trainer)}: --instrument {by}."
     for precision in dict.fromkeys(steps[no_ceiling].precision):
         known = precision in PRODUCTS or precision.endswith("-amp")
-        help = "python bench/ceilings.py measures it, --time FILE takes it"
+        help = "--time FILE takes a measured one"
         why = help if known else "the precision of a script is unknown"
         yield f"No ceiling of arithmetic{f' at {precision}' if known else ''}: {why}."
     busy_seconds = rows.seconds - rows.idle_seconds.fillna(0.0)

@@ -29,10 +29,8 @@ def column(name: str) -> Metric:
     metric = METRICS.find(name)
     if metric and ("__" in name or metric.name in columns()):
         return metric
-    kinds = ("value", "throughput")
-    values = [name for kind in kinds for name, each in columns().items() if each.kind == kind]
     hint = "also dram_ratio, _spread, _over_logical, _over_one_gpu, …, spread, or an ncu counter"
-    raise unknown("column", name, values, hint)
+    raise unknown("column", name, columns(), hint)
 
 
 def shown_by_default(*, logical: bool) -> list[Metric]:

@@ -12,6 +12,7 @@ is frozen, two narrow ones.
 
 from __future__ import annotations
 
+import warnings
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -73,10 +74,13 @@ def choose_trainable(model: nn.Module, trainable: str) -> None:
 
 
 def _with_adapters(model: nn.Module, rank: int) -> list[Tensor]:
+    """Give linear layers adapters, but not one whose weights PyTorch's attention reads itself."""
     weights: list[Tensor] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if isinstance(child, nn.Linear) and isinstance(parent, nn.MultiheadAttention):
+                warnings.warn(f"lora: no adapter for {name} of MultiheadAttention", stacklevel=3)
+            elif isinstance(child, nn.Linear):
                 adapter = LowRank(child, rank)
                 setattr(parent, name, adapter)
                 weights += [adapter.down.weight, adapter.up.weight]

@@ -61,3 +61,14 @@ def test_a_method_that_nobody_named_may_lack_a_way_to_be_parallel(
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["headroom", "absent.json", *SMALL]) == 2
     assert "no run file absent.json" in capsys.readouterr().err
+
+
+def test_where_a_private_method_moves_less_the_floor_is_said_to_be_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One example at a time needs no mask for each."""
+    layer = ["--workload=layer", "--set=layer=mha", "--set=width=16", "--batch-size=4"]
+    assert main(["headroom", *layer, "--trainer=micro_batch", "--trainer=dpsgd"]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "micro_batch moves less: the floor is none here" in table
+    assert "dpsgd moves less" not in table

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import dpbench
 from dpbench import Case
 from dpbench.cli import main
 from dpbench.metrics import unit
@@ -84,7 +87,7 @@ def test_measured_ceilings_serve_as_roofs(capsys: pytest.CaptureFixture[str]) ->
         (["run.json", "--roofline"], "no operations were counted for standard-bs4-seq16-tiny-fp32"),
         (["run.json", "run.json", "--roofline"], "the same case is in two of them"),
         (["both.json", "--roofline", "l4"], "measured on NVIDIA H200, not on NVIDIA L4"),
-        (["both.json", "--roofline", "run.json"], "not what bench/ceilings.py prints"),
+        (["both.json", "--roofline", "run.json"], "no file of measured ceilings"),
         (["both.json", "--roofline", "--markdown", "/"], "is a directory; name a file"),
         (["h20.json", "--roofline"], "unknown card 'NVIDIA H20'"),
     ],
@@ -101,3 +104,29 @@ def test_bad_input_gets_one_clear_line(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("dpbench show: ")
     assert words in line
+
+
+@pytest.mark.parametrize("name", ["ceilings.json", "ceilings", "of.mine/ceilings.txt"])
+def test_measured_roofs_are_read_whatever_their_file_is_called(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(json.dumps({"ceilings": {"device": DEVICE, **ROOFS}}))
+    run = saved("run.json", DPSGD, MEASURED | COUNTED)
+    assert main(["show", run, "--roofline", name]) == 0
+    assert "Roofs of NVIDIA H200: 1000 GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_a_card_is_a_card_whatever_lies_around(
+    make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(Path("h200"))
+    assert main(["show", saved("run.json", DPSGD, COUNTED), "--roofline", "h200"]) == 0
+    assert "Roofs of NVIDIA H200: 4800 GB/s" in capsys.readouterr().out
+
+
+def test_nothing_recommends_what_only_the_repository_has() -> None:
+    package = Path(dpbench.__file__).parent
+    named = re.compile(r"python bench/|: bench/|of bench/")
+    assert [p.name for p in package.rglob("*.py") if named.search(p.read_text("utf-8"))] == []

@@ -96,7 +96,7 @@ def test_a_ceiling_that_was_not_measured_is_not_replaced(
     by_autocast = (RESULTS / "h200-methods-amp.json").read_text()
     run.write_text(by_autocast.replace('"bf16-amp"', '"fp16-amp"'))
     text = " ".join(shown(capsys, run, "--time").split())
-    assert "No ceiling of arithmetic at fp16-amp: python bench/ceilings.py measures it" in text
+    assert "No ceiling of arithmetic at fp16-amp: --time FILE takes a measured one" in text
     assert "Roofs of NVIDIA H200: 4283 GB/s (measured" in text
     document = json.loads((RESULTS / "h200-ceilings.json").read_text())
     document["ceilings"]["flops"]["fp16"] = 6e14
@@ -124,9 +124,9 @@ def test_a_bound_beyond_the_time_is_said_to_be_wrong(
     [
         ([COUNTED, "--time"], "no step was timed; dpbench run --instrument cupti times"),
         ([GRID1, GRID1, "--time"], "the same case is in two of them"),
-        ([GRID1, "--time", GRID1], "not what bench/ceilings.py prints"),
+        ([GRID1, "--time", GRID1], "no file of measured ceilings"),
         ([GRID1, "--time", "--roofline"], "--roofline and --time are two tables: ask for one"),
-        (["other.json", "--time"], "no measured ceilings of NVIDIA T4: on it, python"),
+        (["other.json", "--time"], "no measured ceilings of NVIDIA T4: name a FILE"),
     ],
 )
 def test_bad_input_gets_one_clear_line(

@@ -33,6 +33,4 @@ nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
 nvmlDeviceGetCudaComputeCapability = lambda handle: (0, 0)
 nvmlDeviceGetName = lambda handle: "NVIDIA H200"
 nvmlDeviceGetComputeRunningProcesses = lambda handle: []
-nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(
-    total=int(os.environ.get("REPLAYED_MEMORY", 141 * 10**9)), free=10**9
-)
+nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(total=141 * 10**9, free=10**9)

@@ -39,8 +39,8 @@ def test_the_instrument_measures_a_case_in_one_process(tmp_path: Path, micro_bat
     total = report.value("l2_served_bytes") + report.value("l2_crossing_bytes")
     assert total == pytest.approx(report.value("l2_total_bytes"), rel=1e-6)
     assert {"forward", "backward", "clip", "noise", "optimizer"} <= {*report.phases.index}
-    assert 0 < report.value("gpu_busy_share", "noise") < 1
-    assert 0 < report.value("gpu_busy_share") < 1
+    assert 0 < report.value("gpu_busy_share", "noise") <= 1
+    assert 0 < report.value("gpu_busy_share") <= 1
     assert report.value("peak_memory_bytes") > 0
     seconds = report.value("range_time_seconds")
     assert report.value("step_time_seconds") == pytest.approx(seconds, rel=0.5)

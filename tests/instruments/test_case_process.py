@@ -47,6 +47,7 @@ def says(**record: object) -> str:
 def test_the_command_is_an_argument_list_that_names_every_field() -> None:
     assert step_command(CASE, Steps(1, 2), device="cuda") == [
         sys.executable,
+        "-P",
         "-m",
         "dpbench",
         "step",
@@ -222,3 +223,18 @@ def test_cancelling_ends_a_child_at_once(tmp_path: Path) -> None:
     child.cancel()
     assert child.group.process.returncode is not None
     child.cancel()  # and again does nothing
+
+
+def test_what_a_child_printed_last_is_said_if_it_could_not_say_more(tmp_path: Path) -> None:
+    program = "echo first; echo ImportError: cannot import name; echo; exit 1"
+    assert str(fails(program, tmp_path)).startswith(
+        f"{CASE.id}: the process ended with exit code 1: ImportError: cannot import name"
+    )
+
+
+def test_a_log_that_cannot_be_written_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "reports").touch()  # a file where a folder would be
+    child = start(says(loss=1), tmp_path / "reports" / "tiny-fp32" / "log")
+    assert child.record()["loss"] == 1
+    child.cancel()
+    assert not child.log.exists()

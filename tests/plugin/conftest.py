@@ -98,7 +98,7 @@ def project(
     """Run pytest in a user's project; ``replayed`` cases are tiny, standard and dpsgd.
 
     The session runs in this process, which costs a tenth of a new one, unless it has workers or
-    is to be ``alone``. With ``fits`` it predicts whether a case fits the GPU.
+    is to be ``alone``.
     """
     for name, replay in REPLAYS.items():
         program(pytester.path / name, replay)
@@ -110,14 +110,10 @@ def project(
         cell="trainer = ['standard', 'dpsgd']\nbatch_size = 4\nseq_len = 64\nmodel_size = 'tiny'",
     )
 
-    def run(
-        *arguments: str, replayed: bool = True, alone: bool = False, fits: bool = False
-    ) -> pytest.RunResult:
+    def run(*arguments: str, replayed: bool = True, alone: bool = False) -> pytest.RunResult:
         measured = ["--ncu", "--ncu-path=./ncu", "--dpbench-no-timing"] if replayed else []
         grid = [] if any("--dpbench-grid" in a for a in arguments) else ["--dpbench-grid=cell.toml"]
-        # Predicting a case's memory loads torch and counts; one test is about that.
-        unchecked = [] if fits else ["--dpbench-try-anyway"]
-        everything = [*WITHOUT, *grid, *measured, *unchecked, *arguments]
+        everything = [*WITHOUT, *grid, *measured, *arguments]
         if alone:
             return pytester.runpytest_subprocess(*everything)
         return in_this_process(pytester, everything, imports)

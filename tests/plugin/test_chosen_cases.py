@@ -18,7 +18,7 @@ CHOSEN = [
 COUNTED = [
     *("--ncu", "--ncu-path=./ncu", "--ncu-dir=deep/reports"),
     *("--ncu-metrics=gld_throughput", "--ncu-metrics=l2_read_bytes"),
-    *("--ncu-warmup=4", "--ncu-active=7", "--dpbench-no-timing", "--dpbench-try-anyway"),
+    *("--ncu-warmup=4", "--ncu-active=7", "--dpbench-no-timing"),
     *("--ncu-kernels-phase=clip", "--ncu-kernels-top=2"),
     *("--dpbench-save=clip", "--dpbench-storage=kept"),
 ]
@@ -28,7 +28,6 @@ COUNTED = [
 def test_the_chosen_cases_are_counted_and_saved_as_asked(
     project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, mode: list[str]
 ) -> None:
-    monkeypatch.setenv("REPLAYED_MEMORY", "1000000")  # nothing fits
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")  # which has no ÷; a table remains a table
     pytester.makepyfile(
         outside="",
@@ -38,7 +37,7 @@ def test_the_chosen_cases_are_counted_and_saved_as_asked(
             assert measured.kernels.loc["clip", "reduce_kernel<NormTwoOps>"].launches == 38
         """,
     )
-    result = project(*mode, *CHOSEN, *COUNTED, replayed=False, fits=True)
+    result = project(*mode, *CHOSEN, *COUNTED, replayed=False)
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(
         [

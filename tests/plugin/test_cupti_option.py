@@ -18,7 +18,7 @@ from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.process.messages import print_record
 
-options = build_parser("step").parse_args(sys.argv[3:])  # after python -m dpbench
+options = build_parser("step").parse_args(sys.argv[4:])  # after python -P -m dpbench
 case = chosen_case(options)
 with open("started.txt", "a") as stream:
     print(case.trainer, "cupti" if options.cupti is not None else "plain", file=stream)

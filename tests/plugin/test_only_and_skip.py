@@ -46,3 +46,37 @@ def test_a_gate_is_not_passed_by_skipping_what_it_judges(
     result = project("--dpbench-skip", *limit)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stdout.fnmatch_lines(["ERROR: dpbench: *judged nothing*"])
+
+
+def test_tests_that_measure_no_case_stay_where_they_are(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    """Those of one case come together, in the places that tests of cases have."""
+    pytester.makepyfile(
+        test_suite="""
+        def test_first():
+            pass
+
+        def test_case(dpbench_case):
+            assert dpbench_case
+
+        def test_between():
+            pass
+
+        def test_case_again(dpbench_case):
+            assert dpbench_case
+
+        def test_last():
+            pass
+        """
+    )
+    result = project("-v", replayed=False)
+    named = [line.split()[0].partition("::")[2] for line in result.stdout.lines if "PASSED" in line]
+    one, other = "[standard-bs4-seq64-tiny-fp32]", "[dpsgd-bs4-seq64-tiny-fp32]"
+    assert named == [
+        "test_first",
+        *(f"test_case{one}", f"test_case_again{one}"),
+        "test_between",
+        *(f"test_case{other}", f"test_case_again{other}"),
+        "test_last",
+    ]

@@ -125,17 +125,6 @@ def test_tests_of_one_case_come_one_after_the_other(project: RunSuite) -> None:
     assert cases == ["standard", "standard", "dpsgd", "dpsgd"]
 
 
-def test_a_case_that_cannot_fit_is_skipped(
-    project: RunSuite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REPLAYED_MEMORY", "1000000")
-    result = project("-rs", fits=True)
-    result.assert_outcomes(skipped=4)
-    result.stdout.fnmatch_lines(
-        ["*does not fit: needs about * GB of * GB*", "*nothing was measured*"]
-    )
-
-
 def test_a_trainer_whose_module_is_nowhere_is_refused_once(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from dpbench import Case, ConfigurationError
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.process.build import build, pick_device
-from dpbench.process.step import PhaseTimes, held_by_graphs, run_case
+from dpbench.process.step import PhaseTimes, check_stepped, held_by_graphs, run_case
 from dpbench.training.phases import observed_step, phase
 
 CASE = Case("dpsgd_ghost", 4, 16, "tiny")
@@ -93,3 +93,38 @@ def test_memory_that_cuda_graphs_keep_counts_though_no_tensor_holds_it() -> None
     elsewhere = segment((0, 1), 20 << 20, 0, device=1)
     assert held_by_graphs([ordinary, *graphs, elsewhere], 0) == 15 << 20
     assert held_by_graphs([ordinary], 0) == 0
+
+
+# --- steps that a GradScaler skips ---------------------------------------------------------------
+
+
+def scaled_steps(interval: int, warmup: int, overflows: list[bool]) -> None:
+    """Take steps with a scaler that grows after so many, and check those after the warm-up."""
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=interval)
+    before = scaler.state_dict()
+    for number, overflow in enumerate([False] * warmup + overflows):
+        if number == warmup:
+            before = scaler.state_dict()
+        optimizer.zero_grad()
+        scaler.scale(weight * (float("inf") if overflow else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    check_stepped(scaler, before, len(overflows))
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 5, 2000])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 3, 4])
+def test_a_scaler_that_grows_has_skipped_nothing(interval: int, warmup: int) -> None:
+    scaled_steps(interval, warmup, [False] * 5)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 5, 2000])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("skipped", [0, 2, 4])
+def test_a_step_that_a_scaler_skips_is_found_wherever_it_grows(
+    interval: int, warmup: int, skipped: int
+) -> None:
+    with pytest.raises(ConfigurationError, match="the GradScaler has skipped a step that counts"):
+        scaled_steps(interval, warmup, [number == skipped for number in range(5)])

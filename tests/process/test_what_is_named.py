@@ -40,7 +40,7 @@ MODEL = "a model is an nn.Module, called as Model(size"
     [
         ("trainer", "collections:OrderedDict", "is the class OrderedDict", TRAINER),
         ("trainer", f"{__name__}:TakesNothing", "cannot be called so: too many", TRAINER),
-        ("trainer", f"{__name__}:no_trainer", "makes a object, without train_step", TRAINER),
+        ("trainer", f"{__name__}:no_trainer", "makes a object, which is no TrainerBase", TRAINER),
         ("trainer", "math:pi", "cannot be called so: 3.14", TRAINER),
         ("model", "collections:OrderedDict", "is a OrderedDict", MODEL),
         ("model", "torch.nn:Linear", "cannot be called so: missing a required", MODEL),

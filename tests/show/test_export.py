@@ -59,6 +59,18 @@ MEASURED = [
 # --- CSV -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("sign", ["=", "+", "-", "@", "\t"])
+def test_csv_has_no_formula(sign: str) -> None:
+    text = f'{sign}HYPERLINK("http://example.org","run")'
+    [measured] = rows(text, dram_read_bytes=[-1.0])
+    outcome = Outcome(measured.case, (measured,), labels={"clips": "flat"})
+    [read] = csv.DictReader(
+        StringIO(csv_rows([Run(Path("r"), document([outcome], {}, {}))], View()))
+    )
+    assert read["trainer"] == f"'{measured.case.trainer}"
+    assert (read["value"], read["labels"]) == ("-1.0", "clips flat")
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0, 1e15) | st.integers(0, 2**60), min_size=1, max_size=4))
 def test_csv_keeps_every_digit(values: list[float]) -> None:

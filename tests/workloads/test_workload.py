@@ -16,14 +16,13 @@ from dpbench import TRAINERS, WORKLOADS
 from dpbench.case import Case
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
-from dpbench.gpu import Gpu
+from dpbench.fit import needed
 from dpbench.grid import Grid
 from dpbench.instruments.interface import CaseRefused
 from dpbench.instruments.logical.logical import Logical
 from dpbench.process.build import build, smoke_test
 from dpbench.process.command_line import arguments
 from dpbench.registry import resolve
-from dpbench.runner import check_fits
 from tests.workloads import digits
 
 CPU = torch.device("cpu")
@@ -281,12 +280,11 @@ def test_what_opacus_cannot_train_is_said_in_its_words(capsys: pytest.CaptureFix
 @pytest.mark.usefixtures("counted_here")
 @pytest.mark.parametrize("built_in", [True, False])
 def test_what_no_gpu_would_change_is_said_before_one_is_used(built_in: bool) -> None:
-    gpu = Gpu("GPU-1", "NVIDIA H200", 10**12, "580")
     case = Case("dpsgd", 4, 8, "tiny", precision="fp16-amp")
     if not built_in:
         case = case_of(digits.Normalised, "dpsgd")
     with pytest.raises(CaseRefused, match=f"^{case.id}: Opacus"):
-        check_fits(case, gpu)
+        needed(case)
 
 
 def test_a_model_that_ignores_its_size_is_not_called_by_it() -> None:

@@ -76,6 +76,7 @@ class Ncu(Recorded):
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     needs_gpu: ClassVar[bool] = True
     by_rank: ClassVar[bool] = False
+    leaves_files: ClassVar[bool] = True
     options: ClassVar[type | None] = CounterOptions
     step_option = "--nvtx", "mark phases as NVTX ranges for a profiler, and take no times"
     replay: ClassVar[str] = "app-range"  # ncu's mode

@@ -69,6 +69,7 @@ class Nsys(Recorded):
     subjects: ClassVar[tuple[str, ...]] = ("case",)
     needs_gpu: ClassVar[bool] = True
     by_rank: ClassVar[bool] = False
+    leaves_files: ClassVar[bool] = True
     step_option = "--nsys", "under nsys profile: have some steps recorded after the timed ones"
 
     path: str = "nsys"  # the program

@@ -135,7 +135,9 @@ class _Export:
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
-        self.strings: dict[int, str] = dict(database.execute("SELECT id, value FROM StringIds"))
+        if not self._columns("StringIds"):
+            raise sqlite3.DatabaseError("no table StringIds")
+        self.strings: dict[int, str] = dict(self.select("StringIds", "id", "value"))
 
     def timeline(self, path: Path) -> Timeline:
         by_device: dict[int, list[Activity]] = defaultdict(list)
@@ -153,10 +155,18 @@ class _Export:
             sorted(busiest),
         )
 
+    def _columns(self, table: str) -> set[str]:
+        """The columns of a table; none without it. A view, which may never end, is an error."""
+        kinds = self.database.execute(
+            "SELECT 1 FROM sqlite_master WHERE type = 'view' AND name = ? COLLATE NOCASE", (table,)
+        )
+        if kinds.fetchone():
+            raise sqlite3.DatabaseError(f"{table} is a view")
+        return {row[1] for row in self.database.execute(f"PRAGMA table_info({table})")}
+
     def select(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
         """Rows of a table, with None for columns that it lacks; no rows if the table is missing."""
-        having = {row[1] for row in self.database.execute(f"PRAGMA table_info({table})")}
-        if having:
+        if having := self._columns(table):
             chosen = ", ".join(f'"{c}"' if c in having else "NULL" for c in columns)
             yield from self.database.execute(f"SELECT {chosen} FROM {table}")
 

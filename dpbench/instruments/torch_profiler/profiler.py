@@ -54,6 +54,7 @@ class TorchProfiler(Recorded):
 
     name: ClassVar[str] = INSTRUMENT
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
+    leaves_files: ClassVar[bool] = True
     options: ClassVar[type | None] = ProfilerOptions
     step_option = "--profile", "run under the PyTorch profiler, output here"
     step_value: ClassVar[Mapping[str, Any]] = {"type": Path, "metavar": "DIR"}

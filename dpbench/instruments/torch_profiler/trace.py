@@ -87,6 +87,7 @@ def read(path: Path) -> Trace:
     Work that was launched outside every phase belongs to `OUTSIDE`. A trace of another program is
     one step, all of it `OUTSIDE`.
     """
+    was_enabled = gc.isenabled()
     gc.disable()  # it would take three quarters of the time
     try:
         by_category = _events(path)
@@ -102,7 +103,8 @@ def read(path: Path) -> Trace:
         what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise TraceUnreadable(f"{path}: not a readable trace ({what})") from error
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def _events(path: Path) -> dict[str, list[Event]]:

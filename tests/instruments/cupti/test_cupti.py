@@ -245,10 +245,10 @@ def test_a_run_is_measured_saved_and_shown(
     monkeypatch.setattr(sys, "executable", str(program(tmp_path / "replay", text)))
     monkeypatch.chdir(tmp_path)
     axes = ["--trainer=dpsgd", "--batch-size=2", "--seq-len=16", "--model-size=tiny"]
-    options = ["--try-anyway", "--json=run.json", "--save=first"]
+    options = ["--json=run.json", "--save=first"]
     assert main(["run", "--instrument=cupti", *axes, *options]) == 0
     assert "busy by phase" in capsys.readouterr().out
     document = json.loads(Path("run.json").read_text())
     assert {row["instrument"] for row in document["rows"]} == {"cupti"}
     again = ["--compare", "--compare-fail=gpu_busy_share:1%", "--compare-fail=dram_bytes:1%"]
-    assert main(["run", "--instrument=cupti", *axes, "--try-anyway", *again]) == 0
+    assert main(["run", "--instrument=cupti", *axes, *again]) == 0

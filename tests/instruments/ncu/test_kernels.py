@@ -21,7 +21,7 @@ CASE = Case("dpsgd", 8, 256)
 TINY = Case("dpsgd", 4, 64, "tiny")
 CHILD = [
     sys.executable,
-    *("-m", "dpbench", "step"),
+    *("-P", "-m", "dpbench", "step"),
     *("--trainer", "dpsgd"),
     *("--batch-size", "8"),
     *("--seq-len", "256"),

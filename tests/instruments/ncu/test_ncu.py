@@ -44,7 +44,7 @@ def test_the_whole_argument_list() -> None:
         "--force-overwrite",
         *("--export", "reports/1b-fp32/report_dpsgd_bs8_seq256.ncu-rep"),
         sys.executable,
-        *("-m", "dpbench", "step"),
+        *("-P", "-m", "dpbench", "step"),
         *("--trainer", "dpsgd"),
         *("--batch-size", "8"),
         *("--seq-len", "256"),

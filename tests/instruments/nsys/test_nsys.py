@@ -62,7 +62,7 @@ def test_the_argument_list_records_cuda_and_nvtx_between_the_marks_alone() -> No
         *("--capture-range-end=stop", "--force-overwrite=true"),
     ]
     assert command[9] == "--output=a%%b/tiny-fp32/report_dpsgd_bs2_seq16.nsys-rep"
-    assert command[10:14] == [sys.executable, "-m", "dpbench", "step"]
+    assert command[10:15] == [sys.executable, "-P", "-m", "dpbench", "step"]
     assert command[-5:] == ["--warmup", "2", "--active", "4", "--nsys"]
 
 

@@ -21,7 +21,7 @@ CASE = Case("dpsgd", 4, 64, "tiny")
 def test_the_whole_argument_list() -> None:
     instrument = TorchProfiler(Path("runs"), schedule=Schedule(active=3), threshold=2.5)
     assert instrument.command(CASE) == [
-        *(sys.executable, "-m", "dpbench", "step"),
+        *(sys.executable, "-P", "-m", "dpbench", "step"),
         *("--trainer", "dpsgd"),
         *("--batch-size", "4"),
         *("--seq-len", "64"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 from collections import Counter
@@ -194,3 +195,14 @@ def test_a_trace_that_was_cut_off_is_an_error(tmp_path: Path) -> None:
 def test_a_missing_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceUnreadable, match="No such file"):
         trace.read(tmp_path / "trace_0.json.gz")
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_reading_leaves_the_garbage_collector_as_it_was(on: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if on else gc.disable)()
+        read(DATA / "standard" / "trace_0.json.gz")
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -1,0 +1,34 @@
+"""What leaves no reports needs no folder for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+
+SIZE = ["--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2", "--trainer=standard"]
+
+
+@pytest.fixture(autouse=True)
+def no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("ncu_reports", "runs"):  # even root cannot make a folder where a file is
+        Path(name).touch()
+
+
+@pytest.mark.parametrize("instrument", ["logical", "timing"])
+def test_counting_and_timing_go_on(instrument: str) -> None:
+    run = ["run", f"--instrument={instrument}", "--device=cpu", "--active=1", *SIZE]
+    assert main([*run, "--json=run.json"]) == 0
+    assert json.loads(Path("run.json").read_text())["rows"]
+
+
+def test_what_leaves_files_is_refused_before_it_measures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "--instrument=torch_profiler", "--device=cpu", *SIZE]) == 2
+    assert "directory runs cannot be written" in capsys.readouterr().err
