@@ -166,7 +166,11 @@ class StepFinder:
 
     def _border(self) -> None:
         """End the last step and begin the next, at a call with which a step can begin."""
+        import torch
+
         if self.by_hand or (self._updating and not self._stopped):
+            return
+        if torch.is_inference_mode_enabled():  # nothing trains, and its end undoes a recorder's mode
             return
         if self._updated:
             self._end_turn()

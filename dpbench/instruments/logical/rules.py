@@ -69,7 +69,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
 from dpbench.instruments.logical.regions import Region, region_of, tensors
 
@@ -327,9 +327,16 @@ def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
 
 
 @cache
-def operator_name(func: OpOverload) -> str:
+def full_name(func: OpOverload | HigherOrderOperator) -> str:
+    """``aten::clone`` or ``higher_order::flex_attention``."""
+    if isinstance(func, HigherOrderOperator):
+        return f"{func.namespace}::{func.name()}"
+    return str(func._schema.name)
+
+
+def operator_name(func: OpOverload | HigherOrderOperator) -> str:
     """``clone`` for ``aten::clone``; with its namespace, ``library::name``, for all others."""
-    return str(func._schema.name).removeprefix("aten::")
+    return full_name(func).removeprefix("aten::")
 
 
 @cache

@@ -22,8 +22,9 @@ from torch.testing._internal.distributed import fake_pg
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical import collectives, one_rank
-from dpbench.instruments.logical.counter import resizing_seen, without_data
+from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import Counting, Logical, new_objects_collected
+from dpbench.instruments.logical.memory import resizing_seen
 from dpbench.model_size import MODEL_SIZES
 from dpbench.process.build import build
 from dpbench.registry import TRAINERS
