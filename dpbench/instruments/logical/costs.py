@@ -37,4 +37,5 @@ def cost(
         read, written = (sum(size for _, size in regions) for regions in sizes)
         return Cost(read, written, flops(func, args, kwargs, out), 0)
     moved = rules.traffic(func, args, kwargs, out)
-    return Cost(*moved, flops(func, args, kwargs, out), sent(func, args, kwargs, out))
+    crossed = sent(rules.operator_name(func), rules.arguments_of(func, args, kwargs), out)
+    return Cost(*moved, flops(func, args, kwargs, out), crossed)

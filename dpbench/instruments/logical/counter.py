@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import distributed
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -227,12 +227,10 @@ class RunningCounter(ByteCounter):
 
     def _leave_out(self, func: Any, args: Any, out: Any, error: Exception) -> None:
         """Note an operator that no rule fits, in words of ours: the script is not at fault."""
-        layouts = {str(tensor.layout).removeprefix("torch.") for tensor in tensors([args, out])}
-        why = f"its tensors are {' and '.join(sorted(layouts - {'strided'}))}"
+        layouts = {str(each.layout) for each in tensors([args, out])} - {"torch.strided"}
+        why = f"its tensors are {' and '.join(sorted(layouts))}" if layouts else "no rule fits it"
         if isinstance(error, UnsupportedOperation):
             why = str(error)
-        elif layouts <= {"strided"}:
-            why = f"no rule fits what it was given ({type(error).__name__})"
         self.notes[f"{NOT_COUNTED}: {label(func)}: {why}"] += 1
         if formula_of(func) or is_unknown(func):
             self.notes[f"{NO_FLOPS}: {label(func)} multiplies, and was not counted"] += 1
@@ -259,7 +257,9 @@ def logical_rows(
 ) -> Iterator[Measurement]:
     """The rows of a step, by the phases that it had and as a whole, with its ``largest`` tensor."""
     operators = tuple(operators)
-    with_others = case.gpus > 1 or any(count.collective_bytes for count in operators)
+    with_others = case.gpus > 1 or (
+        distributed.is_initialized() and distributed.get_world_size() > 1
+    )
     tool = f"torch {torch.__version__}"
     for phase in (*(phase for phase in ALL_PHASES if phase in phases), STEP):
         counts = [count for count in operators if phase in (count.phase, STEP)]
@@ -280,9 +280,9 @@ def logical_rows(
 
 
 @cache
-def label(func: OpOverload) -> str:
+def label(func: Any) -> str:
     """An operator's name as PyTorch's profiler tables spell it, e.g. ``aten.clone``."""
-    return rules.full_name(func).replace("::", ".")
+    return str(func.name()).partition(".")[0].replace("::", ".")
 
 
 @cache

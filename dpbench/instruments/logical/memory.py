@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dpbench.instruments.logical.regions import region_of
 
@@ -74,12 +73,11 @@ def in_place(func: Any, args: tuple[Any, ...]) -> Any:
     """
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1:
         return func
-    first, second, *_ = args
-    if not (isinstance(first, FakeTensor) and isinstance(second, FakeTensor)):
+    first, second = args[:2]
+    like = isinstance(second, Tensor) and (first.shape, first.dtype) == (second.shape, second.dtype)
+    if torch.is_grad_enabled() or not like:
         return func
-    if torch.is_grad_enabled() or first.shape != second.shape or first.dtype != second.dtype:
-        return func
-    storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
-    whole = region_of(first)[1] == first.untyped_storage().nbytes()
-    alone = (first._use_count(), storage) == UNSHARED
-    return torch.ops.aten.add_.Tensor if alone and whole else func
+    storage = first.untyped_storage()
+    uses = first._use_count(), torch._C._storage_Use_Count(storage._cdata)
+    whole = region_of(first)[1] == storage.nbytes()  # a view of all, without gaps
+    return torch.ops.aten.add_.Tensor if whole and uses == UNSHARED else func
