@@ -75,7 +75,7 @@ class Turns:
             self.awaited |= self.stepped
             if len(self._late) == MOST_TURNS:  # the first one steps no more
                 steps, self._first = MOST_TURNS, None
-                self.awaited = WeakSet().union(*self._late)
+                self.awaited = WeakSet(each for turn in self._late for each in turn)
         elif not self._whole:  # the others were awaited in vain
             steps, self.awaited = self.taken, WeakSet(self.stepped)
         if steps:

@@ -35,8 +35,7 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 
 REDUCE_TO_ALL = re.compile("::all_?reduce")
 SHARE_WITH_ALL = re.compile("all_?gather|::_?reduce_scatter|all_?to_?all")
-SEND = re.compile("::i?send")
-PASS_ON = re.compile("::(broadcast|reduce_$)")
+PASS_ON = re.compile("::(broadcast|reduce_$|i?send)")
 BY_ROOT = re.compile("::(gather|scatter)_$")
 SEND_NOTHING = re.compile(
     "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
@@ -58,7 +57,7 @@ def sent(name: str, given: Mapping[str, Any], out: Any) -> int:
     if not name.startswith(tuple(f"{each}::" for each in NAMESPACES)) or SEND_NOTHING.search(name):
         return 0
     whole = max(_bytes(value) for value in (*given.values(), out))
-    if SEND.search(name):
+    if "send" in name:
         return whole
     ranks = _group(given).size()
     if PASS_ON.search(name):
