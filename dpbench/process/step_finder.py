@@ -4,8 +4,8 @@ Functions that every training loop calls are wrapped (`dpbench.process.watched`)
 module's call, ``backward``, clipping, noise, optimizers, batches. Forward lasts until backward
 begins, so it contains the loss. A training step does not end with an optimizer's step, which
 another optimizer, a scheduler or a log may follow, but where the next one begins: at a batch, a
-forward or a backward after the last optimizer that takes turns (`dpbench.process.turns`). Steps
-follow each other without a gap; what belongs to no phase is outside: batches, logs, evaluation.
+forward or a backward after the last optimizer that takes turns (`dpbench.process.turns`). What
+belongs to no phase is outside: batches, logs, evaluation.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ class StepFinder:
         self.turns = Turns()
         self.settled = False  # in a module, a backward or a batch: modules begin nothing
         self.idle = True  # in no step that counts: only borders are looked for
-        # In a step that does not count, before an optimizer has stepped: none can begin or end,
-        # and watching costs nothing.
-        self.quiet = False
+        self.quiet = False  # idle, and no optimizer has stepped: no step can begin or end
         self.undo = ExitStack()  # what `close` takes back
         self._thread = threading.get_ident()
         self._children = page_faults_of_children()
@@ -165,8 +163,14 @@ class StepFinder:
             self.give_up_step()
 
     def _border(self) -> None:
-        """End the last step and begin the next, at a call with which a step can begin."""
-        if self.by_hand or (self._updating and not self._stopped):
+        """End the last step and begin the next, at a call with which a step can begin.
+
+        Not in inference mode, whose end would undo a dispatch mode that began or ended in it.
+        """
+        import torch
+
+        inside = self.by_hand or torch.is_inference_mode_enabled()
+        if inside or (self._updating and not self._stopped):
             return
         if self._updated:
             self._end_turn()
@@ -207,10 +211,7 @@ class StepFinder:
 
     @contextmanager
     def within(self, phase: str, *, begins: bool = False, resumes: bool = False) -> Iterator[None]:
-        """Mark the phase of a call, with which a step may begin.
-
-        Forward has ended, unless it resumes afterwards: a loss may contain a gradient.
-        """
+        """Mark the phase of a call, with which a step may begin; forward may resume after it."""
         if not self._hears():
             yield
             return
@@ -303,8 +304,6 @@ class StepFinder:
         if within is not None and self._updates == updates:
             self._has_updated(getattr(optimizer, "original_optimizer", optimizer))
             self._skipped += self._step.listener is not None
-
-    # --- the end -----------------------------------------------------------------------------
 
     def remarks(self) -> Iterator[str]:
         """Notes about the observed steps."""

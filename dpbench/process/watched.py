@@ -140,7 +140,8 @@ class _Watching:
                         return function(*args, **options)
                     finally:
                         finder.end(before)
-                resumes = bool(options.get("create_graph"))
+                # A loss may contain a gradient; one by torch.func is all of a backward.
+                resumes = bool(options.get("create_graph")) and not in_transform()
                 with finder.within(phase, begins=begins, resumes=resumes):
                     return function(*args, **options)
 
@@ -269,6 +270,11 @@ def is_compiling() -> Callable[[], bool]:
     """PyTorch's function that says whether Dynamo traces a call; the wrappers then do nothing."""
     compiles: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
     return compiles
+
+
+def in_transform() -> bool:
+    """Whether a function runs that ``torch.func`` differentiates or maps over examples."""
+    return sys.modules["torch"]._C._functorch.maybe_current_level() is not None
 
 
 def _derived(cls: type[Any]) -> Iterator[type[Any]]:

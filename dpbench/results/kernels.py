@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 NOT_COUNTED = "NOT COUNTED"
 """How a note begins that names an operator which logical counting left out."""
 
+NO_FLOPS = "FLOPS NOT COUNTED"
+"""How a note begins that names an operator whose floating-point operations were not counted."""
+
 HEAVY = 0.01
 """An operator with more than this part of a step's bytes is heavy."""
 

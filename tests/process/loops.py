@@ -9,6 +9,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -94,6 +95,40 @@ def critic_more_often() -> None:
     ours, theirs = sgd(first), sgd(second)
     for _ in range(3):
         for model, optimizer in [(first, ours)] * 3 + [(second, theirs)]:
+            loss_of(model, torch.randn(4, 6)).backward()
+            optimizer.step()
+
+
+def several_in_a_row(ours: int, theirs: int, rounds: int = 6) -> Callable[[], None]:
+    """So many updates of one and then of the other: local steps of clients, or of a GAN."""
+
+    def loop() -> None:
+        first, second = network(), network()
+        one, other = (first, sgd(first)), (second, sgd(second))
+        for _ in range(rounds):
+            for model, optimizer in [one] * ours + [other] * theirs:
+                loss_of(model, torch.randn(4, 6)).backward()
+                optimizer.step()
+
+    return loop
+
+
+def both_and_one_again() -> None:
+    """One update of two optimizers at once, and then two more of the second."""
+    model = network()
+    first, second = (sgd(layer) for layer in (model.get_submodule("0"), model.get_submodule("2")))
+    for _ in range(6):
+        for ours in ([first, second], [second], [second]):
+            loss_of(model, torch.randn(4, 6)).backward()
+            for optimizer in ours:
+                optimizer.step()
+
+
+def one_stage_after_the_other() -> None:
+    """The optimizer of the first stage is kept, and steps no more."""
+    first, second = network(), network()
+    for model, optimizer in ((first, sgd(first)), (second, sgd(second))):
+        for _ in range(30):
             loss_of(model, torch.randn(4, 6)).backward()
             optimizer.step()
 
@@ -193,6 +228,36 @@ def evaluating() -> None:
         optimizer.step()
         with torch.no_grad():
             loss_of(model, batch)
+
+
+def validating_in_inference_mode() -> None:
+    """With batches, which elsewhere begin steps."""
+    model = network()
+    optimizer = sgd(model)
+    for (batch,) in batches():
+        loss_of(model, batch).backward()
+        optimizer.step()
+        with torch.inference_mode():
+            for (other,) in batches(steps=2):
+                loss_of(model, other)
+
+
+def differentiating_by_func() -> None:
+    """Per-example gradients without a backward; what clips them belongs to no phase."""
+    model = network()
+    optimizer = sgd(model)
+
+    def loss(values: Any, example: Tensor) -> Any:
+        return cross_entropy(
+            functional_call(model, values, (example[None],)), torch.zeros(1).long()
+        )
+
+    for (batch,) in batches():
+        values = {name: each.detach() for name, each in model.named_parameters()}
+        gradients = vmap(grad(loss), (None, 0))(values, batch)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].sum(0)
+        optimizer.step()
 
 
 class Recomputing(nn.Module):
@@ -304,6 +369,8 @@ LOOPS: list[tuple[Callable[[], object], list[str]]] = [
     (updating_in_backward, ["FBOBOBOBOB"] * 3),
     (updating_in_backward_of_what_is_computed_again, ["FBOBOBOB"] * 3),
     (evaluating, ["FBO"] * 3),
+    (validating_in_inference_mode, ["FBO"] * 3),
+    (differentiating_by_func, ["FBO"] * 3),
     (checkpointing, ["FBO"] * 3),
     (penalising_gradients, ["FBFBO"] * 3),
     (private(), ["OFBOCONONO"] * 3),  # adds noise, and then scales

@@ -23,12 +23,15 @@ from tests.process.loops import (
     LOOPS,
     acting,
     batches,
+    both_and_one_again,
     critic_more_often,
     loss_of,
     network,
+    one_stage_after_the_other,
     plain,
     private,
     scaling,
+    several_in_a_row,
     sgd,
 )
 
@@ -304,6 +307,56 @@ def test_updates_that_a_scaler_skips_are_named_and_end_steps(fused: bool) -> Non
 def test_round_of_turns_is_said_to_be_the_step() -> None:
     _, finder = traced(critic_more_often)
     assert [*finder.remarks()] == ["optimizers take turns: a step is a round, of at most 4 turns"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (1, 9), (5, 6)]
+)
+def test_iteration_lies_between_updates_of_the_optimizer_that_stepped_first(
+    ours: int, theirs: int
+) -> None:
+    trace, finder = traced(several_in_a_row(ours, theirs), skip=2)
+    assert (trace.steps, finder.steps) == (["FBO" * (ours + theirs)] * 4, 6)
+    assert (finder.failure, finder.notes) == (None, [])
+    turns = ours + theirs
+    assert [*finder.remarks()] == [
+        f"optimizers take turns: a step is a round, of at most {turns} turns"
+    ]
+
+
+def test_iteration_may_begin_with_an_update_of_several_optimizers_at_once() -> None:
+    trace, finder = traced(both_and_one_again, skip=2)
+    assert (trace.steps, finder.failure) == (["FBOOFBOFBO"] * 4, None)
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_where_an_iteration_ends_is_not_guessed_before_one_was_seen(skip: int) -> None:
+    """The second optimizer has stepped: nothing says yet that it does so again."""
+    trace, finder = traced(several_in_a_row(2, 2), skip=skip)
+    assert "not the same optimizers step in step 2 as before it: choose --skip" in str(
+        finder.failure
+    )
+    assert len(trace.steps) == 1 - skip
+
+
+def test_iterations_that_become_shorter_are_no_steps_like_those_before() -> None:
+    def loop() -> None:
+        first, second = network(), network()
+        one, other = (first, sgd(first)), (second, sgd(second))
+        for theirs in (3, 3, 3, 2, 2):
+            for model, optimizer in [one] * 2 + [other] * theirs:
+                loss_of(model, torch.randn(4, 6)).backward()
+                optimizer.step()
+
+    trace, finder = traced(loop, skip=2)
+    assert trace.steps == ["FBO" * 5]
+    assert "not the same optimizers step in step 4" in str(finder.failure)
+
+
+def test_optimizer_that_stepped_first_and_steps_no_more_is_dropped() -> None:
+    trace, finder = traced(one_stage_after_the_other, skip=50)
+    assert set(trace.steps) == {"FBO"}
+    assert (finder.failure, finder.steps) == (None, 60)
 
 
 def with_one_that_does_not_step(steps: int = 2 * MOST_TURNS, then: int = 0) -> None:

@@ -11,9 +11,11 @@ Attention (``scaled_dot_product_attention``)
     CUDA's flash kernel takes half precision, any number of key heads, values as wide as keys, and
     no mask; its memory-efficient kernel takes single precision, masks and other widths as well,
     but as many key as query heads. Both draw dropout again in backward and keep no mask of it.
-    What neither takes is decomposed, here as there.
-Optimizers
-    ``foreach`` unless they were told otherwise: the bytes are the same, Adam's peak is not.
+    What neither takes is decomposed, here as there. ``flex_attention`` is one kernel in each
+    direction, as torch.compile makes it.
+Optimizers and clipping
+    ``foreach`` unless they were told otherwise: Adam's peak differs, and clipping by value takes
+    two passes, for what is too small and what is too large.
 Autocast
     PyTorch casts the arguments of some operators, and for the CPU of other ones than for CUDA:
     CUDA's layer norms are in single precision. Of the operators that CUDA lists, those of `LOWER`
@@ -44,7 +46,9 @@ from torch._library.utils import lookup_op
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler, autocast
+from torch.nn.attention import flex_attention
 from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 
 from dpbench.instruments.logical.rules import names
@@ -84,6 +88,13 @@ def as_on_cuda() -> Iterator[None]:
             (autocast, "__init__", _begin_region),
             (GradScaler, "__init__", _make_scaler),
             (GradScaler, "_maybe_opt_step", _step),
+            (
+                _foreach_utils,
+                "_foreach_supported_types",
+                [FakeTensor, *_foreach_utils._foreach_supported_types],
+            ),
+            (flex_attention, "_validate_device", lambda *operands: None),
+            (flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
         ]
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value, create=True))

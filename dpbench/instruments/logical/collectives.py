@@ -9,10 +9,15 @@ The whole
 
 The ring
     Of W ranks each sends (W - 1)/W of the whole in an all-gather, reduce-scatter or all-to-all, and
-    twice that in an all-reduce, which is a scatter and a gather: no algorithm sends less by rank. A
-    broadcast sends the whole, which each rank but the last passes on to the next, as does a
-    reduction to one rank. (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations", 2009; "Performance reported by NCCL tests" in NVIDIA's nccl-tests.)
+    twice that in an all-reduce, which is a scatter and a gather: no algorithm sends less by rank.
+    Of a broadcast each rank but the last, the one before the root, passes the whole on to the next;
+    of a reduction to one rank each but that one. (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", 2009; "Performance reported by NCCL tests" in
+    NVIDIA's nccl-tests.)
+
+One to one
+    Who sends sends the whole, who receives nothing. To gather on one rank the others send their
+    parts; to scatter, the root sends each of the others theirs.
 """
 
 from __future__ import annotations
@@ -22,10 +27,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
-from torch._ops import OpOverload
 
 from dpbench.instruments.logical.regions import region_of, tensors
-from dpbench.instruments.logical.rules import arguments_of, operator_name
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -33,26 +36,37 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 REDUCE_TO_ALL = re.compile("::all_?reduce")
 SHARE_WITH_ALL = re.compile("all_?gather|::_?reduce_scatter|all_?to_?all")
 PASS_ON = re.compile("::(broadcast|reduce_$|i?send)")
+BY_ROOT = re.compile("::(gather|scatter)_$")
 SEND_NOTHING = re.compile(
     "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
 )
 """What the names of operators have in them, in all spellings of a collective."""
 
 
-def sent(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """The bytes that this rank sends in a finished call; ``out`` is what it returned.
+def sent(name: str, given: Mapping[str, Any], out: Any) -> int:
+    """The bytes that this rank sends in a finished call.
+
+    Args:
+        name: the operator's, with its namespace.
+        given: its arguments, by name.
+        out: what it returned.
 
     Raises:
         UnsupportedOperation: a collective that is not known here.
     """
-    name = operator_name(func)
-    if func.namespace not in NAMESPACES or SEND_NOTHING.search(name):
+    if not name.startswith(tuple(f"{each}::" for each in NAMESPACES)) or SEND_NOTHING.search(name):
         return 0
-    given = arguments_of(func, args, kwargs)
     whole = max(_bytes(value) for value in (*given.values(), out))
-    if PASS_ON.search(name):
+    if "send" in name:
         return whole
-    ranks = _ranks(given)
+    ranks = _group(given).size()
+    if PASS_ON.search(name):
+        last = _root(given) - ("broadcast" in name)
+        return 0 if _group(given).rank() == last % ranks else whole
+    if BY_ROOT.search(name):
+        if is_root(given) == ("gather" in name):
+            return 0
+        return whole * (ranks - 1) // ranks if is_root(given) else whole
     if REDUCE_TO_ALL.search(name):
         return 2 * whole * (ranks - 1) // ranks
     if SHARE_WITH_ALL.search(name):
@@ -64,9 +78,18 @@ def _bytes(value: Any) -> int:
     return sum(region_of(tensor)[1] for tensor in tensors(value))
 
 
-def _ranks(given: Mapping[str, Any]) -> int:
-    """How many ranks take part in a collective with these arguments."""
+def is_root(given: Mapping[str, Any]) -> bool:
+    """Whether a collective with these arguments is from this rank to all, or from all to it."""
+    return _group(given).rank() == _root(given)
+
+
+def _root(given: Mapping[str, Any]) -> int:
+    return int(given["root_rank"] if "root_rank" in given else given["src"])
+
+
+def _group(given: Mapping[str, Any]) -> ProcessGroup:
+    """The ranks that take part in a collective with these arguments."""
     if (group := given.get("process_group")) is not None:
-        return ProcessGroup.unbox(group).size()
+        return ProcessGroup.unbox(group)
     named = given["group_name"]
-    return (named if isinstance(named, ProcessGroup) else _resolve_process_group(named)).size()
+    return named if isinstance(named, ProcessGroup) else _resolve_process_group(named)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils.flop_counter import flop_registry
+from torch._ops import HigherOrderOperator, OpOverload
 
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.collectives import sent
+from dpbench.instruments.logical.flops import flops, is_unknown
+from dpbench.instruments.logical.regions import region_of, tensors
+from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 
 class Cost(NamedTuple):
@@ -23,36 +22,20 @@ class Cost(NamedTuple):
     collective_bytes: int
 
 
-def cost(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
-    """What a call moves, computes and sends."""
-    formula = flop_formula(func)
-    flops = int(formula(*with_own_keys(func, args), **kwargs, out_val=out)) if formula else 0
+def cost(
+    func: OpOverload | HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Cost:
+    """What a call moves, computes and sends.
+
+    An operator that is given functions (``flex_attention``) is counted as the kernel that
+    torch.compile makes of it, by the general rule, and only if its arithmetic is known.
+    """
+    if isinstance(func, HigherOrderOperator):
+        if is_unknown(func):
+            raise UnsupportedOperation("what its functions do is not counted")
+        sizes = ({*map(region_of, tensors(value))} for value in ((args, *kwargs.values()), out))
+        read, written = (sum(size for _, size in regions) for regions in sizes)
+        return Cost(read, written, flops(func, args, kwargs, out), 0)
     moved = rules.traffic(func, args, kwargs, out)
-    return Cost(*moved, flops, sent(func, args, kwargs, out))
-
-
-@cache
-def flop_formula(func: OpOverload) -> Callable[..., int] | None:
-    """PyTorch's own formula for an operator's floating-point operations, if it has one.
-
-    There are some for matrix products, convolutions and attention (`torch.utils.flop_counter`).
-    They count a multiply-add as two, and do not halve causal attention.
-    """
-    # The CPU's fused attention takes its operands in the same order as CUDA's.
-    name = str(func.overloadpacket).replace("_for_cpu", "")
-    return next((formula for known, formula in flop_registry.items() if str(known) == name), None)
-
-
-def with_own_keys(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of attention as shapes, with a key for each head, which computes as much.
-
-    PyTorch's formulas refuse keys that several heads share before 2.12.
-    """
-    if "scaled_dot_product" not in str(func):
-        return args
-    heads = args[0].shape[1]  # of the query, or in backward of the output's gradient
-
-    def shape(value: Any) -> Any:
-        return (value.shape[0], heads, *value.shape[2:]) if isinstance(value, Tensor) else value
-
-    return *map(shape, args[:4]), *args[4:]
+    crossed = sent(rules.operator_name(func), rules.arguments_of(func, args, kwargs), out)
+    return Cost(*moved, flops(func, args, kwargs, out), crossed)

@@ -12,16 +12,14 @@ Why fake tensors are on the CPU
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import distributed
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -36,6 +34,8 @@ from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.costs import Cost, cost
+from dpbench.instruments.logical.flops import formula_of, is_unknown
+from dpbench.instruments.logical.memory import LiveMemory, in_place, resizing_seen
 from dpbench.instruments.logical.regions import tensors
 from dpbench.instruments.logical.repeats import Repeats, answer
 from dpbench.instruments.logical.stand_ins import (
@@ -45,10 +45,9 @@ from dpbench.instruments.logical.stand_ins import (
     from_the_first,
 )
 from dpbench.metrics import unit
-from dpbench.results.kernels import NOT_COUNTED, OperatorCount
+from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
-ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator hands out memory in multiples of this
 SMALL = 1024  # a constant of at most so many elements is known while a model is built
 _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
@@ -61,44 +60,14 @@ NOT_WORK = ("prim", "profiler")
 """Namespaces of operators that ask or mark something (``prim::device``) and move no data."""
 
 
-class LiveMemory:
-    """Bytes of the tensors alive ``now``, the most there were at once, and of the ``largest``.
-
-    A tensor's memory is its storage, from the operator that returns it until nothing refers to
-    it any more. (PyTorch's ``MemTracker`` keeps one peak for all phases, and rounds sizes as the
-    CUDA allocator does for tensors on CUDA only.)
-    """
-
-    def __init__(self) -> None:
-        self.now = self.peak = self.largest = 0
-        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-
-    def see(self, tensor: Tensor) -> None:
-        """Take note of a tensor's storage and its present size."""
-        self.see_storage(tensor.untyped_storage())
-
-    def see_storage(self, storage: torch.UntypedStorage) -> None:
-        """Take note of a storage, whose size may have changed."""
-        key = storage._cdata
-        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        before, reference = self._known.get(key, (0, None))
-        if size != before or reference is None:
-            reference = reference or weakref.ref(storage, lambda _: self._freed(key))
-            self._known[key] = size, reference
-            self.now += size - before
-            self.peak = max(self.peak, self.now)
-            self.largest = max(self.largest, size)
-
-    def _freed(self, key: int) -> None:
-        self.now -= self._known.pop(key)[0]
-
-
 class ByteCounter(TorchDispatchMode):
     """Counts by phase and operator while a step runs, above a mode of fake tensors.
 
     A `PhaseListener`: what it has counted is about the last observed step. Outside of one it only
     keeps track of memory.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, fake: FakeTensorMode | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,11 +129,12 @@ class ByteCounter(TorchDispatchMode):
             with self:
                 return INSTEAD.get(func, func.decompose)(*args, **kwargs)
         device = device_of(func, kwargs)
-        effect, given = self._repeats.look_up(func, args, kwargs)
+        runs = in_place(func, args)  # and moves as many bytes
+        effect, given = self._repeats.look_up(runs, args, kwargs)
         if given is not None and effect.answer:
             out = effect.answer(given)
         else:
-            out = self._run(func, args, kwargs)
+            out = self._run(runs, args, kwargs)
             effect.answer = None if given is None else answer(out, given)
         if device == "meta":  # without data on a real device, too
             return out
@@ -176,7 +146,7 @@ class ByteCounter(TorchDispatchMode):
                     "torch.set_autocast_enabled cannot be followed without a GPU: use a region of "
                     "torch.autocast"
                 )
-            effect.cost = effect.cost or cost(func, args, kwargs, out)
+            effect.cost = effect.cost or cost(runs, args, kwargs, out)
             self._record(self._phase, func, effect.cost)
         return out
 
@@ -219,6 +189,8 @@ class ByteCounter(TorchDispatchMode):
             count["calls"] += 1
             for what, amount in zip(cost._fields, cost, strict=True):
                 count[what] += amount
+        if is_unknown(func):
+            self.notes[f"{NO_FLOPS}: {label(func)} multiplies, and has no formula"] += 1
 
 
 class RunningCounter(ByteCounter):
@@ -249,11 +221,19 @@ class RunningCounter(ByteCounter):
         out = func(*args, **kwargs)
         try:
             self._record(phase, func, cost(func, args, kwargs, out))
-        except (NotImplementedError, RuntimeError, UnsupportedOperation) as error:
-            # Sparse tensors have no storage.
-            what = str(error).partition("\n")[0]
-            self.notes[f"{NOT_COUNTED}: {label(func)} ({what})"] += 1
+        except Exception as error:  # never one of the script's: it has done its work
+            self._leave_out(func, args, out, error)
         return out
+
+    def _leave_out(self, func: Any, args: Any, out: Any, error: Exception) -> None:
+        """Note an operator that no rule fits, in words of ours: the script is not at fault."""
+        layouts = {str(each.layout) for each in tensors([args, out])} - {"torch.strided"}
+        why = f"its tensors are {' and '.join(sorted(layouts))}" if layouts else "no rule fits it"
+        if isinstance(error, UnsupportedOperation):
+            why = str(error)
+        self.notes[f"{NOT_COUNTED}: {label(func)}: {why}"] += 1
+        if formula_of(func) or is_unknown(func):
+            self.notes[f"{NO_FLOPS}: {label(func)} multiplies, and was not counted"] += 1
 
 
 @contextmanager
@@ -267,20 +247,6 @@ def without_data() -> Iterator[ByteCounter]:
         yield counter
 
 
-@contextmanager
-def resizing_seen(memory: LiveMemory) -> Iterator[None]:
-    """See what no operator does: FSDP2 lends parameters memory while they are whole."""
-    by_torch = torch.UntypedStorage.resize_
-
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        resized = by_torch(storage, size)
-        memory.see_storage(storage)
-        return resized
-
-    with patch.object(torch.UntypedStorage, "resize_", resize):
-        yield
-
-
 def logical_rows(
     case: Case,
     operators: Iterable[OperatorCount],
@@ -291,7 +257,9 @@ def logical_rows(
 ) -> Iterator[Measurement]:
     """The rows of a step, by the phases that it had and as a whole, with its ``largest`` tensor."""
     operators = tuple(operators)
-    with_others = case.gpus > 1 or any(count.collective_bytes for count in operators)
+    with_others = case.gpus > 1 or (
+        distributed.is_initialized() and distributed.get_world_size() > 1
+    )
     tool = f"torch {torch.__version__}"
     for phase in (*(phase for phase in ALL_PHASES if phase in phases), STEP):
         counts = [count for count in operators if phase in (count.phase, STEP)]
@@ -312,20 +280,18 @@ def logical_rows(
 
 
 @cache
-def label(func: OpOverload) -> str:
+def label(func: Any) -> str:
     """An operator's name as PyTorch's profiler tables spell it, e.g. ``aten.clone``."""
-    return str(func._schema.name).replace("::", ".")
+    return str(func.name()).partition(".")[0].replace("::", ".")
 
 
 @cache
 def is_composite(func: OpOverload) -> bool:
     """Whether an operator is nothing but calls of others, which are counted instead."""
-    if label(func) in OWN_KERNELS:
-        return False
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (
-        isinstance(func, OpOverload)
-        and func.namespace == "aten"
+        func.namespace == "aten"
+        and label(func) not in OWN_KERNELS
         and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite)
     )
 

@@ -34,10 +34,14 @@ class LogicalRecorder(Recorder):
 
     @cached_property
     def listener(self) -> RunningCounter:
+        import torch
+
         from dpbench.instruments.logical.counter import RunningCounter
 
         counter = RunningCounter()
         self.held.enter_context(counter)
+        # Under a mode Dynamo compiles nothing, and where it must (``fullgraph``) it raises.
+        self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return counter
 
     def end_step(self) -> None:

@@ -30,8 +30,8 @@ Not asked for
     read, see `MADE_OF`: the backward of a model's first convolution does not read the weight.
 
 Batch norm
-    Training reads and writes the running statistics, which the schema does not say; its backward
-    reads the batch's. Evaluation, and its backward, read the running ones.
+    Training also reads and writes the running statistics; its backward reads the batch's.
+    Evaluation, and its backward, read the running ones.
 
 Gathers
     ``embedding``, ``index_select``, ``gather``, indexing: of the source only what comes out (a bag
@@ -46,14 +46,13 @@ Scatters in place
 
 Fused kernels
     Attention reads query, key and value and writes output and logsumexp; its backward reads those
-    five and the output's gradient and writes three gradients: the general rule. Dropout inside is
-    drawn again from two numbers, and moves nothing. The general rule also counts the kernels of
-    dpbench's trainers (``dpbench::``), by their operands.
+    five and the output's gradient and writes three gradients: the general rule, as for the kernels
+    of dpbench's trainers (``dpbench::``). Dropout inside is drawn again, and moves nothing.
 
 Collectives
     A rank reads what it contributes and writes what it gets; a gather into memory that holds its
-    own part writes the rest. Operators of ``c10d`` write their first argument, whatever their
-    schema says, and read it if it is the only one; who broadcasts reads. FSDP2's copy into a
+    own part writes the rest. ``c10d`` writes its first argument, whatever schemas say, and reads it
+    if it is the only one; who sends only reads, who receives only writes. FSDP2's copy into a
     gather writes the part of this rank alone.
 
 Scratch memory inside an operator is not counted: another kernel could do without it.
@@ -71,6 +70,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from dpbench.instruments.logical.collectives import is_root
 from dpbench.instruments.logical.regions import Region, region_of, tensors
 
 
@@ -143,8 +143,7 @@ UNSAID: Mapping[str, tuple[str, ...]] = {
 }
 """Arguments that an operator writes, which its schema does not say."""
 
-GATHERS = dict.fromkeys(("index_select", "gather", "index", "take"), "self")
-GATHERS |= {"embedding": "weight"}
+GATHERS = {"embedding": "weight"} | dict.fromkeys(names("index_select gather index take"), "self")
 """Operators that read of this argument only what comes out."""
 
 SCATTERS = names(
@@ -200,10 +199,6 @@ REVIEWED = names(
 )
 """Operators (without ``_foreach_`` and the in-place ``_``) whose rule was reviewed. Others that are
 neither free nor overwriters are counted by the general rule and reported as such."""
-
-
-ONLY_READ = ("c10d::broadcast_", "c10d::reduce_", "c10d::send")
-"""Operators of ``c10d`` that are counted as by a rank that sends, and gets nothing."""
 
 
 class Limits(NamedTuple):
@@ -300,6 +295,10 @@ def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
     if name == "fsdp::all_gather_copy_in":
         own = sum(region_of(tensor)[1] for tensor in given["all_gather_inputs"])
         return Limits({"all_gather_output": 0}, {"all_gather_output": own})
+    if name in ("c10d::broadcast_", "c10d::reduce_"):
+        if is_root(given) == (name == "c10d::broadcast_"):  # only sends
+            return Limits(writes={"tensors": 0})
+        return Limits({"tensors": 0} if name == "c10d::broadcast_" else {})
     if name == "c10d::_allgather_base_":
         output, own = given["output_tensor"], given["input_tensor"]
         inside = output.untyped_storage()._cdata == own.untyped_storage()._cdata
@@ -327,9 +326,9 @@ def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
 
 
 @cache
-def operator_name(func: OpOverload) -> str:
+def operator_name(func: Any) -> str:
     """``clone`` for ``aten::clone``; with its namespace, ``library::name``, for all others."""
-    return str(func._schema.name).removeprefix("aten::")
+    return str(func.name()).partition(".")[0].removeprefix("aten::")
 
 
 @cache
@@ -345,6 +344,7 @@ def _arguments(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
         for each in func._schema.arguments
     ]
     if func.namespace == "c10d":
+        name, first = operator_name(func), arguments[0][0]
         alone = "Tensor" not in str(func._schema.arguments[1].type)
-        arguments[0] = (arguments[0][0], alone, operator_name(func) not in ONLY_READ)
+        arguments[0] = (first, alone and "::recv" not in name, name != "c10d::send")
     return tuple(arguments)

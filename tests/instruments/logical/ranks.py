@@ -10,7 +10,8 @@ from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench.case import Case
-from dpbench.instruments.logical.counter import LiveMemory, is_distributed, resizing_seen
+from dpbench.instruments.logical.counter import is_distributed
+from dpbench.instruments.logical.memory import LiveMemory, resizing_seen
 from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.instruments.logical.regions import tensors
 from dpbench.instruments.recorded import Recorded

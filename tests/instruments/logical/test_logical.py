@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from dpbench import phase
 from dpbench.case import PHASES
-from dpbench.instruments.logical.counter import ALLOCATION_BYTES, without_data
+from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import (
     Logical,
     alive,
     new_objects_collected,
 )
+from dpbench.instruments.logical.memory import ALLOCATION_BYTES
 from dpbench.process.build import build
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +26,9 @@ from torch.testing._internal.distributed import fake_pg
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical import collectives, one_rank
-from dpbench.instruments.logical.counter import resizing_seen, without_data
+from dpbench.instruments.logical.counter import RunningCounter, without_data
 from dpbench.instruments.logical.logical import Counting, Logical, new_objects_collected
+from dpbench.instruments.logical.memory import resizing_seen
 from dpbench.model_size import MODEL_SIZES
 from dpbench.process.build import build
 from dpbench.registry import TRAINERS
@@ -230,6 +235,80 @@ def test_a_layer_is_copied_with_its_shards() -> None:
     assert (phases["forward"], phases["backward"], phases[STEP]) == (77600, 251360, 328960)
 
 
+PEERS = """
+import torch
+from torch import distributed, nn
+
+distributed.init_process_group("gloo")
+rank, layer = distributed.get_rank(), nn.Linear(2, 1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for _ in range(3):
+    layer(torch.ones(1, 2)).sum().backward()
+    one, ten, hundred, thousand, more = (torch.zeros(10**n) for n in range(5))
+    if rank == 0:
+        distributed.send(one, 1)
+    elif rank == 1:
+        distributed.recv(one, 0)
+    distributed.broadcast(ten, 0)
+    distributed.reduce(hundred, 0)
+    distributed.gather(thousand, [torch.zeros(1000) for _ in range(3)] if rank == 0 else None)
+    distributed.scatter(more, [torch.zeros(10**4) for _ in range(3)] if rank == 0 else None)
+    optimizer.step()
+"""
+
+
+def test_each_rank_of_a_script_has_what_it_sends_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By tens: one send, a broadcast, a reduction, a gather and a scatter, from and to rank 0."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("peers.py").write_text(PEERS)
+    python = [sys.executable, "-m"]
+    ranks = [*python, "torch.distributed.run", "--nproc-per-node=3", "--no-python", "--standalone"]
+    how = ["--instrument=logical", "--skip=1", "--steps=1", "--json=run.json"]
+    command = [*ranks, *python, "dpbench", "exec", *how, "peers.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    elements = {
+        row["rank"]: row["value"] / F32
+        for row in json.loads(Path("run.json").read_text())["rows"]
+        if (row["metric"], row["phase"]) == ("collective_bytes", STEP)
+    }
+    assert elements == {0: 1 + 10 + 2 * 10**4, 1: 10 + 100 + 1000, 2: 100 + 1000}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_who_sends_reads_and_who_receives_writes(rank: int) -> None:
+    """Bytes read and written of 100 elements, by a rank of three of which the first is the root."""
+    store = fake_pg.FakeStore()
+    distributed.init_process_group("fake", store=store, rank=rank, world_size=3)
+    x = torch.zeros(100)
+    moved = {}
+    try:
+        for name, work in {
+            "send": lambda: distributed.send(x, 1 - min(rank, 1)),
+            "recv_": lambda: distributed.recv(x, 1 - min(rank, 1)),
+            "broadcast_": lambda: distributed.broadcast(x, 0),
+            "reduce_": lambda: distributed.reduce(x, 0),
+        }.items():
+            counter = RunningCounter()
+            with counter, observed_step(counter):
+                work()
+            count = counter.counts["outside", f"c10d.{name}"]
+            moved[name] = (count["read_bytes"], count["write_bytes"])
+    finally:
+        distributed.destroy_process_group()
+    size = 100 * F32
+    assert moved == {
+        "send": (size, 0),
+        "recv_": (0, size),
+        "broadcast_": (size, 0) if rank == 0 else (0, size),
+        "reduce_": (size, size) if rank == 0 else (size, 0),
+    }
+
+
 def test_options_of_ddp_that_move_other_bytes_are_refused() -> None:
     with (
         one_rank.one_of(2),
@@ -277,12 +356,16 @@ def test_torch_has_no_collective_that_is_not_known() -> None:
     spaces = tuple(f"{space}::" for space in collectives.NAMESPACES)
     every = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
     there = {name for name in every if name.startswith(spaces)}
-    kinds = (collectives.REDUCE_TO_ALL, collectives.SHARE_WITH_ALL, collectives.PASS_ON)
+    kinds = (
+        collectives.REDUCE_TO_ALL,
+        collectives.SHARE_WITH_ALL,
+        collectives.PASS_ON,
+        collectives.BY_ROOT,
+    )
     known = {name: sum(1 for kind in kinds if kind.search(name)) for name in there}
     known |= {name: 1 for name in there if collectives.SEND_NOTHING.search(name)}
-    refused = {"c10d::gather_", "c10d::scatter_", "_c10d_functional::batch_p2p_ops"}
     unknown = {name for name, number in known.items() if number != 1}
-    assert unknown <= refused, f"in torch {torch.__version__}"
+    assert unknown <= {"_c10d_functional::batch_p2p_ops"}, f"in torch {torch.__version__}"
 
 
 def test_torch_has_what_one_rank_is_made_of() -> None:

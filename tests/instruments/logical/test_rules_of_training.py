@@ -86,6 +86,37 @@ def test_attention_reads_its_three_inputs_and_keeps_logsumexp() -> None:
         assert moved(counter, operator) == (E * (5 * n + rows), E * 3 * n)
 
 
+class TestClipping:
+    """Bytes of gradients of N elements in two tensors."""
+
+    N = 40
+
+    def clip(self, clip: Callable[..., Any], **options: Any) -> Moved:
+        with without_data() as counter:
+            parameters = [nn.Parameter(torch.empty(self.N // 2)) for _ in range(2)]
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            with observed_step(counter):
+                clip(parameters, 1.0, **options)
+        return moved(counter)
+
+    def test_clipping_by_value_passes_over_gradients_twice(self) -> None:
+        """CUDA's multi-tensor kernels clamp from below, and then from above."""
+        twice = Moved(E * 2 * self.N, E * 2 * self.N)
+        assert self.clip(nn.utils.clip_grad_value_) == twice
+        assert self.clip(nn.utils.clip_grad_value_, foreach=True) == twice
+        once = Moved(E * self.N, E * self.N)
+        assert self.clip(nn.utils.clip_grad_value_, foreach=False) == once
+
+    @pytest.mark.parametrize("options", [{}, {"foreach": True}])
+    def test_clipping_by_norm_reads_gradients_for_their_norms_and_scales_them(
+        self, options: dict[str, Any]
+    ) -> None:
+        read, write = self.clip(nn.utils.clip_grad_norm_, **options)
+        assert 0 < read - E * 2 * self.N <= E * 12, "a few operators on two norms"
+        assert 0 < write - E * self.N <= E * 12
+
+
 class TestOptimizers:
     """Bytes of a later step, by parameter element: state exists, every tensor counts."""
 
