@@ -211,6 +211,8 @@ def _deviations(draws: Sequence[Draw]) -> Found:
 def _distributions(draws: Sequence[Draw], eps: float) -> Found:
     found = []
     for (run, name), group in _groups(draws).items():
+        if run and name:
+            continue
         values = _values(group, name)
         far, chance = _distance(values[:: -(-values.numel() // MOST)], eps)
         where = f" ({run})" * bool(run)
@@ -239,8 +241,7 @@ def _distance(values: Tensor, eps: float) -> tuple[float, float]:
 
 def _repeated_values(draws: Sequence[Draw]) -> Found:
     """Values that come again in any order and with any sign, by the gaps between sorted ones."""
-    names = [*draws[0].noise] if draws else []
-    groups = [(name, draws, "") for name in names] + [("", draws, "")]
+    groups = [(name, draws, "") for draw in draws[:1] for name in ("", *draw.noise)]
     groups += [("", [draw], f" in {draw.words}") for draw in draws]
     found, gap = [], STEEPEST * CLOSE
     for name, group, where in groups:
@@ -255,9 +256,10 @@ def _repeated_values(draws: Sequence[Draw]) -> Found:
 
 
 def _repeats(draws: Sequence[Draw]) -> Found:
-    """Each parameter, each step, and all steps in a row, at every distance and mirrored."""
-    pieces = [(name, noise.double(), d.words) for d in draws for name, noise in d.noise.items()]
-    pieces += [("", _values([draw], ""), draw.words) for draw in draws]
+    """Parameters and steps, of each run the first, and all steps in a row, however moved."""
+    firsts = [draw for draw in draws if draw.step == 1]
+    pieces = [(name, noise.double(), d.words) for d in firsts for name, noise in d.noise.items()]
+    pieces += [("", _values([draw], ""), draw.words) for draw in firsts]
     if draws:
         pieces.append(("", _values(draws, "")[:IN_A_ROW], "all steps in a row"))
     found = []
@@ -283,7 +285,7 @@ def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
     if size < 2 * FEWEST or not noise.isfinite().all():
         return
     squares = torch.cat([noise.new_zeros(1), noise.square().cumsum(0)])
-    spectrum = torch.fft.rfft(noise, 2 * size)
+    spectrum = torch.fft.rfft(noise, 2 ** (2 * size - 1).bit_length())
     first = torch.arange(size, device=noise.device)
 
     def largest(products: Tensor, a: Tensor, b: Tensor, n: Tensor) -> int:
