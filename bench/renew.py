@@ -1,0 +1,69 @@
+"""Renew the generated blocks of the documents from the committed runs.
+
+    python -m bench.renew            # write them anew, after a measurement
+    python -m bench.renew --check    # say which are not what the runs say; exit status 1 if any
+
+A block stands between ``<!-- generated: NAME WORDS -->`` and ``<!-- end -->``; `bench.tables` has
+a function of that name, which is called with the words and returns Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from bench import tables
+from bench.runs import ROOT
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/peers/README.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
+BLOCK = re.compile(r"(<!-- generated: ([^>\n]+) -->\n)(.*?)(<!-- end -->)", re.S)
+
+
+def renewed(text: str) -> str:
+    """The text of a page with each block as the runs say it.
+
+    Raises:
+        LookupError: no table has the name of a block, or a number is not there.
+    """
+
+    def block(found: re.Match[str]) -> str:
+        name, *words = found[2].split()
+        if name not in tables.TABLES:
+            raise LookupError(f"no table is called {name!r}")
+        return f"{found[1]}{tables.TABLES[name](*words)}\n{found[4]}"
+
+    if text.count("<!-- generated:") != len(BLOCK.findall(text)):
+        raise LookupError("a generated block has no end")
+    return BLOCK.sub(block, text)
+
+
+def outdated(pages: list[Path], *, write: bool) -> list[Path]:
+    """The pages with blocks that are not what the runs say; written anew if asked for."""
+    found = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        if (anew := renewed(text)) != text:
+            found.append(page)
+            if write:
+                page.write_text(anew, encoding="utf-8")
+    return found
+
+
+def main() -> int:
+    """Renew the documents, or check them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    check = parser.parse_args().check
+    pages = outdated(PAGES, write=not check)
+    for page in pages:
+        print(f"{page.relative_to(ROOT)}: {'not what the runs say' if check else 'renewed'}")
+    return int(check and bool(pages))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The generated blocks of the documents are what the committed runs say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import tables
+from bench.measure import PLAN
+from bench.renew import BLOCK, PAGES, outdated, renewed
+from bench.runs import RESULTS, ROOT, run, value
+
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+
+
+def test_no_page_is_outdated() -> None:
+    assert outdated(PAGES, write=False) == []
+
+
+def test_each_table_stands_in_a_page() -> None:
+    used = {words.split()[0] for text in TEXTS.values() for _, words, _, _ in BLOCK.findall(text)}
+    assert used == {*tables.TABLES}
+
+
+def test_a_changed_number_is_written_anew(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    right = renewed("Before.\n<!-- generated: phases -->\n<!-- end -->\nAfter.\n")
+    page.write_text(right.replace("247.5", "247.6"), encoding="utf-8")
+    assert outdated([page], write=False) == [page]
+    assert outdated([page], write=True) == [page]
+    assert page.read_text(encoding="utf-8") == right
+    assert outdated([page], write=True) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- generated: no_table -->\n<!-- end -->",
+        "<!-- generated: phases -->\n",
+        "<!-- generated: ranks ddp nobody -->\n<!-- end -->",
+    ],
+)
+def test_a_block_that_cannot_be_made_is_refused(text: str) -> None:
+    with pytest.raises(LookupError):
+        renewed(text)
+
+
+@pytest.mark.parametrize("axes", [{}, {"trainer": "nobody"}])
+def test_what_is_not_one_number_is_refused(axes: dict[str, str]) -> None:
+    with pytest.raises(LookupError, match="dram_bytes"):
+        value("methods-256", "dram_bytes", **axes)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(path.name for path in RESULTS.glob("*.json") if "ceilings" not in path.name)
+)
+def test_a_committed_run_is_complete_and_of_a_clean_commit(file: str) -> None:
+    known = run(RESULTS / file)
+    code = known.environment["code"]
+    assert (known.status, len(code["commit"]), code["dirty"]) == ("complete", 40, False)
+
+
+def test_each_file_of_evidence_is_listed() -> None:
+    listed = re.findall(r"^\| `([^`]+)`", TEXTS["docs/results/README.md"], re.M)
+    here = {path.name for path in RESULTS.iterdir()} - {"README.md", "evidence.toml", "runs"}
+    assert {*listed} == here
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_measurements_that_a_page_names_can_be_made(page: str) -> None:
+    for names in re.findall(r"python -m bench\.measure((?: [a-z][\w-]*)+)", TEXTS[page]):
+        assert {*names.split()} <= {*PLAN}
