@@ -26,7 +26,7 @@ from dpbench.instruments.torch_profiler import profile_folder as profile_files
 from dpbench.instruments.torch_profiler import trace
 from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.options import own_values
-from dpbench.process.messages import Schedule, print_record
+from dpbench.process.messages import Schedule, hand_over
 from dpbench.results.outcome import Outcome
 
 DATA = Path(__file__).parent / "data"
@@ -82,7 +82,7 @@ def main() -> int:
         found = {**ADDED, **record[name]} if name == "case" else record[name]
         if found != value:
             error = {"kind": "RuntimeError", "message": f"no recording of {name} {value}"}
-            print_record(error=error)
+            hand_over(error=error)
             return 1
     if options.profile:
         profile_files.prepare(options.profile)
@@ -92,7 +92,7 @@ def main() -> int:
         write_operators(options.profile, recorded.calls, own_values(options)["profile_threshold"])
         write_report(options.profile, rows, record["schedule"], options.profile)
         record["outcome"] = Outcome(case, rows).as_json()
-    print_record(**record)
+    hand_over(**record)
     return 0
 
 

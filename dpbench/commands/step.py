@@ -40,7 +40,7 @@ from dpbench.instruments.torch_profiler.profile_folder import (
 )
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.options import own_values
-from dpbench.process.messages import Steps, print_record
+from dpbench.process.messages import Steps, hand_over
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.runner import check_ranks
@@ -87,9 +87,9 @@ def run(options: argparse.Namespace) -> int:
             message = f"{type(error).__name__}: {first_line}{own_line(error.__traceback__)}"
         message = message.removeprefix(f"{case.id}: ")  # the parent says whose it is
         kind = next((to for of, to in MEANT.items() if isinstance(error, of)), type(error))
-        print_record(error={"kind": name_of(kind), "message": message})
+        hand_over(error={"kind": name_of(kind), "message": message})
         raise
-    print_record(**record)
+    hand_over(**record)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from dpbench.instruments.interface import (
 from dpbench.instruments.processes import POLL_SECONDS, ProcessGroup
 from dpbench.process.command_line import arguments, python_path
 from dpbench.process.forked import COMMAND, UNKNOWN, environment_of_cases
-from dpbench.process.messages import MARK, MEASURING, WAITING, Steps, is_record, last_record
+from dpbench.process.messages import MEASURING, RECORDS, WAITING, Steps, read_records, result_of
 from dpbench.results.rows import Measurement
 
 
@@ -55,7 +54,7 @@ class Child(Running):
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
             that (imports) has as many seconds of its own, and so has each other process that
             holds the GPU meanwhile.
-        read: makes rows of the record that the child printed.
+        read: makes rows of the result.
     """
 
     def __init__(
@@ -72,11 +71,11 @@ class Child(Running):
             with suppress(OSError):
                 log.parent.mkdir(parents=True, exist_ok=True)
         keeps_log = log is not None and os.access(log.parent, os.W_OK)
+        scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="dpbench-"))
         if log is None or not keeps_log:
-            scratch = tempfile.TemporaryDirectory(prefix="dpbench-")
-            log = Path(self._scratch.enter_context(scratch), "log")
+            log = Path(scratch, "log")
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
-        self.mark = f"{secrets.token_hex(8)} "
+        self.records = Path(scratch, "records")
         added = child_environment() | environment_of(case.gpus)
         if path := python_path(case):
             added["PYTHONPATH"] = path
@@ -92,7 +91,7 @@ class Child(Running):
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**environment_of_cases(), **added, MARK: self.mark},
+                env={**environment_of_cases(), **added, RECORDS: str(self.records)},
             )
 
     def rows(self) -> list[Measurement]:
@@ -107,7 +106,7 @@ class Child(Running):
             raise CaseFailed(message, log=self.log) from error
 
     def record(self) -> dict[str, Any]:
-        """Wait for the process, and return the record that it printed; or say why it failed."""
+        """Wait for the process, and return its result; or say why it failed."""
         late = ""
         try:
             self._wait()
@@ -118,7 +117,7 @@ class Child(Running):
         finally:
             self.group.end()
         lines = log_lines(self.log)
-        record, code = last_record(lines, self.mark), self.group.process.returncode
+        record, code = result_of(read_records(self.records)), self.group.process.returncode
         error = record.get("error")
         if late:  # ranks have said where they were
             where = f": {error['message']}" if error else ""
@@ -128,7 +127,7 @@ class Child(Running):
             return record
         if not error:  # it was ended before it could say why
             ended = f"the process {describe_exit(code)}"
-            last = next((line for line in reversed(lines[1:]) if line and not is_record(line)), "")
+            last = next(filter(None, reversed(lines[1:])), "")
             error = {"kind": "", "message": ": ".join(filter(None, (ended, last[:200])))}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": name_of(CaseOutOfMemory), "message": "CUDA out of memory"}
@@ -147,25 +146,18 @@ class Child(Running):
         return self.exit_code is None and time.monotonic() - self._begun <= self.timeout
 
     def _wait(self) -> None:
-        """Read the log until the process has ended, and end it if it takes too long.
+        """Read records until the process has ended, and end it if it takes too long.
 
         Setting up, waiting for each process that holds its GPU, and measuring may each take as
         long as the time-out says.
         """
-        since, holder, measuring = self._begun, "", False
-        rest, ended = "", False
-        with self.log.open(encoding="utf-8", errors="replace") as stream:
-            stream.readline()  # its command
-            while not ended:
-                ended = self.exit_code is not None
-                *lines, rest = (rest + stream.read()).split("\n")
-                for line in lines:
-                    if not measuring and (WAITING in line or MEASURING in line):
-                        since, measuring = time.monotonic(), MEASURING in line
-                        holder = line.partition(WAITING)[2].strip()
-                if not ended:
-                    self._check_time(time.monotonic() - since, holder)
-                    time.sleep(POLL_SECONDS)
+        since, heard, last = self._begun, 0, dict[str, Any]()
+        while self.exit_code is None:
+            records = read_records(self.records)
+            if len(records) > heard and MEASURING not in last:
+                since, heard, last = time.monotonic(), len(records), records[-1]
+            self._check_time(time.monotonic() - since, last.get(WAITING, ""))
+            time.sleep(POLL_SECONDS)
 
     def _check_time(self, seconds: float, holder: str) -> None:
         case, limit = self.case, f"{self.timeout:g} s"
@@ -200,7 +192,7 @@ def describe_exit(returncode: int) -> str:
     if returncode < 0:  # a real-time signal has no name
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"
-    return f"ended with exit code {returncode}" if returncode else "printed no record"
+    return f"ended with exit code {returncode}" if returncode else "left no result"
 
 
 def log_lines(log: Path) -> list[str]:
@@ -212,5 +204,4 @@ def log_tail(error: InstrumentError, lines: int = 20) -> str:
     """The end of a failed case's log, or nothing if it has none."""
     if error.log is None or not error.log.exists():
         return ""
-    said = [line for line in log_lines(error.log) if not is_record(line)]
-    return "\n".join(said[-lines:])
+    return "\n".join(log_lines(error.log)[-lines:])

@@ -120,9 +120,9 @@ class Recorder(StepRecorder):
 
 def whole_steps(seconds: float) -> int:
     """How often a step that takes so long is observed as a whole; rank 0 decides for all ranks."""
-    from dpbench.process.agreement import said_by_all  # which imports torch
+    from dpbench.process.agreement import all_gather  # which imports torch
 
-    return int(said_by_all(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])
+    return int(all_gather(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])
 
 
 def on_cuda() -> bool:

@@ -234,7 +234,7 @@ def _lock_gpus(case: Case, held: ExitStack) -> None:
         return
 
     def say(_: gpu.Gpu, holder: str) -> None:
-        print(f"{WAITING} the GPU, held by {holder}", file=sys.stderr, flush=True)
+        print(f"dpbench: {WAITING} the GPU, held by {holder}", file=sys.stderr, flush=True)
 
     held.enter_context(gpu.all_exclusive(cards, case.id, say))
     if rank:

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from dpbench.gpu import child_environment
-from dpbench.process.messages import MARK
+from dpbench.process.messages import RECORDS
 
 COMMAND = [sys.executable, "-P", "-m", "dpbench"]  # -P: without the current directory
 """What the commands begin with that can be forked; others start a program first."""
 
 LATE = {
-    *(MARK, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"),
+    *(RECORDS, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"),
     "CUDA_VISIBLE_DEVICES",  # read when a GPU is opened, which the server never does
 }
 """Variables that may differ from the server's: a fork is told them, or they are read late."""

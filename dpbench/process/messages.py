@@ -1,9 +1,7 @@
 """The messages between a measured process and its parent.
 
 The parent says how many steps to take, and which of them the PyTorch profiler records. The process
-prints its record, a line of JSON, to its log, where a trainer and its libraries print as well. The
-line begins with a mark that the parent has set in the environment, new for each process; without
-one, as for a command by hand, it is plain JSON.
+appends records, a line of JSON each, to a file that its environment names.
 """
 
 from __future__ import annotations
@@ -11,16 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from dpbench.errors import ConfigurationError, unknown
 
-WAITING = "dpbench: waiting for"
-"""Printed before the process waits for its GPU, and whenever another process holds that."""
+WAITING, MEASURING = "waiting for", "measuring"
+"""The records that a process waits for its GPU, or for another process that holds it; and that it
+has its GPU. All others are results."""
 
-MEASURING = "dpbench: measuring"  # printed when it has its GPU
 LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
 """What ranks fail with because another one has ended."""
 
@@ -29,30 +27,34 @@ NVTX_END = "end"
 """The name of the last range of a run. Nsight Compute's reader takes a truncated report for a
 shorter one; a report without this range is incomplete."""
 
-MARK = "DPBENCH_RECORD_MARK"
-"""The environment variable with the mark."""
+RECORDS = "DPBENCH_RECORDS"
+"""The environment variable that names the file of records."""
 
 
-def print_record(**record: Any) -> None:
-    """Print this process's record: its result or its error, as plain JSON types."""
-    mark = os.environ.get(MARK, "")
-    own_line = "\n" if mark else ""  # a trainer may have left the last line open
-    print(own_line + mark + json.dumps(record), flush=True)
+def append_record(record: dict[str, Any]) -> bool:
+    """Append a record, plain JSON types, to the file; returns whether there is one."""
+    if path := os.environ.get(RECORDS):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(record)}\n")
+    return bool(path)
 
 
-def is_record(line: str) -> bool:
-    """Whether a line of a log is a record."""
-    return re.match(r'[0-9a-f]{16} \{"', line) is not None
+def hand_over(**record: Any) -> None:
+    """Append this process's result or error; print it if nobody waits for it, as by hand."""
+    if not append_record(record):
+        print(json.dumps(record), flush=True)
 
 
-def last_record(lines: Iterable[str], mark: str) -> dict[str, Any]:
-    """The last record among the lines of a log; empty if there is none, or it was cut off."""
-    marked = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
-    try:
-        record: dict[str, Any] = json.loads(marked[-1]) if marked else {}
-    except json.JSONDecodeError:
-        return {}
-    return record
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records in a file, without one that is not written to its end."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def result_of(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last result among records; empty if there is none."""
+    results = [record for record in records if not record.keys() & {WAITING, MEASURING}]
+    return results[-1] if results else {}
 
 
 @dataclass(frozen=True)

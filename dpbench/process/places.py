@@ -15,6 +15,9 @@ ranks comes twice, from their launcher as well, and the second would cut the fra
 COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
 """The parts of PyTorch in which a process waits for others, or for a GPU that does."""
 
+AGREEMENT = str(Path(__file__).with_name("agreement.py"))
+"""Where ranks wait for each other between steps."""
+
 WAITED = "waited for others"
 
 FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
@@ -28,7 +31,7 @@ def place(stack: str) -> tuple[bool, str]:
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:
         return True, "left no word of where it was"
-    if any(name == "said_by_all" for *_, name in frames):  # see `dpbench.process.agreement`
+    if any(file == AGREEMENT for file, *_ in frames):
         return False, "had taken its steps"
     of_torch = str(Path(str(getattr(find_spec("torch"), "origin", ""))).parent)
     waited = frames[0][0].startswith(tuple(f"{of_torch}/{part}" for part in COLLECTIVES))

@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dpbench.case import Case
 from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory
-from dpbench.process.agreement import FOR_EVER, said_by_all
+from dpbench.process.agreement import FOR_EVER, all_gather
 from dpbench.process.build import pick_device
 from dpbench.process.messages import LOST
 from dpbench.process.places import ASKED, STACK, place
@@ -148,7 +148,7 @@ def _as_rank(observe: Observe, case: Case, device: torch.device) -> Record:
     """Run as the rank that the environment describes."""
     with in_group(device):
         record = observe(case)
-        said_by_all("done")  # a rank that left the group earlier would break it for the others
+        all_gather("done")  # a rank that left the group earlier would break it for the others
         return record
 
 

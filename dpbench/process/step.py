@@ -25,9 +25,9 @@ from torch import Tensor
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, OutOfMemory
-from dpbench.process.agreement import said_by_all
+from dpbench.process.agreement import all_gather
 from dpbench.process.build import build, labels_of, pick_device
-from dpbench.process.messages import MEASURING, WAITING, Steps
+from dpbench.process.messages import MEASURING, WAITING, Steps, append_record
 from dpbench.process.step_finder import StepRecorder
 from dpbench.registry import import_named
 from dpbench.training.base import TrainerBase
@@ -133,7 +133,7 @@ def _observe(
 
 def _one_wants_more(recorder: StepRecorder) -> bool:
     """Whether the recorder of some rank does: all take as many steps."""
-    return "more" in said_by_all("enough" if recorder.finished else "more")
+    return "more" in all_gather("enough" if recorder.finished else "more")
 
 
 def peak_memory() -> int:
@@ -190,7 +190,6 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
     spent.start_step("waiting")
     with alone(device, case.id):  # before the first CUDA call
         spent.switch("building")
-        print(MEASURING, file=sys.stderr, flush=True)
         try:
             yield spent
         except Exception as error:
@@ -208,7 +207,7 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
 
 @contextmanager
 def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]:
-    """Lock the first GPUs against other dpbench processes; prints which of them it waits for.
+    """Lock the first GPUs against other dpbench processes; says which of them it waits for.
 
     The ranks of a case take no locks: whoever started them holds those of all.
     """
@@ -221,11 +220,13 @@ def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]
         )
 
     def say(what: str) -> None:
-        print(f"{WAITING} {what}", file=sys.stderr, flush=True)
+        print(f"dpbench: {WAITING} {what}", file=sys.stderr, flush=True)
+        append_record({WAITING: what})
 
     if cards:
         say(" and ".join(card.uuid for card in cards))
     with gpu.all_exclusive(cards, purpose, lambda card, by: say(f"{card.uuid}, held by {by}")):
+        append_record({MEASURING: purpose})
         yield
 
 

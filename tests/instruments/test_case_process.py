@@ -39,9 +39,11 @@ def fails(program: str, tmp_path: Path, timeout: float = 20.0) -> InstrumentErro
 
 
 def says(**record: object) -> str:
-    """What makes a shell print a record, as `print_record` does."""
-    line = shlex.quote(json.dumps(record))
-    return f"printf '\\n%s%s\\n' \"$DPBENCH_RECORD_MARK\" {line}"
+    """What makes a shell append a record, as `append_record` does."""
+    return f'echo {shlex.quote(json.dumps(record))} >>"$DPBENCH_RECORDS"'
+
+
+WAITS, GETS_IT = says(**{WAITING: "GPU-0"}), says(**{MEASURING: "a case"})
 
 
 def test_the_command_is_an_argument_list_that_names_every_field() -> None:
@@ -76,7 +78,7 @@ def test_the_log_and_the_terminal_show_a_command_to_paste(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
-    program = "from dpbench.process.messages import print_record; print_record(loss=1)"
+    program = "from dpbench.process.messages import hand_over; hand_over(loss=1)"
     start(shlex.join([sys.executable, "-c", program]), log).record()
     first = log.read_text().splitlines()[0]
     assert first in capfd.readouterr().err
@@ -90,7 +92,7 @@ def test_pytest_and_xdist_variables_do_not_reach_the_child(
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw7")
     start(f"env; {says(loss=1)}", tmp_path / "log").record()
     log = (tmp_path / "log").read_text()
-    assert "DPBENCH_RECORD_MARK=" in log
+    assert "DPBENCH_RECORDS=" in log
     assert "\nPYTEST_" not in log
 
 
@@ -127,9 +129,9 @@ def test_running_out_of_memory_is_recognised_when_the_child_was_killed_meanwhile
     [
         ("exit 7", "exit code 7"),
         ("kill -s SEGV $$", "killed by SIGSEGV"),
-        ("true", "printed no record"),
-        ('echo "$DPBENCH_RECORD_MARK"\'{"trunc\'', "printed no record"),
-        ("echo '{\"loss\": 1}'", "printed no record"),
+        ("true", "left no result"),
+        ('printf \'{"trunc\' >"$DPBENCH_RECORDS"', "left no result"),
+        ("echo '{\"loss\": 1}'", "left no result"),
         ("kill -40 $$", "killed by signal 40"),
     ],
 )
@@ -140,7 +142,7 @@ def test_a_crash_is_told_in_words(program: str, words: str, tmp_path: Path) -> N
 
 
 def test_the_tail_of_a_failed_case_is_the_end_of_its_log(tmp_path: Path) -> None:
-    record = 'echo "$DPBENCH_RECORD_MARK"\'{"error": {"kind": "", "message": ""}}\''
+    record = says(error={"kind": "", "message": ""})
     error = fails(f"seq 0 99; {record}; exit 1", tmp_path)
     assert log_tail(error, lines=3).splitlines() == ["97", "98", "99"]
 
@@ -160,11 +162,11 @@ def test_a_time_out_ends_the_whole_process_group(
 ) -> None:
     monkeypatch.setattr("dpbench.instruments.processes.GRACE_SECONDS", 0.2)
     ignore = "trap '' TERM;" if stubborn else ""
-    program = f"echo {WAITING}; {ignore} sleep 60 & echo $!; echo {MEASURING}; wait; sleep 60"
+    program = f"{WAITS}; {ignore} sleep 60 & echo $!; {GETS_IT}; wait; sleep 60"
     error = fails(program, tmp_path, timeout=0.3)
     assert isinstance(error, CaseTimedOut)
     assert "within 0.3 s" in str(error)
-    grandchild = int((tmp_path / "log").read_text().splitlines()[2])
+    grandchild = int((tmp_path / "log").read_text().splitlines()[1])
     deadline = time.monotonic() + 5
     while lives(grandchild) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -173,11 +175,8 @@ def test_a_time_out_ends_the_whole_process_group(
 
 def waits(seconds: float, holder: int, *more: str) -> str:
     """A program's text that waits for a GPU of another process's."""
-    words = f"{WAITING} GPU-0, held by process {holder} (dpsgd) since 12:03:04"
-    return "; ".join([f"echo {shlex.quote(words)}; sleep {seconds}", *more])
-
-
-GETS_IT = f"echo {MEASURING}"
+    words = f"GPU-0, held by process {holder} (dpsgd) since 12:03:04"
+    return "; ".join([says(**{WAITING: words}), f"sleep {seconds}", *more])
 
 
 def test_each_process_that_holds_the_gpu_may_take_as_long_as_the_case(tmp_path: Path) -> None:
@@ -192,8 +191,9 @@ def test_a_gpu_that_does_not_get_free_is_told_with_who_holds_it(tmp_path: Path) 
     assert "end that process, or raise the time-out" in str(error)
 
 
-def test_a_trainer_that_leaves_a_line_open_keeps_its_record(tmp_path: Path) -> None:
-    assert start(f"printf 'loss 2.3'; {says(loss=2)}", tmp_path / "log").record()
+def test_what_a_trainer_prints_is_no_record(tmp_path: Path) -> None:
+    program = f"printf 'dpbench: {WAITING} '; {says(loss=2)}; echo '{{\"loss\": 3}}'; sleep 0.2"
+    assert start(program, tmp_path / "log").record()["loss"] == 2
 
 
 def test_an_error_in_the_log_of_a_case_that_went_well_is_no_failure(tmp_path: Path) -> None:

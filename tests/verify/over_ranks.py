@@ -23,14 +23,13 @@ from dpbench.instruments.interface import Instrument, Running
 from dpbench.process.build import build, pick_device
 from dpbench.process.command_line import arguments
 from dpbench.process.forked import COMMAND, environment_of_cases, fork
-from dpbench.process.messages import MARK, last_record
+from dpbench.process.messages import RECORDS, read_records, result_of
 from dpbench.registry import resolve
 from dpbench.verify.checks import STEPS, verify_here
 from dpbench.verify.reference import distances
 from dpbench.verify.subject import Subject
 
 CPU = pick_device("cpu")
-MARKED = "0123456789abcdef "
 REPOSITORY = Path(__file__).parents[2]
 
 ROWS, WIDTH, LENGTH = 12, 64, 4
@@ -147,7 +146,7 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
     It is a fork of a server: forks of a test's own process have the threads of what it has run.
     """
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    said = {MARK: MARKED, "PYTHONPATH": os.pathsep.join(paths)}
+    said = {RECORDS: str(folder / "records"), "PYTHONPATH": os.pathsep.join(paths)}
     log, command = folder / "log.txt", [*COMMAND, *words, "--device", "cpu"]
     with log.open("w") as output:
         kept: dict[str, Any] = {"stdout": output, "env": environment_of_cases() | said}
@@ -163,4 +162,4 @@ def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -
     words += ["--pairs", " ".join(pairs), "--counted", " ".join(counted)]
     code, text = run(words, folder)
     assert code == 0, text
-    return last_record(text.splitlines(), MARKED)
+    return result_of(read_records(folder / "records"))

@@ -70,7 +70,7 @@ def record() -> dict[str, Any]:
 
 def said(record: dict[str, Any]) -> str:
     """The text of a program that prints a record."""
-    return f"from dpbench.process.messages import print_record; print_record(**{record!r})"
+    return f"from dpbench.process.messages import hand_over; hand_over(**{record!r})"
 
 
 def test_steps_are_timed_and_then_counted_in_one_process(record: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from tests.programs import program
 
 OUTPUT = Path(__file__).parents[2] / "data" / "ncu_output"
 CASE = Case("dpsgd", 8, 256)
-RECORD = "from dpbench.process.messages import print_record; "
+RECORD = "from dpbench.process.messages import hand_over; "
 
 
 def test_the_whole_argument_list() -> None:
@@ -144,7 +144,7 @@ def stand_in(tmp_path: Path, text: str) -> Ncu:
 
 
 def test_an_exit_code_of_0_without_a_report_is_an_error(tmp_path: Path) -> None:
-    broken = stand_in(tmp_path, RECORD + "print_record(torch='2', device='x')")
+    broken = stand_in(tmp_path, RECORD + "hand_over(torch='2', device='x')")
     with pytest.raises(NothingProfiled, match="left no report"):
         broken.measure(CASE)
 
@@ -160,7 +160,7 @@ def test_a_report_of_an_earlier_run_is_never_read_again(tmp_path: Path) -> None:
 
 def test_a_crash_of_the_case_counts_more_than_that_nothing_was_profiled(tmp_path: Path) -> None:
     text = (
-        RECORD + "print_record(error={'kind': 'E', 'message': 'it fell over'})\n"
+        RECORD + "hand_over(error={'kind': 'E', 'message': 'it fell over'})\n"
         "print('==WARNING== No ranges were profiled.'); exit(1)"
     )
     with pytest.raises(CaseFailed, match="it fell over"):

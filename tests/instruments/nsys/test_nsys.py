@@ -28,12 +28,12 @@ command, *arguments = sys.argv[1:]
 if command == "export":
     shutil.copy(arguments[-1], arguments[arguments.index("--output") + 1])
 elif command == "profile":
-    from dpbench.process.messages import print_record
+    from dpbench.process.messages import hand_over
     recorded = {recorded!r}
     [output] = [a.partition("=")[2] for a in arguments if a.startswith("--output=")]
     if recorded:
         shutil.copy(recorded, output)
-    print_record(**{record!r})
+    hand_over(**{record!r})
     sys.exit({code})
 else:
     print("NVIDIA Nsight Systems version 2025.3.1.90-test")

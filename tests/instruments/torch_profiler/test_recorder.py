@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from contextlib import redirect_stdout
 from io import StringIO
@@ -15,7 +16,7 @@ from dpbench.case import OUTSIDE
 from dpbench.cli import main
 from dpbench.instruments.torch_profiler.profile_folder import OPERATORS, REPORT, prepare
 from dpbench.instruments.torch_profiler.trace import read
-from dpbench.process.messages import Schedule, last_record
+from dpbench.process.messages import Schedule
 
 CASE = Case("dpsgd", 2, 8, "100x16x1x2")
 SCHEDULE = Schedule(skip_first=0, wait=1, warmup=1, active=2, repeat=2)
@@ -37,7 +38,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     with redirect_stdout(StringIO()) as printed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's own, of several cycles
         assert main(command) == 0
-    return Profiled(folder, last_record(printed.getvalue().splitlines(), ""))
+    return Profiled(folder, json.loads(printed.getvalue().splitlines()[-1]))
 
 
 @pytest.fixture
