@@ -1,28 +1,23 @@
 """Measuring a script's steps with one instrument, in a process that runs the script.
 
-That process runs `START`. Its first argument is JSON that describes the task; the program's own
-arguments follow. The program has the terminal, so the record is written to a file.
+That process runs `START`. Its first argument is the file of its task; the program's own arguments
+follow.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
-import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,12 +39,12 @@ from dpbench.instruments.recorder import Recorder
 from dpbench.instruments.script_faults import what_is_wrong
 from dpbench.instruments.script_ranks import Rank
 from dpbench.process.fork_server import end
-from dpbench.process.messages import WAITING
+from dpbench.process.messages import RECORDS, WAITING, append_record, read_records, result_of
 from dpbench.process.places import STACK, place
 from dpbench.process.program import print_error, run_program
 from dpbench.process.step_finder import StepFinder, Stop
+from dpbench.process.task import Program, Task
 from dpbench.process.watched import watch
-from dpbench.registry import INSTRUMENTS
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 
@@ -67,15 +62,9 @@ OFTEN = 100
 
 
 @dataclass(frozen=True)
-class ScriptRun(Delegating):
+class ScriptRun(Program, Delegating):
     """Runs a script, unmodified, and has an instrument's recorder hear some of its steps."""
 
-    program: tuple[str, ...]  # a script or module, and its arguments
-    is_module: bool = False
-    skip: int = 3  # steps that come before those that count
-    steps: int = 5  # that count
-    go_on: bool = False  # after them, instead of being ended
-    timeout: float | None = None  # seconds on its GPU after which it is ended all the same
     baseline: str | None = None  # the script by whose numbers those of this one are divided
 
     def check(self) -> None:
@@ -102,28 +91,22 @@ class RunningScript(Running):
     def __init__(self, script: ScriptRun, case: Case) -> None:
         self.script, self.case = script, case
         self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
-        self._record = Path(self._directory.name) / "record.json"
-        path = INSTRUMENTS.import_path(INSTRUMENTS.canonical(type(script.instrument)))
-        task = {
-            "script": b64encode(pickle.dumps(script)).decode(),
-            "path": [str(path)] if path else [],
-            "case": asdict(case),
-            "record": str(self._record),
-        }
-        command = [sys.executable, "-c", START, json.dumps(task), *script.program]
+        self._records = Path(self._directory.name) / "records"
+        task = Path(self._directory.name) / "task.json"
+        Task(case, script.instrument, script).write(task)
+        command = [sys.executable, "-c", START, str(task), *script.program]
         command = [*script.instrument.before_script(case), *command]
-        self._process = subprocess.Popen(command, env={**os.environ, **gpu.child_environment()})
+        told = {**gpu.child_environment(), RECORDS: str(self._records)}
+        self._process = subprocess.Popen(command, env={**os.environ, **told})
 
     def rows(self) -> list[Measurement]:
         code, interrupted = self._wait()
         instrument = self.script.instrument
-        record: dict[str, Any] = {"heard": 0, "under_way": True}
-        try:
-            record = json.loads(self._record.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            if not interrupted and (said := instrument.complaint(self.case)):
-                raise said from None
-        left = self._record.with_name(STACK)
+        record: dict[str, Any] = result_of(read_records(self._records))
+        if not (record or interrupted) and (said := instrument.complaint(self.case)):
+            raise said
+        record = record or {"heard": 0, "under_way": True}
+        left = self._records.with_name(STACK)
         if stack := left.read_text() if left.exists() else "":
             print(stack, file=sys.stderr)
             record["message"] = (
@@ -171,37 +154,31 @@ class RunningScript(Running):
 
 
 def run(
-    script: ScriptRun,
-    case: Case,
-    record: Path,
-    stopped: Callable[[], object] = lambda: None,
+    task: Task, script: Program, records: str, stopped: Callable[[], object] = lambda: None
 ) -> int | str | None:
-    """Run a script and write the record of its steps; returns its exit status, as for `sys.exit`.
+    """Run a script and append records of its steps; returns its exit status, as for `sys.exit`.
 
     ``stopped`` is called at the end if the script was ended before its own.
     """
-    process, raised = os.getpid(), ""
+    process, raised, case = os.getpid(), "", task.case
     code: int | str | None = 0
-    recorder = script.instrument.recorder(case, script.steps)
+    recorder = task.instrument.recorder(case, script.steps)
 
     def keep() -> None:
         heard = recorder.heard
         if recorder.quick and (recorder.finished or heard <= OFTEN or heard % OFTEN == 0):
-            _write_down(record, case, finder, recorder, under_way=True)
+            _write_down(records, case, finder, recorder, under_way=True)
 
     finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, keep=keep)
     with ExitStack() as held:
         _lock_gpus(case, held)
         if script.timeout:
-            stack = held.enter_context(record.with_name(STACK).open("w"))
+            stack = held.enter_context(Path(records).with_name(STACK).open("w"))
             held.callback(faulthandler.cancel_dump_traceback_later)
             longest = min(script.timeout, threading.TIMEOUT_MAX)
             faulthandler.dump_traceback_later(longest, file=stack, exit=True)
         held.callback(recorder.close)
         watch(finder)
-        write_down = partial(_write_down, record, case, finder, recorder)
-        held.callback(setattr, os, "_exit", os._exit)
-        os._exit = _exit_after(write_down)  # type: ignore[assignment]
         try:
             run_program(script.program, is_module=script.is_module)
         except Stop:
@@ -220,7 +197,7 @@ def run(
                 end(code if isinstance(code, int) else int(code is not None))
             return code
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        write_down(code, raised)
+        _write_down(records, case, finder, recorder, code, raised)
     return code
 
 
@@ -241,20 +218,8 @@ def _lock_gpus(case: Case, held: ExitStack) -> None:
         write_text(rank.locked, "")
 
 
-def _exit_after(write_down: Callable[[int], object]) -> Callable[[int], NoReturn]:
-    """An ``os._exit`` that first writes the record, except in forks of the script."""
-    exit_at_once, here = os._exit, (os.getpid(), threading.get_ident())
-
-    def exit_later(status: int) -> NoReturn:
-        if (os.getpid(), threading.get_ident()) == here:
-            write_down(status)
-        exit_at_once(status)
-
-    return exit_later
-
-
 def _write_down(
-    path: Path,
+    path: str,
     case: Case,
     finder: StepFinder,
     recorder: Recorder,
@@ -263,7 +228,7 @@ def _write_down(
     *,
     under_way: bool = False,
 ) -> None:
-    """Write the record, rows and what went wrong, for the process that started this one."""
+    """Append a record, rows and what went wrong, for the process that started this one."""
     if not under_way:
         finder.close()
     recorder.wait = not under_way
@@ -279,7 +244,7 @@ def _write_down(
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
     # The report of ncu may have a further step, which did not end.
     more = {"torch": torch, "heard": recorder.heard, "under_way": under_way}
-    write_text(path, json.dumps({**outcome.as_json(), **more}))
+    append_record({**outcome.as_json(), **more}, path)
 
 
 def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> Iterator[str]:
@@ -290,38 +255,18 @@ def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> I
         yield f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for"
 
 
-def leave_threads(seconds: float = GRACE_SECONDS) -> None:
-    """Exit after some seconds even if threads of the script still run.
-
-    The seconds end when `atexit` functions are called, which may take as long as they like.
-    """
-
-    def leave() -> None:
-        sys.stdout.flush()
-        print("dpbench exec: a thread of the script's did not end with it", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(0)
-
-    waiting = threading.Timer(seconds, leave)
-    waiting.daemon = True
-    waiting.start()
-    atexit.register(waiting.cancel)
+def _leave_threads() -> None:
+    """End a script that was stopped, although threads of it still run, which may wait for it."""
+    running = [each.name for each in threading.enumerate() if not each.daemon]
+    if others := [name for name in running if name != threading.main_thread().name]:
+        print(f"dpbench exec: ended while threads run: {', '.join(others)}", file=sys.stderr)
+        end(0, wait=False)
 
 
 def main() -> NoReturn:
-    """Run the script that the first argument describes."""
+    """Run the script of the task that the first argument names."""
     if sys.platform == "linux":  # this process shall end with its parent, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    task = json.loads(sys.argv[1])
-    script, case = unpacked(task)
-    sys.exit(run(script, case, Path(task["record"]), leave_threads))
-
-
-def unpacked(task: Mapping[str, Any]) -> tuple[ScriptRun, Case]:
-    """The script and the case of a task; an instrument from outside is imported from its path."""
-    path = [*sys.path]
-    sys.path += task["path"]
-    try:
-        return pickle.loads(b64decode(task["script"])), Case.from_row(task["case"])
-    finally:
-        sys.path[:] = path
+    task = Task.read(Path(sys.argv[1]))
+    assert task.program
+    sys.exit(run(task, task.program, os.environ.pop(RECORDS), _leave_threads))

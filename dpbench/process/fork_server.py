@@ -186,9 +186,13 @@ def main() -> None:
     end(import_module("dpbench.cli").main())
 
 
-def end(code: int) -> None:
-    """End a fork as `multiprocessing` does, without taking the interpreter apart."""
-    threading._shutdown()  # type: ignore[attr-defined]  # wait for the threads of a trainer
+def end(code: int, *, wait: bool = True) -> None:
+    """End a process as `multiprocessing` does, without taking the interpreter apart.
+
+    ``wait`` for its threads.
+    """
+    if wait:
+        threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -31,9 +31,13 @@ RECORDS = "DPBENCH_RECORDS"
 """The environment variable that names the file of records."""
 
 
-def append_record(record: dict[str, Any]) -> bool:
-    """Append a record, plain JSON types, to the file; returns whether there is one."""
-    if path := os.environ.get(RECORDS):
+def append_record(record: dict[str, Any], path: str | None = None) -> bool:
+    """Append a record, plain JSON types, to this file or that of the environment, if there is one.
+
+    Returns:
+        Whether there is one.
+    """
+    if path := path or os.environ.get(RECORDS):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(record)}\n")
     return bool(path)

@@ -42,6 +42,7 @@ from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder
 from dpbench.metrics import Metric
 from dpbench.process.messages import NVTX_DOMAIN, Steps
+from dpbench.process.task import OF_PARENT
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
@@ -85,7 +86,9 @@ class Ncu(Recorded):
     steps: Steps = Steps(warmup=1, active=1)
     path: str = "ncu"  # the program
     phases: tuple[str, ...] = ()  # the only ones to profile; () for all
-    metrics: tuple[Metric, ...] = field(default_factory=lambda: tuple(resolve()))
+    metrics: tuple[Metric, ...] = field(
+        default_factory=lambda: tuple(resolve()), metadata=OF_PARENT
+    )
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -218,7 +221,7 @@ class NcuKernels(Ncu):
     replay: ClassVar[str] = "kernel"  # takes tens of ms a kernel
     folder: ClassVar[str] = KERNELS
 
-    metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics)
+    metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics, metadata=OF_PARENT)
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
