@@ -14,7 +14,7 @@ import lzma
 import sys
 from pathlib import Path
 
-from dpbench.process.messages import hand_over
+from dpbench.child.messages import hand_over
 
 DATA = Path(__file__).parent / "data"
 

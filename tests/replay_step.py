@@ -19,6 +19,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEventAvg
 
 from dpbench.case import ADDED
+from dpbench.child.messages import Schedule, hand_over
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.commands.step import write_report
@@ -26,7 +27,6 @@ from dpbench.instruments.torch_profiler import profile_folder as profile_files
 from dpbench.instruments.torch_profiler import trace
 from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.options import own_values
-from dpbench.process.messages import Schedule, hand_over
 from dpbench.results.outcome import Outcome
 
 DATA = Path(__file__).parent / "data"

@@ -16,8 +16,8 @@ from dpbench.case import ATTENTIONS, PRECISIONS, Case
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
 from dpbench.errors import ConfigurationError
+from dpbench.launch.command_line import arguments
 from dpbench.model_size import MODEL_SIZES, ModelSize
-from dpbench.process.command_line import arguments
 from dpbench.registry import MODELS, TRAINERS, resolve
 
 CELL: dict[str, Any] = {"trainer": "dpsgd", "batch_size": 8, "seq_len": 256}

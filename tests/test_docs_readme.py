@@ -51,7 +51,7 @@ def laptop(
 ) -> Callable[[str], None]:
     """Paste a block into a checkout's directory; its commands run in this process."""
     monkeypatch.setattr(
-        "dpbench.instruments.script_process.subprocess", SimpleNamespace(Popen=ProcessHere)
+        "dpbench.instruments.script.subprocess", SimpleNamespace(Popen=ProcessHere)
     )
 
     def paste(text: str) -> None:

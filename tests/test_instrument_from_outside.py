@@ -25,7 +25,7 @@ POWER = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dpbench import Case, Instrument, Measurement, Running
+from dpbench import Case, Instrument, Measurement, PendingMeasurement
 from dpbench.metrics import METRICS, Metric
 
 METRICS.register(Metric("energy_joules", "energy\\nJ", ("power",)))
@@ -45,7 +45,7 @@ class Power(Instrument):
         return Reading(self, case)
 
 @dataclass
-class Reading(Running):
+class Reading(PendingMeasurement):
     instrument: Power
     case: Case
 
@@ -173,7 +173,7 @@ from dpbench.metrics import METRICS, Metric
 METRICS.register(Metric("phases_times", "phases", ("pace",)))
 
 @dataclass(frozen=True)
-class Pace(dpbench.Recorded):
+class Pace(dpbench.InProcessInstrument):
     \"\"\"Counts the phases of a step, each so many times.\"\"\"
 
     name: ClassVar[str] = "pace"
@@ -226,7 +226,7 @@ def test_a_recorder_with_an_option_hears_the_steps_of_a_case(
 @pytest.mark.usefixtures("pace")
 def test_it_hears_the_steps_of_a_script_and_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(Popen=ProcessHere)
-    monkeypatch.setattr("dpbench.instruments.script_process.subprocess", here)
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
     Path("folder").mkdir()
     Path("folder/training.py").write_text(scripts.TRAINING)
     how = ["--instrument=pace:Pace", "--pace-times=2", "--steps=2", "--json=run.json"]

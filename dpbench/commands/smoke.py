@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train with each trainer, and print how that went."""
-    from dpbench.process.build import smoke_test  # which imports torch
+    from dpbench.child.build import smoke_test  # which imports torch
 
     failed = 0
     for trainer in options.trainers or list(TRAINERS):

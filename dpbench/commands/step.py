@@ -25,11 +25,12 @@ from typing import Any
 
 from dpbench import gpu
 from dpbench.case import Case
+from dpbench.child.failures import CaseOutOfMemory, CaseRefused
+from dpbench.child.messages import Steps, hand_over
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
 from dpbench.instruments import built_in, choose, declare_built_in
-from dpbench.instruments.case_process import name_of
-from dpbench.instruments.interface import CaseOutOfMemory, CaseRefused, Instrument
+from dpbench.instruments.interface import Instrument
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.profile_folder import (
@@ -39,8 +40,8 @@ from dpbench.instruments.torch_profiler.profile_folder import (
     own_folder,
 )
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
+from dpbench.launch.case_process import name_of
 from dpbench.options import own_values
-from dpbench.process.messages import Steps, hand_over
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.runner import check_ranks
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         check_ranks(case, [instrument])
         if case.gpus > 1 and not isinstance(instrument, Logical):  # which counts one of the ranks
-            from dpbench.process.ranks import observe_all  # which imports torch
+            from dpbench.launch.ranks import observe_all  # which imports torch
 
             record = observe_all(instrument.observe, case, options.device)
         else:

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     """What the checks found; whatever a trainer fails with is said with its name."""
-    from dpbench.process.build import pick_device
+    from dpbench.child.build import pick_device
     from dpbench.verify.checks import verify  # which imports torch
 
     on_gpu = pick_device(device).type == "cuda"

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from dpbench.case import Script
+from dpbench.child.messages import RECORDS, read_records, result_of
+from dpbench.child.script import run
+from dpbench.child.task import Task
 from dpbench.cli import main
 from dpbench.instruments import choose
-from dpbench.instruments.script_process import ScriptRun, run
-from dpbench.process.messages import RECORDS, read_records, result_of
-from dpbench.process.task import Task
+from dpbench.instruments.script import ScriptRun
 from dpbench.results.storage import Storage
 from dpbench.settings import Settings
 from tests.commands import scripts
@@ -75,7 +76,7 @@ class ProcessHere:
 @pytest.fixture
 def processes_here(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(Popen=ProcessHere)
-    monkeypatch.setattr("dpbench.instruments.script_process.subprocess", here)
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
 
 
 @pytest.mark.usefixtures("processes_here")
@@ -192,7 +193,7 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     error = capsys.readouterr().err
     assert error.count("Traceback") == 1
     assert error.count('raise ValueError("the data is gone")') == 1
-    assert "dpbench/process/" not in error
+    assert "dpbench/child/" not in error
 
 
 def test_thread_that_waits_for_the_rest_of_a_script_does_not_keep_it_from_ending(
@@ -260,9 +261,7 @@ def test_what_was_counted_until_the_end_is_kept_however_it_comes(
     status: int,
     words: str,
 ) -> None:
-    monkeypatch.setattr(
-        "dpbench.instruments.script_process.GRACE_SECONDS", 300
-    )  # on a busy machine
+    monkeypatch.setattr("dpbench.instruments.script.GRACE_SECONDS", 300)  # on a busy machine
     how = ["--instrument=timing", "--instrument=logical", "--steps=20", "--json=run.json"]
     if status == 1:
         how.remove("--instrument=logical")  # an interrupted script is not run once more

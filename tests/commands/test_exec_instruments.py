@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from dpbench.case import ALL_PHASES, Case, Script
+from dpbench.child.task import Task
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from dpbench.instruments.ncu.ncu import Ncu
 from dpbench.instruments.timing import timing_rows
-from dpbench.process.task import Task
 from dpbench.results.rows import Measurement
 from tests.commands import scripts, test_exec
 from tests.commands.test_exec import rows
@@ -39,7 +39,7 @@ shutil.copy(arguments[start + 2], "task.json")
 with open("arguments.json", "w") as stream:
     json.dump(arguments, stream)
 shutil.copy("recorded.ncu-rep", arguments[arguments.index("--export") + 1])
-from dpbench.process.messages import hand_over
+from dpbench.child.messages import hand_over
 hand_over(torch="2.11.0", notes=[], message="", heard=1)
 """
 

@@ -41,7 +41,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(printed: dict[str, Any]) -> list[Finding]:
         text = (
-            "import json, sys; from dpbench.process.messages import hand_over; "
+            "import json, sys; from dpbench.child.messages import hand_over; "
             "assert '--cupti' in sys.argv; "
             f"hand_over(**json.loads({json.dumps(printed)!r}))"
         )

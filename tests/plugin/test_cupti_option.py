@@ -16,7 +16,7 @@ COUNTING = """
 import json, sys
 from dpbench.cli import build_parser
 from dpbench.commands.options import chosen_case
-from dpbench.process.messages import hand_over
+from dpbench.child.messages import hand_over
 
 options = build_parser("step").parse_args(sys.argv[4:])  # after python -P -m dpbench
 case = chosen_case(options)

@@ -16,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
 from dpbench.case import Case
+from dpbench.child.build import build, smoke_test
+from dpbench.child.step import run_case
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
+from dpbench.launch.command_line import arguments
 from dpbench.model_size import ModelSize
-from dpbench.process.build import build, smoke_test
-from dpbench.process.command_line import arguments
-from dpbench.process.step import run_case
 from dpbench.registry import resolve
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.refusals import CannotTrain

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpbench
 from dpbench import Batch, Workload
 from dpbench.case import Case
+from dpbench.child.build import build, pick_device
+from dpbench.child.messages import RECORDS, read_records, result_of
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.interface import Instrument, Running
-from dpbench.process.build import build, pick_device
-from dpbench.process.command_line import arguments
-from dpbench.process.forked import COMMAND, environment_of_cases, fork
-from dpbench.process.messages import RECORDS, read_records, result_of
+from dpbench.instruments.interface import Instrument
+from dpbench.launch.command_line import arguments
+from dpbench.launch.forked import COMMAND, environment_of_cases, fork
+from dpbench.launch.pending import PendingMeasurement
 from dpbench.registry import resolve
 from dpbench.verify.checks import STEPS, verify_here
 from dpbench.verify.reference import distances
@@ -76,7 +77,7 @@ class Verified(Instrument):
     def measures(cls, subject: str) -> bool:
         return True
 
-    def start(self, case: Case) -> Running:
+    def start(self, case: Case) -> PendingMeasurement:
         raise NotImplementedError
 
     def observe(self, case: Case) -> dict[str, Any]:

@@ -14,14 +14,14 @@ from torch._subclasses import fake_tensor
 
 from dpbench import TRAINERS, WORKLOADS
 from dpbench.case import Case
+from dpbench.child.build import build, smoke_test
+from dpbench.child.failures import CaseRefused
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.fit import needed
 from dpbench.grid import Grid
-from dpbench.instruments.interface import CaseRefused
 from dpbench.instruments.logical.logical import Logical
-from dpbench.process.build import build, smoke_test
-from dpbench.process.command_line import arguments
+from dpbench.launch.command_line import arguments
 from dpbench.registry import resolve
 from tests.workloads import digits
 

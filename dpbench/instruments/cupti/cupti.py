@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.case_process import Child
 from dpbench.instruments.counters.metrics import CounterOptions
 from dpbench.instruments.cupti import NAME
-from dpbench.instruments.recorded import Recorded
+from dpbench.instruments.in_process import InProcessInstrument
+from dpbench.launch.case_process import CaseProcess
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cupti(Recorded):
+class Cupti(InProcessInstrument):
     """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
 
     name: ClassVar[str] = NAME
@@ -57,7 +57,7 @@ class Cupti(Recorded):
 
         return CuptiRecorder(self.steps.active, self.names or None, alike=True)
 
-    def rows_of(self, process: Child, record: dict[str, Any]) -> Iterable[Measurement]:
+    def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> Iterable[Measurement]:
         """The rows of timing, and each metric by phase and step."""
         from dpbench.instruments.cupti.recorder import cupti_rows
 

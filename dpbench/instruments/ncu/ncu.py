@@ -18,7 +18,10 @@ from typing import Any, ClassVar, Self
 
 from dpbench import gpu
 from dpbench.case import Case
-from dpbench.instruments.case_process import Child, log_lines
+from dpbench.child.failures import CaseFailed, InstrumentError
+from dpbench.child.messages import NVTX_DOMAIN, Steps
+from dpbench.child.recorder import Recorder
+from dpbench.child.task import OF_PARENT
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
@@ -26,7 +29,7 @@ from dpbench.instruments.counters.errors import (
     ProfilerNotLoaded,
 )
 from dpbench.instruments.counters.metrics import CounterOptions, counters, resolve
-from dpbench.instruments.interface import CaseFailed, InstrumentError
+from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.ncu.report import (
     KERNELS,
     NothingProfiled,
@@ -37,12 +40,9 @@ from dpbench.instruments.ncu.report import (
     read_kernels,
     write_description,
 )
-from dpbench.instruments.processes import version_of
-from dpbench.instruments.recorded import Recorded
-from dpbench.instruments.recorder import Recorder
+from dpbench.launch.case_process import CaseProcess, log_lines
+from dpbench.launch.processes import version_of
 from dpbench.metrics import Metric
-from dpbench.process.messages import NVTX_DOMAIN, Steps
-from dpbench.process.task import OF_PARENT
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
@@ -66,7 +66,7 @@ were profiled" comes last, because ncu prints it after any other failure as well
 
 
 @dataclass(frozen=True)
-class Ncu(Recorded):
+class Ncu(InProcessInstrument):
     """Runs a case under Nsight Compute and reads the report: each metric by phase and step.
 
     One active step is enough: DRAM bytes differ by less than 0.2 % between steps. Each further
@@ -148,15 +148,15 @@ class Ncu(Recorded):
             *("--export", str(self.report(case))),
         ]
 
-    def start(self, case: Case) -> Child:
+    def start(self, case: Case) -> CaseProcess:
         self.report(case).unlink(missing_ok=True)  # a failed run would leave an older one
         return super().start(case)
 
-    def read(self, process: Child) -> list[Measurement]:
+    def read(self, process: CaseProcess) -> list[Measurement]:
         """Wait for a process; returns the rows of its report."""
         return self.rows(process.case, self.record_of(process), process.log)
 
-    def record_of(self, process: Child) -> dict[str, Any]:
+    def record_of(self, process: CaseProcess) -> dict[str, Any]:
         """Wait for a process; returns the record that it printed."""
         try:
             return process.record()
@@ -232,7 +232,7 @@ class NcuKernels(Ncu):
         }
         return super().from_settings(settings, **own | chosen)
 
-    def read(self, process: Child) -> list[Measurement]:
+    def read(self, process: CaseProcess) -> list[Measurement]:
         case = process.case
         try:
             record = self.record_of(process)

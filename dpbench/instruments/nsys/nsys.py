@@ -15,11 +15,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.case_process import Child
-from dpbench.instruments.interface import InstrumentError
-from dpbench.instruments.processes import run, version_of
-from dpbench.instruments.recorded import Recorded
-from dpbench.instruments.recorder import Recorder
+from dpbench.child.failures import InstrumentError
+from dpbench.child.recorder import Recorder
+from dpbench.instruments.in_process import InProcessInstrument
+from dpbench.launch.case_process import CaseProcess
+from dpbench.launch.processes import run, version_of
 from dpbench.metrics import unit
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
@@ -59,7 +59,7 @@ class ExportFailed(InstrumentError):
 
 
 @dataclass(frozen=True)
-class Nsys(Recorded):
+class Nsys(InProcessInstrument):
     """Times some steps of a case under ``nsys profile``, and has further ones recorded.
 
     Reports and exported files lie beside the log.
@@ -107,12 +107,12 @@ class Nsys(Recorded):
             *super().command(case),
         ]
 
-    def start(self, case: Case) -> Child:
+    def start(self, case: Case) -> CaseProcess:
         for suffix in (REPORT, EXPORTED):
             self.report(case).with_suffix(suffix).unlink(missing_ok=True)
         return super().start(case)
 
-    def read(self, process: Child) -> list[Measurement]:
+    def read(self, process: CaseProcess) -> list[Measurement]:
         """Wait for a process; its rows are time, busy time and launches, by phase and step."""
         from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # loads numpy
 

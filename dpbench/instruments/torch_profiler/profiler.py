@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
+from dpbench.child.messages import Schedule, Steps
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable
-from dpbench.instruments.case_process import step_command
-from dpbench.instruments.recorded import Recorded
+from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.torch_profiler.profile_folder import INSTRUMENT, own_folder
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, ScheduledRecorder
+from dpbench.launch.case_process import step_command
 from dpbench.options import option
-from dpbench.process.messages import Schedule, Steps
 from dpbench.settings import Settings
 
 
@@ -49,7 +49,7 @@ class ProfilerOptions:
 
 
 @dataclass(frozen=True)
-class TorchProfiler(Recorded):
+class TorchProfiler(InProcessInstrument):
     """Runs ``dpbench step --profile``."""
 
     name: ClassVar[str] = INSTRUMENT
@@ -109,7 +109,7 @@ class TorchProfiler(Recorded):
         return ProfileRecorder(folder, steps, threshold=self.threshold)
 
     def observe(self, case: Case) -> dict[str, Any]:
-        from dpbench.process.step import run_case
+        from dpbench.child.step import run_case
 
         folder = own_folder(self.directory)  # the case's folder, see `step_arguments`
         recorder = ScheduledRecorder(folder, self.schedule, threshold=self.threshold)

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from dpbench import Case, CaseReport, ConfigurationError, gpu
+from dpbench.child import recorder as recorders
+from dpbench.child.failures import CaseFailed, CaseOutOfMemory, InstrumentError
+from dpbench.child.step import run_case
 from dpbench.cli import main
 from dpbench.instruments import choose
-from dpbench.instruments import recorder as recorders
-from dpbench.instruments.case_process import name_of
 from dpbench.instruments.counters.errors import CountersForbidden
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.cupti.library import CuptiUnusable
 from dpbench.instruments.cupti.ranges import MAX_RANGES
 from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
-from dpbench.instruments.interface import CaseFailed, CaseOutOfMemory, InstrumentError
-from dpbench.process.step import run_case
+from dpbench.launch.case_process import name_of
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -70,7 +70,7 @@ def record() -> dict[str, Any]:
 
 def said(record: dict[str, Any]) -> str:
     """The text of a program that prints a record."""
-    return f"from dpbench.process.messages import hand_over; hand_over(**{record!r})"
+    return f"from dpbench.child.messages import hand_over; hand_over(**{record!r})"
 
 
 def test_steps_are_timed_and_then_counted_in_one_process(record: dict[str, Any]) -> None:

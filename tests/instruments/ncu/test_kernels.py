@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dpbench import Case, ConfigurationError
+from dpbench.child.messages import Steps
 from dpbench.gpu import Gpu
 from dpbench.instruments import choose
 from dpbench.instruments.ncu.ncu import NcuKernels
-from dpbench.process.messages import Steps
 from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
 

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, ConfigurationError, InstrumentError, gpu
+from dpbench.child.failures import CaseFailed
+from dpbench.child.messages import Steps
 from dpbench.instruments import choose
 from dpbench.instruments.counters import errors
-from dpbench.instruments.interface import CaseFailed
 from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, diagnose, find_ncu
 from dpbench.instruments.ncu.report import NothingProfiled
-from dpbench.instruments.processes import version_of
-from dpbench.process.messages import Steps
+from dpbench.launch.processes import version_of
 from dpbench.runner import measure
 from dpbench.settings import Settings
 from tests.programs import program
 
 OUTPUT = Path(__file__).parents[2] / "data" / "ncu_output"
 CASE = Case("dpsgd", 8, 256)
-RECORD = "from dpbench.process.messages import hand_over; "
+RECORD = "from dpbench.child.messages import hand_over; "
 
 
 def test_the_whole_argument_list() -> None:

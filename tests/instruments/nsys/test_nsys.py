@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case
+from dpbench.child.failures import CaseFailed
+from dpbench.child.messages import Steps
 from dpbench.instruments import choose
-from dpbench.instruments.interface import CaseFailed
 from dpbench.instruments.nsys import nsys
 from dpbench.instruments.nsys.nsys import Nsys, timeline_of, timeline_rows
 from dpbench.instruments.nsys.timeline import NothingTraced
-from dpbench.process.messages import Steps
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -28,7 +28,7 @@ command, *arguments = sys.argv[1:]
 if command == "export":
     shutil.copy(arguments[-1], arguments[arguments.index("--output") + 1])
 elif command == "profile":
-    from dpbench.process.messages import hand_over
+    from dpbench.child.messages import hand_over
     recorded = {recorded!r}
     [output] = [a.partition("=")[2] for a in arguments if a.startswith("--output=")]
     if recorded:

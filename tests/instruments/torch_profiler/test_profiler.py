@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, ConfigurationError
+from dpbench.child.messages import Schedule, Steps
 from dpbench.instruments import choose
 from dpbench.instruments.torch_profiler import profiler as torch_profiler
 from dpbench.instruments.torch_profiler.profile_folder import own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.process.messages import Schedule, Steps
 from dpbench.settings import Settings
 
 CASE = Case("dpsgd", 4, 64, "tiny")

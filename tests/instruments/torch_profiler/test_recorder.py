@@ -13,10 +13,10 @@ import pytest
 
 from dpbench import Case
 from dpbench.case import OUTSIDE
+from dpbench.child.messages import Schedule
 from dpbench.cli import main
 from dpbench.instruments.torch_profiler.profile_folder import OPERATORS, REPORT, prepare
 from dpbench.instruments.torch_profiler.trace import read
-from dpbench.process.messages import Schedule
 
 CASE = Case("dpsgd", 2, 8, "100x16x1x2")
 SCHEDULE = Schedule(skip_first=0, wait=1, warmup=1, active=2, repeat=2)
