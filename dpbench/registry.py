@@ -121,10 +121,8 @@ class Registry(Mapping[str, Any]):
         try:
             named = attrgetter(attribute)(imported)
         except AttributeError as error:
-            public = {
-                n: v for n, v in vars(imported).items() if isinstance(v, type) and n[0] != "_"
-            }
-            own = [name for name, value in public.items() if value.__module__ == module]
+            kinds = {n: v for n, v in vars(imported).items() if isinstance(v, type)}
+            own = [n for n, v in kinds.items() if v.__module__ == module and n[0] != "_"]
             raise ConfigurationError(
                 f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}; "
                 f"its classes are {', '.join(own) or 'none'}"
