@@ -221,11 +221,8 @@ class Session:
             return
         with self.findings.lock():
             outcomes = self.findings.outcomes()
-            session, before = self._stands(outcomes, complete=complete), None
-            with reporting(self.problem):
-                if last and self.settings.histogram is not None and self.settings.compares:
-                    before = self.reference
-            self.files.write(outcomes, self.begun.environment, session, last=last, before=before)
+            session = self._stands(outcomes, complete=complete)
+            self.files.write(outcomes, self.begun.environment, session, last=last)
 
     def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
         """The run's description of the session so far: ``interrupted`` until it is complete."""
@@ -279,7 +276,7 @@ class Session:
     @property
     def failed(self) -> bool:
         """Whether a case failed, something got worse, or there is a problem."""
-        broken = any(o.error and not o.skipped for o in self.findings.outcomes())
+        broken = any(o.error for o in self.findings.outcomes())
         return bool(broken or self.findings.regressions or self.problems)
 
     def close(self) -> None:

@@ -130,8 +130,6 @@ class EachTest:
 
         report = CaseReport.of_outcome(outcome)
         self._measured.append((outcome, instruments, report))
-        if outcome.skipped:
-            pytest.skip(outcome.message)
         if outcome.error:
             tail = f"\n--- end of {outcome.log}\n{outcome.log_tail}" if outcome.log_tail else ""
             pytest.fail(f"{outcome.error}: {outcome.message}{tail}", pytrace=False)

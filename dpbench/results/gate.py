@@ -161,8 +161,7 @@ class Gate:
         metric, phase, instrument = row["metric"], row["phase"], row["instrument"]
         for outcome in run.outcomes:
             if outcome.case == case and outcome.error:
-                how = "skipped" if outcome.skipped else "failed"
-                return f"{how} in {run.name}: {outcome.error}"
+                return f"failed in {run.name}: {outcome.error}"
         if not (devices := run.places.get((case, instrument))):
             return f"not in {run.name}"
         if not self.across and row["device"] not in devices:

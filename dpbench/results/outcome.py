@@ -32,9 +32,6 @@ LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = 
 SEEN = ("operators", "kernels")
 """Those of them whose entries say the number of their outcome; rows say their instrument."""
 
-NOT_TRIED = "DoesNotFit"
-"""The error of a case that was skipped because it cannot fit the GPU, in older documents."""
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -61,11 +58,6 @@ class Outcome:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tests: tuple[Mapping[str, Any], ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether it was not tried, because it cannot fit the GPU."""
-        return self.error == NOT_TRIED
 
     @property
     def asked(self) -> list[tuple[Case, str]]:
@@ -182,10 +174,9 @@ def _records(frame: pd.DataFrame) -> list[dict[Hashable, Any]]:
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For each trainer: how many cases succeeded, failed or were skipped, why, and peak memory.
+    """For each trainer: how many cases succeeded or failed, why, and peak memory.
 
-    There is a line for each set of instruments. Skipped cases, which cannot fit the GPU, do not
-    count for ``success_rate``; their reason is among the ``failures``, too.
+    There is a line for each set of instruments.
     ``peak_memory_bytes`` is the largest that was measured, ``logical_peak_memory_bytes`` the
     largest that was predicted without hardware; None where there is none.
     """
@@ -200,8 +191,7 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             for o in group
             if o.error
         ]
-        skipped = sum(outcome.skipped for outcome in group)
-        tried, ok = len(group) - skipped, len(group) - len(failures)
+        ok = len(group) - len(failures)
         rows = [r for o in group for r in o.rows if r.metric == "peak_memory_bytes"]
         measured = [row.value for row in rows if row.device != NO_HARDWARE]
         counted = [row.value for row in rows if row.device == NO_HARDWARE]
@@ -210,9 +200,8 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "trainer": trainer,
                 "instruments": list(instruments),
                 "ok": ok,
-                "failed": tried - ok,
-                "skipped": skipped,
-                "success_rate": ok / tried if tried else None,
+                "failed": len(failures),
+                "success_rate": ok / len(group),
                 "peak_memory_bytes": max(measured, default=None),
                 "logical_peak_memory_bytes": max(counted, default=None),
                 "failures": failures,

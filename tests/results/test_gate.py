@@ -157,11 +157,6 @@ LOSSES: dict[str, tuple[Callable[[], Run], set[str], str]] = {
         set(LIMITS),
         "failed in after: CaseOutOfMe",
     ),
-    "cases that do not fit": (
-        partial(failing, "DoesNotFit"),
-        set(LIMITS),
-        "skipped in after: DoesNotFit",
-    ),
     "everything": (partial(changed, lambda f: f.value < 0), set(LIMITS), "not in after"),
 }
 
