@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.grad_sample import grad_sample_module_fast_gradient_clipping as hooks
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleModuleFastGradientClippingFSDP,
 )
@@ -23,9 +25,17 @@ from torch.distributed.fsdp import FSDPModule
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
+from dpbench.training.gradient_sums import rounded_down
 from dpbench.training.lean import NoiseAtOnce, changed_optimizer, chosen, derived, kept_of
+from dpbench.training.norm_bounds import (
+    clipping_factors,
+    squared_bias_norms,
+    squared_product_norms,
+    squared_sample_norms,
+    total,
+)
 from dpbench.training.parallel import sharded
-from dpbench.training.per_layer import as_computed, squared_bias_norms, three_dimensional
+from dpbench.training.per_layer import as_computed, three_dimensional
 
 CHANGES = ("summed", "bias", "unused", "none", "taken", "noise", "reduce", "gather", "blocks")
 
@@ -35,39 +45,43 @@ NormSampler = Callable[[Any, list[Tensor], Tensor], Norms]
 """Takes a layer, what it was given, and the gradient of what it returned."""
 
 
-def norms_by_products(x: Tensor, g: Tensor) -> Tensor:
-    """Of each example's gradient of a linear layer's weight, from products T × T, as Opacus does.
-
-    Args:
-        x: activations ``[B, T, K]``.
-        g: gradients of what it returned, ``[B, T, N]``.
-    """
-    squares = torch.einsum("nij,nij->n", torch.bmm(x, x.mT), torch.bmm(g, g.mT))
-    return squares.clamp(min=0).sqrt()  # rounded, they may be below zero
-
-
 def linear_norms(
     layer: Any,
     activations: list[Tensor],
     backprops: Tensor,
-    weight_norms: Callable[[Tensor, Tensor], Tensor] = norms_by_products,
+    squared_norms: Callable[[Tensor, Tensor], Tensor] = squared_product_norms,
 ) -> Norms:
     """Of a linear layer; the bias's from its gradient, for which Opacus makes T × T products."""
     x, g = three_dimensional(activations[0]), three_dimensional(backprops)
     norms = {}
     if layer.weight.requires_grad:
-        norms[layer.weight] = weight_norms(as_computed(x, g), g)
+        norms[layer.weight] = squared_norms(as_computed(x, g), g).sqrt()
     if layer.bias is not None and layer.bias.requires_grad:
         norms[layer.bias] = squared_bias_norms(g).sqrt()
     return norms
 
 
+def embedding_norms(layer: nn.Embedding, activations: list[Tensor], backprops: Tensor) -> Norms:
+    """Of an embedding; Opacus adds up each row's gradients, in their type."""
+    ids = activations[0].reshape(len(backprops), -1)
+    return {layer.weight: squared_product_norms(ids, three_dimensional(backprops)).sqrt()}
+
+
+def keep_norms(*, param: Any, grad_sample: Tensor, max_batch_len: int) -> None:
+    """Keep the norms of per-sample gradients; Opacus's are computed in their type."""
+    if not param.requires_grad:
+        return
+    norms = squared_sample_norms(grad_sample).sqrt()
+    param._norm_sample = nn.functional.pad(norms, (0, max_batch_len - len(norms)))
+
+
 class LeanGhostModule(GradSampleModuleFastGradientClipping):  # type: ignore[misc]
-    """Opacus's, with other norms of linear layers."""
+    """Opacus's, with norms of linear layers and embeddings that are upper bounds."""
 
     NORM_SAMPLERS: ClassVar[Mapping[type, NormSampler]] = {
         **GradSampleModuleFastGradientClipping.NORM_SAMPLERS,
         nn.Linear: linear_norms,
+        nn.Embedding: embedding_norms,
     }
 
 
@@ -83,7 +97,8 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
     """`DPGhostClippingTrainer` with these changes.
 
     - ``summed``: the loss is a sum; Opacus multiplies what each layer gets back from its mean.
-    - ``bias``: norms of biases come from their gradients; Opacus makes T × T products.
+    - ``bias``: norms of biases come from their gradients; Opacus makes T × T products. And norms
+      are upper bounds, see `dpbench.training.norm_bounds`; Opacus's may be too small.
     - ``unused``: the pass for the norms computes no gradient of a parameter, so that under FSDP2
       none is reduced in it. Under activation checkpointing autograd cannot leave them out.
     - ``none``: gradients of that pass are dropped; Opacus makes them zeros, and adds to these.
@@ -161,18 +176,25 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
         module: Any = self.grad_sample_module
         reduced = losses.sum() if "summed" in self.changes else losses.mean()
         firsts, self._firsts = self._firsts, []
-        if firsts and not self._runs_again:
-            # Backward goes through every layer to the first ones, and computes nothing else: what
-            # FSDP2 does not reduce it keeps, and adds to the gradients of the second pass.
-            torch.autograd.grad(reduced, firsts, retain_graph=True, allow_unused=True)
-        else:
-            reduced.backward(retain_graph=True)
-            self.optimizer.zero_grad(set_to_none="none" in self.changes)
-        weights = module.get_clipping_coef()
+        kept = keep_norms if "bias" in self.changes else hooks.create_norm_sample
+        with patch.object(hooks, "create_norm_sample", kept):
+            if firsts and not self._runs_again:
+                # Backward goes through every layer to the first ones, and computes nothing else:
+                # what FSDP2 does not reduce it keeps, and adds to the gradients of the second pass.
+                torch.autograd.grad(reduced, firsts, retain_graph=True, allow_unused=True)
+            else:
+                reduced.backward(retain_graph=True)
+                self.optimizer.zero_grad(set_to_none="none" in self.changes)
+        divisor = 1
         if "noise" in self.changes:
             # The sum is a mean: see NoiseAtOnce. FSDP2 takes that over ranks.
-            sharded = self.parallel == "fsdp2"
-            weights = weights / (self.batch_size if sharded else self.joint_batch_size)
+            divisor = self.batch_size if self.parallel == "fsdp2" else self.joint_batch_size
+        if "bias" in self.changes:
+            squares = total([p._norm_sample.square() for p in module.trainable_parameters])
+            weights = clipping_factors(squares, self.max_grad_norm, divisor)
+            weights = rounded_down(weights, losses.dtype)
+        else:
+            weights = module.get_clipping_coef() / divisor
         module.disable_hooks()
         (weights * losses).sum().backward()
         module.enable_hooks()
