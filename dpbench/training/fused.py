@@ -99,7 +99,7 @@ class FusedTrainer(BookKeepingTrainer):
             else:
                 norms.append(rule.squared_norms(seen[layer]))
         if small:
-            norms.append(squared_sample_norms(torch.cat(small, 1)))
+            norms.append(squared_sample_norms(torch.cat(small, 1), self.trained[0].dtype))
         for (trains_bias, *_), pairs in alike.items():
             xs, gs = zip(*pairs, strict=True)
             norms += squared_norms_of_alike(list(xs), list(gs), bool(trains_bias)).unbind()

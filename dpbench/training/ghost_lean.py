@@ -6,6 +6,7 @@ https://github.com/meta-pytorch/opacus), and can be had alone: ``ghost_lean:chan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import conv1d, conv2d, conv3d
 
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch
@@ -32,7 +34,9 @@ from dpbench.training.norm_bounds import (
     squared_bias_norms,
     squared_product_norms,
     squared_sample_norms,
+    terms_rounding,
     total,
+    unit,
 )
 from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import as_computed, three_dimensional
@@ -63,15 +67,53 @@ def linear_norms(
 
 def embedding_norms(layer: nn.Embedding, activations: list[Tensor], backprops: Tensor) -> Norms:
     """Of an embedding; Opacus adds up each row's gradients, in their type."""
-    ids = activations[0].reshape(len(backprops), -1)
-    return {layer.weight: squared_product_norms(ids, three_dimensional(backprops)).sqrt()}
+    ids, g = activations[0].reshape(len(backprops), -1), three_dimensional(backprops)
+    norms = squared_product_norms(ids, g).sqrt()
+    if not g.is_cuda and g.itemsize == 2:  # in the second pass a CPU sums in this type
+        norms += g.shape[1] ** 1.5 * unit(g.dtype) * g.float().square().sum((1, 2)).sqrt()
+    return {layer.weight: norms}
+
+
+def rounded_terms(layer: nn.Module, x: Tensor, g: Tensor) -> Any:
+    """What rounding adds to norms ``[B]``, where the second pass adds up terms of its own.
+
+    Not known of others than convolutions and layer norms, nor of what a layer norm rounds itself:
+    of numbers that lie far from 0, it normalizes what is left of them.
+    """
+    wide = torch.promote_types(g.dtype, torch.float32)
+    of_outputs = g.to(wide).square()
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
+        conv: Any = {1: conv1d, 2: conv2d, 3: conv3d}[len(layer.kernel_size)]
+        squares = x.to(wide).square().sum(1, keepdim=True)
+        patches = conv(squares, ones, None, layer.stride, layer.padding, layer.dilation)
+        terms = (1 + patches) * of_outputs.sum(1, keepdim=True)
+    elif isinstance(layer, nn.LayerNorm):  # a normalized number is at most the root of their number
+        terms = (1 + math.prod(layer.normalized_shape)) * of_outputs
+    else:
+        return 0.0
+    number = g[0].numel() // g.shape[1] if g.dim() > 1 else 1
+    return terms_rounding(g.dtype, number) * 2 * terms.flatten(1).sum(1).sqrt()
+
+
+def keeping_terms(sampler: Callable[..., Norms]) -> Callable[..., Norms]:
+    """A sampler of per-sample gradients that also keeps their `rounded_terms`, for `keep_norms`."""
+
+    def sampled(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> Norms:
+        samples = sampler(layer, activations, backprops)
+        terms = rounded_terms(layer, activations[0], backprops)
+        for kept in map(vars, samples):
+            kept["rounded_terms"] = kept.get("rounded_terms", 0.0) + terms
+        return samples
+
+    return sampled
 
 
 def keep_norms(*, param: Any, grad_sample: Tensor, max_batch_len: int) -> None:
     """Keep the norms of per-sample gradients; Opacus's are computed in their type."""
     if not param.requires_grad:
         return
-    norms = squared_sample_norms(grad_sample).sqrt()
+    norms = squared_sample_norms(grad_sample).sqrt() + vars(param).pop("rounded_terms", 0.0)
     param._norm_sample = nn.functional.pad(norms, (0, max_batch_len - len(norms)))
 
 
@@ -83,13 +125,23 @@ class LeanGhostModule(GradSampleModuleFastGradientClipping):  # type: ignore[mis
         nn.Linear: linear_norms,
         nn.Embedding: embedding_norms,
     }
+    GRAD_SAMPLERS: ClassVar[Mapping[type, Callable[..., Norms]]] = {
+        **GradSampleModuleFastGradientClipping.GRAD_SAMPLERS,
+        **{
+            kind: keeping_terms(GradSampleModuleFastGradientClipping.GRAD_SAMPLERS[kind])
+            for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm)
+        },
+    }
 
 
 def as_sharded(
     module_class: type[GradSampleModuleFastGradientClipping],
 ) -> type[GradSampleModuleFastGradientClippingFSDP]:
     """Opacus's module for FSDP2 with the norms of another."""
-    samplers = {"NORM_SAMPLERS": module_class.NORM_SAMPLERS}
+    samplers = {
+        "NORM_SAMPLERS": module_class.NORM_SAMPLERS,
+        "GRAD_SAMPLERS": module_class.GRAD_SAMPLERS,
+    }
     return type("Sharded", (GradSampleModuleFastGradientClippingFSDP,), samplers)
 
 

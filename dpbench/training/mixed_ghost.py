@@ -22,6 +22,7 @@ from dpbench.training.ghost_lean import (
     Norms,
     NormSampler,
     linear_norms,
+    rounded_terms,
 )
 from dpbench.training.norm_bounds import (
     cheaper_squared_norms,
@@ -38,8 +39,10 @@ def convolution_norms(
     positions = backprops[0, 0].numel()
     if layer.groups > 1 or not products_are_smaller(positions, layer.weight.numel()):
         kind = nn.Conv1d if isinstance(layer, nn.Conv1d) else nn.Conv2d  # FSDP2 derives its own
-        samples = LeanGhostModule.GRAD_SAMPLERS[kind](layer, activations, backprops)
-        return {parameter: squared_sample_norms(g).sqrt() for parameter, g in samples.items()}
+        sampler = GradSampleModuleFastGradientClipping.GRAD_SAMPLERS[kind]
+        samples = sampler(layer, activations, backprops)
+        terms = rounded_terms(layer, activations[0], backprops)
+        return {p: squared_sample_norms(g).sqrt() + terms for p, g in samples.items()}
     x = as_computed(activations[0], backprops)
     return linear_norms(layer, [patches(layer, x).mT], backprops.flatten(2).mT)
 

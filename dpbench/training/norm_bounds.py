@@ -29,6 +29,7 @@ too large for its type is infinite, and its factor 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -122,21 +123,25 @@ def with_rounding(
     """Squared norms, with what the update rounds."""
     wide = unit(torch.promote_types(dtype, torch.float32))
     of_result = 1 + unit(dtype) + 8 * wide
-    of_terms = unit(dtype) + 2 * tokens**0.5 * wide
-    norms = squared_norms.clamp(min=0).sqrt() * of_result + diagonal.sqrt() * of_terms
+    of_terms = diagonal.sqrt() * terms_rounding(dtype, tokens)
+    norms = squared_norms.clamp(min=0).sqrt() * of_result + of_terms
     squares: Tensor = norms.square().to(torch.promote_types(dtype, torch.float32))
     return squares
 
 
-def squared_product_norms(x: Tensor, g: Tensor, bias: bool = False) -> Tensor:
+def terms_rounding(dtype: torch.dtype, number: int) -> float:
+    """What the update rounds of so many terms, as a part of the root of their squares' sum."""
+    return unit(dtype) + 2 * math.sqrt(number) * unit(torch.promote_types(dtype, torch.float32))
+
+
+def squared_product_norms(x: Tensor, g: Tensor) -> Tensor:
     """Of each example's gradient of a linear layer or embedding, ``[B]``, by products T × T.
 
     Args:
         x: activations ``[B, T, K]``, or rows ``[B, T]`` int64.
         g: gradients of what it returned, ``[B, T, N]``.
-        bias: whether its bias is clipped with the weight.
     """
-    sums = GramSums(*gram_sums(*products(x, g, bias)))
+    sums = GramSums(*gram_sums(*products(x, g)))
     return gram_bound(sums, x.shape[1], (entry_error(x), entry_error(g)), g.dtype)
 
 
@@ -149,13 +154,13 @@ def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: boo
 
 
 def squared_gradient_norms(x: Tensor, g: Tensor) -> Tensor:
-    """The same from the gradients ``[B, N, K]``, which are products over tokens themselves."""
+    """The same from the gradients ``[B, N, K]``, which are sums over tokens themselves."""
     samples = wide_product(g.mT, x)
-    tokens, wide = x.shape[1], samples.dtype
-    sizes = [torch.linalg.vector_norm(each, dim=(1, 2), dtype=wide) for each in (x, g)]
-    off = entry_error(g.mT, x) * sizes[0] * sizes[1]
-    norms = squared_sample_norms(samples).sqrt() * (1 + unit(g.dtype)) + off
-    return with_rounding(norms.square(), norms.square(), tokens, g.dtype)
+    sizes = [torch.linalg.vector_norm(each, dim=2, dtype=samples.dtype) for each in (x, g)]
+    of_tokens = sizes[0] * sizes[1]
+    squares = squared_sample_norms(samples)
+    norms = squares.sqrt() + entry_error(g.mT, x) * of_tokens.sum(1)
+    return with_rounding(norms.square(), of_tokens.square().sum(1), x.shape[1], g.dtype)
 
 
 def products_are_smaller(tokens: int, weights: int) -> bool:
@@ -175,14 +180,18 @@ def squared_bias_norms(g: Tensor) -> Tensor:
     return with_rounding(squares, squares, g.shape[1], g.dtype)
 
 
-def squared_sample_norms(samples: Tensor) -> Tensor:
-    """Of each example's gradient ``[B, …]`` that is there, ``[B]``, and of what is made from it.
+def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Of each example's gradient ``[B, …]`` that is there, ``[B]``, as the update makes it.
 
     A CPU adds up squares one by one: of a whole matrix at once, a norm is up to 1e-3 too small.
+
+    Args:
+        samples: as they go into the update, but for the factor.
+        dtype: of the update, if it is not theirs.
     """
     rows = samples.reshape(len(samples), -1, samples.shape[-1] if samples.dim() > 1 else 1)
     within = wide_type(rows, rows)
     norms = torch.linalg.vector_norm(rows, dim=2, dtype=within)
     squares = norms.square().sum(1, dtype=torch.float64)
     squares = squares * (1 + (rows.shape[2] + 8) * unit(within))
-    return with_rounding(squares, squares, 0, samples.dtype)
+    return with_rounding(squares, torch.zeros_like(squares), 0, dtype or samples.dtype)

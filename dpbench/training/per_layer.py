@@ -183,7 +183,7 @@ class SampledRule(Rule[nn.Module]):
         seen[:] = seen or [made]
 
     def squared_norms(self, seen: Seen) -> Tensor:
-        return total([squared_sample_norms(g) for g in seen[0].values()])
+        return total([squared_sample_norms(g, p.dtype) for p, g in seen[0].items()])
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         for parameter, g in seen[0].items():
