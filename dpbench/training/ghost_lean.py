@@ -81,19 +81,21 @@ def rounded_terms(layer: nn.Module, x: Tensor, g: Tensor) -> Any:
     of numbers that lie far from 0, it normalizes what is left of them.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
-    of_outputs = g.to(wide).square()
     if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
         conv: Any = {1: conv1d, 2: conv2d, 3: conv3d}[len(layer.kernel_size)]
         squares = x.to(wide).square().sum(1, keepdim=True)
         patches = conv(squares, ones, None, layer.stride, layer.padding, layer.dilation)
-        terms = (1 + patches) * of_outputs.sum(1, keepdim=True)
+        of_outputs = g.to(wide).square().sum(1, keepdim=True)
+        size = ((1 + patches) * of_outputs).flatten(1).sum(1).sqrt()
+        number = patches[0].numel()
     elif isinstance(layer, nn.LayerNorm):  # a normalized number is at most the root of their number
-        terms = (1 + math.prod(layer.normalized_shape)) * of_outputs
+        width = math.prod(layer.normalized_shape)
+        size = (1 + width) ** 0.5 * torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=wide)
+        number = g[0].numel() // width
     else:
         return 0.0
-    number = g[0].numel() // g.shape[1] if g.dim() > 1 else 1
-    return terms_rounding(g.dtype, number) * 2 * terms.flatten(1).sum(1).sqrt()
+    return 2 * terms_rounding(g.dtype, number) * size
 
 
 def keeping_terms(sampler: Callable[..., Norms]) -> Callable[..., Norms]:
