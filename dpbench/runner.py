@@ -25,10 +25,18 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
 
 
+class RowsRefused(InstrumentError):
+    """An instrument recorded numbers that cannot be; the others are kept."""
+
+
 class DoesNotFit(InstrumentError):
     """The case needs more memory than the GPU has; it was not measured."""
 
     remedy: ClassVar[str] = "use a smaller case or a larger GPU, or try anyway"
+
+
+MOST_REFUSED = 3
+"""How many refused rows a case's error names."""
 
 
 def check_fits(case: Case, gpu: Gpu | None, measuring: Sequence[Running] = ()) -> None:
@@ -136,17 +144,24 @@ class Measuring:
         """Wait for what was measured, or for what went wrong."""
         seen: dict[str, list[Any]] = {"operators": [], "kernels": [], "notes": []}
         labels: dict[str, str] = {}
+        refused: list[str] = []
         with self._ending_errors() as held:
             if not self._failure:
                 held.push(self._held)
                 check_fits(self.case, self.gpu, self._running)
                 for measurement in self._running:
                     try:
-                        self._rows += checked(self.case, measurement.rows())
+                        rows, wrong = checked(self.case, measurement.rows())
+                        self._rows += rows
+                        refused += wrong
                     finally:  # what it saw until it failed
                         for part, entries in seen.items():
                             entries += getattr(measurement, part)
                         labels |= measurement.labels
+            if refused:
+                named, more = refused[:MOST_REFUSED], len(refused) - MOST_REFUSED
+                named += [f"and {more} more"] if more > 0 else []
+                raise RowsRefused(f"{self.case.id}: {'; '.join(named)}")
         return Outcome(
             self.case,
             tuple(self._rows),
@@ -170,7 +185,7 @@ class Measuring:
                 yield held
         except DpbenchError as error:
             self._failure = {"error": type(error).__name__, "message": str(error)}
-            self._rows += getattr(error, "rows", ())
+            self._rows += checked(self.case, getattr(error, "rows", ()), whole=False)[0]
             if isinstance(error, InstrumentError) and isinstance(error.log, Path):
                 self._failure |= {"log": str(error.log), "log_tail": log_tail(error)}
         except Exception as error:  # a full disk, or whatever an outside instrument can raise
