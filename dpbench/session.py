@@ -237,7 +237,7 @@ class Session:
             "cases_asked": max(began["cases_asked"], self._cases_of(outcomes)),
             "seconds": round(began["seconds"] + time.monotonic() - self.began, 1),
             "status": COMPLETE if complete else INTERRUPTED,
-            "regressed": bool(findings.regressions or findings.unjudged),
+            "regressed": bool(findings.regressions),
             "regressions": findings.regressions,
             "unjudged": findings.unjudged,
         }
@@ -262,9 +262,12 @@ class Session:
             limited: what the limits of the command line apply to; None if they apply to nothing.
         """
         if complete and self.limits and limited is None:
-            self.limits = []
-            option = self.settings.option("compare_fail")
-            self.notes.append(f"{option} judged nothing: no test it is for measures")
+            from dpbench.results.gate import Unjudged
+
+            option, self.limits = self.settings.option("compare_fail"), []
+            missing = Unjudged(option, [], "no test that was selected measures anything for it")
+            self.findings.share(unjudged=[missing])
+            self.problem(str(missing))
         outcomes = self.findings.outcomes()
         with reporting(self.problem):
             self._compare(outcomes, limited or (), complete)

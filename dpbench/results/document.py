@@ -44,6 +44,7 @@ _SHAPE: dict[str, Any] = {
         "seconds": _NUMBER,
         "status": STATUSES,
         "regressed": bool,
+        "unjudged": [dict],
     },
     "cases": [
         {

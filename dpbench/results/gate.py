@@ -102,6 +102,7 @@ class Gate:
             allowed = limit.exceeded(rows.before, rows.after)
             judged.append(rows[[*CHANGES, "of"]].join(allowed).assign(threshold=str(limit)))
             unjudged += self._unjudged(limit, about)
+        unjudged += self._without_rows() if limits else ()
         if limits and after.status != COMPLETE and self.asked is None:
             counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
             why = f"{after.name} was interrupted, with {counted}"
@@ -142,6 +143,15 @@ class Gate:
         nothing = f"{self.before.name} has no {limit.metric} {where} of what was asked for"
         other = other_baseline(self.before, self.after) if limit.of else ""
         yield Unjudged(str(limit), [], other or nothing)
+
+    def _without_rows(self) -> Iterator[Unjudged]:
+        """Cases of which neither run has a number, though one tried; not those that cannot fit."""
+        tried = [*self.before.outcomes, *self.after.outcomes]
+        known = {case for run in (self.before, self.after) for case, _ in run.places}
+        known |= {outcome.case for outcome in tried if outcome.skipped}
+        of_asked = [o for o in tried if self.asked is None or not {*o.asked}.isdisjoint(self.asked)]
+        if names := {outcome.case.id: None for outcome in of_asked if outcome.case not in known}:
+            yield Unjudged("a limit", [*names], "neither run has a number of it")
 
     def _why_not(self, case: Case, row: Mapping[str, Any]) -> str:
         """Why a number is not judged; empty if it is, or need not be."""
@@ -227,8 +237,8 @@ class Gate:
             yield f"different from {before.name}: {'; '.join(filter(None, differences))}"
         if before.status != COMPLETE:
             yield f"{before.name} was interrupted: it has what was finished until then"
-        if before.regressed:
-            yield f"{before.name} did not pass its own comparison"
+        elif before.verdict != COMPLETE:
+            yield f"{before.name} did not pass its own comparison: it is {before.verdict}"
 
     def _regressions(self, judged: pd.DataFrame) -> list[dict[str, Any]]:
         """The rows that exceed their limit, as plain JSON types, NaN as None."""

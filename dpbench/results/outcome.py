@@ -21,6 +21,8 @@ INTERRUPTED = "interrupted"
 STATUSES = (COMPLETE, INTERRUPTED)
 """How a session ended; until then its document says ``interrupted``."""
 
+REGRESSED, UNJUDGED = "regressed", "unjudged"
+"""What limits said of a complete session: something got worse, or could not be judged."""
 
 LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
     "rows": Measurement,
