@@ -213,8 +213,28 @@ class Session:
                 f"judged all that was asked for"
             )
         self.findings.share(regressions=verdict.regressions, unjudged=unjudged)
-        for missing in unjudged:
-            self.problem(f"{missing}{self.remedy}")
+
+    def _fail_without_measuring(self) -> None:
+        """Fail because no test was run that the command line's limits are for."""
+        from dpbench.results.gate import Unjudged
+
+        option, self.limits = self.settings.option("compare_fail"), []
+        missing = Unjudged(option, [], "no test that was selected measures anything for it")
+        self.findings.share(unjudged=[missing])
+        self.problem(str(missing))
+
+    def _list_failures(self) -> None:
+        """List as problems what could not be judged, and then what exceeded its limit."""
+        unjudged, regressions = self.findings.unjudged, self.findings.regressions
+        if not (unjudged or regressions):
+            return
+        from dpbench.results.gate import Unjudged
+        from dpbench.show.comparison import exceeded_lines
+
+        for row in unjudged:
+            self.problem(f"{Unjudged(**row)}{self.remedy if row['cases'] else ''}")
+        for line in exceeded_lines(regressions):
+            self.problem(line)
 
     # --- files -------------------------------------------------------------------------------
 
@@ -261,16 +281,12 @@ class Session:
             complete: whether every case that was asked for has an outcome, or a reason why not.
             limited: what the limits of the command line apply to; None if they apply to nothing.
         """
-        if complete and self.limits and limited is None:
-            from dpbench.results.gate import Unjudged
-
-            option, self.limits = self.settings.option("compare_fail"), []
-            missing = Unjudged(option, [], "no test that was selected measures anything for it")
-            self.findings.share(unjudged=[missing])
-            self.problem(str(missing))
-        outcomes = self.findings.outcomes()
+        outcomes, is_for_none = self.findings.outcomes(), limited is None and complete
         with reporting(self.problem):
+            if self.limits and is_for_none:
+                self._fail_without_measuring()
             self._compare(outcomes, limited or (), complete)
+            self._list_failures()
         if self.files.path is not None:  # a run that it resumes may have been asked for more
             complete = complete and self._cases_of(outcomes) >= self.begun.cases_asked
         self.write(complete=complete, last=True)
@@ -286,7 +302,7 @@ class Session:
     def failed(self) -> bool:
         """Whether a case failed, something got worse, or there is a problem."""
         broken = any(o.error and not o.skipped for o in self.findings.outcomes())
-        return bool(broken or self.findings.regressions or self.problems)
+        return bool(broken or self.problems)
 
     def close(self) -> None:
         """Remove what its processes shared."""

@@ -238,16 +238,8 @@ class WholeSession:
         )
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
-        # A regression fails the session even if no test failed: its test may have been skipped
-        # while another measured the case, or a plugin may have changed the test's outcome.
-        worse = {Case.from_row(row).id for row in self.session.findings.regressions}
-        if worse:
-            self.session.problem(f"{', '.join(sorted(worse))} got worse by more than it may")
-        if self.session.findings.unjudged:
-            from dpbench.results.gate import Unjudged  # loads pandas
-
-            for row in self.session.findings.unjudged:
-                self.session.problem(f"{Unjudged(**row)}{self.session.remedy}")
+        # A problem fails the session even if no test failed: a test may have been skipped while
+        # another measured its case, or a plugin may have changed the test's outcome.
         if self.session.problems:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif self.measures and not self._has_measured():

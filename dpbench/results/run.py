@@ -166,7 +166,8 @@ class Run:
     @property
     def verdict(self) -> str:
         """Its status, or if that is complete what limits said; only ``complete`` is a reference
-        that need not be named."""
+        that need not be named.
+        """
         if self.status != COMPLETE:
             return self.status
         unjudged = UNJUDGED if self.session.get("unjudged") else COMPLETE

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from dpbench.cli import main
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -83,6 +84,20 @@ def test_limit_that_judges_nothing_fails_whoever_gave_it(
         ]
     )
     assert saved(pytester.path, 3).verdict == "unjudged"
+
+
+def test_a_run_without_a_reference_is_unjudged_and_one_if_it_is_named(
+    project: RunSuite, pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytester.makepyfile(test_suite=SUITE)
+    assert project("-n0", "--dpbench-save=ref", replayed=False).ret == 1
+    capsys.readouterr()
+    assert main(["list", "--storage", str(pytester.path / ".dpbench")]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "0001" in line]
+    assert line.rstrip().endswith("unjudged")
+    unnamed = project("-n0", "--dpbench-compare", replayed=False)
+    unnamed.stdout.fnmatch_lines(["dpbench: 0001_ref is unjudged: no reference unless it is named"])
+    assert project("-n0", "--dpbench-compare=1", LIMIT, replayed=False).ret == 0
 
 
 ELSEWHERE = """
