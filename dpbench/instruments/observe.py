@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from dpbench.case import Case, Script
 from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments import choose
+from dpbench.instruments.elsewhere import watch_elsewhere
 from dpbench.instruments.interface import CaseFailed, Delegating, Instrument, Running
 from dpbench.instruments.recorder import Recorder, on_cuda
 from dpbench.process.messages import Steps
@@ -93,6 +94,8 @@ def observe(
     finder = StepFinder(recorder, skip=skip, by_hand=True)
     with closing(recorder), closing(finder):
         watch(finder)
+        if not chosen.hardware:
+            watch_elsewhere(finder)
         yield Observed(case, recorder, finder)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NOT_COUNTED = "NOT COUNTED"
 """How a note begins that names an operator which logical counting left out."""
 
+ELSEWHERE = f"{NOT_COUNTED}: operators that ran in other threads or forks while steps counted"
+
 HEAVY = 0.01
 """An operator with more than this part of a step's bytes is heavy."""
 

@@ -165,9 +165,7 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """Its status, or if that is complete what limits said; only ``complete`` is a reference
-        that need not be named.
-        """
+        """Its status, or what limits said if it is complete: ``regressed`` or ``unjudged``."""
         if self.status != COMPLETE:
             return self.status
         unjudged = UNJUDGED if self.session.get("unjudged") else COMPLETE
