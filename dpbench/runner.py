@@ -20,6 +20,7 @@ from dpbench.instruments.case_process import Child, log_tail
 from dpbench.instruments.interface import CaseRefused, Instrument, InstrumentError, Running
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.processes import POLL_SECONDS
+from dpbench.process.imported import imported_files
 from dpbench.registry import resolve
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
@@ -144,6 +145,7 @@ class Measuring:
         """Wait for what was measured, or for what went wrong."""
         seen: dict[str, list[Any]] = {"operators": [], "kernels": [], "notes": []}
         labels: dict[str, str] = {}
+        imported: dict[str, str] = {}
         refused: list[str] = []
         with self._ending_errors() as held:
             if not self._failure:
@@ -158,6 +160,8 @@ class Measuring:
                         for part, entries in seen.items():
                             entries += getattr(measurement, part)
                         labels |= measurement.labels
+                        is_own = not type(measurement).__module__.startswith("dpbench.")
+                        imported |= imported_files() if is_own else measurement.imported
             if refused:
                 named, more = refused[:MOST_REFUSED], len(refused) - MOST_REFUSED
                 named += [f"and {more} more"] if more > 0 else []
@@ -168,6 +172,7 @@ class Measuring:
             time.monotonic() - self._start,
             instruments=self._names,
             labels=labels,
+            imported=imported,
             **self._failure,
             **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
         )

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import Case, Script
 from dpbench.files import printable
 from dpbench.findings import Asked, Findings
+from dpbench.process.imported import digest
 from dpbench.registry import OUTPUTS
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE
@@ -109,7 +111,11 @@ class Session:
         if self.settings.saves:  # last: no number is taken if anything else fails
             device = device_of(self.instruments, self.settings, self.gpu)
             self.begun = self.files.open(device, self.begun, self._stands(()))
-            self.findings.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
+            done = [outcome for outcome in self.begun.outcomes if outcome.error is None]
+            kept = [o for o in done if all(digest(Path(f)) == d for f, d in o.imported.items())]
+            self.findings.keep(kept)
+            if again := [outcome.case.id for outcome in done if outcome not in kept]:
+                self.notes.append(f"measured again, for their code has changed: {', '.join(again)}")
 
     @property
     def asked(self) -> Asked:

@@ -122,6 +122,7 @@ class Child(Running):
             raise CaseTimedOut(f"{late}{where}", log=self.log)
         if record and not error and not code:
             self.labels = record.get("labels", {})
+            self.imported = record.get("imported", {})
             return record
         if not error:  # it was ended before it could say why
             error = {"kind": "", "message": f"the process {describe_exit(code)}"}

@@ -12,6 +12,7 @@ from dpbench.instruments import choose
 from dpbench.instruments.elsewhere import watch_elsewhere
 from dpbench.instruments.interface import CaseFailed, Delegating, Instrument, Running
 from dpbench.instruments.recorder import Recorder, on_cuda
+from dpbench.process.imported import imported_files
 from dpbench.process.messages import Steps
 from dpbench.process.step_finder import StepFinder
 from dpbench.process.watched import watch
@@ -131,6 +132,7 @@ class OwnSteps(Running):
                     self._take()
         outcome = seen.outcome
         self.operators, self.notes = outcome.operators, outcome.notes
+        self.imported = imported_files()
         if not any(row.value for row in outcome.rows):
             raise CaseFailed(
                 f"{self.case.id}: the function did nothing that could be counted: it must take one "

@@ -57,6 +57,7 @@ _SHAPE: dict[str, Any] = {
             "extra_info": {},
             "tests": [{"test": str, "params": {}}],
             "labels": {},
+            "imported": {},
         }
     ],
     "devices": [str],
