@@ -8,8 +8,6 @@ import sysconfig
 from contextlib import suppress
 from pathlib import Path
 
-import dpbench
-
 INSTALLED = {"site-packages", "dist-packages"}
 """The names of folders of installed packages."""
 
@@ -19,7 +17,7 @@ def imported_files() -> dict[str, str]:
 
     Code that PyTorch's compiler writes and loads has no import specification.
     """
-    known = [sysconfig.get_path("stdlib"), *dpbench.__path__]
+    known = [sysconfig.get_path("stdlib"), Path(__file__).parents[1]]
     files: dict[str, str] = {}
     for module in [*sys.modules.values()]:
         origin = getattr(getattr(module, "__spec__", None), "origin", None)
