@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Step = Callable[[], object]
 """One training step, of a test's own."""
 
+NO_PARAMETERS = "[NOTSET]"
+"""How pytest ends the id of a test that has an empty list of parameters, and skips it."""
+
 NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
 
 
@@ -201,13 +204,14 @@ class EachTest:
         names = [i.name for i in self.session.instruments] if measures else []
         return names + (["logical"] if takes(item, ["logical_io"]) else [])
 
-    def _asked_before(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Asked:
-        """What a test that failed or was skipped had asked for in the reference."""
-        if not (call.excinfo and self.session.limits):
+    def _asked_before(self, item: pytest.Item) -> Asked:
+        """What a test had asked for in the reference: it must not lose a case unseen."""
+        if not self.session.limits:
             return []
         every = [name for _, name in self.session.sources]  # a test may request a fixture by name
         return self.session.reference.asked_by(
-            item.nodeid, self._instruments_of(item) if takes(item) else every
+            item.nodeid.removesuffix(NO_PARAMETERS),
+            self._instruments_of(item) if takes(item) else every,
         )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -244,7 +248,7 @@ class EachTest:
         fresh = self._measured[self._shared :]
         is_due = {"setup": call.excinfo, "call": not self._runs, "teardown": fresh}[call.when]
         marked = item.get_closest_marker("dpbench") is not None
-        before = [] if marked else self._asked_before(item, call)
+        before = self._asked_before(item) if is_due and not marked else []
         if not (is_due and (takes(item) or self._measured or marked or before)):
             return (yield)
         self._shared = len(self._measured)

@@ -255,13 +255,13 @@ class Run:
         return {str(test.get("test")) for outcome in self.outcomes for test in outcome.tests}
 
     def asked_by(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
-        """The cases that a test, or the tests of a module, asked these instruments for."""
+        """The cases that a test asked these instruments for, by any parameters, or a module's."""
         return [
             (outcome.case, name)
             for outcome in self.outcomes
             for name in outcome.instruments
             for test in outcome.tests
-            if name in by and f"{test.get('test')}::".startswith(f"{tests}::")
+            if name in by and f"{test.get('test')}::".startswith((f"{tests}::", f"{tests}["))
         ]
 
 
