@@ -226,9 +226,11 @@ class WholeSession:
 
         A session that was asked to measure and measured nothing must not pass.
         """
-        yield
-        if not self.is_worker and self.runs_tests:
-            self._finish(session, exitstatus)
+        try:
+            yield
+        finally:
+            if not self.is_worker and self.runs_tests:
+                self._finish(session, exitstatus)
 
     def _finish(self, session: pytest.Session, exitstatus: int) -> None:
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed

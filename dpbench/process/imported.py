@@ -17,7 +17,7 @@ def imported_files() -> dict[str, str]:
 
     Code that PyTorch's compiler writes and loads has no import specification.
     """
-    known = [sysconfig.get_path("stdlib"), Path(__file__).parents[1]]
+    known = [Path(sysconfig.get_paths()["stdlib"]), Path(__file__).parents[1]]
     files: dict[str, str] = {}
     for module in [*sys.modules.values()]:
         origin = getattr(getattr(module, "__spec__", None), "origin", None)
