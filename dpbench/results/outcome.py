@@ -21,6 +21,8 @@ INTERRUPTED = "interrupted"
 STATUSES = (COMPLETE, INTERRUPTED)
 """How a session ended; until then its document says ``interrupted``."""
 
+REGRESSED, UNJUDGED = "regressed", "unjudged"
+"""What limits said of a complete session: something got worse, or could not be judged."""
 
 LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
     "rows": Measurement,
@@ -41,7 +43,8 @@ class Outcome:
     ``instruments`` are the names of those that were to measure it; ``operators`` and ``kernels``
     are what each operator and kernel did, ``notes`` what was assumed. ``tests`` are those that
     asked for it, each with its id as ``test`` and its ``params`` as text; ``extra_info`` is what
-    they added. ``labels`` are the trainer's, see `TrainerBase`.
+    they added. ``labels`` are the trainer's, see `TrainerBase`; ``imported`` are files of its
+    code, see `dpbench.process.imported`.
     """
 
     case: Case
@@ -58,6 +61,7 @@ class Outcome:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tests: tuple[Mapping[str, Any], ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    imported: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def asked(self) -> list[tuple[Case, str]]:
@@ -131,7 +135,7 @@ def document(
     lists = {name: [entry for case in cases for entry in case.pop(name)] for name in LISTS}
     for case in cases:
         del case["log_tail"]
-        for of_some in ("extra_info", "tests", "labels"):
+        for of_some in ("extra_info", "tests", "labels", "imported"):
             if not case[of_some]:
                 del case[of_some]
     return {
