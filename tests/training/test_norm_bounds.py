@@ -305,7 +305,7 @@ def test_a_gradient_whose_squared_norm_is_infinite_is_not_left_unclipped(trainer
         for value in (0.0, -1.0, math.nan, math.inf)
     ]
     + [
-        ({"noise_multiplier": value}, f"noise_multiplier is {value}, and must be finite and not")
+        ({"noise_multiplier": value}, f"noise_multiplier is {value}, and must be finite and not b")
         for value in (-1.0, math.nan, math.inf)
     ]
     + [
