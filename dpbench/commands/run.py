@@ -147,9 +147,11 @@ def show(session: Session, command: str) -> None:
         *([f"WARNING: {warning}"] if warning else []),
         *(f"ERROR: {text}" for text in session.problems),
     ]
-    print(as_text(tables, terminal_width()))
-    if grown := grown_text(session.findings.regressions):
-        print(f"\n{grown}")
-    sys.stdout.flush()
-    for line in lines:  # at last why the session has failed, if it has
-        print(printable(f"dpbench {command}: {line}"), file=sys.stderr)
+    try:
+        print(as_text(tables, terminal_width()))
+        if grown := grown_text(session.findings.regressions):
+            print(f"\n{grown}")
+        sys.stdout.flush()
+    finally:  # at last why the session has failed, if it has; also if nobody reads the tables
+        for line in lines:
+            print(printable(f"dpbench {command}: {line}"), file=sys.stderr)
