@@ -131,7 +131,9 @@ class Verification:
         options = {"noise_multiplier": sigma, "max_grad_norm": threshold}
         return [*self.subject.steps(path.case, STEPS, path.batches, **options)]
 
-    def far(self, path: Path, seen: Sequence[Gradients], threshold: float) -> list[dict[str, float]]:
+    def far(
+        self, path: Path, seen: Sequence[Gradients], threshold: float
+    ) -> list[dict[str, float]]:
         """How far each step is off; Opacus adds 1e-6 to norms, others nothing: as it fits."""
         tried = []
         for added in (1e-6, 0.0):
@@ -174,6 +176,7 @@ class Verification:
         """The noise of one trainer's steps; further ones are of small parameters alone."""
         self._seeds += 1
         case, run = path.case, f"σ = {sigma:g}, C = {threshold:.3g}{path.words}"
+        self.allowed(path.words, self.below_all)  # before: it seeds, between steps of this run
         seen = noise_of(self.subject, case, path.batches, steps, sigma, threshold, self._seeds)
         return [self._draw(run, i, path, sigma, threshold, step) for i, step in enumerate(seen)]
 

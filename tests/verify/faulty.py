@@ -325,3 +325,36 @@ class Random(OnlyFloat32):
 
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         return model(batch.to(next(model.parameters()).dtype)).sum(1) * torch.rand(len(batch))
+
+
+class RefusesNaN(Looped):
+    """A right one, which takes no step with a norm that is no number."""
+
+    def clip(self, gradients: Gradients) -> Gradients:
+        if not all(bool(g.isfinite().all()) for g in gradients.values()):
+            raise FloatingPointError("a gradient is not finite")
+        return super().clip(gradients)
+
+
+class LeavesNaNOut(Looped):
+    """A right one, which leaves out what is not finite."""
+
+    def clip(self, gradients: Gradients) -> Gradients:
+        finite = all(bool(g.isfinite().all()) for g in gradients.values())
+        zeros = {name: torch.zeros_like(g) for name, g in gradients.items()}
+        return super().clip(gradients) if finite else zeros
+
+
+class MeanOfNoisyParameters(Looped):
+    """A right one, whose model has a buffer that is made of private parameters alone."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        first = next(iter(self.trained.values()))
+        model.register_buffer("average", first.detach().clone())
+
+    def train_step(self, batch: Batch) -> Tensor:
+        loss = super().train_step(batch)
+        average: Any = self.model.average
+        average.lerp_(next(iter(self.trained.values())).detach(), 0.1)
+        return loss
