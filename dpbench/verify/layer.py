@@ -124,8 +124,7 @@ def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
         for path in layer.paths:
             size = path.case.batch_size
             batches = [_alike(layer, size, offset, paired=i % 2 == 0) for i in range(TRIES)]
-            options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
-            seen = layer.subject.steps(path.case, TRIES, batches, **options)
+            seen = layer.subject.steps(path.case, TRIES, batches, 0.0, 1.0)
             worst = max(size * _norm(step) for step in seen)
             most = max(most, worst)
             if not worst <= 1 + off:
@@ -158,14 +157,13 @@ def _not_finite(name: str, layer: Verification) -> Check:
         factors = path.examples[0].factors(layer.clips, threshold).clone()
         factors[0] = 0
         others = path.examples[0].mean(factors)
-        options = {"noise_multiplier": 0.0, "max_grad_norm": threshold}
         for value, which in product(NOT_FINITE, range(2)):
             batch = [tensor.clone() for tensor in path.batches[0]]
             for tensor in batch:
                 tensor[0] *= 10
             batch[which][0, 0, 0] = value
             try:
-                [seen] = layer.subject.steps(path.case, 1, [tuple(batch)], **options)
+                [seen] = layer.subject.steps(path.case, 1, [tuple(batch)], 0.0, threshold)
             except Exception:
                 continue  # refused
             moved = {n: (g - others[n]).nan_to_num(0, 0, 0) for n, g in seen.items()}

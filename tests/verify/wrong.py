@@ -188,7 +188,7 @@ class LastPartUnclipped(Own):
 
 class MiddlePartUnclipped(LastPartUnclipped):
     def clip(self, gradients: Gradients) -> Gradients:
-        middle = 1 < self.part % self.micro_batches
+        middle = self.part % self.micro_batches > 1
         return gradients if middle else Looped.clip(self, gradients)
 
 
@@ -214,18 +214,12 @@ class NoiseOfTheLoss(Own):
         return total
 
 
-class ProductsOfTokens(faulty.BookKeepingTrainer):
-    """Norms from products T × T, without a bound of their rounding."""
-
-
-PIECES = [
+OWN = [
     LargestNormForThreshold,
     LastPartUnclipped,
     MiddlePartUnclipped,
     KeepsData,
     NoiseOfTheLoss,
-]
-OLD = [
     faulty.MeanOfParts,
     faulty.WrongBatchSize,
     faulty.AccumulatesForEver,
@@ -236,7 +230,6 @@ OLD = [
 ALL: dict[str, Callable[..., Any]] = {
     **{name: noisy(name, noise) for name, noise in NOISE.items()},
     **{name: clipping(name, clip) for name, clip in CLIP.items()},
-    **{each.__name__: each for each in PIECES},
-    **{each.__name__: each for each in OLD},
+    **{each.__name__: each for each in OWN},
 }
 globals().update(ALL)  # a case names them
