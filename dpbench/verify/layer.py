@@ -22,13 +22,15 @@ from dpbench.training.base import Batch
 from dpbench.verify.check import NOT_JUDGED, Check
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import Gradients
-from dpbench.verify.verification import SIGMA, THRESHOLD, Verification
+from dpbench.verify.verification import SIGMA, Verification
 from dpbench.workloads.base import Workload
 
 OUT = 32
 """Features that come out."""
 MANY = 240
 """Steps of noise: half a million elements, of which none beyond 4σ is no chance."""
+TINY = 1e-8
+"""Of the smallest norm: a threshold beside which an unclipped gradient is large, for any σ here."""
 SHAPES = ((2, 64), (128, 32), (16, 256))
 """Tokens of an example and their features: for noise, and two in which norms cancel."""
 BESIDE = 1e-9
@@ -104,9 +106,9 @@ def layer_case(case: Case, length: int, width: int) -> Case:
 
 
 def _noise(name: str, layer: Verification) -> Check:
-    """All that is wrong with the noise of many steps."""
-    draws = layer.draws(layer.paths[0], SIGMA, THRESHOLD, MANY)
-    checks = [*check_noise(draws, layer.subject.dtype, "steps")]
+    """All that is wrong with the noise of many steps, in each of which gradients are clipped."""
+    draws = layer.draws(layer.paths[0], SIGMA, TINY * layer.below_all, MANY)
+    checks = [*check_noise(draws, layer.subject.dtype, "parameters, steps")]
     wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
     return Check.of(name, wrong, "", checks[0].far)
 

@@ -93,7 +93,7 @@ class Verification:
         yield self.gradient(", half clipped", self.paths[0], self.half, 0.0)
         for sigma, path in zip((FAINT, FAINT, 0.0), self.paths, strict=False):
             yield self.gradient(", all clipped", path, self.below_all, sigma)
-        runs = "steps, runs, processes" if elsewhere else "steps, runs"
+        runs = "parameters, steps, runs" + ", processes" * bool(elsewhere)
         yield from check_noise(draws, self.subject.dtype, runs)
         yield self.buffers()
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]

@@ -358,3 +358,28 @@ class MeanOfNoisyParameters(Looped):
         average: Any = self.model.average
         average.lerp_(next(iter(self.trained.values())).detach(), 0.1)
         return loss
+
+
+class Penalty(OnlyFloat32):
+    """An example's loss has the slope of the model at the example."""
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        given = batch.clone().requires_grad_()
+        returned = model(given).tanh().sum(1)
+        (slope,) = torch.autograd.grad(returned.sum(), given, create_graph=True)
+        return returned + (slope.norm(dim=1) - 1).square()
+
+
+class ByHand(OnlyFloat32):
+    """A layer's weight is used without a call of the layer; ``unused`` has one that is not."""
+
+    def __init__(self, *, unused: bool = False) -> None:
+        self.unused = unused
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6))
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        first, second = getattr(model, "_module", model)
+        hidden = first(batch).tanh()
+        return (hidden if self.unused else hidden @ second.weight.T + second.bias).sum(1)

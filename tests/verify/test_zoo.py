@@ -80,7 +80,7 @@ def test_there_are_sixty_and_thirty() -> None:
         ("SecondHalfNegative", "noise: elements"),
         ("SecondHalfMirrored", "noise: elements"),
         ("SecondHalfShuffled", "noise: values"),
-        ("ThreeInTurn", "noise: steps, runs"),
+        ("ThreeInTurn", "noise: parameters, steps, runs"),
         ("FiftyInTurn", "noise: 240 steps"),
         ("EndsAfterHundred", "noise: 240 steps"),
         ("FourSigmaCut", "noise: 240 steps"),

@@ -147,6 +147,8 @@ CLIP: Mapping[str, Clip] = {
     "UnclippedFromHalfSigma": lambda t, g: g if t.noise_multiplier > 0.04 else right(t, g),
     "ThrownAwayWithNoise": lambda t, g: scaled(right(t, g), t.noise_multiplier < 1e-3),
     "NegatedWithNoise": lambda t, g: scaled(right(t, g), -1 if t.noise_multiplier > 1e-3 else 1),
+    "EachTenthStepUnclipped": lambda t, g: right(t, g) if t.number % 10 else g,
+    "FirstStepsClipped": lambda t, g: right(t, g) if t.number <= 8 else g,
     "TwiceTheThreshold": lambda t, g: scaled(g, (2 * t.max_grad_norm / norm_of(g)).clamp(max=1.0)),
     "AlwaysToTheThreshold": lambda t, g: scaled(g, t.max_grad_norm / norm_of(g)),
     "BySquare": lambda t, g: scaled(g, (t.max_grad_norm / norm_of(g) ** 2).clamp(max=1.0)),
