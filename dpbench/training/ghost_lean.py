@@ -245,8 +245,14 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
         if "noise" in self.changes:
             # The sum is a mean: see NoiseAtOnce. FSDP2 takes that over ranks.
             divisor = self.batch_size if self.parallel == "fsdp2" else self.joint_batch_size
+        try:
+            norms = module.get_norm_sample()
+        except AttributeError:  # a parameter without norm; whether the loss depends on it, see now
+            module.disable_hooks()
+            losses.sum().backward()
+            raise
         if "bias" in self.changes:
-            squares = module.get_norm_sample().square()
+            squares = norms.square()
             squares *= 1 + 4 * len(self.optimizer.params) * unit(squares.dtype)  # of their sum
             weights = clipping_factors(squares, self.max_grad_norm, divisor)
             weights = rounded_down(weights, losses.dtype)
