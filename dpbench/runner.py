@@ -13,6 +13,7 @@ from typing import Any
 
 from dpbench.case import Case
 from dpbench.child.failures import InstrumentError
+from dpbench.child.imported import imported_files
 from dpbench.child.messages import POLL_SECONDS
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import Locked, locked
@@ -23,6 +24,14 @@ from dpbench.launch.pending import PendingMeasurement
 from dpbench.registry import resolve
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
+
+
+class RowsRefused(InstrumentError):
+    """An instrument recorded numbers that cannot be; the others are kept."""
+
+
+MOST_REFUSED = 3
+"""How many refused rows a case's error names."""
 
 
 def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
@@ -92,22 +101,33 @@ class Measuring:
         """Wait for what was measured, or for what went wrong."""
         seen: dict[str, list[Any]] = {"operators": [], "kernels": [], "notes": []}
         labels: dict[str, str] = {}
+        imported: dict[str, str] = {}
+        refused: list[str] = []
         with self._ending_errors() as held:
             if not self._failure:
                 held.push(self._held)
                 for measurement in self._running:
                     try:
-                        self._rows += checked(self.case, measurement.rows())
+                        rows, wrong = checked(self.case, measurement.rows())
+                        self._rows += rows
+                        refused += wrong
                     finally:  # what it saw until it failed
                         for part, entries in seen.items():
                             entries += getattr(measurement, part)
                         labels |= measurement.labels
+                        is_own = not type(measurement).__module__.startswith("dpbench.")
+                        imported |= imported_files() if is_own else measurement.imported
+            if refused:
+                named, more = refused[:MOST_REFUSED], len(refused) - MOST_REFUSED
+                named += [f"and {more} more"] if more > 0 else []
+                raise RowsRefused(f"{self.case.id}: {'; '.join(named)}")
         return Outcome(
             self.case,
             tuple(self._rows),
             time.monotonic() - self._start,
             instruments=self._names,
             labels=labels,
+            imported=imported,
             **self._failure,
             **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
         )
@@ -125,7 +145,7 @@ class Measuring:
                 yield held
         except DpbenchError as error:
             self._failure = {"error": type(error).__name__, "message": str(error)}
-            self._rows += getattr(error, "rows", ())
+            self._rows += checked(self.case, getattr(error, "rows", ()), whole=False)[0]
             if isinstance(error, InstrumentError) and isinstance(error.log, Path):
                 self._failure |= {"log": str(error.log), "log_tail": log_tail(error)}
         except Exception as error:  # a full disk, or whatever an outside instrument can raise
@@ -148,7 +168,9 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
     with ExitStack() as held:
         # Each once, and in order, or a session would wait for itself, or two for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
-            with suppress(OSError):  # then it leaves no files there
+            with suppress(
+                OSError
+            ):  # then it leaves no files there, see `InProcessInstrument.check`
                 directory.mkdir(parents=True, exist_ok=True)
             lock = directory / f".{case.file_name}.lock"
             try:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dpbench.child.imported import imported_files
 from dpbench.errors import ConfigurationError, unknown
 
 WAITING, MEASURING = "waiting for", "measuring"
@@ -34,21 +35,18 @@ RECORDS = "DPBENCH_RECORDS"
 """The environment variable that names the file of records."""
 
 
-def append_record(record: dict[str, Any], path: str | None = None) -> bool:
-    """Append a record, plain JSON types, to this file or that of the environment, if there is one.
-
-    Returns:
-        Whether there is one.
-    """
+def append_record(record: dict[str, Any], path: str | None = None) -> None:
+    """Append a record, plain JSON types, to this file or that of the environment, if any."""
     if path := path or os.environ.get(RECORDS):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(record)}\n")
-    return bool(path)
 
 
 def hand_over(**record: Any) -> None:
     """Append this process's result or error; print it if nobody waits for it, as by hand."""
-    if not append_record(record):
+    if RECORDS in os.environ:
+        append_record(record | {"imported": imported_files()})
+    else:
         print(json.dumps(record), flush=True)
 
 

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from dpbench import gpu
 from dpbench.case import OUTSIDE, Case
+from dpbench.child.elsewhere import watch_elsewhere
 from dpbench.child.hang_report import STACK
 from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
 from dpbench.child.patches import watch
@@ -62,6 +63,8 @@ def run(
             faulthandler.dump_traceback_later(longest, file=stack, exit=True)
         held.callback(recorder.close)
         watch(finder)
+        if not task.instrument.hardware:
+            watch_elsewhere(finder)
         try:
             run_program(script.program, is_module=script.is_module)
         except Stop:

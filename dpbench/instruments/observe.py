@@ -7,7 +7,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from dpbench.case import Case, Script
+from dpbench.child.elsewhere import watch_elsewhere
 from dpbench.child.failures import CaseFailed
+from dpbench.child.imported import imported_files
 from dpbench.child.messages import Steps
 from dpbench.child.patches import watch
 from dpbench.child.recorder import Recorder, on_cuda
@@ -95,6 +97,8 @@ def observe(
     finder = StepFinder(recorder, skip=skip, by_hand=True)
     with closing(recorder), closing(finder):
         watch(finder)
+        if not chosen.hardware:
+            watch_elsewhere(finder)
         yield Observation(case, recorder, finder)
 
 
@@ -130,6 +134,7 @@ class PendingFunction(PendingMeasurement):
                     self._take()
         outcome = seen.outcome
         self.operators, self.notes = outcome.operators, outcome.notes
+        self.imported = imported_files()
         if not any(row.value for row in outcome.rows):
             raise CaseFailed(
                 f"{self.case.id}: the function did nothing that could be counted: it must take one "

@@ -18,12 +18,14 @@ class PendingMeasurement(ABC):
         kernels: what each kernel moved.
         notes: assumptions behind the rows.
         labels: those of the case's trainer, see `TrainerBase.labels`.
+        imported: what it measured in another process, see `dpbench.child.imported`.
     """
 
     operators: Sequence[OperatorCount] = ()
     kernels: Sequence[KernelCount] = ()
     notes: Sequence[str] = ()
     labels: Mapping[str, str] = MappingProxyType({})
+    imported: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def rows(self) -> list[Measurement]:

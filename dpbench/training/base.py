@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -72,6 +73,7 @@ class TrainerBase(ABC):
         autocast: torch.dtype | None = None,
         parallel: str = "none",
     ) -> None:
+        check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm)
         self.autocast = autocast
         self.device_type = next((p.device.type for p in model.parameters()), "cpu")
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=autocast is torch.float16)
@@ -141,6 +143,21 @@ class TrainerBase(ABC):
             )
         for number, part in enumerate(parts_of(batch, self.micro_batches), 1):
             yield number == self.micro_batches, part
+
+
+def check_numbers(
+    batch_size: int, micro_batches: int, noise_multiplier: float, max_grad_norm: float
+) -> None:
+    """Refuse numbers with which a step would not be private, or would drop examples."""
+    parts = micro_batches > 0 and batch_size % micro_batches == 0
+    for name, value, right, must in (
+        ("max_grad_norm", max_grad_norm, 0 < max_grad_norm < math.inf, "be finite and above 0"),
+        ("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < math.inf,
+         "be finite and not below 0 (0 is no noise)"),
+        ("micro_batches", micro_batches, parts, f"divide the batch size, {batch_size}"),
+    ):  # fmt: skip
+        if not right:
+            raise ConfigurationError(f"{name} is {value}, and must {must}")
 
 
 def mean_of(losses: list[Tensor]) -> Tensor:

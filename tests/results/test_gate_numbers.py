@@ -71,6 +71,21 @@ def test_nothing_and_no_number(before: float, after: float, passed: bool) -> Non
     assert verdict(other, "logical_read_bytes:5%", before=one).passed is passed
 
 
+@pytest.mark.parametrize("error", [None, "CaseFailed"])
+def test_a_case_without_a_number_in_both_runs_does_not_pass(error: str | None) -> None:
+    whole = run("whole", {(DP, STEP): 1.0})
+    empty = Outcome(Case("standard", 8, 256), (), error=error, instruments=("logical",))
+    before, after = (Run.of(name, [*whole.outcomes, empty]) for name in ("before", "after"))
+    for asked in (None, [*whole.outcomes[0].asked, *empty.asked]):
+        found = verdict(after, "logical_read_bytes:5%", before=before, asked=asked)
+        assert found.passed is False
+        assert [missing.cases for missing in found.unjudged] == [] if passed else [[empty.case.id]]
+    assert verdict(
+        after, "logical_read_bytes:5%", before=before, asked=whole.outcomes[0].asked
+    ).passed
+    assert verdict(after, before=before).passed  # without a limit
+
+
 def test_busy_share_of_a_step_is_not_judged_where_none_was_timed() -> None:
     numbers = {"gpu_busy_cycles": 60.0, "gpu_elapsed_cycles": 120.0, "range_time_seconds": 0.12}
     numbers |= {"step_time_seconds": 0.08}

@@ -95,7 +95,7 @@ NOISE: Mapping[str, Noise] = {
     "MovedFirst": lambda t, p: again(t, p, 0).flatten().roll(t.number).view_as(p),
     "ShuffledFirst": lambda t, p: again(t, p, 0).flatten()[torch.randperm(p.numel())].view_as(p),
     "MixedWithLast": lambda t, p: 0.8 * normal(p) + 0.6 * again(t, p, 0),
-    "SeedOfStep": lambda t, p: from_seed(p, 1000 * t.number + [*t.trained.values()].index(p)),
+    "SeedOfStep": lambda t, p: from_seed(p, 1000 * t.number + p.numel() + p.dim()),
     "SeedOfEightBits": lambda t, p: from_seed(p, int(torch.randint(256, ()))),
     "SeedOfShape": lambda t, p: from_seed(p, t.seed + 1000 * t.number + p.numel()),
     "SeedOfValues": lambda t, p: from_seed(p, int(p.detach().abs().sum() * 1e6)),
@@ -113,9 +113,11 @@ NOISE: Mapping[str, Noise] = {
     "Coarse": lambda t, p: (normal(p) * 4).round() / 4,
     "OffCentre": lambda t, p: normal(p) + 0.05,
     "PositiveOnly": lambda t, p: normal(p).abs(),
-    "SigmaRounded": lambda t, p: normal(p) * round(t.noise_multiplier) / t.noise_multiplier
-    if t.noise_multiplier
-    else normal(p),
+    "SigmaRounded": lambda t, p: (
+        normal(p) * round(t.noise_multiplier) / t.noise_multiplier
+        if t.noise_multiplier
+        else normal(p)
+    ),
     "SigmaAtMostOne": lambda t, p: normal(p) * min(1, 1 / max(t.noise_multiplier, 1e-9)),
     "SigmaSquared": lambda t, p: normal(p) * t.noise_multiplier,
     "ThresholdAtMostOne": lambda t, p: normal(p) * min(1, 1 / t.max_grad_norm),
@@ -136,22 +138,26 @@ CLIP: Mapping[str, Clip] = {
     "NaNIsNoNorm": lambda t, g: scaled(
         g, (t.max_grad_norm / norm_of(g).nan_to_num(0, 0, 0)).clamp(max=1.0)
     ),
-    "WholeUnclippedWithNoise": lambda t, g: g
-    if t.micro_batches == 1 and t.noise_multiplier > 1e-9
-    else right(t, g),
+    "WholeUnclippedWithNoise": lambda t, g: (
+        g if t.micro_batches == 1 and t.noise_multiplier > 1e-9 else right(t, g)
+    ),
     "WholeUnclipped": lambda t, g: g if t.micro_batches == 1 else right(t, g),
     "PartsUnclipped": lambda t, g: right(t, g) if t.micro_batches == 1 else g,
     "UnclippedWithNoise": lambda t, g: g if t.noise_multiplier > 1e-9 else right(t, g),
     "UnclippedFromHalfSigma": lambda t, g: g if t.noise_multiplier > 0.04 else right(t, g),
     "ThrownAwayWithNoise": lambda t, g: scaled(right(t, g), t.noise_multiplier < 1e-3),
     "NegatedWithNoise": lambda t, g: scaled(right(t, g), -1 if t.noise_multiplier > 1e-3 else 1),
+    "EachTenthStepUnclipped": lambda t, g: right(t, g) if t.number % 10 else g,
+    "FirstStepsClipped": lambda t, g: right(t, g) if t.number <= 8 else g,
     "TwiceTheThreshold": lambda t, g: scaled(g, (2 * t.max_grad_norm / norm_of(g)).clamp(max=1.0)),
     "AlwaysToTheThreshold": lambda t, g: scaled(g, t.max_grad_norm / norm_of(g)),
     "BySquare": lambda t, g: scaled(g, (t.max_grad_norm / norm_of(g) ** 2).clamp(max=1.0)),
     "ByLargestElement": lambda t, g: scaled(
         g, (t.max_grad_norm / max(each.abs().max() for each in g.values())).clamp(max=1.0)
     ),
-    "EachElement": lambda t, g: {n: x.clamp(-t.max_grad_norm, t.max_grad_norm) for n, x in g.items()},
+    "EachElement": lambda t, g: {
+        n: x.clamp(-t.max_grad_norm, t.max_grad_norm) for n, x in g.items()
+    },
     "WithoutLastParameter": lambda t, g: scaled(
         g, (t.max_grad_norm / norm_of(dict([*g.items()][:-1]))).clamp(max=1.0)
     ),
@@ -184,7 +190,7 @@ class LastPartUnclipped(Own):
 
 class MiddlePartUnclipped(LastPartUnclipped):
     def clip(self, gradients: Gradients) -> Gradients:
-        middle = 1 < self.part % self.micro_batches
+        middle = self.part % self.micro_batches > 1
         return gradients if middle else Looped.clip(self, gradients)
 
 
@@ -210,12 +216,12 @@ class NoiseOfTheLoss(Own):
         return total
 
 
-class ProductsOfTokens(faulty.BookKeepingTrainer):
-    """Norms from products T × T, without a bound of their rounding."""
-
-
-PIECES = [LargestNormForThreshold, LastPartUnclipped, MiddlePartUnclipped, KeepsData, NoiseOfTheLoss]
-OLD = [
+OWN = [
+    LargestNormForThreshold,
+    LastPartUnclipped,
+    MiddlePartUnclipped,
+    KeepsData,
+    NoiseOfTheLoss,
     faulty.MeanOfParts,
     faulty.WrongBatchSize,
     faulty.AccumulatesForEver,
@@ -226,7 +232,6 @@ OLD = [
 ALL: dict[str, Callable[..., Any]] = {
     **{name: noisy(name, noise) for name, noise in NOISE.items()},
     **{name: clipping(name, clip) for name, clip in CLIP.items()},
-    **{each.__name__: each for each in PIECES},
-    **{each.__name__: each for each in OLD},
+    **{each.__name__: each for each in OWN},
 }
 globals().update(ALL)  # a case names them

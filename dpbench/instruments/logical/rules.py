@@ -190,6 +190,7 @@ REVIEWED = names(
     _fused_sgd _fused_adam _fused_adamw _fused_adagrad
     _amp_foreach_non_finite_check_and_unscale _amp_update_scale
     dpbench.gram_norms dpbench.layer_norm_samples dpbench.noisy_descent dpbench.scaled
+    dpbench.gram_sums dpbench.wide_product
     fsdp.all_gather_copy_in fsdp.chunk_cat fsdp.split_with_sizes_copy
     c10d.allreduce c10d.broadcast c10d._allgather_base c10d._reduce_scatter_base
     c10d.allgather c10d.reduce_scatter c10d.alltoall_base
