@@ -49,7 +49,8 @@ def main() -> int:
         print("Version 2025.3.1.0 (build 36398880) (public-release)")
         return 0
     export = Path(arguments[arguments.index("--export") + 1])
-    trainer = arguments[arguments.index("--trainer") + 1]
+    task = Path(arguments[arguments.index("--task") + 1])
+    trainer = json.loads(task.read_text())["case"]["trainer"]
     with (export.parent / "measured.txt").open("a") as stream:  # what was measured, and how often
         stream.write(f"{export.stem}\n")
     folder = recording(arguments)

@@ -239,7 +239,9 @@ def test_a_recorder_with_an_option_hears_the_steps_of_a_case(
     columns = "--columns=phases_times"
     assert main(["run", *how, *CELL, "--trainer=standard", columns, "--json=run.json"]) == 0
     said = capfd.readouterr()
-    assert "--instrument Pace=pace:Pace --pace-times 3" in said.err
+    [line] = [line for line in said.err.splitlines() if line.startswith("$ ")]
+    task = json.loads(Path(line.rpartition(" ")[2]).read_text())
+    assert (task["instrument"], task["fields"]["pace_times"]) == ("Pace=pace:Pace", 3)
     assert "standard 12.0 " in " ".join(said.out.split())
     assert values("run.json") == [12.0, 12.0]
     settings = json.loads(Path("run.json").read_text())["session"]["settings"]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from dpbench.case import Case
+from dpbench.case import Case, subject
 from dpbench.files import write_text
-from dpbench.registry import INSTRUMENTS
+from dpbench.registry import INSTRUMENTS, names_of, resolve
 
 OF_PARENT = {"parent": True}
 """The metadata of an instrument's field that the measured process does not need."""
@@ -37,23 +38,24 @@ class Task:
     instrument: Any
     program: Program | None = None
 
-    def write(self, path: Path) -> None:
-        """Write the file; an instrument from outside is named with the folder it came from."""
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types, with names for a process in which nothing was registered."""
+        case: dict[str, Any] = asdict(self.case)
+        for axis, known, spelled in names_of(self.case):
+            case |= {axis: known.argument(spelled), "set": ""}  # it is with the workload's name
         name = INSTRUMENTS.canonical(type(self.instrument))
         folder = INSTRUMENTS.import_path(name)
-        task = {
-            "case": asdict(self.case),
+        return {
+            "case": case,
             "instrument": INSTRUMENTS.argument(name),
             "folder": str(folder) if folder else None,
             "fields": plain(self.instrument),
             "program": self.program and plain(self.program, Program),
         }
-        write_text(path, json.dumps(task, indent=1))
 
     @classmethod
-    def read(cls, path: Path) -> Task:
-        """The task in a file."""
-        task = json.loads(path.read_text(encoding="utf-8"))
+    def from_json(cls, task: Mapping[str, Any]) -> Task:
+        """The task of which `as_json` made this."""
         before = [*sys.path]
         sys.path += filter(None, [task["folder"]])
         try:
@@ -61,7 +63,16 @@ class Task:
         finally:
             sys.path[:] = before
         program = task["program"] and typed(Program, task["program"])
-        return cls(Case.from_row(task["case"]), typed(kind, task["fields"]), program)
+        return cls(resolve(subject(**task["case"])), typed(kind, task["fields"]), program)
+
+    def write(self, path: Path) -> None:
+        """Write a file."""
+        write_text(path, json.dumps(self.as_json(), indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> Task:
+        """The task in a file."""
+        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def plain(value: Any, kind: Any = None) -> Any:

@@ -11,12 +11,11 @@ from typing import Any, ClassVar, Self
 from dpbench.case import Case
 from dpbench.child.messages import Steps
 from dpbench.child.recorder import Recorder
+from dpbench.child.task import Task
 from dpbench.files import check_writable
 from dpbench.gpu import require_gpu
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.case_process import CaseProcess, step_command
-from dpbench.options import own_arguments
-from dpbench.registry import INSTRUMENTS
+from dpbench.launch.case_process import CaseProcess
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
@@ -62,22 +61,14 @@ class InProcessInstrument(Instrument):
         """Where the output of a case's process goes."""
         return (self.directory / case.report_path).with_suffix(f".{self.name}.log")
 
-    def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
-        return [*step_command(case, self.steps, device=self.device), *self.step_arguments(case)]
-
-    def step_arguments(self, case: Case) -> list[str]:
-        """The options of ``dpbench step`` with which it observes as this instrument does."""
-        if option := self.step_option[0]:
-            return [option]
-        named = INSTRUMENTS.argument(INSTRUMENTS.canonical(type(self)))
-        return ["--instrument", named, *own_arguments(self)]
+    def before_case(self, case: Case) -> list[str]:
+        """The program that starts a case's process, and its arguments; none by default."""
+        return []
 
     def start(self, case: Case) -> CaseProcess:
         log = self.log(case)
-        return CaseProcess(
-            self.command(case), case=case, log=log, timeout=self.timeout, read=self.read
-        )
+        before = self.before_case(case)
+        return CaseProcess(Task(case, self), before, log=log, timeout=self.timeout, read=self.read)
 
     def read(self, process: CaseProcess) -> list[Measurement]:
         """Wait for a process; its rows are those that the recorder of each rank made."""

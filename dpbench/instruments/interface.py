@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
@@ -30,9 +29,6 @@ class Instrument(ABC):
         subjects: what it can measure: a case; a script, and a step of one's own, if it has a
             `recorder`.
         options: of one of dpbench's own, a dataclass of options that its fields are made of.
-        step_option: the option of ``dpbench step`` that chooses it, and its help; without one it
-            is named there by ``--instrument``.
-        step_value: what else declares that option.
     """
 
     name: ClassVar[str]
@@ -41,8 +37,6 @@ class Instrument(ABC):
     by_rank: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case", "script", "step")
     options: ClassVar[type | None] = None
-    step_option: ClassVar[tuple[str, str]] = ("", "")
-    step_value: ClassVar[Mapping[str, Any]] = MappingProxyType({"action": "store_true"})
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -78,11 +72,6 @@ class Instrument(ABC):
         ``case`` stands for the script, or the step of one's own, that the steps are of.
         """
         raise NotImplementedError
-
-    @classmethod
-    def in_step(cls, settings: Settings, value: Any) -> Self:
-        """The instrument as its `step_option` chooses it, by a value; see `observe`."""
-        return cls.from_settings(settings)
 
     def observe(self, case: Case) -> dict[str, Any]:
         """Take the steps of a case in this process; returns what it prints, plain JSON types."""

@@ -25,9 +25,6 @@ class Timing(InProcessInstrument):
 
     name: ClassVar[str] = "timing"
 
-    def step_arguments(self, case: Case) -> list[str]:
-        return []
-
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         return TimingRecorder(steps)
 

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from dpbench.case import Case
 from dpbench.child.failures import (
     CaseFailed,
     CaseOutOfMemory,
@@ -28,24 +27,16 @@ from dpbench.child.messages import (
     POLL_SECONDS,
     RECORDS,
     WAITING,
-    Steps,
     read_records,
     result_of,
 )
+from dpbench.child.task import Task
 from dpbench.gpu import child_environment, environment_of
-from dpbench.launch.command_line import arguments, python_path
+from dpbench.launch.command_line import python_path
 from dpbench.launch.forked import COMMAND, UNKNOWN, environment_of_cases
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.launch.processes import ProcessGroup
 from dpbench.results.rows import Measurement
-
-
-def step_command(case: Case, steps: Steps | None = None, *, device: str) -> list[str]:
-    """The argument list that runs one case: ``python -m dpbench step …``."""
-    command = [sys.executable, *COMMAND[1:], "step", *arguments(case), "--device", device]
-    if steps:
-        command += ["--warmup", str(steps.warmup), "--active", str(steps.active)]
-    return command
 
 
 class CaseProcess(PendingMeasurement):
@@ -55,8 +46,8 @@ class CaseProcess(PendingMeasurement):
     with it, with its time-out, with `cancel`, and with this process.
 
     Args:
-        command: an argument list.
-        case: whose command it is.
+        task: its case and instrument.
+        before: the program that starts ``dpbench step``, and its arguments; none by default.
         log: the file to write, which the terminal is told of by its first line, the command; if
             None, or where nothing can be written, one that is gone after `cancel`.
         timeout: seconds from when the child has its GPU until it is ended. Setting up before
@@ -67,9 +58,9 @@ class CaseProcess(PendingMeasurement):
 
     def __init__(
         self,
-        command: list[str],
+        task: Task,
+        before: Sequence[str] = (),
         *,
-        case: Case,
         log: Path | None,
         timeout: float,
         read: Callable[[CaseProcess], list[Measurement]],
@@ -82,6 +73,9 @@ class CaseProcess(PendingMeasurement):
         scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="dpbench-"))
         if log is None or not keeps_log:
             log = Path(scratch, "log")
+        case, told = task.case, log.with_suffix(".task.json")
+        task.write(told)
+        command = [*before, sys.executable, *COMMAND[1:], "step", "--task", str(told)]
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.records = Path(scratch, "records")
         added = child_environment() | environment_of(case.gpus)

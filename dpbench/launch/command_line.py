@@ -1,28 +1,15 @@
-"""The words, and the path of imports, by which a process of its own gets a case."""
+"""The path of imports by which a process of its own finds what a case names."""
 
 from __future__ import annotations
 
 import os
 import sys
 import sysconfig
-from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 
-from dpbench.case import OF_TRANSFORMER, USUAL, Case
+from dpbench.case import Case
 from dpbench.registry import is_builtin, names_of
-
-
-def arguments(case: Case) -> list[str]:
-    """A case as command-line options that any dpbench process understands."""
-    named = asdict(case) | {axis: known.argument(name) for axis, known, name in names_of(case)}
-    del named["set"]  # with the workload's name
-    return [
-        text
-        for name, value in named.items()
-        if value not in (USUAL[name], OF_TRANSFORMER.get(name)) or (name == "model_size" and value)
-        for text in (f"--{name.replace('_', '-')}", str(value))
-    ]
 
 
 def python_path(case: Case) -> str | None:

@@ -22,14 +22,21 @@ from dpbench.child.failures import (
     InstrumentError,
 )
 from dpbench.child.messages import MEASURING, WAITING, Steps
-from dpbench.launch.case_process import CaseProcess, log_tail, name_of, step_command
+from dpbench.child.task import Task
+from dpbench.instruments.timing import Timing
+from dpbench.launch.case_process import CaseProcess, log_tail, name_of
 
 CASE = Case("dpsgd", 4, 32, "tiny")
 
 
 def start(program: str, log: Path, timeout: float = 20.0) -> CaseProcess:
-    command = ["/bin/sh", "-c", program]
-    return CaseProcess(command, case=CASE, log=log, timeout=timeout, read=lambda _: [])
+    return CaseProcess(
+        Task(CASE, Timing(log.parent)),
+        ["/bin/sh", "-c", program],
+        log=log,
+        timeout=timeout,
+        read=lambda _: [],
+    )
 
 
 def fails(program: str, tmp_path: Path, timeout: float = 20.0) -> InstrumentError:
@@ -44,23 +51,6 @@ def says(**record: object) -> str:
 
 
 WAITS, GETS_IT = says(**{WAITING: "GPU-0"}), says(**{MEASURING: "a case"})
-
-
-def test_the_command_is_an_argument_list_that_names_every_field() -> None:
-    assert step_command(CASE, Steps(1, 2), device="cuda") == [
-        sys.executable,
-        "-P",
-        "-m",
-        "dpbench",
-        "step",
-        *("--trainer", "dpsgd"),
-        *("--batch-size", "4"),
-        *("--seq-len", "32"),
-        *("--model-size", "tiny"),
-        *("--device", "cuda"),
-        *("--warmup", "1"),
-        *("--active", "2"),
-    ]
 
 
 @pytest.mark.parametrize(("warmup", "active"), [(-1, 1), (0, 0), (3, -2)])
@@ -210,10 +200,8 @@ def test_what_an_orphan_still_prints_is_not_in_the_next_log(tmp_path: Path) -> N
 
 
 def test_a_record_that_lacks_something_fails_its_case_only(tmp_path: Path) -> None:
-    command = ["/bin/sh", "-c", says(loss=2)]
-    child = CaseProcess(
-        command, case=CASE, log=tmp_path / "log", timeout=20, read=lambda c: c.record()["rows"]
-    )
+    child = start(says(loss=2), tmp_path / "log")
+    child.read = lambda process: process.record()["rows"]
     with pytest.raises(CaseFailed, match=r"record cannot be read \(KeyError: 'rows'\)"):
         child.rows()
 

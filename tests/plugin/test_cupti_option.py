@@ -13,16 +13,15 @@ from tests.plugin.conftest import RunSuite
 from tests.programs import program
 
 COUNTING = """
-import json, sys
-from dpbench.cli import build_parser
-from dpbench.commands.options import chosen_case
+import pathlib, sys
+from dpbench.child.task import Task
 from dpbench.child.messages import hand_over
 
-options = build_parser("step").parse_args(sys.argv[4:])  # after python -P -m dpbench
-case = chosen_case(options)
+task = Task.read(pathlib.Path(sys.argv[-1]))
+case, is_cupti = task.case, task.instrument.name == "cupti"
 with open("started.txt", "a") as stream:
-    print(case.trainer, "cupti" if options.cupti is not None else "plain", file=stream)
-if options.cupti is None:
+    print(case.trainer, "cupti" if is_cupti else "plain", file=stream)
+if not is_cupti:
     sys.exit("a process that counts nothing")
 read = {"standard": 4e9, "dpsgd": 10e9}[case.trainer]
 forward = {"dram_read_bytes": read, "dram_write_bytes": 1e9, "l2_total_bytes": 2 * read}

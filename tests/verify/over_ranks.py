@@ -20,9 +20,9 @@ from dpbench import Batch, Workload
 from dpbench.case import Case
 from dpbench.child.build import build, pick_device
 from dpbench.child.messages import RECORDS, read_records, result_of
+from dpbench.child.task import Task
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.command_line import arguments
 from dpbench.launch.forked import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.registry import resolve
@@ -139,7 +139,8 @@ def unclipped(case: Case) -> Wrong:
 def small(trainer: str, ranks: int) -> list[str]:
     """The arguments of a case of `Small` under DDP."""
     workload = f"{__name__}:{Small.__name__}"
-    return arguments(Case(trainer, 4 * ranks, workload=workload, parallel="ddp", gpus=ranks))
+    words = ["--trainer", trainer, "--batch-size", f"{4 * ranks}", "--workload", workload]
+    return [*words, "--parallel", "ddp", "--gpus", f"{ranks}"]
 
 
 def run(words: list[str], folder: Path) -> tuple[int, str]:
@@ -159,9 +160,9 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
 
 def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     """What is ``wrong`` with trainers, written ``TRAINER@PARALLEL``, and the ``counts`` of some."""
-    words = ["step", *small("standard", ranks), "--micro-batches", "2"]
-    words += ["--instrument", f"{__name__}:{Verified.__name__}"]
-    words += ["--pairs", " ".join(pairs), "--counted", " ".join(counted)]
-    code, text = run(words, folder)
+    workload, gpus = f"{__name__}:{Small.__name__}", {"parallel": "ddp", "gpus": ranks}
+    case = Case("standard", 4 * ranks, workload=workload, micro_batches=2, **gpus)  # type: ignore[arg-type]
+    Task(case, Verified(" ".join(pairs), " ".join(counted))).write(folder / "task.json")
+    code, text = run(["step", "--task", str(folder / "task.json")], folder)
     assert code == 0, text
     return result_of(read_records(folder / "records"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -25,13 +25,6 @@ class Cupti(InProcessInstrument):
     name: ClassVar[str] = NAME
     needs_gpu: ClassVar[bool] = True
     options: ClassVar[type | None] = CounterOptions
-    step_option = (
-        "--cupti",
-        "read hardware counters in this process, after the timed steps: of these metrics or "
-        "counters, separated by commas, or of everything",
-    )
-    step_value: ClassVar[Mapping[str, Any]] = {"nargs": "?", "const": "", "metavar": "NAMES"}
-
     names: tuple[str, ...] = ()  # metrics beside DRAM bytes, time and busy shares; () for all
 
     @classmethod
@@ -39,13 +32,6 @@ class Cupti(InProcessInstrument):
         """The instrument that ``--ncu-metrics``, ``--warmup``, ``--active`` and others ask for."""
         names = settings.of(CounterOptions).names or ()
         return super().from_settings(settings, **{"names": names} | chosen)
-
-    @classmethod
-    def in_step(cls, settings: Settings, value: str) -> Self:
-        return cls.from_settings(settings, names=tuple(filter(None, value.split(","))))
-
-    def step_arguments(self, case: Case) -> list[str]:
-        return ["=".join(filter(None, ("--cupti", ",".join(self.names))))]
 
     def recorder(self, case: Case, steps: int | None = None) -> CuptiRecorder:
         from dpbench.instruments.cupti.recorder import CuptiRecorder  # takes long to import

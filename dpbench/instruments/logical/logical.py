@@ -25,9 +25,10 @@ from unittest.mock import patch
 from dpbench.case import Case
 from dpbench.child.failures import CaseFailed
 from dpbench.child.recorder import Recorder
+from dpbench.child.task import Task
 from dpbench.errors import DpbenchError, own_line
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.case_process import CaseProcess, step_command
+from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.forked import fork_server
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.registry import is_builtin
@@ -67,7 +68,6 @@ class Logical(Instrument):
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
     by_rank: ClassVar[bool] = True
-    step_option = "--logical", "count a step on tensors without data instead"
 
     timeout: float = 600.0  # seconds that such a process may take
     directory: Path | None = None  # where its log goes, if it is kept
@@ -82,8 +82,7 @@ class Logical(Instrument):
             return Counting(self, case)
         kept = None if is_builtin(case) else self.directory  # as there is none of one counted here
         log = kept and (kept / case.report_path).with_suffix(".logical.log")
-        command = [*step_command(case, device="cpu"), "--logical"]
-        return CaseProcess(command, case=case, log=log, timeout=self.timeout, read=_counted_apart)
+        return CaseProcess(Task(case, self), log=log, timeout=self.timeout, read=_counted_apart)
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         from dpbench.instruments.logical.recorder import LogicalRecorder

@@ -79,7 +79,6 @@ class Ncu(InProcessInstrument):
     by_rank: ClassVar[bool] = False
     leaves_files: ClassVar[bool] = True
     options: ClassVar[type | None] = CounterOptions
-    step_option = "--nvtx", "mark phases as NVTX ranges for a profiler, and take no times"
     replay: ClassVar[str] = "app-range"  # ncu's mode
     folder: ClassVar[str] = ""  # of its reports, in a configuration's folder
 
@@ -100,10 +99,6 @@ class Ncu(InProcessInstrument):
         }
         return super().from_settings(settings, **own | chosen)
 
-    @classmethod
-    def in_step(cls, settings: Settings, value: Any) -> Self:
-        return super().from_settings(settings)  # which ncu has started
-
     def check_script(self) -> None:
         self.check()
 
@@ -118,11 +113,7 @@ class Ncu(InProcessInstrument):
     def log(self, case: Case) -> Path:
         return self.report(case).with_suffix(".log")
 
-    def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
-        return [*self.before_program(case), *super().command(case)]
-
-    def before_program(self, case: Case, *more: str) -> list[str]:
+    def before_case(self, case: Case, *more: str) -> list[str]:
         """The arguments before those of the profiled program.
 
         ncu profiles a range or kernel if one of the NVTX filters fits.
@@ -172,7 +163,7 @@ class Ncu(InProcessInstrument):
         report = self.report(case)
         report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)
-        return self.before_program(case, "--log-file", str(self.log(case)))
+        return self.before_case(case, "--log-file", str(self.log(case)))
 
     def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
         rows = self.rows(case, record, self.log(case))

@@ -70,17 +70,11 @@ class Nsys(InProcessInstrument):
     needs_gpu: ClassVar[bool] = True
     by_rank: ClassVar[bool] = False
     leaves_files: ClassVar[bool] = True
-    step_option = "--nsys", "under nsys profile: have some steps recorded after the timed ones"
-
     path: str = "nsys"  # the program
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
         return super().from_settings(settings, **{"path": find_nsys()} | chosen)
-
-    @classmethod
-    def in_step(cls, settings: Settings, value: Any) -> Self:
-        return super().from_settings(settings)  # which nsys has started
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         from dpbench.instruments.nsys.recorder import NsysRecorder
@@ -94,8 +88,8 @@ class Nsys(InProcessInstrument):
     def report(self, case: Case) -> Path:
         return (self.directory / case.report_path).with_suffix(REPORT)
 
-    def command(self, case: Case) -> list[str]:
-        """The whole argument list; only what the case puts between start and stop is recorded."""
+    def before_case(self, case: Case) -> list[str]:
+        """``nsys profile``; only what the case puts between start and stop is recorded."""
         return [
             *(self.path, "profile"),
             "--trace=cuda,nvtx",  # with osrt, a tiny case left 2.2 GB
@@ -104,7 +98,6 @@ class Nsys(InProcessInstrument):
             *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
             "--force-overwrite=true",
             f"--output={str(self.report(case)).replace('%', '%%')}",
-            *super().command(case),
         ]
 
     def start(self, case: Case) -> CaseProcess:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,15 +54,14 @@ def stand_in(
 
 
 def test_the_argument_list_records_cuda_and_nvtx_between_the_marks_alone() -> None:
-    command = Nsys(Path("a%b"), path="/nsys", steps=Steps(warmup=2, active=4)).command(CASE)
+    command = Nsys(Path("a%b"), path="/nsys", steps=Steps(warmup=2, active=4)).before_case(CASE)
     assert command[:9] == [
         *("/nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
         *("--cuda-graph-trace=node", "--capture-range=cudaProfilerApi"),
         *("--capture-range-end=stop", "--force-overwrite=true"),
     ]
     assert command[9] == "--output=a%%b/tiny-fp32/report_dpsgd_bs2_seq16.nsys-rep"
-    assert command[10:15] == [sys.executable, "-P", "-m", "dpbench", "step"]
-    assert command[-5:] == ["--warmup", "2", "--active", "4", "--nsys"]
+    assert len(command) == 10
 
 
 def test_rows_are_times_and_launches_by_phase_and_of_whole_steps(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ class Profiled(NamedTuple):
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     folder = tmp_path_factory.mktemp("runs") / CASE.id
     command = ["step", "--device", "cpu", "--trainer", "dpsgd", "--batch-size", "2"]
-    command += ["--seq-len", "8", "--model-size", CASE.model_size, "--profile", str(folder)]
+    command += ["--seq-len", "8", "--model-size", CASE.model_size]
+    command += ["--instrument", "torch_profiler", "--profile-dir", str(folder.parent)]
     command += ["--profile-schedule", str(SCHEDULE), "--profile-threshold", "0"]
     with redirect_stdout(StringIO()) as printed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's own, of several cycles
