@@ -184,8 +184,9 @@ def test_the_recorded_kernels_are_shown_as_the_guide_says(
 
 @pytest.fixture(scope="module")
 def recorded() -> str:
-    """Everything that the tool has printed on a GPU."""
-    files = sorted((ROOT / "docs/results").glob("h200-*.*"))
+    """Everything that the tool has printed on a GPU, and `bench/upstream.py` on a CPU."""
+    results = ROOT / "docs/results"
+    files = sorted([*results.glob("h200-*.*"), *results.glob("upstream-*.txt")])
     return "\n".join(f.read_text(encoding="utf-8") for f in files if f.suffix in (".txt", ".md"))
 
 
@@ -269,7 +270,7 @@ def test_what_changes_to_opacus_save_is_counted_as_the_findings_say() -> None:
         ("docs/guide.md", 600),
         ("docs/findings.md", 400),
         (RANKS, 110),
-        *((page, 60) for page in UPSTREAM),
+        *((page, 135 if page.endswith("norms.md") else 85) for page in UPSTREAM),
     ],
 )
 def test_a_document_stays_short(document: str, lines: int) -> None:
