@@ -20,8 +20,8 @@ import torch
 from torch.utils.benchmark import Timer
 
 from dpbench import ConfigurationError, gpu
-from dpbench.process.build import pick_device
-from dpbench.process.step import alone
+from dpbench.child.build import pick_device
+from dpbench.child.step import alone
 from dpbench.results.rows import SCHEMA
 
 DTYPES = {

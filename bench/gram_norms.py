@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from dpbench.child.build import pick_device
+from dpbench.child.step import alone
 from dpbench.model_size import MODEL_SIZES, ModelSize
-from dpbench.process.build import pick_device
-from dpbench.process.step import alone
 from dpbench.training import kernels
 from dpbench.training.norm_bounds import squared_norms_of_alike
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from dpbench import Case, Instrument, Measurement, Running
+from dpbench import Case, Instrument, Measurement, PendingMeasurement
 from dpbench.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -49,11 +49,11 @@ class Instant(Instrument):
 
     name = "instant"
 
-    def start(self, case: Case) -> Running:
+    def start(self, case: Case) -> PendingMeasurement:
         return Rows(case)
 
 
-class Rows(Running):
+class Rows(PendingMeasurement):
     """Three steps of each phase and metric."""
 
     def __init__(self, case: Case) -> None:

@@ -35,7 +35,7 @@ def train(rank: int, folder: str) -> None:
     from torch import distributed
 
     from dpbench import Case
-    from dpbench.process.build import build, pick_device
+    from dpbench.child.build import build, pick_device
     from dpbench.training.parallel import gathered
 
     warnings.simplefilter("ignore")

@@ -17,7 +17,7 @@ from typing import TextIO
 from dpbench import __version__
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import printable
-from dpbench.process.forked import fork_server
+from dpbench.launch.forked import fork_server
 
 COMMANDS = (
     "doctor",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from dpbench.case import Case
+from dpbench.child.failures import CaseRefused
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.interface import CaseRefused
 from dpbench.results.kernels import guesses
 from dpbench.results.rows import STEP
 

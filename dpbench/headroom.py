@@ -55,8 +55,8 @@ def read_by_norms(case: Case) -> int:
     import torch
     from torch.utils import _pytree as pytree
 
+    from dpbench.child.build import build
     from dpbench.instruments.logical.counter import without_data
-    from dpbench.process.build import build
 
     once = replace(_at_once(case), activation_checkpointing="off")
     passing: Counter[torch.nn.Module] = Counter()

@@ -127,16 +127,3 @@ def declare_own(
 def own_values(options: Namespace) -> dict[str, Any]:
     """The values of such options in a command line, by field."""
     return {n.removeprefix(_OWN): v for n, v in vars(options).items() if n.startswith(_OWN)}
-
-
-def own_arguments(instrument: object) -> list[str]:
-    """An instrument's own options, as arguments of a command line."""
-    words: list[str] = []
-    for name, described in own_fields(type(instrument)).items():
-        option, value = spelled(name, described, of_pytest=False), getattr(instrument, name)
-        if isinstance(value, bool):
-            words += [option] * value
-        elif value is not None:
-            each = value if isinstance(value, list | tuple) else [value]
-            words += [word for part in each for word in (option, str(part))]
-    return words

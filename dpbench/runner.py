@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.case import Case
+from dpbench.child.failures import InstrumentError
+from dpbench.child.imported import imported_files
+from dpbench.child.messages import POLL_SECONDS
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import Locked, locked
 from dpbench.gpu import number_of_gpus
-from dpbench.instruments.case_process import Child, log_tail
-from dpbench.instruments.interface import Instrument, InstrumentError, Running
-from dpbench.instruments.processes import POLL_SECONDS
-from dpbench.process.imported import imported_files
+from dpbench.instruments.interface import Instrument
+from dpbench.launch.case_process import CaseProcess, log_tail
+from dpbench.launch.pending import PendingMeasurement
 from dpbench.registry import resolve
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
@@ -78,7 +80,7 @@ class Measuring:
         self.case = case
         self._names = tuple(instrument.name for instrument in instruments)
         self._start = time.monotonic()
-        self._running: list[Running] = []
+        self._running: list[PendingMeasurement] = []
         self._rows: list[Measurement] = []
         self._failure: dict[str, Any] = {}
         with self._ending_errors() as held:
@@ -93,7 +95,7 @@ class Measuring:
     @property
     def runs(self) -> bool:
         """Whether a process measures the case; False if `outcome` does so in this one."""
-        return any(isinstance(each, Child) and each.runs for each in self._running)
+        return any(isinstance(each, CaseProcess) and each.runs for each in self._running)
 
     def outcome(self) -> Outcome:
         """Wait for what was measured, or for what went wrong."""
@@ -166,7 +168,9 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
     with ExitStack() as held:
         # Each once, and in order, or a session would wait for itself, or two for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
-            with suppress(OSError):  # then it leaves no files there, see `Recorded.check`
+            with suppress(
+                OSError
+            ):  # then it leaves no files there, see `InProcessInstrument.check`
                 directory.mkdir(parents=True, exist_ok=True)
             lock = directory / f".{case.file_name}.lock"
             try:

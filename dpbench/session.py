@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import Case
+from dpbench.child.imported import digest
 from dpbench.files import printable
 from dpbench.findings import Asked, Findings
-from dpbench.process.imported import digest
 from dpbench.registry import OUTPUTS
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE

@@ -9,12 +9,12 @@ crashed process does.
 
 from __future__ import annotations
 
+import json
 import lzma
-import os
 import sys
 from pathlib import Path
 
-from dpbench.process.messages import MARK, print_record
+from dpbench.child.messages import hand_over
 
 DATA = Path(__file__).parent / "data"
 
@@ -33,9 +33,13 @@ def read(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else lzma.decompress(Path(f"{path}.xz").read_bytes())
 
 
-def marked(log: str) -> str:
-    """A recorded log, with the mark of this start before the process's record."""
-    return log.replace('{"dpbench"', os.environ.get(MARK, "") + '{"dpbench"')
+def say(log: str) -> None:
+    """Print a recorded log, and hand over the record that is a line of it."""
+    for line in log.splitlines():
+        if line.startswith('{"dpbench"'):
+            hand_over(**json.loads(line))
+        else:
+            print(line)
 
 
 def main() -> int:
@@ -45,13 +49,14 @@ def main() -> int:
         print("Version 2025.3.1.0 (build 36398880) (public-release)")
         return 0
     export = Path(arguments[arguments.index("--export") + 1])
-    trainer = arguments[arguments.index("--trainer") + 1]
+    task = Path(arguments[arguments.index("--task") + 1])
+    trainer = json.loads(task.read_text())["case"]["trainer"]
     with (export.parent / "measured.txt").open("a") as stream:  # what was measured, and how often
         stream.write(f"{export.stem}\n")
     folder = recording(arguments)
     recorded = DATA / folder / f"report_{trainer}_bs4_seq64.ncu-rep"
     if folder.endswith("clip") and trainer == "standard":  # which does not clip
-        print(marked((DATA / "ncu_output/success.txt").read_text()))
+        say((DATA / "ncu_output/success.txt").read_text())
         print("==WARNING== No kernels were profiled.")
         export.write_bytes((DATA / "ncu_output/nothing.ncu-rep").read_bytes())
         return 0
@@ -59,11 +64,11 @@ def main() -> int:
         export.write_bytes(read(recorded))
     except FileNotFoundError:
         error = {"kind": "RuntimeError", "message": f"no recording of {trainer}"}
-        print_record(error=error)
+        hand_over(error=error)
         return 1
     in_ranges = folder == "tiny-fp32"
     log = DATA / "ncu_output/success.txt" if in_ranges else recorded.with_suffix(".log")
-    print(marked(read(log).decode()))
+    say(read(log).decode())
     return 0
 
 

@@ -7,7 +7,6 @@ recorded; anything else fails as a crashed process does.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -19,14 +18,13 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEventAvg
 
 from dpbench.case import ADDED
-from dpbench.cli import build_parser
-from dpbench.commands.options import chosen_case
+from dpbench.child.messages import hand_over
+from dpbench.child.task import Task
 from dpbench.commands.step import write_report
 from dpbench.instruments.torch_profiler import profile_folder as profile_files
 from dpbench.instruments.torch_profiler import trace
 from dpbench.instruments.torch_profiler.operators import operator_tables
-from dpbench.options import own_values
-from dpbench.process.messages import Schedule, print_record
+from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.outcome import Outcome
 
 DATA = Path(__file__).parent / "data"
@@ -60,39 +58,40 @@ def write_operators(folder: Path, calls: Collection[str], threshold: float) -> N
     (folder / profile_files.OPERATORS).write_text(text, encoding="utf-8")
 
 
-def recording(options: argparse.Namespace) -> Path:
-    """The recorded record of such a process, and how many steps it was told to take."""
-    folder = "profile/standard" if options.profile else "timing"
-    return DATA / folder / "record.json"
+def recording(profiled: bool) -> Path:
+    """The recorded record of such a process."""
+    return DATA / ("profile/standard" if profiled else "timing") / "record.json"
 
 
-def asked(options: argparse.Namespace) -> dict[str, Any]:
-    """What a process with these options says that it did."""
-    if options.profile:
-        return {"schedule": vars(Schedule.parse(own_values(options)["profile_schedule"]))}
-    return {"warmup": options.warmup, "active": options.active}
+def asked(instrument: Any) -> dict[str, Any]:
+    """What a process with this instrument says that it did."""
+    if isinstance(instrument, TorchProfiler):
+        return {"schedule": vars(instrument.schedule)}
+    return vars(instrument.steps)
 
 
 def main() -> int:
     """Replay."""
-    options = build_parser("step").parse_args(sys.argv[4:])  # after python -P -m dpbench
-    path, case = recording(options), chosen_case(options)
+    task = Task.read(Path(sys.argv[-1]))
+    case, instrument = task.case, task.instrument
+    path = recording(isinstance(instrument, TorchProfiler))
     record = json.loads(path.read_text(encoding="utf-8"))
-    for name, value in {"case": vars(case), **asked(options)}.items():
+    for name, value in {"case": vars(case), **asked(instrument)}.items():
         found = {**ADDED, **record[name]} if name == "case" else record[name]
         if found != value:
             error = {"kind": "RuntimeError", "message": f"no recording of {name} {value}"}
-            print_record(error=error)
+            hand_over(error=error)
             return 1
-    if options.profile:
-        profile_files.prepare(options.profile)
-        shutil.copytree(path.parent, options.profile, dirs_exist_ok=True)
-        recorded = trace.read(options.profile / "trace_0.json.gz")
+    if isinstance(instrument, TorchProfiler):
+        folder = instrument.directory / case.file_name
+        profile_files.prepare(folder)
+        shutil.copytree(path.parent, folder, dirs_exist_ok=True)
+        recorded = trace.read(folder / "trace_0.json.gz")
         rows = tuple(profile_files.profile_rows(case, record, [recorded]))
-        write_operators(options.profile, recorded.calls, own_values(options)["profile_threshold"])
-        write_report(options.profile, rows, record["schedule"], options.profile)
+        write_operators(folder, recorded.calls, instrument.threshold)
+        write_report(folder, rows, record["schedule"], folder)
         record["outcome"] = Outcome(case, rows).as_json()
-    print_record(**record)
+    hand_over(**record)
     return 0
 
 

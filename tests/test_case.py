@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, asdict
 from pathlib import Path
@@ -13,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import ATTENTIONS, PRECISIONS, Case
-from dpbench.cli import build_parser
-from dpbench.commands.options import chosen_case
+from dpbench.child.task import Task
 from dpbench.errors import ConfigurationError
+from dpbench.instruments.timing import Timing
 from dpbench.model_size import MODEL_SIZES, ModelSize
-from dpbench.process.command_line import arguments
 from dpbench.registry import MODELS, TRAINERS, resolve
 
 CELL: dict[str, Any] = {"trainer": "dpsgd", "batch_size": 8, "seq_len": 256}
@@ -211,15 +211,19 @@ def test_cases_share_an_id_and_a_report_only_if_they_are_equal(one: Case, other:
     assert (one.report_path == other.report_path) == (one == other)
 
 
-def parsed(arguments: list[str]) -> Case:
-    options = build_parser("step").parse_args(["step", *arguments])
-    return chosen_case(options)
+def told(case: Case) -> str:
+    """What the process of a case is told."""
+    return json.dumps(Task(case, Timing(Path())).as_json())
+
+
+def understood(task: str) -> Case:
+    return Task.from_json(json.loads(task)).case
 
 
 @quickly
 @given(CASES)
-def test_command_line_gives_back_the_same_case(case: Case) -> None:
-    assert parsed(arguments(case)) == case
+def test_task_gives_back_the_same_case(case: Case) -> None:
+    assert understood(told(case)) == case
 
 
 @pytest.fixture
@@ -238,11 +242,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     ("spelling", "name"),
     [("mine=collections.abc:Sized", "mine"), ("collections.abc:Sized", "Sized")],
 )
-def test_command_line_names_an_own_class_to_a_process_that_does_not_know_it(
+def test_task_names_an_own_class_to_a_process_that_does_not_know_it(
     fresh: Callable[[], None], spelling: str, name: str
 ) -> None:
     case = resolve(Case(spelling, 8, 256, model="net=collections:OrderedDict"))
     assert (case.trainer, case.model) == (name, "net")
-    options = arguments(case)
+    task = told(case)
     fresh()
-    assert parsed(options) == case
+    assert understood(task) == case

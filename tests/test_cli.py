@@ -169,7 +169,7 @@ def test_a_step_that_fails_says_why_in_its_record(
     assert main(["step", "--trainer=outside:Greedy", *options]) == 1
     error = json.loads(capsys.readouterr().out)["error"]
     message = "CUDA out of memory. Tried to allocate 61.04 GiB."
-    assert error == {"kind": "dpbench.instruments.interface:CaseOutOfMemory", "message": message}
+    assert error == {"kind": "dpbench.child.failures:CaseOutOfMemory", "message": message}
 
 
 @pytest.mark.parametrize(

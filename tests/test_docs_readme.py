@@ -50,9 +50,7 @@ def laptop(
     pytester: pytest.Pytester, imports: sessions.Imports, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], None]:
     """Paste a block into a checkout's directory; its commands run in this process."""
-    monkeypatch.setattr(
-        "dpbench.instruments.script_process.subprocess", SimpleNamespace(Popen=ProcessHere)
-    )
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", SimpleNamespace(Popen=ProcessHere))
 
     def paste(text: str) -> None:
         for name, content in HEREDOC.findall(text):

@@ -34,8 +34,8 @@ import dpbench.gpu
 dpbench.gpu.visible_gpus = lambda: [dpbench.gpu.Gpu("GPU-0", "NVIDIA H200", None, "580")]
 """
 PATIENT = f"""
-import dpbench.instruments.processes
-dpbench.instruments.processes.GRACE_SECONDS = {2 * PATIENCE}
+import dpbench.launch.processes
+dpbench.launch.processes.GRACE_SECONDS = {2 * PATIENCE}
 """
 COMMAND = [
     *(sys.executable, "-c", f"{GPU}\nimport sys; from dpbench.cli import main; sys.exit(main())"),

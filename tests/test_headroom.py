@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dpbench.case import PHASES, Case
+from dpbench.child.failures import CaseFailed, CaseRefused
 from dpbench.errors import ConfigurationError
 from dpbench.headroom import by_phase, floor, measured, read_by_norms
-from dpbench.instruments.interface import CaseFailed, CaseRefused
 from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
 from dpbench.results.run import Run

@@ -48,10 +48,11 @@ MAY_IMPORT = {
     "gpu": {"errors", "files"},
     "workloads": VALUES,
     "training": VALUES | {"workloads"},
-    "process": VALUES | {"workloads", "training"},
-    "verify": VALUES | {"workloads", "training", "process"},
+    "child": VALUES | {"workloads", "training", "results"},
+    "launch": VALUES | {"child", "results"},
+    "verify": VALUES | {"workloads", "training", "child", "launch"},
     "results": VALUES,
-    "instruments": VALUES | {"workloads", "training", "process", "results"},
+    "instruments": VALUES | {"workloads", "training", "child", "launch", "results"},
     "show": VALUES | {"results"},
 }
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
@@ -71,7 +72,10 @@ FRONTS |= {
 """Nothing but another front imports a front."""
 
 MAY_USE = {
-    "torch": {"workloads", "training", "process", "verify", "instruments", "doctor", "headroom"},
+    "torch": {
+        *("workloads", "training", "child", "launch", "verify", "instruments", "doctor"),
+        "headroom",
+    },
     "opacus": {"workloads", "training"},
     "pandas": {"results", "show", "session", "plugin", "commands", "headroom"},
     "plotly": {"show"},

@@ -27,7 +27,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dpbench import Case, Instrument, Measurement, Running
+from dpbench import Case, Instrument, Measurement, PendingMeasurement
 from dpbench.metrics import METRICS, Metric
 
 METRICS.register(Metric("energy_joules", "energy\\nJ", ("power",)))
@@ -47,7 +47,7 @@ class Power(Instrument):
         return Reading(self, case)
 
 @dataclass
-class Reading(Running):
+class Reading(PendingMeasurement):
     instrument: Power
     case: Case
 
@@ -196,7 +196,7 @@ from dpbench.metrics import METRICS, Metric
 METRICS.register(Metric("phases_times", "phases", ("pace",)))
 
 @dataclass(frozen=True)
-class Pace(dpbench.Recorded):
+class Pace(dpbench.InProcessInstrument):
     \"\"\"Counts the phases of a step, each so many times.\"\"\"
 
     name: ClassVar[str] = "pace"
@@ -239,7 +239,9 @@ def test_a_recorder_with_an_option_hears_the_steps_of_a_case(
     columns = "--columns=phases_times"
     assert main(["run", *how, *CELL, "--trainer=standard", columns, "--json=run.json"]) == 0
     said = capfd.readouterr()
-    assert "--instrument Pace=pace:Pace --pace-times 3" in said.err
+    [line] = [line for line in said.err.splitlines() if line.startswith("$ ")]
+    task = json.loads(Path(line.rpartition(" ")[2]).read_text())
+    assert (task["instrument"], task["fields"]["pace_times"]) == ("Pace=pace:Pace", 3)
     assert "standard 12.0 " in " ".join(said.out.split())
     assert values("run.json") == [12.0, 12.0]
     settings = json.loads(Path("run.json").read_text())["session"]["settings"]
@@ -249,7 +251,7 @@ def test_a_recorder_with_an_option_hears_the_steps_of_a_case(
 @pytest.mark.usefixtures("pace")
 def test_it_hears_the_steps_of_a_script_and_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(Popen=ProcessHere)
-    monkeypatch.setattr("dpbench.instruments.script_process.subprocess", here)
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
     Path("folder").mkdir()
     Path("folder/training.py").write_text(scripts.TRAINING)
     how = ["--instrument=pace:Pace", "--pace-times=2", "--steps=2", "--json=run.json"]

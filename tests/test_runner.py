@@ -12,8 +12,10 @@ from typing import ClassVar
 import pytest
 
 from dpbench import Case
+from dpbench.child.failures import CaseFailed
 from dpbench.files import locked
-from dpbench.instruments.interface import CaseFailed, Instrument, Running
+from dpbench.instruments.interface import Instrument
+from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 from dpbench.runner import measure
@@ -32,13 +34,13 @@ class Writing(Instrument):
     def check(self) -> None:
         """It works anywhere."""
 
-    def start(self, case: Case) -> Running:
+    def start(self, case: Case) -> PendingMeasurement:
         file = self.directory / case.file_name
         file.touch()
         return Written(file)
 
 
-class Written(Running):
+class Written(PendingMeasurement):
     """It is done, and there is no number in it."""
 
     def __init__(self, file: Path) -> None:
@@ -55,7 +57,7 @@ class Written(Running):
 class Failing(Writing):
     """Fails after it has seen something."""
 
-    def start(self, case: Case) -> Running:
+    def start(self, case: Case) -> PendingMeasurement:
         return Seen(self.directory / case.id)
 
 

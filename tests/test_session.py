@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 import pytest
 
 from dpbench.case import Case
+from dpbench.child.failures import CaseFailed
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.interface import CaseFailed, Instrument, Running
+from dpbench.instruments.interface import Instrument
+from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
@@ -30,11 +32,11 @@ class Meter(Instrument):
 
     name: ClassVar[str] = "meter"
 
-    def start(self, case: Case) -> Running:
+    def start(self, case: Case) -> PendingMeasurement:
         return Metered(case)
 
 
-class Metered(Running):
+class Metered(PendingMeasurement):
     def __init__(self, case: Case) -> None:
         self.case = case
 

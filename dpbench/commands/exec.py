@@ -36,15 +36,15 @@ from typing import Any
 
 from dpbench import gpu
 from dpbench.case import AXES, BASELINE_TRAINER, Case, Script
+from dpbench.child.failures import ScriptInterrupted
+from dpbench.child.script_ranks import Rank
 from dpbench.commands.options import saved_run
 from dpbench.commands.run import show
 from dpbench.commands.step import write_report
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
 from dpbench.instruments import choose, declare_built_in
-from dpbench.instruments.interface import ScriptInterrupted
-from dpbench.instruments.script_process import ScriptRun
-from dpbench.instruments.script_ranks import Rank
+from dpbench.instruments.script import ScriptRun
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.conditions import premise_differences

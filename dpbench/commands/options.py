@@ -20,7 +20,12 @@ USUAL = {"batch_size": 8, "seq_len": 256}
 
 
 def add_case(
-    parser: argparse.ArgumentParser, axes: Iterable[str] = AXES, *, device: str, **usual: Any
+    parser: argparse.ArgumentParser,
+    axes: Iterable[str] = AXES,
+    *,
+    device: str,
+    required: bool = True,
+    **usual: Any,
 ) -> None:
     """Declare one case, or these axes of it, with other defaults for some, and a device."""
     for axis in axes:
@@ -29,7 +34,7 @@ def add_case(
             parser.add_argument,
             axis,
             action="append" if axis == "set" else "store",
-            required=default is None,
+            required=required and default is None,
             help=axis_help(axis) + (f" (default {default})" if default else ""),
         )
     parser.add_argument(

@@ -12,6 +12,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from dpbench.case import AXES
 from dpbench.commands.options import add_case, chosen_case
@@ -21,7 +22,7 @@ from dpbench.options import axis_help
 from dpbench.registry import TRAINERS
 from dpbench.settings import declare
 
-SMALL = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
+SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train with each trainer, and print how that went."""
-    from dpbench.process.build import smoke_test  # which imports torch
+    from dpbench.child.build import smoke_test  # which imports torch
 
     failed = 0
     for trainer in options.trainers or list(TRAINERS):

@@ -4,15 +4,17 @@ Builds the case, warms up, runs the active steps. This is the process that instr
 by hand it is the quickest way to try a trainer. The line holds seconds by phase for each active
 step, peak memory in bytes (CUDA only), and what else the process spent its seconds on.
 
-With --profile it runs under the PyTorch profiler instead, on the steps that the schedule names,
-and leaves traces for https://ui.perfetto.dev, tables, a memory snapshot (CUDA only) for
-https://docs.pytorch.org/memory_viz and a TensorBoard log in a folder. With --cupti or --nsys
-further steps follow the timed ones, which are counted or recorded by phase.
+With --instrument it measures as that instrument does in a case's process: torch_profiler leaves
+traces for https://ui.perfetto.dev, tables, a memory snapshot (CUDA only) for
+https://docs.pytorch.org/memory_viz and a TensorBoard log in a folder; cupti counts further steps
+after the timed ones; ncu and nsys mark ranges for a profiler that has started this process. With
+--task it takes the steps that a file describes, as `dpbench run` leaves them beside logs.
 
 Examples:
   dpbench step --trainer dpsgd --batch-size 4 --seq-len 32 --model-size tiny --device cpu
   dpbench step --trainer dpsgd_ghost --batch-size 8 --seq-len 256 --model-size 1b
-  dpbench step --trainer dpsgd --model-size small --profile runs/mine --profile-schedule active=3
+  dpbench step --trainer dpsgd --instrument torch_profiler --profile-schedule active=3
+  dpbench step --task ncu_reports/1b-fp32/report_dpsgd_bs8_seq256.timing.task.json
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from typing import Any
 
 from dpbench import gpu
 from dpbench.case import Case
+from dpbench.child.failures import CaseOutOfMemory, CaseRefused
+from dpbench.child.messages import hand_over
+from dpbench.child.task import Task
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
-from dpbench.instruments import built_in, choose, declare_built_in
-from dpbench.instruments.case_process import name_of
-from dpbench.instruments.interface import CaseOutOfMemory, CaseRefused, Instrument
+from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.profile_folder import (
@@ -39,8 +42,8 @@ from dpbench.instruments.torch_profiler.profile_folder import (
     own_folder,
 )
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
+from dpbench.launch.case_process import name_of
 from dpbench.options import own_values
-from dpbench.process.messages import Steps, print_record
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.runner import check_ranks
@@ -49,14 +52,13 @@ from dpbench.settings import Settings, declare
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    add_case(parser, device="auto")
+    add_case(parser, device="auto", required=False)
     declare(parser.add_argument, "warmup", "active")
-    declare_built_in(parser.add_argument, "profile_schedule", "profile_threshold")
-    for option, kind in _own_options().items():
-        parser.add_argument(option, help=kind.step_option[1], **kind.step_value)
+    declare_built_in(parser.add_argument)
     parser.add_argument(
-        "--instrument", metavar="NAME", help="record the steps as this instrument does"
+        "--instrument", metavar="NAME", help="measure as this does in a case's process"
     )
+    parser.add_argument("--task", type=Path, metavar="FILE", help="take the steps of this task")
 
 
 MEANT: dict[type[Exception], type[Exception]] = {
@@ -68,18 +70,20 @@ MEANT: dict[type[Exception], type[Exception]] = {
 
 def run(options: argparse.Namespace) -> int:
     """Take the steps, and print their record, or the error."""
-    case = chosen_case(options)
-    instrument = _chosen(options)
+    task = Task.read(options.task) if options.task else _chosen(options)
+    case, instrument = task.case, task.instrument
     try:
         check_ranks(case, [instrument])
         if case.gpus > 1 and not isinstance(instrument, Logical):  # which counts one of the ranks
-            from dpbench.process.ranks import observe_all  # which imports torch
+            from dpbench.launch.ranks import observe_all  # which imports torch
 
-            record = observe_all(instrument.observe, case, options.device)
+            record = observe_all(
+                instrument.observe, case, getattr(instrument, "device", options.device)
+            )
         else:
             record = instrument.observe(case)
         if isinstance(instrument, TorchProfiler):
-            _report(case, record, own_folder(instrument.directory))
+            _report(case, record, own_folder(instrument.directory / case.file_name))
     except Exception as error:  # whoever started this process learns why from the record
         message = str(error)
         if not isinstance(error, DpbenchError):
@@ -87,43 +91,30 @@ def run(options: argparse.Namespace) -> int:
             message = f"{type(error).__name__}: {first_line}{own_line(error.__traceback__)}"
         message = message.removeprefix(f"{case.id}: ")  # the parent says whose it is
         kind = next((to for of, to in MEANT.items() if isinstance(error, of)), type(error))
-        print_record(error={"kind": name_of(kind), "message": message})
+        hand_over(error={"kind": name_of(kind), "message": message})
         raise
-    print_record(**record)
+    hand_over(**record)
     return 0
 
 
-def _chosen(options: argparse.Namespace) -> Instrument:
-    """The instrument that was asked for, by its own option or by name; by default timing."""
-    Steps(options.warmup, options.active)
+def _chosen(options: argparse.Namespace) -> Task:
+    """The case and the instrument that were asked for, by default timing."""
+    if options.trainer is None:
+        raise ConfigurationError("name a --trainer, or a --task")
+    case = chosen_case(options)
     settings = Settings(
         device=options.device,
         warmup=options.warmup,
         active=options.active,
         own=own_values(options),
     )
-    given = {option: getattr(options, option.removeprefix("--")) for option in _own_options()}
-    asked = [option for option, value in given.items() if value not in (None, False)]
-    by_name = ["--instrument"] * (options.instrument is not None)
-    if len(both := [*asked, *by_name]) > 1:
-        raise ConfigurationError(f"{both[0]} excludes {both[1]}: choose one")
-    # With "cuda", as Nsight is told to run it, the step itself says so.
+    name = options.instrument or Timing.name
+    [instrument] = choose([name], settings, "case")
+    # With "cuda", the step itself says so.
     elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
-    for option in asked:
-        kind = _own_options()[option]
-        if elsewhere and kind.needs_gpu:
-            raise ConfigurationError(f"{option} needs a GPU, and there is none: drop it")
-        return kind.in_step(settings, given[option])
-    return choose([options.instrument or Timing.name], settings, "step")[0]
-
-
-def _own_options() -> dict[str, type[Instrument]]:
-    """The options of this command that choose an instrument, and which one each chooses."""
-    found: dict[str, type[Instrument]] = {}
-    for kind in built_in():
-        found.setdefault(kind.step_option[0], kind)  # a subclass has its parent's
-    del found[""]
-    return found
+    if elsewhere and instrument.needs_gpu:
+        raise ConfigurationError(f"{name} needs a GPU, and there is none: choose another")
+    return Task(case, instrument)
 
 
 def _report(case: Case, record: Mapping[str, Any], directory: Path) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpbench import gpu
 from dpbench.case import AXES, Case
@@ -38,7 +38,7 @@ from dpbench.show.layout import Table
 if TYPE_CHECKING:
     from dpbench.verify.check import Check
 
-SMALL = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
+SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
 ONE_LINE = 300
 """Columns, so that each check stays one line: names of parameters are long."""
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     """What the checks found; whatever a trainer fails with is said with its name."""
-    from dpbench.process.build import pick_device
+    from dpbench.child.build import pick_device
     from dpbench.verify.checks import verify  # which imports torch
 
     on_gpu = pick_device(device).type == "cuda"

@@ -9,10 +9,10 @@ from itertools import chain
 from typing import Any
 
 from dpbench.case import Case
+from dpbench.child.failures import InstrumentError
+from dpbench.child.messages import Steps
 from dpbench.errors import DpbenchError
 from dpbench.gpu import visible_gpus
-from dpbench.instruments.interface import InstrumentError
-from dpbench.process.messages import Steps
 from dpbench.show.layout import ABSENT, Table, gigabytes
 
 OK, WARNING, FAILED = "ok", "warning", "failed"

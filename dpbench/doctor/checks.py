@@ -33,7 +33,7 @@ from dpbench.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.instruments.counters.metrics import ALWAYS, CounterOptions, on_chip
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, find_ncu
-from dpbench.instruments.processes import version_of
+from dpbench.launch.processes import version_of
 from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings

@@ -6,10 +6,10 @@ from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from dpbench.child.messages import Steps
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.interface import Instrument
 from dpbench.options import declare_own
-from dpbench.process.messages import Steps
 from dpbench.registry import INSTRUMENTS
 from dpbench.settings import Settings
 

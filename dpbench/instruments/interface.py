@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.results.kernels import KernelCount, OperatorCount
+from dpbench.child.failures import InstrumentError
+from dpbench.errors import ConfigurationError
+from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
 if TYPE_CHECKING:
-    from dpbench.instruments.recorder import Recorder
+    from dpbench.child.recorder import Recorder
 
 
 class Instrument(ABC):
@@ -30,9 +29,6 @@ class Instrument(ABC):
         subjects: what it can measure: a case; a script, and a step of one's own, if it has a
             `recorder`.
         options: of one of dpbench's own, a dataclass of options that its fields are made of.
-        step_option: the option of ``dpbench step`` that chooses it, and its help; without one it
-            is named there by ``--instrument``.
-        step_value: what else declares that option.
     """
 
     name: ClassVar[str]
@@ -41,8 +37,6 @@ class Instrument(ABC):
     by_rank: ClassVar[bool] = False
     subjects: ClassVar[tuple[str, ...]] = ("case", "script", "step")
     options: ClassVar[type | None] = None
-    step_option: ClassVar[tuple[str, str]] = ("", "")
-    step_value: ClassVar[Mapping[str, Any]] = MappingProxyType({"action": "store_true"})
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -66,7 +60,7 @@ class Instrument(ABC):
         return {}
 
     @abstractmethod
-    def start(self, case: Case) -> Running:
+    def start(self, case: Case) -> PendingMeasurement:
         """Begin to measure a case.
 
         A child process starts up (5 s of imports) while another still holds the GPU.
@@ -78,11 +72,6 @@ class Instrument(ABC):
         ``case`` stands for the script, or the step of one's own, that the steps are of.
         """
         raise NotImplementedError
-
-    @classmethod
-    def in_step(cls, settings: Settings, value: Any) -> Self:
-        """The instrument as its `step_option` chooses it, by a value; see `observe`."""
-        return cls.from_settings(settings)
 
     def observe(self, case: Case) -> dict[str, Any]:
         """Take the steps of a case in this process; returns what it prints, plain JSON types."""
@@ -122,7 +111,7 @@ class Instrument(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Delegating(Instrument):
+class InstrumentWrapper(Instrument):
     """An instrument that has another one measure; its rows have the name of that one."""
 
     instrument: Instrument
@@ -138,75 +127,3 @@ class Delegating(Instrument):
     @property
     def versions(self) -> Mapping[str, str]:
         return self.instrument.versions
-
-
-class Running(ABC):
-    """A measurement under way. Its attributes are set when its rows are there.
-
-    Attributes:
-        operators: what each operator did.
-        kernels: what each kernel moved.
-        notes: assumptions behind the rows.
-        labels: those of the case's trainer, see `TrainerBase.labels`.
-        imported: what it measured in another process, see `dpbench.process.imported`.
-    """
-
-    operators: Sequence[OperatorCount] = ()
-    kernels: Sequence[KernelCount] = ()
-    notes: Sequence[str] = ()
-    labels: Mapping[str, str] = MappingProxyType({})
-    imported: Mapping[str, str] = MappingProxyType({})
-
-    @abstractmethod
-    def rows(self) -> list[Measurement]:
-        """Wait for it to end, and return what was measured; or raise an `InstrumentError`."""
-
-    def cancel(self) -> None:  # noqa: B027
-        """End it, with all its processes, if it has not ended."""
-
-
-class InstrumentError(DpbenchError):
-    """A measurement failed. ``log`` is the case's log file, if it has one.
-
-    ``rows`` are those measured before the failure.
-    """
-
-    remedy: ClassVar[str] = ""
-    rows: Sequence[Measurement] = ()
-
-    def __init__(self, message: str, *, log: Path | None = None) -> None:
-        super().__init__(message)  # alone, so that another process can send it on
-        self.log = log
-
-    def __str__(self) -> str:
-        return f"{self.args[0]}{self.remedy and f'; {self.remedy}'}"
-
-
-class CaseOutOfMemory(InstrumentError):
-    """The case needs more memory than the GPU has."""
-
-    remedy = "use a smaller batch size, sequence length or model size"
-
-
-class CaseTimedOut(InstrumentError):
-    """The case ran longer than its time-out and was ended, with all its processes."""
-
-    remedy = "raise the time-out, or look in the log for where it hung"
-
-
-class GpuBusy(InstrumentError):
-    """Another process held the GPU for longer than the case's time-out."""
-
-    remedy = "end that process, or raise the time-out"
-
-
-class CaseFailed(InstrumentError):
-    """The measured process failed by itself; its log says why."""
-
-
-class ScriptInterrupted(CaseFailed):
-    """The user pressed Ctrl-C."""
-
-
-class CaseRefused(InstrumentError):
-    """The case names something that does not exist or does not fit together, on any machine."""

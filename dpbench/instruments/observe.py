@@ -7,22 +7,24 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from dpbench.case import Case, Script
+from dpbench.child.elsewhere import watch_elsewhere
+from dpbench.child.failures import CaseFailed
+from dpbench.child.imported import imported_files
+from dpbench.child.messages import Steps
+from dpbench.child.patches import watch
+from dpbench.child.recorder import Recorder, on_cuda
+from dpbench.child.step_finder import StepFinder
 from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments import choose
-from dpbench.instruments.elsewhere import watch_elsewhere
-from dpbench.instruments.interface import CaseFailed, Delegating, Instrument, Running
-from dpbench.instruments.recorder import Recorder, on_cuda
-from dpbench.process.imported import imported_files
-from dpbench.process.messages import Steps
-from dpbench.process.step_finder import StepFinder
-from dpbench.process.watched import watch
+from dpbench.instruments.interface import Instrument, InstrumentWrapper
+from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
 
-class Observed:
+class Observation:
     """What `observe` hands out: says where steps are, and has the report."""
 
     def __init__(self, case: Case, recorder: Recorder, finder: StepFinder) -> None:
@@ -67,7 +69,7 @@ def observe(
     name: str = "loop",
     skip: int = 0,
     steps: int | None = None,
-) -> Iterator[Observed]:
+) -> Iterator[Observation]:
     """Observe a training loop of one's own.
 
     >>> with observe("timing", skip=3, steps=5) as seen:  # doctest: +SKIP
@@ -97,31 +99,31 @@ def observe(
         watch(finder)
         if not chosen.hardware:
             watch_elsewhere(finder)
-        yield Observed(case, recorder, finder)
+        yield Observation(case, recorder, finder)
 
 
 @dataclass(frozen=True, eq=False)
-class OwnStep(Delegating):
+class FunctionInstrument(InstrumentWrapper):
     """Takes a step again and again, and hears it as an instrument hears a script's."""
 
     step: Callable[[], object]  # its phases are found, or said by `dpbench.phase`
     steps: Steps
 
-    def start(self, case: Case) -> Running:
-        return OwnSteps(self, case)
+    def start(self, case: Case) -> PendingMeasurement:
+        return PendingFunction(self, case)
 
 
 @dataclass(eq=False)
-class OwnSteps(Running):
+class PendingFunction(PendingMeasurement):
     """The steps, which are taken once their rows are asked for."""
 
-    instrument: OwnStep
+    instrument: FunctionInstrument
     case: Case
 
     def rows(self) -> list[Measurement]:
         import torch
 
-        from dpbench.process.step import alone
+        from dpbench.child.step import alone
 
         instrument, steps = self.instrument.instrument, self.instrument.steps
         device = torch.device("cuda" if on_cuda() else "cpu")

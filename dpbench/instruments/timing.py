@@ -9,29 +9,26 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.case import Case
-from dpbench.instruments.case_process import Child
-from dpbench.instruments.recorded import Recorded
-from dpbench.instruments.recorder import Recorder, device_and_torch, on_cuda
+from dpbench.child.recorder import Recorder, device_and_torch, on_cuda
+from dpbench.instruments.in_process import InProcessInstrument
+from dpbench.launch.case_process import CaseProcess
 from dpbench.metrics import unit
 from dpbench.results.rows import STEP, Measurement
 
 if TYPE_CHECKING:
-    from dpbench.process.step import PhaseTimes
+    from dpbench.child.step import PhaseTimes
 
 
 @dataclass(frozen=True)
-class Timing(Recorded):
+class Timing(InProcessInstrument):
     """Runs ``dpbench step`` by itself."""
 
     name: ClassVar[str] = "timing"
 
-    def step_arguments(self, case: Case) -> list[str]:
-        return []
-
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         return TimingRecorder(steps)
 
-    def rows_of(self, process: Child, record: dict[str, Any]) -> list[Measurement]:
+    def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> list[Measurement]:
         """Times by phase, samples per second and peak memory."""
         return timing_rows(process.case, record)
 
@@ -45,7 +42,7 @@ class TimingRecorder(Recorder):
     def listener(self) -> PhaseTimes:
         import torch
 
-        from dpbench.process.step import PhaseTimes
+        from dpbench.child.step import PhaseTimes
 
         times = PhaseTimes(torch.device("cuda" if on_cuda() else "cpu"))
         if times.on_cuda:
@@ -58,7 +55,7 @@ class TimingRecorder(Recorder):
         super().close()
 
     def _peak(self) -> int | None:
-        from dpbench.process.step import peak_memory
+        from dpbench.child.step import peak_memory
 
         return peak_memory() if self.listener.on_cuda else None
 

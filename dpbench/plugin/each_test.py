@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import pytest
 
 from dpbench.case import Case, Script
+from dpbench.child.messages import Steps
 from dpbench.plugin.fixtures import NEEDS, asked_case, case_of, limits_of, measuring, takes
-from dpbench.process.messages import Steps
 from dpbench.session import Session
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class EachTest:
 
     def _of_step(self, step: Step, instruments: Sequence[Instrument]) -> list[Instrument]:
         """Instruments that measure a step in this process, as the given ones measure a case."""
-        from dpbench.instruments.observe import OwnStep
+        from dpbench.instruments.observe import FunctionInstrument
 
         if wrong := [i.name for i in instruments if not i.measures("step")]:
             pytest.fail(
@@ -171,7 +171,7 @@ class EachTest:
         settings = self.session.settings
         steps = Steps(settings.warmup, settings.active)
         once = Steps(warmup=1, active=1)
-        return [OwnStep(i, step, steps if i.hardware else once) for i in instruments]
+        return [FunctionInstrument(i, step, steps if i.hardware else once) for i in instruments]
 
     def _try_out(self, case: Case, step: Step | None) -> None:
         """Take one step; that of a case on tensors without data, which works on any machine."""

@@ -44,7 +44,7 @@ class Outcome:
     are what each operator and kernel did, ``notes`` what was assumed. ``tests`` are those that
     asked for it, each with its id as ``test`` and its ``params`` as text; ``extra_info`` is what
     they added. ``labels`` are the trainer's, see `TrainerBase`; ``imported`` are files of its
-    code, see `dpbench.process.imported`.
+    code, see `dpbench.child.imported`.
     """
 
     case: Case

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from dpbench.case import Case
+from dpbench.child.build import build, labels_of, pick_device
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.launch.fork_server import postpone
+from dpbench.launch.ranks import Observe, observe_all
 from dpbench.names import parted, read_parameters
-from dpbench.process.build import build, labels_of, pick_device
-from dpbench.process.fork_server import postpone
-from dpbench.process.ranks import Observe, observe_all
 from dpbench.registry import names_of, resolve
 from dpbench.training.standard import StandardTrainer
 from dpbench.verify.check import Check

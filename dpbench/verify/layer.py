@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.case import Case
-from dpbench.process.build import workload_of
+from dpbench.child.build import workload_of
 from dpbench.registry import resolve
 from dpbench.training.base import Batch
 from dpbench.verify.check import NOT_JUDGED, Check

@@ -15,8 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from dpbench.case import BASELINE_TRAINER, MIXED, Case
+from dpbench.child.build import build
 from dpbench.errors import ConfigurationError
-from dpbench.process.build import build
 from dpbench.training.base import Batch
 from dpbench.training.parallel import gathered, part_of_rank, rank_and_ranks
 from dpbench.verify.reference import Examples, Gradients

@@ -45,14 +45,13 @@ def test_run_counts_the_chosen_case_as_asked(
     how = ["--ncu-dir=deep", "--ncu-metrics=gld_throughput", "--ncu-warmup=2", "--ncu-active=4"]
     saved = ["--storage=kept", "--save=clip"]
     assert main([*run, *how, *kernels, *saved]) == 0
-    name = "report_dpsgd_bs4_seq64.log"
-    ranges, clip = (
-        (Path("deep") / CONFIGURATION / folder / name).read_text().splitlines()[0]
-        for folder in ("", "kernels")
-    )
-    assert "--precision bf16 --attention dp_mha --model mine=outside:Model" in ranges
-    assert "--warmup 2 --active 4 --nvtx" in ranges
-    assert "--nvtx-include dpbench@0.clip" in clip
+    folder = Path("deep") / CONFIGURATION
+    task = json.loads((folder / "report_dpsgd_bs4_seq64.task.json").read_text())
+    named = {"precision": "bf16", "attention": "dp_mha", "model": "mine=outside:Model"}
+    assert named.items() <= task["case"].items()
+    assert task["fields"]["steps"] == {"warmup": 2, "active": 4}
+    log = (folder / "kernels/report_dpsgd_bs4_seq64.log").read_text()
+    assert "--nvtx-include dpbench@0.clip" in log.splitlines()[0]
     [path] = Storage(Path("kept")).paths()
     assert path.name == "0001_clip.json"
     document = json.loads(path.read_text())
@@ -98,9 +97,8 @@ def test_step_takes_every_axis_of_a_case(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["step", "--trainer=dpsgd", "--nvtx", "--device=cpu"], "needs a GPU"),
-        (["step", "--trainer=dpsgd", "--nsys", "--model-size=tiny"], "needs a GPU"),
-        (["step", "--trainer=dpsgd", "--nvtx", "--profile=runs"], "--nvtx excludes --profile"),
+        (["step", "--trainer=dpsgd", "--instrument=cupti", "--device=cpu"], "needs a GPU"),
+        (["step", "--device=cpu"], "name a --trainer, or a --task"),
         (
             ["run", "--instrument=logical", "--json=run", "--markdown=./run"],
             "--json and --markdown name the same file, 'run'",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,12 @@ from typing import Any
 import pytest
 
 from dpbench.case import Script
+from dpbench.child.messages import RECORDS, read_records, result_of
+from dpbench.child.script import run
+from dpbench.child.task import Task
 from dpbench.cli import main
 from dpbench.instruments import choose
-from dpbench.instruments.script_process import ScriptRun, run, unpacked
+from dpbench.instruments.script import ScriptRun
 from dpbench.results.storage import Storage
 from dpbench.settings import Settings
 from tests.commands import scripts
@@ -59,11 +61,11 @@ def as_left_before() -> Iterator[None]:
 class ProcessHere:
     """Stands in for a script's process: runs it in this one, which has loaded PyTorch already."""
 
-    def __init__(self, command: Sequence[str], **_: object) -> None:
-        what = json.loads(command[command.index("-c") + 2])
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        task = Task.read(Path(command[command.index("-c") + 2]))
+        assert task.program
         with as_left_before():
-            script, case = unpacked(what)
-            self.status = run(script, case, Path(what["record"]))
+            self.status = run(task, task.program, env[RECORDS])
 
     def wait(self) -> int | str | None:
         return self.status
@@ -74,7 +76,7 @@ class ProcessHere:
 @pytest.fixture
 def processes_here(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(Popen=ProcessHere)
-    monkeypatch.setattr("dpbench.instruments.script_process.subprocess", here)
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
 
 
 @pytest.mark.usefixtures("processes_here")
@@ -137,9 +139,9 @@ def script_here() -> Iterator[Callable[..., dict[str, Any]]]:
     def run_here(*program: str, instrument: str = "timing", **how: Any) -> dict[str, Any]:
         [chosen] = choose([instrument], Settings(device="cpu"), "script")
         script = ScriptRun(chosen, program, **how)
-        run(script, Script("mine"), Path("record.json"))
-        found: dict[str, Any] = json.loads(Path("record.json").read_text())
-        return found
+        Path("records").unlink(missing_ok=True)
+        run(Task(Script("mine"), chosen), script, "records")
+        return result_of(read_records(Path("records")))
 
     with as_left_before():
         yield run_here
@@ -191,19 +193,16 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     error = capsys.readouterr().err
     assert error.count("Traceback") == 1
     assert error.count('raise ValueError("the data is gone")') == 1
-    assert "dpbench/process/" not in error
+    assert "dpbench/child/" not in error
 
 
-def test_thread_that_waits_for_the_rest_of_a_script_does_not_keep_it_from_ending() -> None:
-    waits = "import threading; threading.Thread(target=threading.Event().wait).start()"
-    leave = (
-        "from dpbench.instruments.script_process import leave_threads; print(1); leave_threads(0.1)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{waits}; {leave}"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, "1\n")
-    assert "a thread of the script's did not end with it" in done.stderr
+def test_thread_that_waits_for_the_rest_of_a_script_does_not_keep_it_from_ending(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    waits = "import threading\nthreading.Thread(target=threading.Event().wait, name='w').start()\n"
+    Path("waits.py").write_text(waits + scripts.TRAINING)
+    assert main(["exec", "--instrument=timing", "--skip=1", "--steps=2", "waits.py"]) == 0
+    assert "dpbench exec: ended while threads run: w\n" in capfd.readouterr().err
 
 
 def test_script_that_leaves_no_record_is_an_error_of_its_own(
@@ -251,7 +250,7 @@ def test_script_finds_the_modules_that_it_would_alone_and_ours_none_of_its(
     ("ends", "status", "words"),
     [
         ("--killed", 1, "the script was killed by SIGKILL; 2 steps were counted until then\n"),
-        ("--exits-at-once", 1, "ended by itself with exit status 3; 2 steps were counted until"),
+        ("--exits-at-once", 1, "the script ended with exit code 3; 1 steps were counted until"),
         ("--interrupted", 130, "training: interrupted; what was counted until then is kept\n"),
     ],
 )
@@ -262,15 +261,14 @@ def test_what_was_counted_until_the_end_is_kept_however_it_comes(
     status: int,
     words: str,
 ) -> None:
-    monkeypatch.setattr(
-        "dpbench.instruments.script_process.GRACE_SECONDS", 300
-    )  # on a busy machine
+    monkeypatch.setattr("dpbench.instruments.script.GRACE_SECONDS", 300)  # on a busy machine
     how = ["--instrument=timing", "--instrument=logical", "--steps=20", "--json=run.json"]
     if status == 1:
         how.remove("--instrument=logical")  # an interrupted script is not run once more
     assert main(["exec", *how, "training.py", ends]) == status
     assert words in capfd.readouterr().err
-    assert len(rows("run.json", "step_time_seconds")["training", "step"]) == 2
+    kept = 1 if ends == "--exits-at-once" else 2  # it ends within what follows its second update
+    assert len(rows("run.json", "step_time_seconds")["training", "step"]) == kept
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dpbench.case import ALL_PHASES, Case, Script
+from dpbench.child.task import Task
 from dpbench.cli import main
 from dpbench.gpu import Gpu
 from dpbench.instruments.ncu.ncu import Ncu
-from dpbench.instruments.script_process import unpacked
 from dpbench.instruments.timing import timing_rows
 from dpbench.results.rows import Measurement
 from tests.commands import scripts, test_exec
@@ -35,12 +35,12 @@ if arguments == ["--version"]:
     print("Version 2025.3.1.0")
     sys.exit()
 start = arguments.index("-c")
-what = json.loads(arguments[start + 2])
+shutil.copy(arguments[start + 2], "task.json")
 with open("arguments.json", "w") as stream:
-    json.dump([arguments, what], stream)
+    json.dump(arguments, stream)
 shutil.copy("recorded.ncu-rep", arguments[arguments.index("--export") + 1])
-with open(what["record"], "w") as stream:
-    json.dump({"torch": "2.11.0", "notes": [], "message": "", "heard": 1}, stream)
+from dpbench.child.messages import hand_over
+hand_over(torch="2.11.0", notes=[], message="", heard=1)
 """
 
 
@@ -75,13 +75,14 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     said = capsys.readouterr()
     assert "NVIDIA H200: DRAM GB by phase (÷ standard)" in said.out
     assert error in said.err
-    arguments, what = json.loads(Path("arguments.json").read_text())
-    script, _ = unpacked(what)
+    arguments = json.loads(Path("arguments.json").read_text())
+    task = Task.read(Path("task.json"))
     report = "ncu_reports/script/report_training"
     under = ["--replay-mode", "app-range", "--nvtx-include", "regex:dpbench@.*"]
     assert {*under, f"{report}.ncu-rep", f"{report}.log"} <= {*arguments}
     assert arguments[-2:] == ["training.py", "--private"]
-    assert (script.name, script.skip, script.steps) == ("ncu", 3, 1)
+    assert task.program
+    assert (task.instrument.name, task.program.skip, task.program.steps) == ("ncu", 3, 1)
     moved = rows("run.json", "dram_read_bytes")
     assert {("training", "clip"), ("training", "step")} <= set(moved)
     assert len(moved["training", "step"]) == 1, "of the step that came to its end"

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from dpbench.case import Script
+from dpbench.child import script_ranks
+from dpbench.child.failures import CaseFailed, CaseTimedOut, ScriptInterrupted
+from dpbench.child.script_ranks import Rank
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
-from dpbench.instruments import script_ranks
-from dpbench.instruments.interface import CaseFailed, CaseTimedOut, ScriptInterrupted
-from dpbench.instruments.script_ranks import Rank
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from tests.commands.scripts import TRAINING
@@ -37,7 +37,7 @@ sys.modules["torch._dynamo"] = SimpleNamespace(disable=as_it_is, graph_break=lam
 """
 
 PRIVATE = f"""{UNCOLLECTED}
-from dpbench.process.fork_server import postpone
+from dpbench.launch.fork_server import postpone
 postpone("opacus")  # whose accountants import SciPy
 
 import torch

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from dpbench import Case, gpu
+from dpbench.child.build import build
+from dpbench.child.step import run_case
 from dpbench.doctor import calibration, checks
 from dpbench.doctor.calibration import (
     ENOUGH,
@@ -31,8 +33,6 @@ from dpbench.doctor.known_work import KnownWork
 from dpbench.gpu import Gpu
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
-from dpbench.process.build import build
-from dpbench.process.step import run_case
 from dpbench.settings import Settings
 from tests.programs import program
 
@@ -49,8 +49,8 @@ export = sys.argv[sys.argv.index("--export") + 1]
 """
 SUCCEED = f"""
 shutil.copy({str(DATA / "tiny-fp32" / "report_standard_bs4_seq64.ncu-rep")!r}, export)
-from tests.replay_ncu import marked
-print(marked(open({str(DATA / "ncu_output" / "success.txt")!r}).read()))
+from tests.replay_ncu import say
+say(open({str(DATA / "ncu_output" / "success.txt")!r}).read())
 """
 
 

@@ -41,9 +41,9 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(printed: dict[str, Any]) -> list[Finding]:
         text = (
-            "import json, sys; from dpbench.process.messages import print_record; "
-            "assert '--cupti' in sys.argv; "
-            f"print_record(**json.loads({json.dumps(printed)!r}))"
+            "import json, sys; from dpbench.child.messages import hand_over; "
+            "assert json.load(open(sys.argv[-1]))['instrument'] == 'cupti'; "
+            f"hand_over(**json.loads({json.dumps(printed)!r}))"
         )
         monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))
         return list(checks.examine(Settings(ncu_dir=tmp_path), [checks.cupti]))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dpbench import ConfigurationError
+from dpbench.child.failures import CaseFailed, CaseTimedOut
 from dpbench.doctor.calibration import FAILED, OK, Finding
 from dpbench.doctor.checks import CHECKS, examine
-from dpbench.instruments.interface import CaseFailed, CaseTimedOut
 from dpbench.settings import Settings
 
 

@@ -16,8 +16,8 @@ from dpbench.doctor import checks
 from dpbench.doctor.calibration import FAILED, OK, WARNING, Finding
 from dpbench.doctor.checks import Check
 from dpbench.gpu import Gpu
-from dpbench.instruments import processes
 from dpbench.instruments.ncu.ncu import NcuNotFound
+from dpbench.launch import processes
 from dpbench.settings import Settings
 from tests.programs import program
 

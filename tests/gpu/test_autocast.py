@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dpbench import Case
+from dpbench.child.build import build
 from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.instruments.logical.logical import Logical
-from dpbench.process.build import build
 from dpbench.results.kernels import OperatorCount
 from dpbench.training.phases import observed_step
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
+from dpbench.child.step import peak_memory
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.model_size import ModelSize
-from dpbench.process.step import peak_memory
 from dpbench.training.base import Batch, Momentum
 from dpbench.training.gradient_sums import Sums
 from dpbench.training.phases import observed_step

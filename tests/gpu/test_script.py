@@ -8,7 +8,7 @@ import pytest
 
 from dpbench.case import Script
 from dpbench.instruments import choose
-from dpbench.instruments.script_process import ScriptRun
+from dpbench.instruments.script import ScriptRun
 from dpbench.settings import Settings
 
 pytestmark = pytest.mark.gpu

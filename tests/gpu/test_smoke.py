@@ -8,8 +8,8 @@ import pytest
 
 from dpbench import TRAINERS, Case
 from dpbench.case import PRECISIONS
+from dpbench.child.messages import Steps
 from dpbench.instruments.timing import Timing
-from dpbench.process.messages import Steps
 from dpbench.results.report import CaseReport
 
 pytestmark = pytest.mark.gpu

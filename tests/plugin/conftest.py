@@ -15,7 +15,8 @@ import pandas  # noqa: F401  # before pytester, which forgets what its test impo
 import pytest
 
 from dpbench import MODELS, TRAINERS, WORKLOADS
-from dpbench.instruments import INSTRUMENTS, case_process
+from dpbench.instruments import INSTRUMENTS
+from dpbench.launch import case_process
 from tests.programs import program
 
 REPLAYS = {name: Path(__file__).parents[1] / f"replay_{name}.py" for name in ("ncu", "step")}
@@ -25,7 +26,7 @@ FAKES = Path(__file__).parents[1] / "fakes"
 
 CONFTEST = """
 import os, pathlib, sys
-import dpbench.instruments.case_process
+import dpbench.launch.case_process
 
 class Interpreter:
     executable = str(pathlib.Path(__file__).with_name("step"))
@@ -33,7 +34,7 @@ class Interpreter:
     def __getattr__(self, name):
         return getattr(sys, name)
 
-dpbench.instruments.case_process.sys = Interpreter()
+dpbench.launch.case_process.sys = Interpreter()
 """
 
 SUITE = """

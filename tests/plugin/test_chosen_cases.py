@@ -49,14 +49,14 @@ def test_the_chosen_cases_are_counted_and_saved_as_asked(
     )
     folder = pytester.path / "deep/reports/small-bf16-dp_mha-mine"
     for size in (2, 3):
-        name = f"report_dpsgd_bs{size}_seq8.log"
-        ranges = command_in(folder / name)
-        assert (
-            f"--trainer dpsgd --batch-size {size} --seq-len 8 --model-size small "
-            f"--precision bf16 --attention dp_mha --model mine=outside:Model"
-        ) in ranges
-        assert "--warmup 4 --active 7 --nvtx" in ranges
-        assert "--nvtx-include dpbench@0.clip" in command_in(folder / "kernels" / name)
+        name = f"report_dpsgd_bs{size}_seq8"
+        task = json.loads((folder / f"{name}.task.json").read_text())
+        cell = {"batch_size": size, "seq_len": 8, "model_size": "small", "attention": "dp_mha"}
+        named = {"trainer": "dpsgd", "precision": "bf16", "model": "mine=outside:Model"}
+        assert (cell | named).items() <= task["case"].items()
+        assert task["instrument"] == "ncu"
+        assert task["fields"]["steps"] == {"warmup": 4, "active": 7}
+        assert "--nvtx-include dpbench@0.clip" in command_in(folder / f"kernels/{name}.log")
     assert not list(folder.glob("*.timing.log"))
 
     [path] = Storage(pytester.path / "kept").paths()

@@ -13,21 +13,20 @@ from tests.plugin.conftest import RunSuite
 from tests.programs import program
 
 COUNTING = """
-import json, sys
-from dpbench.cli import build_parser
-from dpbench.commands.options import chosen_case
-from dpbench.process.messages import print_record
+import pathlib, sys
+from dpbench.child.task import Task
+from dpbench.child.messages import hand_over
 
-options = build_parser("step").parse_args(sys.argv[4:])  # after python -P -m dpbench
-case = chosen_case(options)
+task = Task.read(pathlib.Path(sys.argv[-1]))
+case, is_cupti = task.case, task.instrument.name == "cupti"
 with open("started.txt", "a") as stream:
-    print(case.trainer, "cupti" if options.cupti is not None else "plain", file=stream)
-if options.cupti is None:
+    print(case.trainer, "cupti" if is_cupti else "plain", file=stream)
+if not is_cupti:
     sys.exit("a process that counts nothing")
 read = {"standard": 4e9, "dpsgd": 10e9}[case.trainer]
 forward = {"dram_read_bytes": read, "dram_write_bytes": 1e9, "l2_total_bytes": 2 * read}
 forward |= {"gpu_busy_cycles": 9.0, "gpu_elapsed_cycles": 10.0, "range_time_seconds": 0.5}
-print_record(
+hand_over(
     case=vars(case), device="NVIDIA H200", torch="2.11", cupti="13.0", chip="GH100", passes=1,
     phase_seconds=[{"forward": 0.5}, {"forward": 0.5}], peak_memory_bytes=3e9,
     counted=[{"forward": forward}, {"step": forward}],

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from dpbench.child.messages import Steps
+from dpbench.child.task import Task
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import (
-    command_in,
     halved,
     phases,
     recorded_document,
@@ -47,8 +48,8 @@ def test_a_reference_is_renewed_with_what_was_counted_timed_and_profiled(
     assert phases(rows, "memset_bytes") >= {"step", "forward"}
 
     folder = pytester.path / "ncu_reports/tiny-fp32"
-    timing = command_in(folder / "report_standard_bs4_seq64.timing.log")
-    assert timing.endswith("--device cuda --warmup 2 --active 4")
+    timing = Task.read(folder / "report_standard_bs4_seq64.timing.task.json").instrument
+    assert (timing.device, timing.steps) == ("cuda", Steps(2, 4))
     profile = pytester.path / "profiles/standard-bs4-seq64-tiny-fp32"
     report = (profile / "report.txt").read_text(encoding="utf-8")
     assert "schedule: skip_first 1, wait 1, warmup 1, active 1, repeat 1" in report

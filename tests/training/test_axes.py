@@ -16,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
 from dpbench.case import Case
+from dpbench.child.build import build, smoke_test
+from dpbench.child.step import run_case
+from dpbench.child.task import Task
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.grid import Grid
 from dpbench.instruments.logical.logical import Logical
-from dpbench.instruments.timing import TimingRecorder
+from dpbench.instruments.timing import Timing, TimingRecorder
 from dpbench.model_size import ModelSize
-from dpbench.process.build import build, smoke_test
-from dpbench.process.command_line import arguments
-from dpbench.process.step import run_case
 from dpbench.registry import resolve
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.refusals import CannotTrain
@@ -222,7 +222,8 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
     assert case.id.endswith("-activation_checkpointing=on")
     assert Case.from_report_path(case.report_path) == case
     assert len(case.report_path.parts) == 2
-    assert {"--optimizer", "adamw", "--micro-batches", "4"} <= set(arguments(case))
+    task = Task(case, Timing(Path())).as_json()
+    assert Task.from_json(json.loads(json.dumps(task))).case == case
     assert {**vars(case.baseline), "trainer": "dpsgd"} == vars(case)
 
 
@@ -296,5 +297,5 @@ def test_ratios_are_to_the_baseline_with_the_same_axes(
 def test_own_optimizer_is_named_by_target() -> None:
     grid = Grid.named("grid1").with_axes(optimizer=["torch.optim:Adagrad", torch.optim.AdamW])
     assert grid.values("optimizer") == ("Adagrad", "adamw")
-    named = [text for text in arguments(grid.cases()[0]) if "Adagrad" in text]
-    assert named == ["Adagrad=torch.optim:Adagrad"]
+    task = Task(grid.cases()[0], Timing(Path())).as_json()
+    assert task["case"]["optimizer"] == "Adagrad=torch.optim:Adagrad"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from dpbench import TRAINERS, Workload
 from dpbench.case import Case
+from dpbench.child.build import smoke_test
 from dpbench.cli import main
 from dpbench.errors import DpbenchError
 from dpbench.instruments.logical.logical import Logical
-from dpbench.process.build import smoke_test
 from dpbench.registry import resolve
 from dpbench.training.base import Batch
 

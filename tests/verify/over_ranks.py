@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpbench
 from dpbench import Batch, Workload
 from dpbench.case import Case
+from dpbench.child.build import build, pick_device
+from dpbench.child.messages import RECORDS, read_records, result_of
+from dpbench.child.task import Task
 from dpbench.errors import ConfigurationError
-from dpbench.instruments.interface import Instrument, Running
-from dpbench.process.build import build, pick_device
-from dpbench.process.command_line import arguments
-from dpbench.process.forked import COMMAND, environment_of_cases, fork
-from dpbench.process.messages import MARK, last_record
+from dpbench.instruments.interface import Instrument
+from dpbench.launch.forked import COMMAND, environment_of_cases, fork
+from dpbench.launch.pending import PendingMeasurement
 from dpbench.registry import resolve
 from dpbench.verify.checks import verify_here
 from dpbench.verify.reference import distances
@@ -31,7 +32,6 @@ from dpbench.verify.subject import Subject
 from dpbench.verify.verification import STEPS
 
 CPU = pick_device("cpu")
-MARKED = "0123456789abcdef "
 REPOSITORY = Path(__file__).parents[2]
 
 ROWS, WIDTH, LENGTH = 12, 64, 4
@@ -78,7 +78,7 @@ class Verified(Instrument):
     def measures(cls, subject: str) -> bool:
         return True
 
-    def start(self, case: Case) -> Running:
+    def start(self, case: Case) -> PendingMeasurement:
         raise NotImplementedError
 
     def observe(self, case: Case) -> dict[str, Any]:
@@ -139,7 +139,8 @@ def unclipped(case: Case) -> Wrong:
 def small(trainer: str, ranks: int) -> list[str]:
     """The arguments of a case of `Small` under DDP."""
     workload = f"{__name__}:{Small.__name__}"
-    return arguments(Case(trainer, 4 * ranks, workload=workload, parallel="ddp", gpus=ranks))
+    words = ["--trainer", trainer, "--batch-size", f"{4 * ranks}", "--workload", workload]
+    return [*words, "--parallel", "ddp", "--gpus", f"{ranks}"]
 
 
 def run(words: list[str], folder: Path) -> tuple[int, str]:
@@ -148,7 +149,7 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
     It is a fork of a server: forks of a test's own process have the threads of what it has run.
     """
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    said = {MARK: MARKED, "PYTHONPATH": os.pathsep.join(paths)}
+    said = {RECORDS: str(folder / "records"), "PYTHONPATH": os.pathsep.join(paths)}
     log, command = folder / "log.txt", [*COMMAND, *words, "--device", "cpu"]
     with log.open("w") as output:
         kept: dict[str, Any] = {"stdout": output, "env": environment_of_cases() | said}
@@ -159,9 +160,9 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
 
 def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     """What is ``wrong`` with trainers, written ``TRAINER@PARALLEL``, and the ``counts`` of some."""
-    words = ["step", *small("standard", ranks), "--micro-batches", "2"]
-    words += ["--instrument", f"{__name__}:{Verified.__name__}"]
-    words += ["--pairs", " ".join(pairs), "--counted", " ".join(counted)]
-    code, text = run(words, folder)
+    workload, gpus = f"{__name__}:{Small.__name__}", {"parallel": "ddp", "gpus": ranks}
+    case = Case("standard", 4 * ranks, workload=workload, micro_batches=2, **gpus)  # type: ignore[arg-type]
+    Task(case, Verified(" ".join(pairs), " ".join(counted))).write(folder / "task.json")
+    code, text = run(["step", "--task", str(folder / "task.json")], folder)
     assert code == 0, text
-    return last_record(text.splitlines(), MARKED)
+    return result_of(read_records(folder / "records"))

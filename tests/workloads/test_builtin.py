@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from dpbench import TRAINERS, Batch, Workload
 from dpbench.case import Case
+from dpbench.child.build import workload_of
 from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical.logical import Logical
-from dpbench.process.build import workload_of
 from dpbench.registry import WORKLOADS, resolve
 from dpbench.verify.reference import Examples
 from dpbench.workloads.axes import checkpoint_blocks

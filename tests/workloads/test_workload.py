@@ -14,14 +14,15 @@ from torch._subclasses import fake_tensor
 
 from dpbench import TRAINERS, WORKLOADS
 from dpbench.case import Case
+from dpbench.child.build import build, smoke_test
+from dpbench.child.failures import CaseRefused
+from dpbench.child.task import Task
 from dpbench.cli import main
 from dpbench.errors import ConfigurationError
 from dpbench.fit import needed
 from dpbench.grid import Grid
-from dpbench.instruments.interface import CaseRefused
 from dpbench.instruments.logical.logical import Logical
-from dpbench.process.build import build, smoke_test
-from dpbench.process.command_line import arguments
+from dpbench.instruments.timing import Timing
 from dpbench.registry import resolve
 from tests.workloads import digits
 
@@ -103,7 +104,7 @@ def test_an_object_is_named_by_itself_and_has_its_parameters() -> None:
     case = case_of(digits.small, digits.OwnTrainer)
     assert (case.workload, case.trainer) == ("small", "OwnTrainer")
     assert build(case, CPU, 1)[0].model[1].in_features == 49
-    assert f"small={HERE}:small" in arguments(case)
+    assert Task(case, Timing(Path())).as_json()["case"]["workload"] == f"small={HERE}:small"
     assert "which has its parameters" in refusal(lambda: case_of(digits.small, set="hidden=2"))
 
 

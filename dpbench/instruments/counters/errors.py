@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpbench.instruments.interface import InstrumentError
+from dpbench.child.failures import InstrumentError
 
 
 class CountersForbidden(InstrumentError):

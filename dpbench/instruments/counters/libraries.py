@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dpbench.child.failures import InstrumentError
 from dpbench.instruments.counters.errors import ProfilerNotLoaded
-from dpbench.instruments.interface import InstrumentError
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
 """Libraries that libcupti opens by name. They must be loaded from its own folder before, because

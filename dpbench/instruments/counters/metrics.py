@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from dpbench.child.messages import Steps
 from dpbench.errors import ConfigurationError, unknown
 from dpbench.metrics import METRICS, Counters, Metric
 from dpbench.options import listed, option
-from dpbench.process.messages import Steps
 
 ALWAYS = ("dram_read_bytes", "dram_write_bytes")
 """Metrics that are counted whatever is asked for, if the chip has them."""

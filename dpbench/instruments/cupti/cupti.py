@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.case_process import Child
 from dpbench.instruments.counters.metrics import CounterOptions
 from dpbench.instruments.cupti import NAME
-from dpbench.instruments.recorded import Recorded
+from dpbench.instruments.in_process import InProcessInstrument
+from dpbench.launch.case_process import CaseProcess
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
 
@@ -19,19 +19,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cupti(Recorded):
+class Cupti(InProcessInstrument):
     """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
 
     name: ClassVar[str] = NAME
     needs_gpu: ClassVar[bool] = True
     options: ClassVar[type | None] = CounterOptions
-    step_option = (
-        "--cupti",
-        "read hardware counters in this process, after the timed steps: of these metrics or "
-        "counters, separated by commas, or of everything",
-    )
-    step_value: ClassVar[Mapping[str, Any]] = {"nargs": "?", "const": "", "metavar": "NAMES"}
-
     names: tuple[str, ...] = ()  # metrics beside DRAM bytes, time and busy shares; () for all
 
     @classmethod
@@ -39,13 +32,6 @@ class Cupti(Recorded):
         """The instrument that ``--ncu-metrics``, ``--warmup``, ``--active`` and others ask for."""
         names = settings.of(CounterOptions).names or ()
         return super().from_settings(settings, **{"names": names} | chosen)
-
-    @classmethod
-    def in_step(cls, settings: Settings, value: str) -> Self:
-        return cls.from_settings(settings, names=tuple(filter(None, value.split(","))))
-
-    def step_arguments(self, case: Case) -> list[str]:
-        return ["=".join(filter(None, ("--cupti", ",".join(self.names))))]
 
     def recorder(self, case: Case, steps: int | None = None) -> CuptiRecorder:
         from dpbench.instruments.cupti.recorder import CuptiRecorder  # takes long to import
@@ -57,7 +43,7 @@ class Cupti(Recorded):
 
         return CuptiRecorder(self.steps.active, self.names or None, alike=True)
 
-    def rows_of(self, process: Child, record: dict[str, Any]) -> Iterable[Measurement]:
+    def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> Iterable[Measurement]:
         """The rows of timing, and each metric by phase and step."""
         from dpbench.instruments.cupti.recorder import cupti_rows
 

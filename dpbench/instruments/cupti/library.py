@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dpbench.child.failures import InstrumentError
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
@@ -15,7 +16,6 @@ from dpbench.instruments.counters.errors import (
 )
 from dpbench.instruments.counters.libraries import Driver, cupti_folders, load_helpers
 from dpbench.instruments.cupti.structures import c_function, struct_size, structure
-from dpbench.instruments.interface import InstrumentError
 
 
 class CountersUnsupported(InstrumentError):

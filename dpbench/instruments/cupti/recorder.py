@@ -9,11 +9,11 @@ from itertools import count
 from typing import Any
 
 from dpbench.case import Case
+from dpbench.child.failures import InstrumentError
+from dpbench.child.recorder import Recorder, whole_steps
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
 from dpbench.instruments.cupti.ranges import StepCounter, Target, enough_ranges
-from dpbench.instruments.interface import InstrumentError
-from dpbench.instruments.recorder import Recorder, whole_steps
 from dpbench.instruments.timing import TimingRecorder, timing_rows
 from dpbench.metrics import unit
 from dpbench.results.rows import STEP, Measurement

@@ -23,11 +23,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
 from dpbench.case import Case
+from dpbench.child.failures import CaseFailed
+from dpbench.child.recorder import Recorder
+from dpbench.child.task import Task
 from dpbench.errors import DpbenchError, own_line
-from dpbench.instruments.case_process import Child, step_command
-from dpbench.instruments.interface import CaseFailed, Instrument, Running
-from dpbench.instruments.recorder import Recorder
-from dpbench.process.forked import fork_server
+from dpbench.instruments.interface import Instrument
+from dpbench.launch.case_process import CaseProcess
+from dpbench.launch.forked import fork_server
+from dpbench.launch.pending import PendingMeasurement
 from dpbench.registry import is_builtin
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome
@@ -65,7 +68,6 @@ class Logical(Instrument):
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
     by_rank: ClassVar[bool] = True
-    step_option = "--logical", "count a step on tensors without data instead"
 
     timeout: float = 600.0  # seconds that such a process may take
     directory: Path | None = None  # where its log goes, if it is kept
@@ -74,14 +76,13 @@ class Logical(Instrument):
     def from_settings(cls, settings: Settings) -> Logical:
         return cls(timeout=settings.timeout, directory=settings.ncu_dir)
 
-    def start(self, case: Case) -> Running:
+    def start(self, case: Case) -> PendingMeasurement:
         """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
         if is_builtin(case) and not _grouped() and ("torch" in sys.modules or not fork_server()):
             return Counting(self, case)
         kept = None if is_builtin(case) else self.directory  # as there is none of one counted here
         log = kept and (kept / case.report_path).with_suffix(".logical.log")
-        command = [*step_command(case, device="cpu"), "--logical"]
-        return Child(command, case=case, log=log, timeout=self.timeout, read=_counted_apart)
+        return CaseProcess(Task(case, self), log=log, timeout=self.timeout, read=_counted_apart)
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         from dpbench.instruments.logical.recorder import LogicalRecorder
@@ -133,8 +134,8 @@ class Logical(Instrument):
         """Train until a step is like the one before; returns the trainer's labels."""
         import torch
 
+        from dpbench.child.build import build, labels_of
         from dpbench.instruments.logical.as_on_cuda import untraced
-        from dpbench.process.build import build, labels_of
 
         trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
         after = alive(counter)
@@ -152,7 +153,7 @@ class Logical(Instrument):
 
 
 @dataclass(eq=False)
-class Counting(Running):
+class Counting(PendingMeasurement):
     """A case that is counted in this process once its rows are asked for."""
 
     instrument: Logical
@@ -172,7 +173,7 @@ def _grouped() -> bool:
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
-def _counted_apart(child: Child) -> list[Measurement]:
+def _counted_apart(child: CaseProcess) -> list[Measurement]:
     counted = Outcome.from_json(child.record())
     child.operators, child.notes = counted.operators, counted.notes
     return list(counted.rows)

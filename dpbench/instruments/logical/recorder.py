@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dpbench.case import Case
-from dpbench.instruments.interface import InstrumentError
-from dpbench.instruments.recorder import Recorder, on_cuda
+from dpbench.child.failures import InstrumentError
+from dpbench.child.recorder import Recorder, on_cuda
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 

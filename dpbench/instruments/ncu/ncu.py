@@ -18,7 +18,10 @@ from typing import Any, ClassVar, Self
 
 from dpbench import gpu
 from dpbench.case import Case
-from dpbench.instruments.case_process import Child, log_lines
+from dpbench.child.failures import CaseFailed, InstrumentError
+from dpbench.child.messages import NVTX_DOMAIN, Steps
+from dpbench.child.recorder import Recorder
+from dpbench.child.task import OF_PARENT
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
@@ -26,7 +29,7 @@ from dpbench.instruments.counters.errors import (
     ProfilerNotLoaded,
 )
 from dpbench.instruments.counters.metrics import CounterOptions, counters, resolve
-from dpbench.instruments.interface import CaseFailed, InstrumentError
+from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.ncu.report import (
     KERNELS,
     NothingProfiled,
@@ -37,11 +40,9 @@ from dpbench.instruments.ncu.report import (
     read_kernels,
     write_description,
 )
-from dpbench.instruments.processes import version_of
-from dpbench.instruments.recorded import Recorded
-from dpbench.instruments.recorder import Recorder
+from dpbench.launch.case_process import CaseProcess, log_lines
+from dpbench.launch.processes import version_of
 from dpbench.metrics import Metric
-from dpbench.process.messages import NVTX_DOMAIN, Steps
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 from dpbench.settings import Settings
@@ -65,7 +66,7 @@ were profiled" comes last, because ncu prints it after any other failure as well
 
 
 @dataclass(frozen=True)
-class Ncu(Recorded):
+class Ncu(InProcessInstrument):
     """Runs a case under Nsight Compute and reads the report: each metric by phase and step.
 
     One active step is enough: DRAM bytes differ by less than 0.2 % between steps. Each further
@@ -78,14 +79,15 @@ class Ncu(Recorded):
     by_rank: ClassVar[bool] = False
     leaves_files: ClassVar[bool] = True
     options: ClassVar[type | None] = CounterOptions
-    step_option = "--nvtx", "mark phases as NVTX ranges for a profiler, and take no times"
     replay: ClassVar[str] = "app-range"  # ncu's mode
     folder: ClassVar[str] = ""  # of its reports, in a configuration's folder
 
     steps: Steps = Steps(warmup=1, active=1)
     path: str = "ncu"  # the program
     phases: tuple[str, ...] = ()  # the only ones to profile; () for all
-    metrics: tuple[Metric, ...] = field(default_factory=lambda: tuple(resolve()))
+    metrics: tuple[Metric, ...] = field(
+        default_factory=lambda: tuple(resolve()), metadata=OF_PARENT
+    )
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -96,10 +98,6 @@ class Ncu(Recorded):
             "metrics": tuple(resolve(asked.names, gpu.chip_here())),
         }
         return super().from_settings(settings, **own | chosen)
-
-    @classmethod
-    def in_step(cls, settings: Settings, value: Any) -> Self:
-        return super().from_settings(settings)  # which ncu has started
 
     def check_script(self) -> None:
         self.check()
@@ -115,11 +113,7 @@ class Ncu(Recorded):
     def log(self, case: Case) -> Path:
         return self.report(case).with_suffix(".log")
 
-    def command(self, case: Case) -> list[str]:
-        """The whole argument list for one case."""
-        return [*self.before_program(case), *super().command(case)]
-
-    def before_program(self, case: Case, *more: str) -> list[str]:
+    def before_case(self, case: Case, *more: str) -> list[str]:
         """The arguments before those of the profiled program.
 
         ncu profiles a range or kernel if one of the NVTX filters fits.
@@ -145,15 +139,15 @@ class Ncu(Recorded):
             *("--export", str(self.report(case))),
         ]
 
-    def start(self, case: Case) -> Child:
+    def start(self, case: Case) -> CaseProcess:
         self.report(case).unlink(missing_ok=True)  # a failed run would leave an older one
         return super().start(case)
 
-    def read(self, process: Child) -> list[Measurement]:
+    def read(self, process: CaseProcess) -> list[Measurement]:
         """Wait for a process; returns the rows of its report."""
         return self.rows(process.case, self.record_of(process), process.log)
 
-    def record_of(self, process: Child) -> dict[str, Any]:
+    def record_of(self, process: CaseProcess) -> dict[str, Any]:
         """Wait for a process; returns the record that it printed."""
         try:
             return process.record()
@@ -169,7 +163,7 @@ class Ncu(Recorded):
         report = self.report(case)
         report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)
-        return self.before_program(case, "--log-file", str(self.log(case)))
+        return self.before_case(case, "--log-file", str(self.log(case)))
 
     def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
         rows = self.rows(case, record, self.log(case))
@@ -218,7 +212,7 @@ class NcuKernels(Ncu):
     replay: ClassVar[str] = "kernel"  # takes tens of ms a kernel
     folder: ClassVar[str] = KERNELS
 
-    metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics)
+    metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics, metadata=OF_PARENT)
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -229,7 +223,7 @@ class NcuKernels(Ncu):
         }
         return super().from_settings(settings, **own | chosen)
 
-    def read(self, process: Child) -> list[Measurement]:
+    def read(self, process: CaseProcess) -> list[Measurement]:
         case = process.case
         try:
             record = self.record_of(process)

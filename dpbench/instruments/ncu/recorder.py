@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.instruments.recorder import Recorder
-from dpbench.process.messages import NVTX_DOMAIN, NVTX_END
+from dpbench.child.messages import NVTX_DOMAIN, NVTX_END
+from dpbench.child.recorder import Recorder
 from dpbench.results.rows import Measurement
 
 

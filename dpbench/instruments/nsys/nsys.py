@@ -15,11 +15,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.case import Case
-from dpbench.instruments.case_process import Child
-from dpbench.instruments.interface import InstrumentError
-from dpbench.instruments.processes import run, version_of
-from dpbench.instruments.recorded import Recorded
-from dpbench.instruments.recorder import Recorder
+from dpbench.child.failures import InstrumentError
+from dpbench.child.recorder import Recorder
+from dpbench.instruments.in_process import InProcessInstrument
+from dpbench.launch.case_process import CaseProcess
+from dpbench.launch.processes import run, version_of
 from dpbench.metrics import unit
 from dpbench.results.rows import STEP, Measurement
 from dpbench.settings import Settings
@@ -59,7 +59,7 @@ class ExportFailed(InstrumentError):
 
 
 @dataclass(frozen=True)
-class Nsys(Recorded):
+class Nsys(InProcessInstrument):
     """Times some steps of a case under ``nsys profile``, and has further ones recorded.
 
     Reports and exported files lie beside the log.
@@ -70,17 +70,11 @@ class Nsys(Recorded):
     needs_gpu: ClassVar[bool] = True
     by_rank: ClassVar[bool] = False
     leaves_files: ClassVar[bool] = True
-    step_option = "--nsys", "under nsys profile: have some steps recorded after the timed ones"
-
     path: str = "nsys"  # the program
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
         return super().from_settings(settings, **{"path": find_nsys()} | chosen)
-
-    @classmethod
-    def in_step(cls, settings: Settings, value: Any) -> Self:
-        return super().from_settings(settings)  # which nsys has started
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         from dpbench.instruments.nsys.recorder import NsysRecorder
@@ -94,8 +88,8 @@ class Nsys(Recorded):
     def report(self, case: Case) -> Path:
         return (self.directory / case.report_path).with_suffix(REPORT)
 
-    def command(self, case: Case) -> list[str]:
-        """The whole argument list; only what the case puts between start and stop is recorded."""
+    def before_case(self, case: Case) -> list[str]:
+        """``nsys profile``; only what the case puts between start and stop is recorded."""
         return [
             *(self.path, "profile"),
             "--trace=cuda,nvtx",  # with osrt, a tiny case left 2.2 GB
@@ -104,15 +98,14 @@ class Nsys(Recorded):
             *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
             "--force-overwrite=true",
             f"--output={str(self.report(case)).replace('%', '%%')}",
-            *super().command(case),
         ]
 
-    def start(self, case: Case) -> Child:
+    def start(self, case: Case) -> CaseProcess:
         for suffix in (REPORT, EXPORTED):
             self.report(case).with_suffix(suffix).unlink(missing_ok=True)
         return super().start(case)
 
-    def read(self, process: Child) -> list[Measurement]:
+    def read(self, process: CaseProcess) -> list[Measurement]:
         """Wait for a process; its rows are time, busy time and launches, by phase and step."""
         from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # loads numpy
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.instruments.recorder import Recorder, Silent, whole_steps
+from dpbench.child.messages import NVTX_DOMAIN
+from dpbench.child.recorder import NullListener, Recorder, whole_steps
 from dpbench.instruments.timing import TimingRecorder
-from dpbench.process.messages import NVTX_DOMAIN
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.phases import PhaseListener
 
@@ -86,7 +86,7 @@ class NsysRecorder(Recorder):
         self.held.callback(self.cuda.profiler.stop)
         self.held.callback(self.cuda.synchronize)  # before the stop
         ranges = [PhaseRanges(step, whole=each, cuda=self.cuda) for step, each in enumerate(whole)]
-        return iter([Silent(), *ranges])
+        return iter([NullListener(), *ranges])
 
     def record(self, case: Case) -> dict[str, Any]:
         return self.timing.record(case) | {"untraced_seconds": self.timing.median_seconds}

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpbench.instruments.interface import InstrumentError
-from dpbench.process.messages import NVTX_DOMAIN
+from dpbench.child.failures import InstrumentError
+from dpbench.child.messages import NVTX_DOMAIN
 from dpbench.results.rows import STEP
 
 START_END_RANGE = 60

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from dpbench.case import Case
+from dpbench.child.failures import InstrumentError
 from dpbench.files import check_writable
-from dpbench.instruments.interface import InstrumentError
 from dpbench.instruments.torch_profiler import trace
 from dpbench.metrics import METRICS, OTHER_COPIES, unit
 from dpbench.results.kernels import KernelCount

@@ -8,21 +8,19 @@ kernel does not see.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from dpbench.case import Case
+from dpbench.child.messages import Schedule, Steps
 from dpbench.errors import ConfigurationError
 from dpbench.files import check_writable
-from dpbench.instruments.case_process import step_command
-from dpbench.instruments.recorded import Recorded
+from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.torch_profiler.profile_folder import INSTRUMENT, own_folder
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, ScheduledRecorder
 from dpbench.options import option
-from dpbench.process.messages import Schedule, Steps
 from dpbench.settings import Settings
 
 
@@ -49,16 +47,13 @@ class ProfilerOptions:
 
 
 @dataclass(frozen=True)
-class TorchProfiler(Recorded):
+class TorchProfiler(InProcessInstrument):
     """Runs ``dpbench step --profile``."""
 
     name: ClassVar[str] = INSTRUMENT
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     leaves_files: ClassVar[bool] = True
     options: ClassVar[type | None] = ProfilerOptions
-    step_option = "--profile", "run under the PyTorch profiler, output here"
-    step_value: ClassVar[Mapping[str, Any]] = {"type": Path, "metavar": "DIR"}
-
     directory: Path = ProfilerOptions.profile_dir  # where each case has a folder
     schedule: Schedule = Schedule()
     threshold: float = (
@@ -77,10 +72,6 @@ class TorchProfiler(Recorded):
         }
         return super().from_settings(settings, **own | chosen)
 
-    @classmethod
-    def in_step(cls, settings: Settings, value: Path) -> Self:
-        return cls.from_settings(settings, directory=value)
-
     def check(self) -> None:
         super().check()
         if find_spec("tensorboard") is None:
@@ -94,24 +85,14 @@ class TorchProfiler(Recorded):
     def log(self, case: Case) -> Path:
         return self.directory / case.file_name / "step.log"
 
-    def command(self, case: Case) -> list[str]:
-        return [*step_command(case, device=self.device), *self.step_arguments(case)]
-
-    def step_arguments(self, case: Case) -> list[str]:
-        return [
-            *("--profile", str(self.directory / case.file_name)),
-            *("--profile-schedule", str(self.schedule)),
-            *("--profile-threshold", f"{self.threshold:g}"),
-        ]
-
     def recorder(self, case: Case, steps: int | None = None) -> ProfileRecorder:
         folder = own_folder(self.directory / case.file_name)
         return ProfileRecorder(folder, steps, threshold=self.threshold)
 
     def observe(self, case: Case) -> dict[str, Any]:
-        from dpbench.process.step import run_case
+        from dpbench.child.step import run_case
 
-        folder = own_folder(self.directory)  # the case's folder, see `step_arguments`
+        folder = own_folder(self.directory / case.file_name)
         recorder = ScheduledRecorder(folder, self.schedule, threshold=self.threshold)
         record = run_case(case, recorder, device=self.device, **asdict(self.steps))
         return record | {"outcome": recorder.outcome(case).as_json()}  # once the GPU is free

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import OUTSIDE, Case
-from dpbench.instruments.interface import InstrumentError
-from dpbench.instruments.recorder import Recorder, Silent, device_and_torch, on_cuda
+from dpbench.child.failures import InstrumentError
+from dpbench.child.messages import Schedule
+from dpbench.child.recorder import NullListener, Recorder, device_and_torch, on_cuda
 from dpbench.instruments.torch_profiler import profile_folder, trace
 from dpbench.instruments.torch_profiler.operators import operator_tables
-from dpbench.process.messages import Schedule
 from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
 
@@ -153,7 +153,7 @@ class ScheduledRecorder(ProfileRecorder):
             torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
             self.held.callback(torch.cuda.memory._record_memory_history, enabled=None)
         recorded = self._planned(self.heard).name.startswith("RECORD")  # or RECORD_AND_SAVE
-        self.listener = PhaseAnnotations() if recorded else Silent()
+        self.listener = PhaseAnnotations() if recorded else NullListener()
         Recorder.start_step(self)
 
     def end_step(self) -> None:

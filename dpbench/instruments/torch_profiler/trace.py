@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.case import OUTSIDE
-from dpbench.instruments.interface import InstrumentError
+from dpbench.child.failures import InstrumentError
 
 ANNOTATION = "dpbench."  # begins the name of a phase's annotation
 STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 
 from dpbench import Case, CaseReport, ConfigurationError, gpu
+from dpbench.child import recorder as recorders
+from dpbench.child.failures import CaseFailed, CaseOutOfMemory, InstrumentError
+from dpbench.child.messages import Steps
+from dpbench.child.step import run_case
+from dpbench.child.task import Task
 from dpbench.cli import main
 from dpbench.instruments import choose
-from dpbench.instruments import recorder as recorders
-from dpbench.instruments.case_process import name_of
 from dpbench.instruments.counters.errors import CountersForbidden
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.cupti.library import CuptiUnusable
 from dpbench.instruments.cupti.ranges import MAX_RANGES
 from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
-from dpbench.instruments.interface import CaseFailed, CaseOutOfMemory, InstrumentError
-from dpbench.process.step import run_case
+from dpbench.launch.case_process import name_of
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP
 from dpbench.settings import Settings
@@ -70,7 +72,7 @@ def record() -> dict[str, Any]:
 
 def said(record: dict[str, Any]) -> str:
     """The text of a program that prints a record."""
-    return f"from dpbench.process.messages import print_record; print_record(**{record!r})"
+    return f"from dpbench.child.messages import hand_over; hand_over(**{record!r})"
 
 
 def test_steps_are_timed_and_then_counted_in_one_process(record: dict[str, Any]) -> None:
@@ -166,10 +168,12 @@ def test_options_reach_the_child(tmp_path: Path) -> None:
     [usual] = choose(["cupti"], settings)
     assert isinstance(usual, Cupti)
     assert usual.timeout == 60.0
-    command = usual.command(CASE)
-    assert command[-7:] == ["--device", "cuda", "--warmup", "1", "--active", "2", "--cupti"]
+    assert (usual.device, usual.steps, usual.names) == ("cuda", Steps(1, 2), ())
     asked = Settings(ncu_dir=tmp_path, own={"ncu_metrics": ["l2_read_bytes,dram_bytes__x.sum"]})
-    assert Cupti.from_settings(asked).command(CASE)[-1] == "--cupti=l2_read_bytes,dram_bytes__x.sum"
+    chosen = Cupti.from_settings(asked)
+    assert chosen.names == ("l2_read_bytes", "dram_bytes__x.sum")
+    Task(CASE, chosen).write(tmp_path / "task.json")
+    assert Task.read(tmp_path / "task.json").instrument == chosen
 
 
 def measure(says: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> CaseReport:
@@ -213,18 +217,10 @@ def test_too_little_memory_is_told_as_by_every_instrument(
         measure(said({"error": error}), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--device=cpu"], "--cupti needs a GPU, and there is none: drop it"),
-        (["--nvtx"], "--nvtx excludes --cupti: choose one"),
-    ],
-)
-def test_what_cannot_be_counted_is_refused(
-    more: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["step", "--trainer=dpsgd", "--model-size=tiny", "--cupti", *more]) == 2
-    assert message in capsys.readouterr().err
+def test_without_a_gpu_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["step", "--trainer=dpsgd", "--model-size=tiny", "--device=cpu"]
+    assert main([*command, "--instrument=cupti"]) == 2
+    assert "cupti needs a GPU, and there is none" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

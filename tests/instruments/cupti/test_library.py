@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dpbench.child.failures import InstrumentError
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
@@ -23,7 +24,6 @@ from dpbench.instruments.cupti.library import (
     call_error,
     open_in,
 )
-from dpbench.instruments.interface import InstrumentError
 from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
 from tests.recorded import unpacked
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dpbench.case import Script
+from dpbench.child.failures import InstrumentError
 from dpbench.instruments.cupti import ranges
 from dpbench.instruments.cupti.recorder import CuptiRecorder
-from dpbench.instruments.interface import InstrumentError
 from dpbench.training.phases import observed_step, phase
 from tests.instruments.cupti.fake import FakeCupti, target
 

@@ -6,9 +6,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from dpbench.child.failures import InstrumentError
 from dpbench.instruments.counters.libraries import Driver, candidate_folders
 from dpbench.instruments.cupti.library import Library, open_in
-from dpbench.instruments.interface import InstrumentError
 
 HEADERS = [
     folder

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from dpbench.child.messages import Steps
 from dpbench.files import locked
-from dpbench.process.messages import Steps
 from dpbench.results.outcome import Outcome
 from tests.instruments.logical.ranks import Heard, Heards, case_of
 

@@ -10,12 +10,12 @@ from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench.case import Case
+from dpbench.child.recorder import Recorder
+from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.logical.counter import is_distributed
 from dpbench.instruments.logical.memory import LiveMemory, resizing_seen
 from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.instruments.logical.regions import tensors
-from dpbench.instruments.recorded import Recorded
-from dpbench.instruments.recorder import Recorder
 from dpbench.results.outcome import Outcome
 from dpbench.training.base import Batch
 from dpbench.training.phases import phase
@@ -76,7 +76,7 @@ class PeakRecorder(LogicalRecorder):
 
 
 @dataclass(frozen=True)
-class Heard(Recorded):
+class Heard(InProcessInstrument):
     """Counts the operators of all `PAIRS` as they run, in one process group after another."""
 
     name: ClassVar[str] = "heard"
@@ -85,7 +85,7 @@ class Heard(Recorded):
         return LogicalRecorder(steps)
 
     def observe(self, case: Case) -> dict[str, Any]:
-        from dpbench.process.step import run_case
+        from dpbench.child.step import run_case
 
         heard = []
         for trainer, parallel in PAIRS:

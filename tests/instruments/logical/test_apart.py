@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpbench.instruments.interface import CaseFailed
+from dpbench.child.failures import CaseFailed
 from dpbench.instruments.logical.logical import Counting, Logical
 from dpbench.runner import measure
 from tests.instruments.logical.cases import count, tiny

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpbench import phase
 from dpbench.case import PHASES
+from dpbench.child.build import build
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import (
     Logical,
@@ -20,7 +21,6 @@ from dpbench.instruments.logical.logical import (
     new_objects_collected,
 )
 from dpbench.instruments.logical.memory import ALLOCATION_BYTES
-from dpbench.process.build import build
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.training.base import Batch, mean_cross_entropy

@@ -12,12 +12,12 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
 from dpbench.case import Script
+from dpbench.child.patches import watch
+from dpbench.child.step_finder import StepFinder, Stop
 from dpbench.instruments.logical.recorder import LogicalRecorder
-from dpbench.process.step_finder import StepFinder, Stop
-from dpbench.process.watched import watch
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP
-from tests.process.loops import several_in_a_row
+from tests.child.loops import several_in_a_row
 
 B, IN, HIDDEN, CLASSES = 32, 64, 128, 4
 FORWARD = 2 * B * (IN * HIDDEN + HIDDEN * CLASSES)

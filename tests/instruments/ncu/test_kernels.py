@@ -10,31 +10,19 @@ from typing import Any
 import pytest
 
 from dpbench import Case, ConfigurationError
+from dpbench.child.messages import Steps
 from dpbench.gpu import Gpu
 from dpbench.instruments import choose
 from dpbench.instruments.ncu.ncu import NcuKernels
-from dpbench.process.messages import Steps
 from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
 
 CASE = Case("dpsgd", 8, 256)
 TINY = Case("dpsgd", 4, 64, "tiny")
-CHILD = [
-    sys.executable,
-    *("-P", "-m", "dpbench", "step"),
-    *("--trainer", "dpsgd"),
-    *("--batch-size", "8"),
-    *("--seq-len", "256"),
-    *("--model-size", "1b"),
-    *("--device", "cuda"),
-    *("--warmup", "1"),
-    *("--active", "1"),
-    "--nvtx",
-]
 
 
 def test_the_whole_argument_list_for_every_phase() -> None:
-    assert NcuKernels(Path("reports"), path="/opt/ncu").command(CASE) == [
+    assert NcuKernels(Path("reports"), path="/opt/ncu").before_case(CASE) == [
         "/opt/ncu",
         *("--config-file", "off"),
         *("--replay-mode", "kernel"),
@@ -47,7 +35,6 @@ def test_the_whole_argument_list_for_every_phase() -> None:
         "dram__bytes_read.sum,dram__bytes_write.sum,lts__t_bytes.sum,gpu__time_duration.sum",
         "--force-overwrite",
         *("--export", "reports/1b-fp32/kernels/report_dpsgd_bs8_seq256.ncu-rep"),
-        *CHILD,
     ]
 
 
@@ -57,7 +44,7 @@ def asked_on(chip: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [card])
     [kernels] = choose(["ncu_kernels"], Settings(own={"ncu_path": sys.executable}))
     assert isinstance(kernels, NcuKernels)
-    command = kernels.command(CASE)
+    command = kernels.before_case(CASE)
     return command[command.index("--metrics") + 1]
 
 
@@ -72,7 +59,7 @@ def test_a_chip_is_asked_for_its_own_counters(monkeypatch: pytest.MonkeyPatch) -
 def test_phases_are_chosen_by_the_names_of_their_ranges() -> None:
     """This option, and no other, may be given twice."""
     instrument = NcuKernels(Path("r"), steps=Steps(1, 2), phases=("clip", "noise"))
-    command = instrument.command(CASE)
+    command = instrument.before_case(CASE)
     filters = [command[i + 1] for i, text in enumerate(command) if text == "--nvtx-include"]
     assert filters == [f"dpbench@{step}.{p}" for step in (0, 1) for p in ("clip", "noise")]
 

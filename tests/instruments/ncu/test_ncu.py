@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, ConfigurationError, InstrumentError, gpu
+from dpbench.child.failures import CaseFailed
+from dpbench.child.messages import Steps
 from dpbench.instruments import choose
 from dpbench.instruments.counters import errors
-from dpbench.instruments.interface import CaseFailed
 from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, diagnose, find_ncu
 from dpbench.instruments.ncu.report import NothingProfiled
-from dpbench.instruments.processes import version_of
-from dpbench.process.messages import Steps
+from dpbench.launch.processes import version_of
 from dpbench.runner import measure
 from dpbench.settings import Settings
 from tests.programs import program
 
 OUTPUT = Path(__file__).parents[2] / "data" / "ncu_output"
 CASE = Case("dpsgd", 8, 256)
-RECORD = "from dpbench.process.messages import print_record; "
+RECORD = "from dpbench.child.messages import hand_over; "
 
 
 def test_the_whole_argument_list() -> None:
     instrument = Ncu(Path("reports"), path="/opt/ncu", steps=Steps(warmup=1, active=2))
-    assert instrument.command(CASE) == [
+    assert instrument.before_case(CASE) == [
         "/opt/ncu",
         *("--config-file", "off"),
         *("--replay-mode", "app-range"),
@@ -43,23 +43,13 @@ def test_the_whole_argument_list() -> None:
         "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
         "--force-overwrite",
         *("--export", "reports/1b-fp32/report_dpsgd_bs8_seq256.ncu-rep"),
-        sys.executable,
-        *("-P", "-m", "dpbench", "step"),
-        *("--trainer", "dpsgd"),
-        *("--batch-size", "8"),
-        *("--seq-len", "256"),
-        *("--model-size", "1b"),
-        *("--device", "cuda"),
-        *("--warmup", "1"),
-        *("--active", "2"),
-        "--nvtx",
     ]
 
 
 def test_no_option_is_given_twice() -> None:
     """Nsight Compute refuses to run if one is."""
-    command = Ncu(Path("reports")).command(CASE)
-    options = [text for text in command[: command.index(sys.executable)] if text[:2] == "--"]
+    command = Ncu(Path("reports")).before_case(CASE)
+    options = [text for text in command if text[:2] == "--"]
     assert len(options) == len(set(options))
 
 
@@ -74,7 +64,7 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
         ),
     )
     assert isinstance(chosen[0], Ncu)
-    asked = chosen[0].command(CASE)
+    asked = chosen[0].before_case(CASE)
     assert asked[asked.index("--metrics") + 1].split(",") == [
         "dram__bytes_read.sum",
         "dram__bytes_write.sum",
@@ -92,7 +82,7 @@ def test_names_of_the_l2_reach_ncu_as_the_counters_of_the_chip(
     monkeypatch.setattr(gpu, "chip_here", lambda: "GH100")
     [instrument] = choose(["ncu"], settings)
     assert isinstance(instrument, Ncu)
-    asked = instrument.command(CASE)
+    asked = instrument.before_case(CASE)
     assert asked[asked.index("--metrics") + 1].split(",")[2:] == [
         "lts__t_sectors_srcunit_tex_op_read.sum",
         "lts__t_sectors.sum",
@@ -144,7 +134,7 @@ def stand_in(tmp_path: Path, text: str) -> Ncu:
 
 
 def test_an_exit_code_of_0_without_a_report_is_an_error(tmp_path: Path) -> None:
-    broken = stand_in(tmp_path, RECORD + "print_record(torch='2', device='x')")
+    broken = stand_in(tmp_path, RECORD + "hand_over(torch='2', device='x')")
     with pytest.raises(NothingProfiled, match="left no report"):
         broken.measure(CASE)
 
@@ -160,7 +150,7 @@ def test_a_report_of_an_earlier_run_is_never_read_again(tmp_path: Path) -> None:
 
 def test_a_crash_of_the_case_counts_more_than_that_nothing_was_profiled(tmp_path: Path) -> None:
     text = (
-        RECORD + "print_record(error={'kind': 'E', 'message': 'it fell over'})\n"
+        RECORD + "hand_over(error={'kind': 'E', 'message': 'it fell over'})\n"
         "print('==WARNING== No ranges were profiled.'); exit(1)"
     )
     with pytest.raises(CaseFailed, match="it fell over"):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.instruments import processes
 from dpbench.instruments.nsys import nsys
 from dpbench.instruments.nsys.nsys import STATISTICS, ExportFailed, NsysNotFound
+from dpbench.launch import processes
 from tests.programs import program
 
 WRITES = """

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dpbench import Case
-from dpbench.instruments import recorder as recorders
+from dpbench.child import recorder as recorders
+from dpbench.child.step import run_case
 from dpbench.instruments.nsys.recorder import NsysRecorder, PhaseRanges
-from dpbench.process.step import run_case
 
 CASE = Case("dpsgd", 2, 16, "tiny")
 

@@ -92,7 +92,7 @@ def test_a_rank_that_comes_last_has_waited_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer = "tests.process.failing_ranks:ComesLast"
+    trainer = "tests.launch.failing_ranks:ComesLast"
     assert main([*RUN, f"--trainer={trainer}", "--json=run.json"]) == 0
     waited = {rank: float(ms) for rank, *_, ms in LINE.findall(capsys.readouterr().out)}
     assert waited["0"] > waited["1"]

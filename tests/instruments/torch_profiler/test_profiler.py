@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from dpbench import Case, ConfigurationError
+from dpbench.child.messages import Schedule, Steps
+from dpbench.child.task import Task
 from dpbench.instruments import choose
 from dpbench.instruments.torch_profiler import profiler as torch_profiler
 from dpbench.instruments.torch_profiler.profile_folder import own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.process.messages import Schedule, Steps
 from dpbench.settings import Settings
 
 CASE = Case("dpsgd", 4, 64, "tiny")
 
 
-def test_the_whole_argument_list() -> None:
+def test_its_process_is_told_all_of_it(tmp_path: Path) -> None:
     instrument = TorchProfiler(Path("runs"), schedule=Schedule(active=3), threshold=2.5)
-    assert instrument.command(CASE) == [
-        *(sys.executable, "-P", "-m", "dpbench", "step"),
-        *("--trainer", "dpsgd"),
-        *("--batch-size", "4"),
-        *("--seq-len", "64"),
-        *("--model-size", "tiny"),
-        *("--device", "cuda"),
-        *("--profile", "runs/dpsgd-bs4-seq64-tiny-fp32"),
-        *("--profile-schedule", "skip_first=1,wait=0,warmup=1,active=3,repeat=1"),
-        *("--profile-threshold", "2.5"),
-    ]
+    Task(CASE, instrument).write(tmp_path / "task.json")
+    assert Task.read(tmp_path / "task.json") == Task(CASE, instrument)
 
 
 def test_options_reach_the_instrument() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from contextlib import redirect_stdout
 from io import StringIO
@@ -12,10 +13,10 @@ import pytest
 
 from dpbench import Case
 from dpbench.case import OUTSIDE
+from dpbench.child.messages import Schedule
 from dpbench.cli import main
 from dpbench.instruments.torch_profiler.profile_folder import OPERATORS, REPORT, prepare
 from dpbench.instruments.torch_profiler.trace import read
-from dpbench.process.messages import Schedule, last_record
 
 CASE = Case("dpsgd", 2, 8, "100x16x1x2")
 SCHEDULE = Schedule(skip_first=0, wait=1, warmup=1, active=2, repeat=2)
@@ -32,12 +33,13 @@ class Profiled(NamedTuple):
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     folder = tmp_path_factory.mktemp("runs") / CASE.id
     command = ["step", "--device", "cpu", "--trainer", "dpsgd", "--batch-size", "2"]
-    command += ["--seq-len", "8", "--model-size", CASE.model_size, "--profile", str(folder)]
+    command += ["--seq-len", "8", "--model-size", CASE.model_size]
+    command += ["--instrument", "torch_profiler", "--profile-dir", str(folder.parent)]
     command += ["--profile-schedule", str(SCHEDULE), "--profile-threshold", "0"]
     with redirect_stdout(StringIO()) as printed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's own, of several cycles
         assert main(command) == 0
-    return Profiled(folder, last_record(printed.getvalue().splitlines(), ""))
+    return Profiled(folder, json.loads(printed.getvalue().splitlines()[-1]))
 
 
 @pytest.fixture

@@ -1,0 +1,173 @@
+"""From a case to its device, its trainer and its batches; and whether that trains at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpbench import gpu
+from dpbench.case import MIXED, TRANSFORMER, Case
+from dpbench.child.parts import hold_to_parts
+from dpbench.errors import ConfigurationError
+from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS, called
+from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.parallel import part_of_rank, rank_and_ranks
+from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
+from dpbench.workloads.base import Workload, batches_of
+
+SEED = 0
+"""Every build of a case is the same: a profiler that needs several passes runs it again."""
+
+
+TRAINER = (
+    "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model, batch_size=…, "
+    "**options), with train_step(batch)"
+)
+"""What is said of what is no trainer."""
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto``, ``cpu`` or ``cuda`` as a device."""
+    if name == "auto":
+        name = "cuda" if gpu.visible_gpus() else "cpu"
+    if name == "cuda" and not (torch.backends.cuda.is_built() and gpu.visible_gpus()):
+        raise ConfigurationError(
+            f"no CUDA GPU: torch {torch.__version__}, {len(gpu.visible_gpus())} visible to the "
+            f"driver; install a CUDA build of torch on a machine with one, or use --device cpu"
+        )
+    return torch.device(name)
+
+
+def build(
+    case: Case,
+    device: torch.device,
+    num_batches: int,
+    *,
+    seed: int = SEED,
+    alone: bool = False,
+    **options: Any,
+) -> tuple[TrainerBase, list[Batch]]:
+    """The trainer of a case and its batches, everything on ``device`` and seeded.
+
+    Other options are the trainer's: they are its constructor's arguments, beside those of the case.
+    In one of several ranks each batch is this rank's part. All ranks build the same model, and draw
+    other random numbers from then on. With ``alone`` this process trains whole batches by itself,
+    whatever group it is in.
+
+    Raises:
+        ConfigurationError: the case has another number of ranks than this process group.
+    """
+    rank, ranks = (0, 1) if alone else rank_and_ranks()
+    if ranks != case.gpus:
+        raise ConfigurationError(f"{case.id} has {case.gpus} ranks, and {ranks} train it")
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = case.precision == "tf32"
+    workload = workload_of(case)
+    model = _model_of(case, workload, device)
+    dtype = torch.bfloat16 if case.precision == "bf16" else None
+    named = TRAINERS[case.trainer]
+    if isinstance(named, type) and not hasattr(named, "train_step"):
+        raise ConfigurationError(
+            f"trainer {case.trainer} is the class {named.__qualname__}, "
+            f"without train_step; {TRAINER}"
+        )
+    trainer = called(
+        f"trainer {case.trainer}",
+        named,
+        TRAINER,
+        model.to(dtype),
+        batch_size=case.batch_size // ranks,
+        **_non_default_options(case, workload),
+        **options,
+    )
+    if not (isinstance(trainer, TrainerBase) and hasattr(trainer, "model")):
+        raise ConfigurationError(
+            f"trainer {case.trainer} makes a {type(trainer).__name__}, which is no TrainerBase, or "
+            f"has not called its constructor; {TRAINER}"
+        )
+
+    own = part_of_rank(case.batch_size, rank, ranks)
+
+    def place(tensor: Tensor) -> Tensor:
+        kind = dtype if tensor.is_floating_point() else None
+        return tensor[own].to(device, kind, copy=ranks > 1)  # nothing keeps the others' parts
+
+    labels_of(trainer)  # raises if they are no labels, before it trains
+    batches = [*batches_of(workload, case.batch_size, num_batches, place)]
+    if ranks > 1:
+        torch.manual_seed((seed + 1) * ranks + rank)  # no other rank has it, with any seed
+    if case.micro_batches > 1:
+        hold_to_parts(trainer, batches, case.micro_batches)
+    return trainer, batches
+
+
+def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module:
+    """The workload's model on a device, with what the case says of it."""
+    with device:
+        model = workload.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"{type(workload).__name__}.model must return an nn.Module, not {type(model).__name__}"
+        )
+    with device:
+        choose_trainable(model, case.trainable)
+    if case.activation_checkpointing == "on":
+        checkpoint_blocks(workload, model)
+    return model
+
+
+def labels_of(trainer: TrainerBase) -> dict[str, str]:
+    """A trainer's labels, as text."""
+    labels = trainer.labels
+    if not isinstance(labels, Mapping):
+        raise ConfigurationError(
+            f"{type(trainer).__name__}.labels must be a mapping such as {{'clips': 'flat'}}, not "
+            f"{labels!r}"
+        )
+    return {str(name): " ".join(str(value).split()) for name, value in labels.items()}
+
+
+def workload_of(case: Case) -> Workload:
+    """The workload of a case, with its parameters."""
+    named = WORKLOADS[case.workload]
+    workload = named
+    if isinstance(named, type) and issubclass(named, Workload):
+        workload = called(f"workload {case.workload}", named, "give it by --set", **case.parameters)
+    if not isinstance(workload, Workload):
+        raise ConfigurationError(
+            f"workload {case.workload} must be a subclass of dpbench.Workload, or an object of one"
+        )
+    return workload
+
+
+def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
+    """Only non-default arguments, so older trainers keep working."""
+    options: dict[str, Any] = {}
+    if case.workload != TRANSFORMER:
+        options["workload"] = workload
+    if case.optimizer != "sgd":
+        options["optimizer"] = OPTIMIZERS[case.optimizer]
+    if case.micro_batches != 1:
+        options["micro_batches"] = case.micro_batches
+    if case.parallel != "none":
+        options["parallel"] = case.parallel
+    if case.precision in MIXED:
+        options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16
+    return options
+
+
+def smoke_test(case: Case, *, device: str = "cpu") -> None:
+    """Train two steps of a case; an AssertionError if the loss or the parameters are wrong."""
+    trainer, batches = build(case, pick_device(device), num_batches=2)
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    losses = [float(trainer.train_step(batch)) for batch in batches]
+    if not all(map(math.isfinite, losses)):
+        raise AssertionError(f"the loss is not finite: {losses}")
+    if all(map(torch.equal, before, trainer.model.parameters())):
+        raise AssertionError("no parameter changed in two steps")

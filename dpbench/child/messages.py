@@ -1,0 +1,119 @@
+"""The messages between a measured process and its parent.
+
+The parent says how many steps to take, and which of them the PyTorch profiler records. The process
+appends records, a line of JSON each, to a file that its environment names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dpbench.child.imported import imported_files
+from dpbench.errors import ConfigurationError, unknown
+
+WAITING, MEASURING = "waiting for", "measuring"
+"""The records that a process waits for its GPU, or for another process that holds it; and that it
+has its GPU. All others are results."""
+
+LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
+"""What ranks fail with because another one has ended."""
+
+NVTX_DOMAIN = "dpbench"  # the NVTX domain of the ranges by which a profiler knows a step's phases
+NVTX_END = "end"
+"""The name of the last range of a run. Nsight Compute's reader takes a truncated report for a
+shorter one; a report without this range is incomplete."""
+
+POLL_SECONDS = 0.05
+"""How often a file is looked at that another process writes."""
+
+RECORDS = "DPBENCH_RECORDS"
+"""The environment variable that names the file of records."""
+
+
+def append_record(record: dict[str, Any], path: str | None = None) -> None:
+    """Append a record, plain JSON types, to this file or that of the environment, if any."""
+    if path := path or os.environ.get(RECORDS):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(record)}\n")
+
+
+def hand_over(**record: Any) -> None:
+    """Append this process's result or error; print it if nobody waits for it, as by hand."""
+    if RECORDS in os.environ:
+        append_record(record | {"imported": imported_files()})
+    else:
+        print(json.dumps(record), flush=True)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records in a file, without one that is not written to its end."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def result_of(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last result among records; empty if there is none."""
+    results = [record for record in records if not record.keys() & {WAITING, MEASURING}]
+    return results[-1] if results else {}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps a child runs before it is observed, and how many while it is."""
+
+    warmup: int
+    active: int
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.active < 1:
+            raise ConfigurationError(
+                f"steps: needs warm-up >= 0 and active >= 1, not {self.warmup} and {self.active}"
+            )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The arguments of ``torch.profiler.schedule``, in steps."""
+
+    skip_first: int = 1  # before anything else; the first step initialises libraries
+    wait: int = 0  # of each cycle, those that the profiler sleeps through
+    warmup: int = 1  # those that it traces and throws away
+    active: int = 1  # those that it records
+    repeat: int = 1  # cycles
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 1 if name in ("active", "repeat") else 0
+            if value < least:
+                raise ConfigurationError(
+                    f"profiler schedule: {name} must be >= {least}, not {value}"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """A schedule such as ``wait=1,active=3``; what is left out keeps its default."""
+        known = [field.name for field in fields(cls)]
+        values: dict[str, int] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = part.partition("=")
+            if name not in known:
+                raise unknown("part of a profiler schedule", name, known, "as in wait=1,active=3")
+            if not value.isdecimal():
+                raise ConfigurationError(
+                    f"profiler schedule: {name} must be a whole number, not {value!r}"
+                )
+            values[name] = int(value)
+        return cls(**values)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
+
+    @property
+    def steps(self) -> int:
+        """How many training steps the whole schedule takes."""
+        return self.skip_first + self.repeat * (self.wait + self.warmup + self.active)

@@ -1,0 +1,307 @@
+"""Wraps functions of PyTorch and Opacus that every training loop calls, for a `StepFinder`.
+
+Libraries are wrapped as soon as the script imports them. Nothing else is imported here, so that
+what the script sets before its imports (threads, allocators) has its effect.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from functools import reduce, wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+from dpbench.case import OUTSIDE
+from dpbench.child.step_finder import StepFinder
+
+FUNCTIONS: dict[str, dict[str, str]] = {
+    "torch": {
+        "autograd.backward": "backward",
+        "autograd.grad": "backward",
+        "Tensor.backward": "backward",
+        "utils.data.dataloader._BaseDataLoaderIter.__next__": OUTSIDE,
+        "utils.data.dataloader.DataLoader.__iter__": OUTSIDE,
+        "nn.utils.clip_grad_norm_": "clip",
+        "nn.utils.clip_grad_value_": "clip",
+        "nn.utils.clip_grad.clip_grad_norm_": "clip",
+        "nn.utils.clip_grad.clip_grad_value_": "clip",
+        "amp.GradScaler.unscale_": "optimizer",
+        "amp.GradScaler.update": "optimizer",
+        "optim.Optimizer.zero_grad": "optimizer",
+    },
+    # A loss that runs backward twice, of which autograd hears only the parts.
+    "opacus.utils.fast_gradient_clipping_utils": {
+        "DPTensorFastGradientClipping.backward": "backward",
+    },
+    # Book-keeping clips within backward, and adds noise before the optimizer's own step.
+    "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
+    "fastDP.privacy_engine": {"PrivacyEngine._create_noisy_clipped_gradient": "noise"},
+}
+"""The phases of functions, by the module that has them."""
+
+OPACUS = {
+    "clip_and_accumulate": "clip",
+    "accumulate": "clip",
+    "update_max_grad_norm": "clip",
+    "_ddp_per_layer_hook": "clip",
+    "add_noise": "noise",
+    "scale_grad": "noise",
+    "_add_noise_parameter": "noise",
+    "_scale_grad_parameter": "noise",
+    "reduce_gradients": OUTSIDE,
+    "zero_grad": "optimizer",
+}
+"""The phases of the methods of Opacus's optimizers."""
+
+BEGIN_STEPS = ("backward", OUTSIDE)
+"""A step may begin with a function of these phases: a backward, or a batch."""
+
+DYNAMO = "torch._dynamo.eval_frame"
+"""The module by which Dynamo compiles each Python function that a compiled one calls."""
+
+Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Wraps a function, so that a `StepFinder` knows of its calls."""
+
+
+def watch(finder: StepFinder) -> None:
+    """Wrap functions of PyTorch and Opacus, once they are imported, until the finder is closed."""
+    watching = _Watching(finder)
+    later = set()
+    for name in {*FUNCTIONS, *watching.further}:
+        if name in sys.modules:
+            watching.library(sys.modules[name])
+        else:
+            later.add(name)
+    after_import = _AfterImport(later, watching.library)
+    sys.meta_path.insert(0, after_import)
+    finder.undo.callback(sys.meta_path.remove, after_import)
+    # A data loader's workers are forks of this process and train nothing.
+    forked = weakref.WeakMethod(finder.forget)
+    os.register_at_fork(after_in_child=lambda: (forget := forked()) and forget())
+
+
+class _Watching:
+    """Wraps functions of libraries."""
+
+    def __init__(self, finder: StepFinder) -> None:
+        self.finder = finder
+        self._updates: list[tuple[Any, Any]] = []
+        self._codes: set[CodeType] = set()  # of what stands for others' functions
+        self.further: dict[str, Callable[[Any], None]] = {
+            "torch": self.torch,
+            DYNAMO: self.dynamo,
+            "opacus.optimizers.optimizer": self.opacus,
+            "opacus.grad_sample.grad_sample_module_fast_gradient_clipping": self.norms,
+        }
+
+    def library(self, module: ModuleType) -> None:
+        """Wrap a library's functions; a note says which are missing in another version."""
+        name = module.__name__
+        try:
+            if name in self.further:
+                self.further[name](module)
+            for path, phase in FUNCTIONS.get(name, {}).items():
+                *owner, function = path.split(".")
+                self.replace(reduce(getattr, owner, module), function, self.phase(phase))
+        except (AttributeError, ImportError, KeyError) as error:
+            self.finder.notes.append(f"{name} lacks {error}: not all phases were found")
+
+    def replace(self, owner: Any, name: str, made: Replacement) -> None:
+        """Replace a function of a module or a class."""
+        original = vars(owner)[name]
+        replacement = made(original)
+        self._codes.add(replacement.__code__)
+        if dynamo := sys.modules.get(DYNAMO):
+            self.dynamo(dynamo)
+        setattr(owner, name, wraps(original)(replacement))
+        self.finder.undo.callback(setattr, owner, name, original)
+
+    # --- functions ---------------------------------------------------------------------------
+
+    def phase(self, phase: str) -> Replacement:
+        """Wrap a function whose calls are in one phase; see `StepFinder.within`."""
+        finder, is_backward, begins = self.finder, phase == "backward", phase in BEGIN_STEPS
+        compiles = is_compiling()
+
+        def made(function: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **options: Any) -> Any:
+                if compiles():
+                    return function(*args, **options)
+                if (finder.quiet and not is_backward) or (finder.idle and not begins):
+                    return function(*args, **options)
+                if finder.idle and (before := finder.begin(in_backward=is_backward)):
+                    try:
+                        return function(*args, **options)
+                    finally:
+                        finder.end(before)
+                # A loss may contain a gradient; one by torch.func is all of a backward.
+                resumes = bool(options.get("create_graph")) and not in_transform()
+                with finder.within(phase, begins=begins, resumes=resumes):
+                    return function(*args, **options)
+
+            return called
+
+        return made
+
+    def outer_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a step that may call an optimizer's."""
+        compiles = is_compiling()
+
+        def called(*args: Any, **options: Any) -> Any:
+            if compiles():
+                return step(*args, **options)
+            update = self.finder.begin_update()
+            try:
+                return step(*args, **options)
+            finally:
+                self.finder.end_update(update)
+
+        return called
+
+    def scaled_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a scaler's step, which skips its optimizer's if gradients are not finite."""
+
+        def called(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+            with self.finder.scaled_update(optimizer):
+                return step(scaler, optimizer, *args, **options)
+
+        return called
+
+    def optimizer(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the constructor of optimizers, each of which is awaited in a training step."""
+
+        def called(optimizer: Any, *args: Any, **options: Any) -> None:
+            init(optimizer, *args, **options)
+            self.finder.turns.awaited.add(optimizer)
+
+        return called
+
+    def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the call of modules, most of which are inside another's."""
+        finder, compiles = self.finder, is_compiling()
+
+        def called(module: Any, /, *args: Any, **options: Any) -> Any:
+            if compiles():
+                return call(module, *args, **options)
+            if (finder.quiet or finder.settled) and module._compiled_call_impl is None:
+                return module._call_impl(*args, **options)  # all that the original does
+            if finder.quiet or finder.settled or not finder.begins_forward(module):
+                return call(module, *args, **options)
+            if finder.idle and (before := finder.begin(in_backward=False)):
+                try:
+                    return call(module, *args, **options)
+                finally:
+                    finder.end(before)
+            with finder.forward():
+                return call(module, *args, **options)
+
+        return called
+
+    def _before_update(self, optimizer: Any, args: Any, options: Any) -> None:
+        self._updates.append((optimizer, self.finder.begin_update(optimizer)))
+
+    def _after_update(self, optimizer: Any, args: Any, options: Any) -> None:
+        while self._updates:  # those above raised, and were not heard to end
+            begun, update = self._updates.pop()
+            self.finder.end_update(update)
+            if begun is optimizer:
+                return
+
+    # --- libraries ---------------------------------------------------------------------------
+
+    def torch(self, torch: Any) -> None:
+        """Wrap modules, optimizers and scalers."""
+        from torch.optim import optimizer
+
+        self.replace(torch.nn.Module, "__call__", self.module)
+        self.replace(torch.amp.GradScaler, "step", self.scaled_update)
+        self.replace(optimizer.Optimizer, "__init__", self.optimizer)
+        before = optimizer.register_optimizer_step_pre_hook(self._before_update)
+        after = optimizer.register_optimizer_step_post_hook(self._after_update)
+        self.finder.undo.callback(before.remove)
+        self.finder.undo.callback(after.remove)
+
+    def dynamo(self, eval_frame: Any) -> None:
+        """Exclude the wrappers from compilation, as Dynamo excludes the functions they replace.
+
+        Else it would compile the layers of a ``Sequential.compile()``, which it leaves alone, and
+        these would draw other random numbers.
+        """
+        for code in self._codes:
+            eval_frame.skip_code(code)
+
+    def opacus(self, module: ModuleType) -> None:
+        """Wrap clipping, noise and steps of optimizers; PyTorch's hooks do not see these steps."""
+        seen: set[type] = set()
+
+        def watch_all() -> None:
+            for cls in {module.DPOptimizer, *_derived(module.DPOptimizer)} - seen:
+                seen.add(cls)
+                for name, phase in OPACUS.items():
+                    if name in vars(cls):
+                        self.replace(cls, name, self.phase(phase))
+                if "step" in vars(cls):
+                    self.replace(cls, "step", self.outer_update)
+
+        def made(init: Callable[..., None]) -> Callable[..., None]:
+            def initialised(optimizer: Any, /, *args: Any, **options: Any) -> None:
+                watch_all()  # the script's own classes have come since
+                init(optimizer, *args, **options)
+
+            return initialised
+
+        watch_all()
+        self.replace(module.DPOptimizer, "__init__", made)
+
+    def norms(self, module: ModuleType) -> None:
+        """Wrap what makes clipping factors of norms, without per-sample gradients."""
+        for cls in vars(module).values():
+            if isinstance(cls, type) and "get_clipping_coef" in vars(cls):
+                self.replace(cls, "get_clipping_coef", self.phase("clip"))
+
+
+def is_compiling() -> Callable[[], bool]:
+    """PyTorch's function that says whether Dynamo traces a call; the wrappers then do nothing."""
+    compiles: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
+    return compiles
+
+
+def in_transform() -> bool:
+    """Whether a function runs that ``torch.func`` differentiates or maps over examples."""
+    return sys.modules["torch"]._C._functorch.maybe_current_level() is not None
+
+
+def _derived(cls: type[Any]) -> Iterator[type[Any]]:
+    for derived in cls.__subclasses__():
+        yield derived
+        yield from _derived(derived)
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function with each module of these names, as soon as it has been imported."""
+
+    def __init__(self, names: set[str], function: Callable[[ModuleType], None]) -> None:
+        self._names, self._function = names, function
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find a module as usual, and call the function after it has been executed."""
+        if name not in self._names:
+            return None
+        self._names.remove(name)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._function(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,51 @@
+"""Runs a Python program in this process, and prints its errors, as Python does."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import os
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+
+def run_program(program: Sequence[str], *, is_module: bool) -> None:
+    """Run a script, or a module by its name, with its arguments as Python itself would."""
+    sys.argv = list(program)
+    path = Path(program[0]).resolve()
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd() if is_module else path.parent))
+    if is_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        return
+    main = ModuleType("__main__")  # which stays, unlike runpy's: what runs at exit may pickle
+    main.__dict__.update(__file__=str(path), __builtins__=builtins)
+    sys.modules["__main__"] = main
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
+
+
+def print_error(error: BaseException) -> None:
+    """Print a script's traceback without the frames of dpbench."""
+    ours = (str(Path(__file__).parents[1]), "<frozen runpy>")
+    shown = traceback.TracebackException.from_exception(error)
+    stack = [frame for frame in shown.stack if not frame.filename.startswith(ours)]
+    shown.stack = traceback.StackSummary.from_list(stack)
+    shown.print()
+
+
+def end(code: int, *, wait: bool = True) -> None:
+    """End a process as `multiprocessing` does, without taking the interpreter apart.
+
+    ``wait`` for its threads.
+    """
+    if wait:
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,141 @@
+"""Recorders: they hear steps and phases in the process that trains, and make rows of them.
+
+Each instrument has one. It is the same in the process of a case, of a script and of a test: it
+works on that process's own tensors and devices. A script may set up its environment before it
+imports torch, so recorders of scripts import that when they hear the first step.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any, ClassVar
+
+from dpbench.case import OUTSIDE, Case
+from dpbench.child.step_finder import StepRecorder
+from dpbench.results.kernels import OperatorCount
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import Measurement
+from dpbench.training.phases import PhaseListener
+
+WHOLE_STEPS = 3
+"""How often a short step is observed as a whole, because one may coincide with a CPU pause."""
+
+SHORT_SECONDS = 1.0
+"""Steps shorter than this are observed several times."""
+
+
+class NullListener(PhaseListener):
+    """Hears a step and does nothing."""
+
+    def start_step(self) -> None:
+        return
+
+    def switch(self, phase: str) -> None:
+        return
+
+    def end_step(self) -> None:
+        return
+
+
+class Recorder(StepRecorder):
+    """Hears as many steps as it wants, whoever takes them.
+
+    An own one overrides `start_step`, `switch` and `end_step`, calling these, or `listener`; and
+    `rows`.
+
+    Args:
+        wanted: how many steps; None for as many as there are.
+    """
+
+    quick: ClassVar[bool] = True  # rows can be made after each step
+    hears_warmup = False
+
+    wait = True  # for the GPU, when rows are made; else of the steps that are over there
+    operators: Sequence[OperatorCount] = ()  # in the last step, if it sees operators
+    notes: Sequence[str] = ()  # what was assumed
+
+    def __init__(self, wanted: int | None = None) -> None:
+        self.wanted = wanted
+        self.heard = 0
+        self.phases: list[set[str]] = []  # of each step that has begun
+        self.held = ExitStack()  # what it holds of this process
+
+    def prepare(self) -> None:
+        return
+
+    @property
+    def finished(self) -> bool:
+        return self.wanted is not None and self.heard >= self.wanted
+
+    @cached_property
+    def listener(self) -> PhaseListener:
+        """What listens to phases; made when the first step begins and its device is known."""
+        return NullListener()
+
+    def start_step(self) -> None:
+        self.listener.start_step()
+        self.phases.append({OUTSIDE})
+
+    def switch(self, phase: str) -> None:
+        self.listener.switch(phase)
+        self.phases[-1].add(phase)
+
+    def end_step(self) -> None:
+        self.listener.end_step()
+        self.heard += 1
+        if self.finished:
+            self.close()
+
+    @abstractmethod
+    def rows(self, case: Case) -> list[Measurement]:
+        """The rows of the completed steps, of which there is at least one."""
+
+    def outcome(self, case: Case) -> Outcome:
+        """The outcome of the steps, in the form of a case's."""
+        rows = tuple(self.rows(case)) if self.heard else ()
+        came = Counter(phase for step in self.phases[: self.heard] for phase in step)
+        some = [
+            f"{phase} came in {times} of {self.heard} steps"
+            for phase, times in sorted(came.items())
+            if times < self.heard
+        ]
+        return Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
+
+    def record(self, case: Case) -> dict[str, Any]:
+        """The part of a case's record that is about the steps, plain JSON types."""
+        return {"outcome": self.outcome(case).as_json()}
+
+    def close(self) -> None:
+        """Release what it holds in this process: modes, counters."""
+        self.held.close()
+
+    def forked(self) -> None:
+        return  # counters and ranges are the parent's
+
+
+def whole_steps(seconds: float) -> int:
+    """How often a step that takes so long is observed as a whole; rank 0 decides for all ranks."""
+    from dpbench.child.agreement import all_gather  # which imports torch
+
+    return int(all_gather(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])
+
+
+def on_cuda() -> bool:
+    """Whether this process uses a GPU."""
+    torch = sys.modules.get("torch")
+    return bool(torch and torch.cuda.is_initialized())
+
+
+def device_and_torch() -> dict[str, str]:
+    """Where the steps of this process run, as in the record of a case."""
+    import torch
+
+    return {
+        "device": torch.cuda.get_device_name() if on_cuda() else "cpu",
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,158 @@
+"""Runs a script, unmodified, while a recorder hears its steps."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from dpbench import gpu
+from dpbench.case import OUTSIDE, Case
+from dpbench.child.elsewhere import watch_elsewhere
+from dpbench.child.hang_report import STACK
+from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
+from dpbench.child.patches import watch
+from dpbench.child.program import end, print_error, run_program
+from dpbench.child.recorder import Recorder
+from dpbench.child.script_faults import what_is_wrong
+from dpbench.child.script_ranks import Rank
+from dpbench.child.step_finder import StepFinder, Stop
+from dpbench.child.task import Program, Task
+from dpbench.errors import DpbenchError
+from dpbench.files import write_text
+from dpbench.results.outcome import Outcome
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+OFTEN = 100
+"""The record is written after each of the first steps, then every so many, in case of a kill."""
+
+
+def run(
+    task: Task, script: Program, records: str, stopped: Callable[[], object] = lambda: None
+) -> int | str | None:
+    """Run a script and append records of its steps; returns its exit status, as for `sys.exit`.
+
+    ``stopped`` is called at the end if the script was ended before its own.
+    """
+    process, raised, case = os.getpid(), "", task.case
+    code: int | str | None = 0
+    recorder = task.instrument.recorder(case, script.steps)
+
+    def keep() -> None:
+        heard = recorder.heard
+        if recorder.quick and (recorder.finished or heard <= OFTEN or heard % OFTEN == 0):
+            _write_down(records, case, finder, recorder, under_way=True)
+
+    finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, keep=keep)
+    with ExitStack() as held:
+        _lock_gpus(case, held)
+        if script.timeout:
+            stack = held.enter_context(Path(records).with_name(STACK).open("w"))
+            held.callback(faulthandler.cancel_dump_traceback_later)
+            longest = min(script.timeout, threading.TIMEOUT_MAX)
+            faulthandler.dump_traceback_later(longest, file=stack, exit=True)
+        held.callback(recorder.close)
+        watch(finder)
+        if not task.instrument.hardware:
+            watch_elsewhere(finder)
+        try:
+            run_program(script.program, is_module=script.is_module)
+        except Stop:
+            held.callback(stopped)
+        except SystemExit as error:
+            code = error.code
+        except BaseException as error:
+            print_error(error)
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            raised = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+        if os.getpid() != process:  # a fork of the script's own: all that is held is its parent's
+            held.pop_all()
+            if script.timeout:  # its thread, which no fork has, Python would wait for at its end
+                if isinstance(code, str):
+                    print(code, file=sys.stderr)
+                end(code if isinstance(code, int) else int(code is not None))
+            return code
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _write_down(records, case, finder, recorder, code, raised)
+    return code
+
+
+def _lock_gpus(case: Case, held: ExitStack) -> None:
+    """Lock the GPU of this process; those of all ranks as the first, for which the others wait."""
+    rank = Rank.here()
+    cards = gpu.visible_gpus()[: rank.ranks if rank else 1]
+    if rank and rank.number:
+        while cards and not rank.locked.exists():
+            time.sleep(POLL_SECONDS)
+        return
+
+    def say(_: gpu.Gpu, holder: str) -> None:
+        print(f"dpbench: {WAITING} the GPU, held by {holder}", file=sys.stderr, flush=True)
+
+    held.enter_context(gpu.all_exclusive(cards, case.id, say))
+    if rank:
+        write_text(rank.locked, "")
+
+
+def _write_down(
+    path: str,
+    case: Case,
+    finder: StepFinder,
+    recorder: Recorder,
+    code: int | str | None = 0,
+    raised: str = "",
+    *,
+    under_way: bool = False,
+) -> None:
+    """Append a record, rows and what went wrong, for the process that started this one."""
+    if not under_way:
+        finder.close()
+    recorder.wait = not under_way
+    torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
+    try:
+        outcome = recorder.outcome(case)
+        outcome = replace(
+            outcome,
+            notes=(*outcome.notes, *_notes(finder, recorder, {row.phase for row in outcome.rows})),
+            message=what_is_wrong(finder, recorder, raised, code),
+        )
+    except DpbenchError as error:
+        outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
+    # The report of ncu may have a further step, which did not end.
+    more = {"torch": torch, "heard": recorder.heard, "under_way": under_way}
+    append_record({**outcome.as_json(), **more}, path)
+
+
+def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> Iterator[str]:
+    yield from finder.remarks()
+    if "backward" in phases and "forward" not in phases:
+        yield f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
+    if recorder.heard and not recorder.finished:
+        yield f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for"
+
+
+def _leave_threads() -> None:
+    """End a script that was stopped, although threads of it still run, which may wait for it."""
+    running = [each.name for each in threading.enumerate() if not each.daemon]
+    if others := [name for name in running if name != threading.main_thread().name]:
+        print(f"dpbench exec: ended while threads run: {', '.join(others)}", file=sys.stderr)
+        end(0, wait=False)
+
+
+def main() -> NoReturn:
+    """Run the script of the task that the first argument names."""
+    if sys.platform == "linux":  # this process shall end with its parent, however that ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    task = Task.read(Path(sys.argv[1]))
+    assert task.program
+    sys.exit(run(task, task.program, os.environ.pop(RECORDS), _leave_threads))

@@ -1,0 +1,48 @@
+"""Why nothing, or less than asked for, was heard of a script's steps."""
+
+from __future__ import annotations
+
+from dpbench.child.optimizers import MOST_TURNS
+from dpbench.child.recorder import Recorder
+from dpbench.child.step_finder import StepFinder
+
+
+def what_is_wrong(
+    finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
+) -> str:
+    """Why nothing, or less than asked for, was counted, in one line; empty if all is well."""
+    kept = f"; {recorder.heard} steps were counted until then" if recorder.heard else ""
+    if raised:
+        return f"the script failed with {raised}{kept}"
+    if finder.failure is not None:
+        return f"its steps could not be recorded: {finder.failure}{kept}"
+    if code:
+        kept = kept or ", before a step counted"
+        return f"the script ended by itself with exit status {code!r}{kept}"
+    if recorder.heard:
+        return ""
+    if finder.turns.taken and not finder.steps:
+        return (
+            f"the script ended after {finder.turns.taken} turns of its optimizers, before each of "
+            f"them had stepped: let it take more than {MOST_TURNS}"
+        )
+    if finder.steps:
+        enough = max(0, finder.steps - (recorder.wanted or 0))
+        return (
+            f"the script ended after {finder.steps} steps, and the first {finder.skip} do not "
+            f"count: let it take more, or give --skip {enough}"
+        )
+    if finder.steps_elsewhere:
+        return (
+            f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
+            f"outside the main thread, where none can be found; let it train there"
+        )
+    if finder.started_processes:
+        return (
+            "the script took no step in its own process, but started others: training in them "
+            "cannot be seen; let it train in its own, as one rank"
+        )
+    return (
+        "the script took no step that can be found: no torch.optim optimizer stepped after a "
+        "backward in its main thread, outside torch.compile"
+    )

@@ -1,0 +1,108 @@
+"""A script in ranks that ``torchrun`` has started, each of which runs it under ``dpbench exec``.
+
+Each rank records its own steps. The first has the rows of all, from files: the process group is the
+script's, which may have ended it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dpbench.child.failures import CaseFailed, CaseTimedOut, ScriptInterrupted
+from dpbench.child.hang_report import WAITED
+from dpbench.child.messages import LOST, POLL_SECONDS
+from dpbench.errors import ConfigurationError
+from dpbench.files import write_text
+from dpbench.results.outcome import Outcome
+
+PATIENCE_SECONDS = 60.0
+"""How long the first rank waits for those that have not ended when its own script has."""
+
+CAUSE_SECONDS = 3.0
+"""The same once its own has failed, maybe because another did."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of several processes that run a script together on this machine."""
+
+    number: int
+    ranks: int
+    folder: Path  # that of the launcher, new for each start
+
+    @classmethod
+    def here(cls) -> Rank | None:
+        """The rank that this process is; None if it is the only one."""
+        said = os.environ.get
+        ranks, own = said("WORLD_SIZE", "1"), said("TORCHELASTIC_ERROR_FILE", "")
+        if ranks == "1":
+            return None
+        if not own.endswith("error.json") or said("LOCAL_WORLD_SIZE") != ranks:
+            raise ConfigurationError(
+                f"exec measures ranks that one torchrun starts, all on this machine, and this is "
+                f"one of {ranks} that something else has started (WORLD_SIZE)"
+            )
+        return cls(int(os.environ["RANK"]), int(ranks), Path(own).parents[1])
+
+    def file(self, number: int) -> Path:
+        """Where a rank leaves its outcome."""
+        return self.folder / f"dpbench-{number}.json"
+
+    @property
+    def locked(self) -> Path:
+        """The file that says that the first rank has locked the GPUs of all."""
+        return self.folder / "dpbench-locked"
+
+    def hand_over(self, outcome: Outcome) -> int:
+        """Leave the outcome of this rank to the first; returns the exit status."""
+        write_text(self.file(self.number), json.dumps(outcome.as_json()))
+        if outcome.error == CaseTimedOut.__name__:
+            time.sleep(CAUSE_SECONDS)  # the launcher ends the others, which have not said it yet
+        return 1 if outcome.error else 0
+
+    def gather(self, own: Outcome) -> Outcome:
+        """The outcome of all ranks, with rows by rank; of a failure, that of the one at fault."""
+        deadline = time.monotonic() + (CAUSE_SECONDS if own.error else PATIENCE_SECONDS)
+        every = [own, *(self._of(number, own, deadline) for number in range(1, self.ranks))]
+        failed = [(rank, outcome) for rank, outcome in enumerate(every) if outcome.error]
+        if failed:
+            rank, first = min(failed, key=lambda each: _is_effect(each[1]))
+            message = first.message.removeprefix(f"{own.case.id}: ")
+            message = f"{own.case.id}: rank {rank}: {message}"
+            return replace(own, rows=(), error=first.error, message=message)
+        notes = dict.fromkeys(note for outcome in every for note in outcome.notes)
+        steps = [len({row.repeat for row in outcome.rows}) for outcome in every]
+        if len({*steps}) > 1:
+            notes[f"ranks took {', '.join(map(str, steps))} steps: those of all count"] = None
+        rows = [
+            replace(row, rank=rank)
+            for rank, outcome in enumerate(every)
+            for row in outcome.rows
+            if row.repeat < min(steps)
+        ]
+        return replace(own, rows=tuple(rows), notes=tuple(notes))
+
+    def _of(self, number: int, own: Outcome, deadline: float) -> Outcome:
+        """What another rank has left, once it is there."""
+        with suppress(KeyboardInterrupt):  # by the launcher, because a rank has failed
+            while not self.file(number).exists() and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        try:
+            return Outcome.from_json(json.loads(self.file(number).read_text(encoding="utf-8")))
+        except OSError:
+            missing = "it left no record of its steps: it died, or has not ended"
+            return Outcome(own.case, (), error=CaseFailed.__name__, message=missing)
+
+
+def _is_effect(outcome: Outcome) -> int:
+    """How likely a rank failed because another did; 0 if it failed by itself."""
+    if outcome.error == ScriptInterrupted.__name__:
+        return 3
+    if LOST.search(outcome.message) or WAITED in outcome.message:
+        return 2
+    return int(not outcome.instruments)  # it died, or was ended

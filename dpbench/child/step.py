@@ -1,0 +1,247 @@
+"""The child process: build one case, warm up, run the active steps.
+
+A person can run it by hand:
+``dpbench step --trainer dpsgd --batch-size 8 --seq-len 256 --model-size tiny``.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from importlib import import_module
+from itertools import cycle, pairwise, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpbench import gpu
+from dpbench.case import OUTSIDE, Case
+from dpbench.child.agreement import all_gather
+from dpbench.child.build import build, labels_of, pick_device
+from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
+from dpbench.child.step_finder import StepRecorder
+from dpbench.errors import ConfigurationError, OutOfMemory
+from dpbench.registry import import_named
+from dpbench.training.base import TrainerBase
+from dpbench.training.parallel import rank_and_ranks
+from dpbench.training.phases import observed_step
+
+
+class PhaseTimes:
+    """Seconds by phase and step; on CUDA from events, which do not stop the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.marks: list[tuple[int, str, Any]] = []  # step, the phase that starts, when
+        self.step = -1
+
+    def start_step(self, phase: str = OUTSIDE) -> None:
+        self.step += 1
+        self.switch(phase)
+
+    def switch(self, phase: str) -> None:
+        if self.on_cuda:
+            now: Any = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self.marks.append((self.step, phase, now))
+
+    def end_step(self) -> None:
+        self.switch("")
+
+    @property
+    def ranges(self) -> int:
+        """How many ranges, from one change of phase to the next, a step had at most."""
+        return max(Counter(step for step, phase, _ in self.marks if phase).values(), default=0)
+
+    def seconds(self, *, wait: bool = True) -> list[dict[str, float]]:
+        """For each step, the time in each phase; their sum is the step's time.
+
+        Without waiting for the GPU, only for those steps that are over there.
+        """
+        steps: list[dict[str, float]] = []
+        if self.on_cuda and wait:
+            torch.cuda.synchronize()
+        for (step, phase, start), (_, _, end) in pairwise(self.marks):
+            if not phase:
+                continue
+            if self.on_cuda and not (wait or end.query()):
+                return [dict(each) for each in steps[:step]]
+            if step == len(steps):
+                steps.append(defaultdict(float))
+            elapsed = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+            steps[step][phase] += elapsed
+        return [dict(each) for each in steps]
+
+
+def run_case(
+    case: Case, recorder: StepRecorder, *, device: str = "auto", warmup: int = 3, active: int = 5
+) -> dict[str, Any]:
+    """Run one case in this process.
+
+    Args:
+        case: what to run.
+        recorder: hears the steps after the warm-up. If it has not heard enough after the active
+            ones, it hears more, of the same batches from the first one on.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        warmup: steps before anything is observed.
+        active: steps that are observed first.
+
+    Returns:
+        What was done, as plain JSON types, with the recorder's record.
+    """
+    target = pick_device(device)
+    recorder.prepare()
+    with run_exclusively(case, target) as spent:
+        record = _observe(case, target, recorder, Steps(warmup, active), spent)
+    return {**record, "spent_seconds": spent.seconds()[0]}
+
+
+def _observe(
+    case: Case, device: torch.device, recorder: StepRecorder, steps: Steps, spent: PhaseTimes
+) -> dict[str, Any]:
+    trainer, batches = build(case, device, steps.warmup + steps.active)
+    spent.switch("warmup")
+    for batch in batches[: steps.warmup]:
+        with observed_step(recorder if recorder.hears_warmup else None):
+            trainer.train_step(batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    scaler_before = trainer.scaler.state_dict()
+    spent.switch("active")
+    with closing(recorder):
+        for batch in batches[steps.warmup :]:
+            with observed_step(recorder):
+                loss = trainer.train_step(batch)
+        check_stepped(trainer.scaler, scaler_before, steps.active)
+        record = describe(case, device, trainer, loss) | asdict(steps)
+        spent.switch("after")
+        for batch in takewhile(lambda _: _one_wants_more(recorder), cycle(batches)):
+            with observed_step(None if recorder.finished else recorder):
+                trainer.train_step(batch)
+        return record | recorder.record(case)
+
+
+def _one_wants_more(recorder: StepRecorder) -> bool:
+    """Whether the recorder of some rank does: all take as many steps."""
+    return "more" in all_gather("enough" if recorder.finished else "more")
+
+
+def peak_memory() -> int:
+    """The most bytes that were in use at once since the allocator's peak was reset, of this GPU.
+
+    That is what the allocator had handed out at most, and what it keeps for CUDA graphs: a replay
+    uses memory of their pools that no tensor holds, and asks nobody for it.
+    """
+    held = held_by_graphs(torch.cuda.memory_snapshot(), torch.cuda.current_device())
+    return torch.cuda.max_memory_allocated() + held
+
+
+def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
+    """Bytes in private pools that no tensor holds, by ``torch.cuda.memory_snapshot()``."""
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["device"] == device and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
+def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], active: int) -> None:
+    """Raise if a GradScaler skipped one of the active steps, which moved fewer bytes than others.
+
+    Without a skip its growth tracker counts every step, and begins anew where the scale grows.
+
+    Args:
+        scaler: after these steps.
+        before: its ``state_dict()`` before them.
+        active: how many they are.
+    """
+    if not scaler.is_enabled():
+        return
+    grown, steps = divmod(before["_growth_tracker"] + active, scaler.get_growth_interval())
+    scale = before["scale"] * scaler.get_growth_factor() ** grown
+    after = scaler.state_dict()
+    if after["_growth_tracker"] != steps or not math.isclose(after["scale"], scale, rel_tol=1e-3):
+        raise ConfigurationError(
+            "the GradScaler has skipped a step that counts, because gradients overflowed: let it "
+            "find its scale in more warm-up steps"
+        )
+
+
+@contextmanager
+def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
+    """Run a case while no other dpbench process uses the GPU, and leave its memory free.
+
+    Yields what this process spends its time on, as if these were phases of one step, from when it
+    asks for the GPU until it gives that back.
+    """
+    import_named(case)  # before it holds the GPU: others measure meanwhile
+    import_module("torch._dynamo")  # as the first optimizer does
+    spent = PhaseTimes(torch.device("cpu"))
+    spent.start_step("waiting")
+    with alone(device, case.id):  # before the first CUDA call
+        spent.switch("building")
+        try:
+            yield spent
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the model, and its memory
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemory(str(error).partition(" If reserved")[0]) from None
+            raise
+        finally:
+            spent.switch("freeing")
+            if device.type == "cuda":  # before the next process gets the GPU
+                gc.collect()
+                torch.cuda.empty_cache()
+        spent.end_step()
+
+
+@contextmanager
+def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]:
+    """Lock the first GPUs against other dpbench processes; says which of them it waits for.
+
+    The ranks of a case take no locks: whoever started them holds those of all.
+    """
+    locks = device.type == "cuda" and rank_and_ranks()[1] == 1
+    cards = gpu.visible_gpus()[:number] if locks else []
+    if locks and len(cards) < number:
+        raise ConfigurationError(
+            f"{purpose} needs {number} GPUs, and {len(cards)} are visible; CUDA_VISIBLE_DEVICES "
+            f"says which, and --device cpu trains on as many processes without any"
+        )
+
+    def say(what: str) -> None:
+        print(f"dpbench: {WAITING} {what}", file=sys.stderr, flush=True)
+        append_record({WAITING: what})
+
+    if cards:
+        say(" and ".join(card.uuid for card in cards))
+    with gpu.all_exclusive(cards, purpose, lambda card, by: say(f"{card.uuid}, held by {by}")):
+        append_record({MEASURING: purpose})
+        yield
+
+
+def describe(
+    case: Case, device: torch.device, trainer: TrainerBase, loss: Tensor
+) -> dict[str, Any]:
+    """What ran and where, as plain JSON types."""
+    record: dict[str, Any] = {
+        "case": asdict(case),
+        "device": "cpu",
+        "torch": torch.__version__,
+        "labels": labels_of(trainer),
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "loss": value if math.isfinite(value := float(loss)) else None,
+    }
+    if device.type == "cuda":
+        record["device"] = torch.cuda.get_device_name(device)
+    return record

@@ -1,0 +1,97 @@
+"""What a process is to measure, as a file of JSON that its parent writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from dpbench.case import Case, subject
+from dpbench.files import write_text
+from dpbench.registry import INSTRUMENTS, names_of, resolve
+
+OF_PARENT = {"parent": True}
+"""The metadata of an instrument's field that the measured process does not need."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program to run, and which of its steps count."""
+
+    program: tuple[str, ...]  # a script or module, and its arguments
+    is_module: bool = False
+    skip: int = 3  # steps that come before those that count
+    steps: int = 5  # that count
+    go_on: bool = False  # after them, instead of being ended
+    timeout: float | None = None  # seconds on its GPU after which it is ended all the same
+
+
+@dataclass(frozen=True)
+class Task:
+    """The steps of a case, or of a script, by an instrument."""
+
+    case: Case
+    instrument: Any
+    program: Program | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types, with names for a process in which nothing was registered."""
+        case: dict[str, Any] = asdict(self.case)
+        for axis, known, spelled in names_of(self.case):
+            case |= {axis: known.argument(spelled), "set": ""}  # it is with the workload's name
+        name = INSTRUMENTS.canonical(type(self.instrument))
+        folder = INSTRUMENTS.import_path(name)
+        return {
+            "case": case,
+            "instrument": INSTRUMENTS.argument(name),
+            "folder": str(folder) if folder else None,
+            "fields": plain(self.instrument),
+            "program": self.program and plain(self.program, Program),
+        }
+
+    @classmethod
+    def from_json(cls, task: Mapping[str, Any]) -> Task:
+        """The task of which `as_json` made this."""
+        before = [*sys.path]
+        sys.path += filter(None, [task["folder"]])
+        try:
+            kind = INSTRUMENTS[task["instrument"]]
+        finally:
+            sys.path[:] = before
+        program = task["program"] and typed(Program, task["program"])
+        return cls(resolve(subject(**task["case"])), typed(kind, task["fields"]), program)
+
+    def write(self, path: Path) -> None:
+        """Write a file."""
+        write_text(path, json.dumps(self.as_json(), indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> Task:
+        """The task in a file."""
+        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def plain(value: Any, kind: Any = None) -> Any:
+    """A value as plain JSON types; a dataclass as its fields, or as those of one of its bases."""
+    if is_dataclass(value):
+        own = [field.name for field in fields(kind or value) if field.metadata != OF_PARENT]
+        return {name: plain(getattr(value, name)) for name in own}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """The value of a type that `plain` has made this of."""
+    if get_origin(kind) in (Union, UnionType) and value is not None:
+        kind = next(each for each in get_args(kind) if each is not NoneType)
+    if isinstance(value, dict) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        return kind(**{name: typed(hints[name], each) for name, each in value.items()})
+    if get_origin(kind) is tuple:
+        return tuple(typed(get_args(kind)[0], each) for each in value)
+    return Path(value) if kind is Path and value is not None else value

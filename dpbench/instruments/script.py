@@ -1,0 +1,128 @@
+"""Measuring a script's steps with one instrument, in a process that runs the script.
+
+That process runs `START`. Its first argument is the file of its task; the program's own arguments
+follow.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dpbench import gpu
+from dpbench.case import Case
+from dpbench.child.failures import CaseFailed, CaseTimedOut, InstrumentError, ScriptInterrupted
+from dpbench.child.hang_report import STACK, place
+from dpbench.child.messages import RECORDS, read_records, result_of
+from dpbench.child.script_ranks import Rank
+from dpbench.child.task import Program, Task
+from dpbench.errors import ConfigurationError
+from dpbench.files import check_is_file
+from dpbench.instruments.interface import InstrumentWrapper
+from dpbench.launch.case_process import describe_exit
+from dpbench.launch.pending import PendingMeasurement
+from dpbench.launch.processes import GRACE_SECONDS
+from dpbench.results.outcome import Outcome
+from dpbench.results.rows import Measurement
+
+START = (
+    "import sys; del sys.path[:not sys.flags.safe_path]; "  # the current directory
+    "from dpbench.child.script import main; main()"
+)
+"""The code of that process; the current directory must not shadow modules of dpbench."""
+
+
+@dataclass(frozen=True)
+class ScriptRun(Program, InstrumentWrapper):
+    """Runs a script, unmodified, and has an instrument's recorder hear some of its steps."""
+
+    baseline: str | None = None  # the script by whose numbers those of this one are divided
+
+    def check(self) -> None:
+        """Check that the script exists and that the numbers of steps make sense."""
+        if Rank.here():
+            self.instrument.check_ranks("this is one of several ranks")
+        self.instrument.check_script()
+        if self.skip < 0 or self.steps < 1:
+            raise ConfigurationError(
+                f"needs --skip >= 0 and --steps >= 1, not {self.skip} and {self.steps}"
+            )
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigurationError(f"the time-out must be positive, not {self.timeout:g} s")
+        if not self.is_module:
+            check_is_file(Path(self.program[0]))
+
+    def start(self, case: Case) -> PendingScript:
+        return PendingScript(self, case)
+
+
+class PendingScript(PendingMeasurement):
+    """A script that runs in a process of its own, on this terminal."""
+
+    def __init__(self, script: ScriptRun, case: Case) -> None:
+        self.script, self.case = script, case
+        self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
+        self._records = Path(self._directory.name) / "records"
+        task = Path(self._directory.name) / "task.json"
+        Task(case, script.instrument, script).write(task)
+        command = [sys.executable, "-c", START, str(task), *script.program]
+        command = [*script.instrument.before_script(case), *command]
+        told = {**gpu.child_environment(), RECORDS: str(self._records)}
+        self._process = subprocess.Popen(command, env={**os.environ, **told})
+
+    def rows(self) -> list[Measurement]:
+        code, interrupted = self._wait()
+        instrument = self.script.instrument
+        record: dict[str, Any] = result_of(read_records(self._records))
+        if not (record or interrupted) and (said := instrument.complaint(self.case)):
+            raise said
+        record = record or {"heard": 0, "under_way": True}
+        left = self._records.with_name(STACK)
+        if stack := left.read_text() if left.exists() else "":
+            print(stack, file=sys.stderr)
+            record["message"] = (
+                f"did not finish within {self.script.timeout:g} s: {place(stack)[1]}"
+            )
+        elif record.get("under_way"):
+            how = describe_exit(code) if code else "ended at once with exit status 0"
+            kept = f"; {n} steps were counted until then" if (n := record["heard"]) else ""
+            record["message"] = f"the script {how}{kept or ', and nothing was counted'}"
+        outcome = Outcome.from_json(asdict(self.case) | record)
+        rows, error = list(outcome.rows), outcome.message
+        if interrupted:
+            error = "interrupted; what was counted until then is kept"
+        if record.get("heard"):
+            with suppress(*[InstrumentError] if error else []):  # which came before the report's
+                rows += instrument.script_rows(self.case, record)
+        self.operators, self.notes = outcome.operators, outcome.notes
+        if error:
+            kind = ScriptInterrupted if interrupted else CaseTimedOut if stack else CaseFailed
+            failure = kind(f"{self.case.id}: {error}")
+            failure.rows = rows
+            raise failure
+        return rows
+
+    def _wait(self) -> tuple[int, bool]:
+        """The exit code, and whether it was interrupted; Ctrl-C reaches the process by itself."""
+        try:
+            return self._process.wait(), False
+        except KeyboardInterrupt:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_SECONDS)
+            self.cancel()
+            return self._process.wait(), True
+
+    def cancel(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()

@@ -1,0 +1,1 @@
+"""Processes that are measured: how they are started, watched and ended."""

@@ -1,0 +1,35 @@
+"""A measurement under way, whoever takes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from dpbench.results.kernels import KernelCount, OperatorCount
+from dpbench.results.rows import Measurement
+
+
+class PendingMeasurement(ABC):
+    """A measurement under way. Its attributes are set when its rows are there.
+
+    Attributes:
+        operators: what each operator did.
+        kernels: what each kernel moved.
+        notes: assumptions behind the rows.
+        labels: those of the case's trainer, see `TrainerBase.labels`.
+        imported: what it measured in another process, see `dpbench.child.imported`.
+    """
+
+    operators: Sequence[OperatorCount] = ()
+    kernels: Sequence[KernelCount] = ()
+    notes: Sequence[str] = ()
+    labels: Mapping[str, str] = MappingProxyType({})
+    imported: Mapping[str, str] = MappingProxyType({})
+
+    @abstractmethod
+    def rows(self) -> list[Measurement]:
+        """Wait for it to end, and return what was measured; or raise an `InstrumentError`."""
+
+    def cancel(self) -> None:  # noqa: B027
+        """End it, with all its processes, if it has not ended."""

@@ -1,1 +1,0 @@
-"""Processes that train: one case, profiled or not."""

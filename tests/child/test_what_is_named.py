@@ -1,0 +1,58 @@
+"""What is named as a trainer, a model or a workload and is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from dpbench import TrainerBase, Workload
+from dpbench.case import Case
+from dpbench.child.build import smoke_test
+from tests.test_registry import refusal
+
+
+class TakesNothing(TrainerBase):
+    def __init__(self) -> None:
+        raise AssertionError("nothing should have called it")
+
+
+class Sized(Workload):
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+
+def no_trainer(model: nn.Module, **options: object) -> object:
+    return object()
+
+
+def no_model(size: object, attention: str, max_seq_len: int) -> str:
+    return "a text"
+
+
+TRAINER = "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model"
+MODEL = "a model is an nn.Module, called as Model(size"
+
+
+@pytest.mark.parametrize(
+    ("axis", "named", "said", "needs"),
+    [
+        ("trainer", "collections:OrderedDict", "is the class OrderedDict", TRAINER),
+        ("trainer", f"{__name__}:TakesNothing", "cannot be called so: too many", TRAINER),
+        ("trainer", f"{__name__}:no_trainer", "makes a object, which is no TrainerBase", TRAINER),
+        ("trainer", "math:pi", "cannot be called so: 3.14", TRAINER),
+        ("model", "collections:OrderedDict", "is a OrderedDict", MODEL),
+        ("model", "torch.nn:Linear", "cannot be called so: missing a required", MODEL),
+        ("model", f"{__name__}:no_model", "makes a str", MODEL),
+        ("model", "math:pi", "cannot be called so: 3.14", MODEL),
+        ("workload", "torch.nn:Linear", "must be a subclass of dpbench.Workload", "an object of"),
+        ("workload", f"{__name__}:Sized", "cannot be called so: missing", "give it by --set"),
+    ],
+)
+def test_what_is_none_is_told_what_one_is(axis: str, named: str, said: str, needs: str) -> None:
+    given = {"trainer": "standard", axis: named}
+    size: dict[str, Any] = {} if axis == "workload" else {"seq_len": 8, "model_size": "tiny"}
+    message = refusal(lambda: smoke_test(Case(batch_size=2, **given, **size)))
+    assert f"{axis} {named} {said}" in message
+    assert needs in message
