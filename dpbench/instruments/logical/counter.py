@@ -35,9 +35,9 @@ from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.costs import Cost, cost
 from dpbench.instruments.logical.flops import formula_of, is_unknown
+from dpbench.instruments.logical.memo import Memo, answer
 from dpbench.instruments.logical.memory import LiveMemory, in_place, resizing_seen
 from dpbench.instruments.logical.regions import tensors
-from dpbench.instruments.logical.repeats import Repeats, answer
 from dpbench.instruments.logical.stand_ins import (
     STAND_INS,
     AssumedValues,
@@ -75,7 +75,7 @@ class ByteCounter(TorchDispatchMode):
         if fake:
             converter = fake.fake_tensor_converter.meta_converter
             self._memos = (converter.tensor_memo, converter.describer.lookup_tensor)
-            self._repeats = Repeats(fake)
+            self._memo = Memo(fake)
         self._values = AssumedValues()
         self.memory = LiveMemory()
         self._phase: str | None = None
@@ -130,7 +130,7 @@ class ByteCounter(TorchDispatchMode):
                 return INSTEAD.get(func, func.decompose)(*args, **kwargs)
         device = device_of(func, kwargs)
         runs = in_place(func, args)  # and moves as many bytes
-        effect, given = self._repeats.look_up(runs, args, kwargs)
+        effect, given = self._memo.look_up(runs, args, kwargs)
         if given is not None and effect.answer:
             out = effect.answer(given)
         else:
