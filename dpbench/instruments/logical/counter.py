@@ -112,7 +112,7 @@ class ByteCounter(TorchDispatchMode):
     def operators(self) -> tuple[OperatorCount, ...]:
         """What each operator did in each phase of the step, most bytes first."""
         counts = [
-            OperatorCount(phase, name, **count, general_rule=not rules.is_reviewed(name))
+            OperatorCount(phase, name, **count, general_rule=rules.is_foreign(name))
             for (phase, name), count in self.counts.items()
         ]
         return tuple(sorted(counts, key=lambda count: -count.total_bytes))

@@ -29,9 +29,8 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from dpbench.instruments.logical.collectives import NAMESPACES as BETWEEN_RANKS
 from dpbench.instruments.logical.regions import tensors
-from dpbench.instruments.logical.rules import arguments_of, operator_name
+from dpbench.instruments.logical.rules import KNOWN, arguments_of, operator_name
 
 MULTIPLIES = re.compile(
     r"""
@@ -44,9 +43,6 @@ MULTIPLIES = re.compile(
 )
 """What the names of PyTorch's operators have in them whose arithmetic is more than a few
 operations an element."""
-
-ELEMENTWISE = ("dpbench", "fsdp", *BETWEEN_RANKS)
-"""Libraries whose operators multiply nothing unless they have a formula."""
 
 Given = Mapping[str, Any]
 """The arguments of a call, by name."""
@@ -69,7 +65,7 @@ def is_unknown(func: OpOverload | HigherOrderOperator) -> bool:
     if formula_of(func):
         return False
     if isinstance(func, HigherOrderOperator) or func.namespace != "aten":
-        return func.namespace not in ELEMENTWISE
+        return func.namespace not in KNOWN  # those multiply nothing unless they have a formula
     return MULTIPLIES.search(operator_name(func)) is not None
 
 

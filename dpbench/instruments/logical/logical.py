@@ -99,7 +99,7 @@ class Logical(Instrument):
         """Count a case in this process; a step that cannot be counted is a `CaseFailed`.
 
         Its notes are what was assumed about values that do not exist without data, and which
-        operators were counted by the general rule, beside the heavy ones: the tables name those.
+        operators' bytes are a guess; the heavy ones are left to the tables, which name them.
         """
         from dpbench.instruments.logical.counter import logical_rows, without_data
         from dpbench.instruments.logical.one_rank import one_of
@@ -124,7 +124,7 @@ class Logical(Instrument):
         light = {each.operator for each in operators if each.general_rule}
         light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
-        notes += [f"{name}: counted by the general rule" for name in sorted(light)]
+        notes += [f"{name}: counted by its schema" for name in sorted(light)]
         if case.gpus > 1:
             notes.append(f"counted: one rank of {case.gpus}")
         return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes), labels=labels)
