@@ -56,8 +56,6 @@ def one_of(ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    if torch.__version__ < "2.11":  # there this makes collectives take tensors without data
-        from torch.distributed._tools import fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     shapes = "_propagate_tensor_meta_non_cached"
