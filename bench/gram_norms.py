@@ -23,6 +23,7 @@ from dpbench.model_size import MODEL_SIZES, ModelSize
 from dpbench.process.build import pick_device
 from dpbench.process.step import alone
 from dpbench.training import kernels
+from dpbench.training.norm_bounds import squared_norms_of_alike
 
 WAYS = {
     torch.float32: [
@@ -58,14 +59,20 @@ def layers(
     return [(made(number, width), made(number, height)) for number, width, height in shapes]
 
 
-def error(group: Layers) -> float:
-    """The largest relative distance from float64, of the first layer of each shape."""
-    worst = 0.0
+def error(group: Layers) -> tuple[float, float]:
+    """The largest relative distance from float64, of the first layer of each shape.
+
+    Of squared norms, and of what clips: their upper bounds.
+    """
+    worst = bound = 0.0
     for (x, *_), (g, *_) in group:
         exact = sum_of_squares(x.double(), g.double())
-        norms = kernels.gram_norms([x], [g], True).double()
+        norms = kernels.gram_norms([x], [g], True)[0, 0].double()
         worst = max(worst, float((norms / exact - 1).abs().max()))
-    return worst
+        bounds = squared_norms_of_alike([x], [g], True)[0].double()
+        assert (bounds >= exact).all(), "an upper bound is too small"
+        bound = max(bound, float((bounds / exact - 1).max()))
+    return worst, bound
 
 
 def sum_of_squares(x: Tensor, g: Tensor) -> Tensor:
@@ -102,7 +109,7 @@ def rows(
         for way in ("products", *tilings) if device.type == "cuda" else ("products",):
             with patch.object(kernels, "TILINGS", {} if way == "products" else {dtype: way}):
                 took = milliseconds(group, device, seconds)
-                yield [length, dtype, way, took, error(group), "chosen" if way == chosen else ""]
+                yield [length, dtype, way, took, *error(group), "chosen" if way == chosen else ""]
         del group  # before the next is made
 
 
@@ -117,7 +124,7 @@ def main() -> int:
     device = pick_device("auto")
     torch.backends.cuda.matmul.allow_tf32 = False
     with alone(device, "gram_norms"):
-        print("tokens, type, (tile, step, warps, stages), ms, error")
+        print("tokens, type, (tile, step, warps, stages), ms, error, bound")
         for row in rows(size, options.batch_size, tokens, device):
             print(*row, sep="  ", flush=True)  # a form may take long to compile
     return 0

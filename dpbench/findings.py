@@ -38,6 +38,7 @@ class Findings:
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self._directory = Path(directory) if directory else None
+        self._owner = os.getpid()
         self.unwritten: dict[str, dict[str, Any]] = {}
         self._read: dict[str, Any] = {}
         self._tests: Mapping[str, Asked] = {}
@@ -117,7 +118,10 @@ class Findings:
     def outcomes(self) -> list[Outcome]:
         """Outcomes of cases in the order in which they were finished, and of tests that asked."""
         measured = [self._load(name, Outcome.from_json) for name in self._names(OUTCOME)]
+        there = {(outcome.case, outcome.instruments) for outcome in measured}
         of_tests = [Outcome.from_json(entry) for e in self.shared("outcomes") for entry in e]
+        # A test says what it asks for before that is measured, which may never end.
+        of_tests = [each for each in of_tests if (each.case, each.instruments) in there]
         return [*each_once([*measured, *of_tests])]
 
     @property
@@ -150,8 +154,8 @@ class Findings:
         return self._distinct("unjudged")
 
     def close(self) -> None:
-        """Remove the directory."""
-        if self._directory is not None:
+        """Remove the directory, unless this is a fork of the process that made it."""
+        if self._directory is not None and os.getpid() == self._owner:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -36,10 +36,8 @@ class Registry(Mapping[str, Any]):
     """
 
     def __init__(self, kind: str, targets: Mapping[str, str], given: Iterable[str] = ()) -> None:
-        self.kind = kind
-        self.given = {*given}
-        self._targets = dict(targets)
-        self._builtin = dict(targets)
+        self.kind, self.given = kind, {*given}
+        self._targets, self._builtin = dict(targets), dict(targets)
         self._installed: set[str] = set()
 
     def register(self, name: str, target: object) -> None:
@@ -123,11 +121,8 @@ class Registry(Mapping[str, Any]):
         try:
             named = attrgetter(attribute)(imported)
         except AttributeError as error:
-            own = [
-                name
-                for name, value in vars(imported).items()
-                if isinstance(value, type) and value.__module__ == module and name[0] != "_"
-            ]
+            kinds = {n: v for n, v in vars(imported).items() if isinstance(v, type)}
+            own = [n for n, v in kinds.items() if v.__module__ == module and n[0] != "_"]
             raise ConfigurationError(
                 f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}; "
                 f"its classes are {', '.join(own) or 'none'}"
@@ -157,12 +152,10 @@ class Registry(Mapping[str, Any]):
     def _importing(self, spelling: object) -> Iterator[tuple[str, str]]:
         """The module and attribute of a spelling; if it is missing, an error with a remedy.
 
-        The user's own modules may be in the current directory. It is on ``sys.path`` only once one
-        is named, because libraries import what they can find, such as ``pyarrow``; and last there,
-        because its files could hide modules of libraries.
+        Only where the user's own code is named is the current directory on ``sys.path``, and last:
+        libraries import what they can find there.
         """
-        name = self._name(spelling)
-        module, _, attribute = self._targets[name].partition(":")
+        module, _, attribute = self._targets[name := self._name(spelling)].partition(":")
         if name not in {*self._builtin, *self._installed} and str(Path.cwd()) not in sys.path:
             sys.path.append(str(Path.cwd()))
         try:
@@ -187,8 +180,7 @@ class Registry(Mapping[str, Any]):
 
     def rank(self, name: str) -> int:
         """The place of a name in tables: by registration, unknown names last."""
-        name = parted(name)[0]
-        return [*self._targets, name].index(name)
+        return [*self._targets, parted(name)[0]].index(parted(name)[0])
 
     def is_builtin(self, name: str) -> bool:
         """Whether a name is built in."""

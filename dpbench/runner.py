@@ -18,9 +18,18 @@ from dpbench.gpu import number_of_gpus
 from dpbench.instruments.case_process import Child, log_tail
 from dpbench.instruments.interface import Instrument, InstrumentError, Running
 from dpbench.instruments.processes import POLL_SECONDS
+from dpbench.process.imported import imported_files
 from dpbench.registry import resolve
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
+
+
+class RowsRefused(InstrumentError):
+    """An instrument recorded numbers that cannot be; the others are kept."""
+
+
+MOST_REFUSED = 3
+"""How many refused rows a case's error names."""
 
 
 def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
@@ -90,22 +99,33 @@ class Measuring:
         """Wait for what was measured, or for what went wrong."""
         seen: dict[str, list[Any]] = {"operators": [], "kernels": [], "notes": []}
         labels: dict[str, str] = {}
+        imported: dict[str, str] = {}
+        refused: list[str] = []
         with self._ending_errors() as held:
             if not self._failure:
                 held.push(self._held)
                 for measurement in self._running:
                     try:
-                        self._rows += checked(self.case, measurement.rows())
+                        rows, wrong = checked(self.case, measurement.rows())
+                        self._rows += rows
+                        refused += wrong
                     finally:  # what it saw until it failed
                         for part, entries in seen.items():
                             entries += getattr(measurement, part)
                         labels |= measurement.labels
+                        is_own = not type(measurement).__module__.startswith("dpbench.")
+                        imported |= imported_files() if is_own else measurement.imported
+            if refused:
+                named, more = refused[:MOST_REFUSED], len(refused) - MOST_REFUSED
+                named += [f"and {more} more"] if more > 0 else []
+                raise RowsRefused(f"{self.case.id}: {'; '.join(named)}")
         return Outcome(
             self.case,
             tuple(self._rows),
             time.monotonic() - self._start,
             instruments=self._names,
             labels=labels,
+            imported=imported,
             **self._failure,
             **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
         )
@@ -123,7 +143,7 @@ class Measuring:
                 yield held
         except DpbenchError as error:
             self._failure = {"error": type(error).__name__, "message": str(error)}
-            self._rows += getattr(error, "rows", ())
+            self._rows += checked(self.case, getattr(error, "rows", ()), whole=False)[0]
             if isinstance(error, InstrumentError) and isinstance(error.log, Path):
                 self._failure |= {"log": str(error.log), "log_tail": log_tail(error)}
         except Exception as error:  # a full disk, or whatever an outside instrument can raise

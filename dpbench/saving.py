@@ -101,12 +101,11 @@ class Files:
         session: Mapping[str, Any],
         *,
         last: bool,
-        before: Run | None,
     ) -> None:
         """Bring the run and JSON up to date; at the last write every file.
 
         What follows from the rows is worked out at the last, too: it takes as long as dozens of
-        cases that are counted. The page shows also the run that was ``before``, if it has rows.
+        cases that are counted.
         """
         document = as_document(outcomes, environment, deepcopy(session), derive=last)
         self._on_document(document)  # which may change all of it
@@ -120,10 +119,8 @@ class Files:
         for kind, path in self._now(last=last):
             with reporting(self.problem):
                 # A page is called after its file; the text of JSON is made once for all files.
-                runs = [run if kind == "json" else replace(run, path=path)]
-                if kind == "html" and before is not None and before.sources:
-                    runs.insert(0, before)
-                write_output(kind, path, runs, self.view)
+                named = run if kind == "json" else replace(run, path=path)
+                write_output(kind, path, [named], self.view)
 
     def let_go(self) -> None:
         """Unlock the run's file and note what is saved; a file without cases is removed."""

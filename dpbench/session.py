@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.case import Case
 from dpbench.files import printable
 from dpbench.findings import Asked, Findings
+from dpbench.process.imported import digest
 from dpbench.registry import OUTPUTS
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE
@@ -109,7 +111,11 @@ class Session:
         if self.settings.saves:  # last: no number is taken if anything else fails
             device = device_of(self.instruments, self.settings, self.gpu)
             self.begun = self.files.open(device, self.begun, self._stands(()))
-            self.findings.keep(outcome for outcome in self.begun.outcomes if outcome.error is None)
+            done = [outcome for outcome in self.begun.outcomes if outcome.error is None]
+            kept = [o for o in done if all(digest(Path(f)) == d for f, d in o.imported.items())]
+            self.findings.keep(kept)
+            if again := [outcome.case.id for outcome in done if outcome not in kept]:
+                self.notes.append(f"measured again, for their code has changed: {', '.join(again)}")
 
     @property
     def asked(self) -> Asked:
@@ -210,8 +216,28 @@ class Session:
                 f"judged all that was asked for"
             )
         self.findings.share(regressions=verdict.regressions, unjudged=unjudged)
-        for missing in unjudged:
-            self.problem(f"{missing}{self.remedy}")
+
+    def _fail_without_measuring(self) -> None:
+        """Fail because no test was run that the command line's limits are for."""
+        from dpbench.results.gate import Unjudged
+
+        option, self.limits = self.settings.option("compare_fail"), []
+        missing = Unjudged(option, [], "no test that was selected measures anything for it")
+        self.findings.share(unjudged=[missing])
+        self.problem(str(missing))
+
+    def _list_failures(self) -> None:
+        """List as problems what could not be judged, and then what exceeded its limit."""
+        unjudged, regressions = self.findings.unjudged, self.findings.regressions
+        if not (unjudged or regressions):
+            return
+        from dpbench.results.gate import Unjudged
+        from dpbench.show.comparison import exceeded_lines
+
+        for row in unjudged:
+            self.problem(f"{Unjudged(**row)}{self.remedy if row['cases'] else ''}")
+        for line in exceeded_lines(regressions):
+            self.problem(line)
 
     # --- files -------------------------------------------------------------------------------
 
@@ -221,11 +247,8 @@ class Session:
             return
         with self.findings.lock():
             outcomes = self.findings.outcomes()
-            session, before = self._stands(outcomes, complete=complete), None
-            with reporting(self.problem):
-                if last and self.settings.histogram is not None and self.settings.compares:
-                    before = self.reference
-            self.files.write(outcomes, self.begun.environment, session, last=last, before=before)
+            session = self._stands(outcomes, complete=complete)
+            self.files.write(outcomes, self.begun.environment, session, last=last)
 
     def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
         """The run's description of the session so far: ``interrupted`` until it is complete."""
@@ -234,7 +257,7 @@ class Session:
             "cases_asked": max(began["cases_asked"], self._cases_of(outcomes)),
             "seconds": round(began["seconds"] + time.monotonic() - self.began, 1),
             "status": COMPLETE if complete else INTERRUPTED,
-            "regressed": bool(findings.regressions or findings.unjudged),
+            "regressed": bool(findings.regressions),
             "regressions": findings.regressions,
             "unjudged": findings.unjudged,
         }
@@ -258,13 +281,12 @@ class Session:
             complete: whether every case that was asked for has an outcome, or a reason why not.
             limited: what the limits of the command line apply to; None if they apply to nothing.
         """
-        if complete and self.limits and limited is None:
-            self.limits = []
-            option = self.settings.option("compare_fail")
-            self.notes.append(f"{option} judged nothing: no test it is for measures")
-        outcomes = self.findings.outcomes()
+        outcomes, is_for_none = self.findings.outcomes(), limited is None and complete
         with reporting(self.problem):
+            if self.limits and is_for_none:
+                self._fail_without_measuring()
             self._compare(outcomes, limited or (), complete)
+            self._list_failures()
         if self.files.path is not None:  # a run that it resumes may have been asked for more
             complete = complete and self._cases_of(outcomes) >= self.begun.cases_asked
         self.write(complete=complete, last=True)
@@ -279,8 +301,8 @@ class Session:
     @property
     def failed(self) -> bool:
         """Whether a case failed, something got worse, or there is a problem."""
-        broken = any(o.error and not o.skipped for o in self.findings.outcomes())
-        return bool(broken or self.findings.regressions or self.problems)
+        broken = any(o.error for o in self.findings.outcomes())
+        return bool(broken or self.problems)
 
     def close(self) -> None:
         """Remove what its processes shared."""

@@ -10,7 +10,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -137,14 +136,6 @@ class Settings:
     markdown: Path | None = options.file("the tables")
     csv: Path | None = options.file("every row as CSV")
     html: Path | None = options.file("a page of charts and tables (needs dpbench[report])")
-    histogram: str | None = options.option(
-        "write the page of charts as PREFIX.html, beside the run that is compared with "
-        "(default dpbench_TIME)",
-        command="",
-        nargs="?",
-        const="",
-        metavar="PREFIX",
-    )
 
     # what is saved, and compared with
     save: str | None = options.option("save the run in the storage as NAME", metavar="NAME")
@@ -205,9 +196,6 @@ class Settings:
         if given.get("disable"):
             kept = ("own", "only", "skip", "disable", "grid", "baseline", "compare_fail")
             given = {name: given[name] for name in kept}
-        if (prefix := given.get("histogram")) is not None:
-            named = prefix or f"dpbench_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-            given["output"] += (directory / f"{named}.html",)
         return cls(of_pytest=of_pytest, directory=directory, axes=axes, **given)
 
     def option(self, name: str) -> str:

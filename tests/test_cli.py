@@ -163,7 +163,7 @@ def test_a_step_that_fails_says_why_in_its_record(
     with pytest.raises(RuntimeError):
         main(["step", "--trainer=outside:Crashing", *options])
     message = "RuntimeError: the clipping kernel fell over "
-    message += '(outside.py:21: raise RuntimeError("the clipping kernel fell over"))'
+    message += '(outside.py:18: raise RuntimeError("the clipping kernel fell over"))'
     error = json.loads(capsys.readouterr().out)["error"]
     assert error == {"kind": "builtins:RuntimeError", "message": message}
     assert main(["step", "--trainer=outside:Greedy", *options]) == 1

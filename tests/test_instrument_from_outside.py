@@ -14,6 +14,7 @@ import pytest
 from dpbench.cli import main
 from dpbench.instruments import INSTRUMENTS, choose
 from dpbench.metrics import METRICS
+from dpbench.results.run import Run
 from dpbench.settings import Settings
 from tests.commands import scripts
 from tests.commands.test_exec import ProcessHere
@@ -22,6 +23,7 @@ from tests.plugin import conftest as sessions
 imports = sessions.imports  # a fixture: what a session imported stays
 
 POWER = """
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -52,7 +54,7 @@ class Reading(Running):
     def rows(self):
         if self.case.trainer == "dpsgd_fgc":
             raise LookupError("no meter")
-        if self.case.trainer == {interrupted!r}:
+        if self.case.trainer == os.environ.get("INTERRUPTED"):
             raise KeyboardInterrupt
         joules = {joules} * self.case.batch_size
         return [
@@ -82,11 +84,9 @@ def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("meter", None)
 
 
-def write(
-    place: Path, joules: float = 2.0, hardware: bool = True, interrupted: str | None = None
-) -> None:
+def write(place: Path, joules: float = 2.0, hardware: bool = True) -> None:
     device = "self.instrument.device" if hardware else "'logical (no hardware)'"
-    text = POWER.format(joules=joules, hardware=hardware, device=device, interrupted=interrupted)
+    text = POWER.format(joules=joules, hardware=hardware, device=device)
     (place / "meter.py").write_text(text)
     sys.modules.pop("meter", None)
 
@@ -120,17 +120,40 @@ def test_its_metric_is_a_column_in_its_own_unit(capsys: pytest.CaptureFixture[st
 
 
 def test_a_resumed_run_is_judged_by_what_it_kept_too(
-    meter: Path, capsys: pytest.CaptureFixture[str]
+    meter: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = [*RUN, "--trainer=dpsgd", "--device=cpu"]
+    limited = ["--compare-fail=energy_joules:5%"]
     assert main([*run, "--save=first"]) == 0
-    write(meter, joules=3.0, interrupted="dpsgd")
-    assert main([*run, "--save=second"]) == 130
-    write(meter)
-    assert main([*run, "--resume", "--compare-fail=energy_joules:5%"]) == 1
-    said = capsys.readouterr()
-    assert "compared with 0001_first" in said.err
-    assert "5% exceeded" in said.out
+    write(meter, joules=3.0)
+    for end in ("kept", "edited"):
+        with monkeypatch.context() as interrupted:
+            interrupted.setenv("INTERRUPTED", "dpsgd")
+            assert main([*run, f"--save={end}"]) == 130
+        capsys.readouterr()
+        if end == "edited":
+            write(meter)  # what it measured before is measured again
+        assert main([*run, "--resume", *limited]) == (end == "kept")
+        said = capsys.readouterr()
+        assert "compared with 0001_first" in said.err
+        assert ("energy_joules@step of standard-" in said.err) == (end == "kept")
+
+
+@pytest.mark.parametrize("joules", ["float('nan')", "float('inf')", "'2'", "None", "10**400 // 1"])
+def test_a_number_that_cannot_be_is_refused_by_name_and_the_others_are_kept(
+    meter: Path, capsys: pytest.CaptureFixture[str], joules: str
+) -> None:
+    text = (meter / "meter.py").read_text()
+    wrong = f"        if self.case.trainer == 'dpsgd': joules = {joules}\n        return ["
+    (meter / "meter.py").write_text(text.replace("        return [", wrong))
+    run = [*RUN, "--trainer=dpsgd", "--device=cpu", "--instrument=logical"]
+    assert main([*run, "--save=first"]) == 1
+    assert "power has recorded the value " in (said := capsys.readouterr().err)
+    assert "for energy_joules@step of step 0" in said
+    saved = Run.load(next(Path(".dpbench").rglob("0001_first.json")))
+    assert [outcome.error for outcome in saved.outcomes] == [None, "RowsRefused"]
+    known = [{row.instrument for row in outcome.rows} for outcome in saved.outcomes]
+    assert known == [{"power", "logical"}, {"logical"}]
 
 
 def test_its_errors_fail_their_case_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_commands_have_the_options_of_pytest_without_its_prefix() -> None:
     assert of_commands - {"--shard"} <= of_pytest
     assert of_pytest - of_commands == {
         *("--ncu", "--cupti", "--no-timing", "--compare-across"),
-        *("--only", "--skip", "--disable", "--histogram"),
+        *("--only", "--skip", "--disable"),
     }
 
 

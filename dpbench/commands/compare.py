@@ -31,7 +31,7 @@ from dpbench.results.gate import Gate
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
 from dpbench.settings import declare
-from dpbench.show.comparison import comparison_tables, grown_text
+from dpbench.show.comparison import comparison_tables, exceeded_lines, grown_text
 from dpbench.show.layout import as_text
 
 
@@ -71,6 +71,7 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
     failures = [*map(str, verdict.unjudged), *newly_failed]
     if worse := len(verdict.regressions):
         failures.append(f"{worse} regression{'s' if worse > 1 else ''}")
+    failures += exceeded_lines(verdict.regressions)
     for failure in failures:
         print(printable(f"dpbench compare: {title}: {failure}"), file=sys.stderr)
     return bool(failures)

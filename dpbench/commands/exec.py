@@ -26,11 +26,12 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dpbench import gpu
@@ -50,6 +51,7 @@ from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
 from dpbench.runner import measure
+from dpbench.saving import reporting
 from dpbench.session import Session, sources
 from dpbench.settings import Settings, declare
 
@@ -62,6 +64,9 @@ DECLARED = {
     ),
 }
 """The options that are those of ``dpbench run``, by group."""
+
+ALIKE = 0.01
+"""By how much the arithmetic of steps with batches of one size may differ."""
 
 OF_INSTRUMENTS = ("ncu_path", "ncu_metrics", "profile_dir", "profile_threshold")
 """The options of instruments that apply to scripts, too."""
@@ -144,6 +149,11 @@ def run(options: argparse.Namespace) -> int:
             failed = any(outcome.error for outcome in outcomes)  # so it becomes no reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete, limited=session.asked)
+            if session.limits or baseline:
+                with reporting(session.problem):
+                    judged = session.reference.outcomes if session.limits else ()
+                    both = [*outcomes, *(o for o in judged if o.case in cases)]
+                    session.notes += dict.fromkeys(_about_sizes(both))
             if baseline:
                 session.notes += _about_baseline(baseline, session.begun)
             show(session, "exec")
@@ -173,8 +183,9 @@ def _chosen(
     program = options.module or options.program
     if not program:
         raise ConfigurationError("name a script, or a module with -m; its options come after it")
-    stem = program[0].rpartition(".")[2] if options.module else Path(program[0]).stem
-    name = options.name or stem
+    # Another file is another subject: it is named by its path from the folder of the storage.
+    path = os.path.relpath(program[0].removesuffix(".py"), settings.storage.parent)
+    name = options.name or (program[0] if options.module else path)
     if name == BASELINE_TRAINER:
         raise ConfigurationError(
             f"{name!r} is what the baseline of ratios is called; give another --name"
@@ -231,6 +242,18 @@ def _as_standard(outcome: Outcome) -> Outcome:
         rows=tuple(replace(row, case=case) for row in outcome.rows),
         notes=(note, *outcome.notes),
     )
+
+
+def _about_sizes(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Notes: whose steps differ in arithmetic, as do batches that Poisson sampling draws."""
+    for outcome in outcomes:
+        flops = [r.value for r in outcome.rows if (r.metric, r.phase) == ("flops", "forward")]
+        if flops and (more := max(flops) / (min(flops) or math.nan) - 1) > ALIKE:
+            yield (
+                f"{outcome.case.id}: batches differ in size: forward has up to {more:.0%} more "
+                f"arithmetic in one step than in another, and numbers are means over "
+                f"{len(flops)} steps; seed the sampler, or take more --steps"
+            )
 
 
 def _about_baseline(baseline: Run, here: Run) -> Iterator[str]:

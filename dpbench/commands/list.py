@@ -3,7 +3,8 @@
 One line a run: its number, by which the other commands know it, name, device, when, how many of
 the cases that were asked for succeeded, and whether it is complete: a session that still writes it
 is running, one that ended before its time was interrupted. Files that cannot be read are named and
-skipped. A run that is marked regressed, or interrupted, is no reference by default.
+skipped. A run that is regressed (something got worse by more than a limit), unjudged (a limit could
+not judge all) or interrupted is a reference only if it is named.
 
 Examples:
   dpbench list
@@ -56,6 +57,6 @@ def _cells(run: Run) -> list[str]:
 
 
 def _status(run: Run) -> str:
-    if run.status == INTERRUPTED:
-        return "running" if is_being_written(run.path) else INTERRUPTED
-    return "regressed" if run.regressed else run.status
+    if run.status == INTERRUPTED and is_being_written(run.path):
+        return "running"
+    return run.verdict

@@ -67,5 +67,5 @@ def finish(
             print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
         text = as_text(summary_tables(merged.outcomes, view), terminal_width())
         print(text, file=settings.tables_to)
-    failed = any(outcome.error and not outcome.skipped for outcome in merged.outcomes)
+    failed = any(outcome.error for outcome in merged.outcomes)
     return int(bool(problems) or failed or merged.status != COMPLETE)

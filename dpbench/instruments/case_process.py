@@ -125,6 +125,7 @@ class Child(Running):
             raise CaseTimedOut(f"{late}{where}", log=self.log)
         if record and not error and not code:
             self.labels = record.get("labels", {})
+            self.imported = record.get("imported", {})
             return record
         if not error:  # it was ended before it could say why
             ended = f"the process {describe_exit(code)}"

@@ -148,12 +148,14 @@ class Running(ABC):
         kernels: what each kernel moved.
         notes: assumptions behind the rows.
         labels: those of the case's trainer, see `TrainerBase.labels`.
+        imported: what it measured in another process, see `dpbench.process.imported`.
     """
 
     operators: Sequence[OperatorCount] = ()
     kernels: Sequence[KernelCount] = ()
     notes: Sequence[str] = ()
     labels: Mapping[str, str] = MappingProxyType({})
+    imported: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def rows(self) -> list[Measurement]:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from dpbench.case import Case, Script
 from dpbench.errors import ConfigurationError, own_line
 from dpbench.instruments import choose
+from dpbench.instruments.elsewhere import watch_elsewhere
 from dpbench.instruments.interface import CaseFailed, Delegating, Instrument, Running
 from dpbench.instruments.recorder import Recorder, on_cuda
+from dpbench.process.imported import imported_files
 from dpbench.process.messages import Steps
 from dpbench.process.step_finder import StepFinder
 from dpbench.process.watched import watch
@@ -93,6 +95,8 @@ def observe(
     finder = StepFinder(recorder, skip=skip, by_hand=True)
     with closing(recorder), closing(finder):
         watch(finder)
+        if not chosen.hardware:
+            watch_elsewhere(finder)
         yield Observed(case, recorder, finder)
 
 
@@ -128,6 +132,7 @@ class OwnSteps(Running):
                     self._take()
         outcome = seen.outcome
         self.operators, self.notes = outcome.operators, outcome.notes
+        self.imported = imported_files()
         if not any(row.value for row in outcome.rows):
             raise CaseFailed(
                 f"{self.case.id}: the function did nothing that could be counted: it must take one "

@@ -31,6 +31,7 @@ from dpbench.case import OUTSIDE, Case
 from dpbench.errors import ConfigurationError, DpbenchError
 from dpbench.files import check_is_file, write_text
 from dpbench.instruments.case_process import describe_exit
+from dpbench.instruments.elsewhere import watch_elsewhere
 from dpbench.instruments.interface import (
     CaseFailed,
     CaseTimedOut,
@@ -199,6 +200,8 @@ def run(
             faulthandler.dump_traceback_later(longest, file=stack, exit=True)
         held.callback(recorder.close)
         watch(finder)
+        if not script.instrument.hardware:
+            watch_elsewhere(finder)
         write_down = partial(_write_down, record, case, finder, recorder)
         held.callback(setattr, os, "_exit", os._exit)
         os._exit = _exit_after(write_down)  # type: ignore[assignment]

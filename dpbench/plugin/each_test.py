@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Step = Callable[[], object]
 """One training step, of a test's own."""
 
+NO_PARAMETERS = "[NOTSET]"
+"""How pytest ends the id of a test that has an empty list of parameters, and skips it."""
+
 NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
 
 
@@ -52,7 +55,7 @@ class EachTest:
         self.session = session
         self._tried_out: set[Case] = set()
         # of the test that is running:
-        self._test = ""
+        self._item: pytest.Item | None = None
         self._steps: list[Step] = []
         self._runs = False
         """Whether its body runs: subtests have their reports meanwhile."""
@@ -125,17 +128,27 @@ class EachTest:
             return cast("CaseReport", Unmeasured(case))
         if step:
             instruments = self._of_step(step, instruments)
+        self._share_asked(case, instruments)
         outcome = self.session.measure(case, instruments)
         from dpbench.results.report import CaseReport
 
         report = CaseReport.of_outcome(outcome)
         self._measured.append((outcome, instruments, report))
-        if outcome.skipped:
-            pytest.skip(outcome.message)
         if outcome.error:
             tail = f"\n--- end of {outcome.log}\n{outcome.log_tail}" if outcome.log_tail else ""
             pytest.fail(f"{outcome.error}: {outcome.message}{tail}", pytrace=False)
         return report
+
+    def _share_asked(self, case: Case, instruments: Sequence[Instrument]) -> None:
+        """Let the session know what is asked for before it is measured, maybe in a fork.
+
+        What no test asks for (a hook, after the last one) is limited, too.
+        """
+        names, item = [instrument.name for instrument in instruments], self._item
+        asked = {**vars(case), "instruments": names, "tests": [_as_test(item)] if item else []}
+        marked = item is not None and item.get_closest_marker("dpbench") is not None
+        limited = None if marked else [(case, name) for name in names]
+        self.session.findings.share(outcomes=[asked], limited=limited)
 
     def _subject(self, step: Step) -> Script:
         """A step of the running test as a subject, named after the test and the function."""
@@ -144,7 +157,8 @@ class EachTest:
         names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
         place = self._steps.index(step)
         again = names[:place].count(names[place])
-        return Script(f"{self._test}:{names[place]}{f'-{again + 1}' if again else ''}")
+        test = self._item.nodeid if self._item else ""
+        return Script(f"{test}:{names[place]}{f'-{again + 1}' if again else ''}")
 
     def _of_step(self, step: Step, instruments: Sequence[Instrument]) -> list[Instrument]:
         """Instruments that measure a step in this process, as the given ones measure a case."""
@@ -188,23 +202,28 @@ class EachTest:
         names = [i.name for i in self.session.instruments] if measures else []
         return names + (["logical"] if takes(item, ["logical_io"]) else [])
 
-    def _asked_before(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Asked:
-        """What a test that failed or was skipped had asked for in the reference."""
-        if not (call.excinfo and self.session.limits):
+    def _asked_before(self, item: pytest.Item) -> Asked:
+        """What a test had asked for in the reference: it must not lose a case unseen."""
+        if not self.session.limits:
             return []
         every = [name for _, name in self.session.sources]  # a test may request a fixture by name
         return self.session.reference.asked_by(
-            item.nodeid, self._instruments_of(item) if takes(item) else every
+            item.nodeid.removesuffix(NO_PARAMETERS),
+            self._instruments_of(item) if takes(item) else every,
         )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         """Begin anew with each run of a test: what its fixtures measure belongs to it."""
-        self._test = item.nodeid
+        self._item = item
         self._steps.clear()
         self._measured.clear()
         self._shared = 0
         return (yield)
+
+    def pytest_runtest_logfinish(self) -> None:
+        """End the test: what is measured from now on is no test's."""
+        self._item = None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -227,7 +246,7 @@ class EachTest:
         fresh = self._measured[self._shared :]
         is_due = {"setup": call.excinfo, "call": not self._runs, "teardown": fresh}[call.when]
         marked = item.get_closest_marker("dpbench") is not None
-        before = [] if marked else self._asked_before(item, call)
+        before = self._asked_before(item) if is_due and not marked else []
         if not (is_due and (takes(item) or self._measured or marked or before)):
             return (yield)
         self._shared = len(self._measured)
@@ -238,8 +257,7 @@ class EachTest:
             reraise=(pytest.exit.Exception, KeyboardInterrupt),
         )
         if not marked:
-            asked = [key for outcome, *_ in fresh for key in outcome.asked]
-            payload["limited"] = [*self.asked_by(item), *before, *asked]
+            payload["limited"] = [*self.asked_by(item), *before]
         self.session.findings.share(outcomes=self._of_test(item, fresh), **payload)
         if call.excinfo is None or _is_skip(call):
             call.excinfo = judged.excinfo or call.excinfo
@@ -305,18 +323,22 @@ class EachTest:
 
     def _of_test(self, item: pytest.Item, measured: Sequence[Measured]) -> list[dict[str, Any]]:
         """Outcomes without rows: which test asked for each case, and what it added."""
-        given = item.callspec.params if hasattr(item, "callspec") else {}
-        params = {name: v.id if isinstance(v, Case) else str(v) for name, v in given.items()}
-        test = {"test": item.nodeid, "params": params}
         return [
             {
                 **vars(outcome.case),
                 "instruments": outcome.instruments,
-                "tests": [test],
+                "tests": [_as_test(item)],
                 "extra_info": json.loads(json.dumps(report.extra_info, default=str)),
             }
             for outcome, _, report in measured
         ]
+
+
+def _as_test(item: pytest.Item) -> dict[str, Any]:
+    """A test as outcomes name it."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    params = {name: v.id if isinstance(v, Case) else str(v) for name, v in given.items()}
+    return {"test": item.nodeid, "params": params}
 
 
 def _is_skip(call: pytest.CallInfo[None]) -> bool:

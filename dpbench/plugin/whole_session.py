@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,6 +100,7 @@ class WholeSession:
         """The ids of modules that were skipped during collection."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
+            self.session.findings.directory  # noqa: B018  # for forks: made now, they share it
             if self.measures:
                 # A batch system's SIGTERM must end the measured processes too, as Ctrl-C does.
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -221,11 +222,19 @@ class WholeSession:
         where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
         return [f"dpbench: {self.session.grid.name}, {count} cases, {where}"]
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Compare and write the files; a session that measured nothing in vain must not pass."""
-        if self.is_worker or not self.runs_tests:
-            return
+    @pytest.hookimpl(wrapper=True, trylast=True)  # within the terminal's, which shows what it finds
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
+        """Compare and write the files, once no other plugin measures any more.
+
+        A session that was asked to measure and measured nothing must not pass.
+        """
+        try:
+            yield
+        finally:
+            if not self.is_worker and self.runs_tests:
+                self._finish(session, exitstatus)
+
+    def _finish(self, session: pytest.Session, exitstatus: int) -> None:
         stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
         self.session.finish(
             complete=len(self.over) >= session.testscollected and not stopped,
@@ -233,39 +242,31 @@ class WholeSession:
         )
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
-        # A regression fails the session even if no test failed: its test may have been skipped
-        # while another measured the case, or a plugin may have changed the test's outcome.
-        worse = {Case.from_row(row).id for row in self.session.findings.regressions}
-        if worse:
-            self.session.problem(f"{', '.join(sorted(worse))} got worse by more than it may")
-        if self.session.findings.unjudged:
-            from dpbench.results.gate import Unjudged  # loads pandas
-
-            for row in self.session.findings.unjudged:
-                self.session.problem(f"{Unjudged(**row)}{self.session.remedy}")
-        if self.measures and not self.session.problems:
-            self._check_measured()
+        # A problem fails the session even if no test failed: a test may have been skipped while
+        # another measured its case, or a plugin may have changed the test's outcome.
         if self.session.problems:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        elif self.measures and not self._has_measured():
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def _limited(self) -> Asked | None:
         """What the command line's limits are for; None if no test that they are for is known."""
         findings = self.session.findings
         limited = findings.limited
-        if self.died:  # before their processes could share what these tests measured
+        if self.died:  # before their processes could say that these tests have ended
             planned = [key for test in self.died for key in findings.tests.get(test, ())]
-            of_no_test = [outcome for outcome in findings.outcomes() if not outcome.tests]
-            limited = [*(limited or ()), *planned, *(key for o in of_no_test for key in o.asked)]
+            limited = [*(limited or ()), *planned]
         names = [name for _, name in self.session.sources]
         for module in self.skipped if self.session.limits else ():
             limited = [*(limited or ()), *self.session.reference.asked_by(module, names)] or limited
         return limited
 
-    def _check_measured(self) -> None:
-        """Refuse a session that was asked to measure and has measured nothing."""
+    def _has_measured(self) -> bool:
+        """Whether the session has measured, which it was asked to; if not, a problem says so."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
         outcomes = self.session.findings.outcomes()
-        if not any(o.rows and o.instruments == instruments for o in outcomes):
+        has_measured = any(o.rows and o.instruments == instruments for o in outcomes)
+        if not has_measured:
             asked = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
             option = self.settings.option(asked)
             fixture = " or ".join(measuring(self.settings))
@@ -273,6 +274,7 @@ class WholeSession:
                 f"{option} was given and nothing was measured; "
                 f"select tests that use the {fixture} fixture, e.g. -m gpu"
             )
+        return has_measured
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the tables, notes and problems of the whole session."""

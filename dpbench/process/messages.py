@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dpbench.errors import ConfigurationError, unknown
+from dpbench.process.imported import imported_files
 
 WAITING = "dpbench: waiting for"
 """Printed before the process waits for its GPU, and whenever another process holds that."""
@@ -37,6 +38,7 @@ def print_record(**record: Any) -> None:
     """Print this process's record: its result or its error, as plain JSON types."""
     mark = os.environ.get(MARK, "")
     own_line = "\n" if mark else ""  # a trainer may have left the last line open
+    record["imported"] = imported_files() if mark else {}
     print(own_line + mark + json.dumps(record), flush=True)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -157,6 +158,12 @@ class Threshold:
     two_sided: bool = False
     written: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(limit or 0) for limit in (self.percent, self.amount)):
+            raise ConfigurationError(
+                f"threshold {self.written or self.metric!r}: a limit must be finite"
+            )
+
     @classmethod
     def parse(cls, text: str) -> Threshold:
         """Read what a user wrote, such as ``dram_bytes@clip:5%+0.1GB``."""
@@ -191,13 +198,17 @@ class Threshold:
 
     def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
         """For each pair of numbers the allowed change, and whether it is exceeded."""
-        allowed = (before.abs() * (self.percent or 0) / 100).clip(lower=self.amount or 0)
+        share, percent = before.abs() / 100, self.percent or 0
+        # Of most numbers the first product is exact; of the largest it overflows.
+        allowed = (before.abs() * percent / 100).replace(math.inf, math.nan).fillna(share * percent)
+        allowed = allowed.clip(lower=self.amount or 0)
         change = after - before
         if self.two_sided:
             change = change.abs()
         elif (metric := METRICS.find(self.metric)) and metric.higher_is_better:
             change = -change
-        return allowed.to_frame("limit").assign(regressed=change > allowed)
+        regressed = ~(change <= allowed) | (allowed == math.inf)  # no number passes unjudged
+        return allowed.to_frame("limit").assign(regressed=regressed)
 
 
 def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:

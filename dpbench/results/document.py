@@ -44,6 +44,7 @@ _SHAPE: dict[str, Any] = {
         "seconds": _NUMBER,
         "status": STATUSES,
         "regressed": bool,
+        "unjudged": [dict],
     },
     "cases": [
         {
@@ -56,6 +57,7 @@ _SHAPE: dict[str, Any] = {
             "extra_info": {},
             "tests": [{"test": str, "params": {}}],
             "labels": {},
+            "imported": {},
         }
     ],
     "devices": [str],

@@ -20,7 +20,7 @@ from dpbench.metrics import METRICS
 from dpbench.results.compare import CHANGES, Threshold, largest_changes, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import as_tuples
-from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED
+from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
@@ -102,6 +102,7 @@ class Gate:
             allowed = limit.exceeded(rows.before, rows.after)
             judged.append(rows[[*CHANGES, "of"]].join(allowed).assign(threshold=str(limit)))
             unjudged += self._unjudged(limit, about)
+        unjudged += self._without_rows() if limits else ()
         if limits and after.status != COMPLETE and self.asked is None:
             counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
             why = f"{after.name} was interrupted, with {counted}"
@@ -143,6 +144,14 @@ class Gate:
         other = other_baseline(self.before, self.after) if limit.of else ""
         yield Unjudged(str(limit), [], other or nothing)
 
+    def _without_rows(self) -> Iterator[Unjudged]:
+        """Cases of which neither run has a number, though one tried."""
+        tried = [*self.before.outcomes, *self.after.outcomes]
+        known = {case for run in (self.before, self.after) for case, _ in run.places}
+        of_asked = [o for o in tried if self.asked is None or not {*o.asked}.isdisjoint(self.asked)]
+        if names := {outcome.case.id: None for outcome in of_asked if outcome.case not in known}:
+            yield Unjudged("a limit", [*names], "neither run has a number of it")
+
     def _why_not(self, case: Case, row: Mapping[str, Any]) -> str:
         """Why a number is not judged; empty if it is, or need not be."""
         if pd.isna(row["after"]):
@@ -161,8 +170,7 @@ class Gate:
         metric, phase, instrument = row["metric"], row["phase"], row["instrument"]
         for outcome in run.outcomes:
             if outcome.case == case and outcome.error:
-                how = "skipped" if outcome.skipped else "failed"
-                return f"{how} in {run.name}: {outcome.error}"
+                return f"failed in {run.name}: {outcome.error}"
         if not (devices := run.places.get((case, instrument))):
             return f"not in {run.name}"
         if not self.across and row["device"] not in devices:
@@ -195,9 +203,9 @@ class Gate:
         return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
 
     def _not_counted(self, case: Case, row: Mapping[str, Any]) -> str:
-        """An operator that logical counting left out, if it did not, or less often, before.
+        """What logical counting left out, if it did not, or less often, before.
 
-        Of operations, any that was left out: what it did then may have been another amount.
+        What ran elsewhere is unknown: it may have grown. So are operations that were left out.
         """
         if row["device"] != NO_HARDWARE:
             return ""
@@ -207,7 +215,9 @@ class Gate:
         )
         if row["metric"] == "flops" or row["of"] == "flops":
             unknown = sorted(note for note in before | after if note.startswith(NO_FLOPS))
-            return unknown[0] if unknown else ""
+            if unknown:
+                return unknown[0]
+        before -= {ELSEWHERE}
         fresh = sorted(note for note in after - before if note.startswith(NOT_COUNTED))
         return f"{fresh[0]} in {self.after.name}" if fresh else ""
 
@@ -233,8 +243,8 @@ class Gate:
             yield f"different from {before.name}: {'; '.join(filter(None, differences))}"
         if before.status != COMPLETE:
             yield f"{before.name} was interrupted: it has what was finished until then"
-        if before.regressed:
-            yield f"{before.name} did not pass its own comparison"
+        elif before.verdict != COMPLETE:
+            yield f"{before.name} did not pass its own comparison: it is {before.verdict}"
 
     def _regressions(self, judged: pd.DataFrame) -> list[dict[str, Any]]:
         """The rows that exceed their limit, as plain JSON types, NaN as None."""

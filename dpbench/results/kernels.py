@@ -27,6 +27,8 @@ NOT_COUNTED = "NOT COUNTED"
 NO_FLOPS = "FLOPS NOT COUNTED"
 """How a note begins that names an operator whose floating-point operations were not counted."""
 
+ELSEWHERE = f"{NOT_COUNTED}: operators that ran in other threads or forks while steps counted"
+
 HEAVY = 0.01
 """An operator with more than this part of a step's bytes is heavy."""
 

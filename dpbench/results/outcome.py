@@ -21,6 +21,8 @@ INTERRUPTED = "interrupted"
 STATUSES = (COMPLETE, INTERRUPTED)
 """How a session ended; until then its document says ``interrupted``."""
 
+REGRESSED, UNJUDGED = "regressed", "unjudged"
+"""What limits said of a complete session: something got worse, or could not be judged."""
 
 LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
     "rows": Measurement,
@@ -32,9 +34,6 @@ LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = 
 SEEN = ("operators", "kernels")
 """Those of them whose entries say the number of their outcome; rows say their instrument."""
 
-NOT_TRIED = "DoesNotFit"
-"""The error of a case that was skipped because it cannot fit the GPU, in older documents."""
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -44,7 +43,8 @@ class Outcome:
     ``instruments`` are the names of those that were to measure it; ``operators`` and ``kernels``
     are what each operator and kernel did, ``notes`` what was assumed. ``tests`` are those that
     asked for it, each with its id as ``test`` and its ``params`` as text; ``extra_info`` is what
-    they added. ``labels`` are the trainer's, see `TrainerBase`.
+    they added. ``labels`` are the trainer's, see `TrainerBase`; ``imported`` are files of its
+    code, see `dpbench.process.imported`.
     """
 
     case: Case
@@ -61,11 +61,7 @@ class Outcome:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tests: tuple[Mapping[str, Any], ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether it was not tried, because it cannot fit the GPU."""
-        return self.error == NOT_TRIED
+    imported: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def asked(self) -> list[tuple[Case, str]]:
@@ -139,7 +135,7 @@ def document(
     lists = {name: [entry for case in cases for entry in case.pop(name)] for name in LISTS}
     for case in cases:
         del case["log_tail"]
-        for of_some in ("extra_info", "tests", "labels"):
+        for of_some in ("extra_info", "tests", "labels", "imported"):
             if not case[of_some]:
                 del case[of_some]
     return {
@@ -182,10 +178,9 @@ def _records(frame: pd.DataFrame) -> list[dict[Hashable, Any]]:
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For each trainer: how many cases succeeded, failed or were skipped, why, and peak memory.
+    """For each trainer: how many cases succeeded or failed, why, and peak memory.
 
-    There is a line for each set of instruments. Skipped cases, which cannot fit the GPU, do not
-    count for ``success_rate``; their reason is among the ``failures``, too.
+    There is a line for each set of instruments.
     ``peak_memory_bytes`` is the largest that was measured, ``logical_peak_memory_bytes`` the
     largest that was predicted without hardware; None where there is none.
     """
@@ -200,8 +195,7 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             for o in group
             if o.error
         ]
-        skipped = sum(outcome.skipped for outcome in group)
-        tried, ok = len(group) - skipped, len(group) - len(failures)
+        ok = len(group) - len(failures)
         rows = [r for o in group for r in o.rows if r.metric == "peak_memory_bytes"]
         measured = [row.value for row in rows if row.device != NO_HARDWARE]
         counted = [row.value for row in rows if row.device == NO_HARDWARE]
@@ -210,9 +204,8 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "trainer": trainer,
                 "instruments": list(instruments),
                 "ok": ok,
-                "failed": tried - ok,
-                "skipped": skipped,
-                "success_rate": ok / tried if tried else None,
+                "failed": len(failures),
+                "success_rate": ok / len(group),
                 "peak_memory_bytes": max(measured, default=None),
                 "logical_peak_memory_bytes": max(counted, default=None),
                 "failures": failures,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from dpbench.case import AXES, COUNTS, Case, Script
+from dpbench.case import ALL_PHASES, AXES, COUNTS, Case, Script
 from dpbench.metrics import METRICS
 
 SCHEMA = 2
@@ -92,23 +93,48 @@ def summed(*without: str) -> list[str]:
     return identity(*REDUCED, *without)
 
 
-def checked(case: Case, rows: Sequence[Measurement]) -> list[Measurement]:
-    """The rows that an instrument recorded of a case, with zeros where a step lacks a phase.
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
 
-    A row that is missing afterwards was lost. Scripts get no zeros: their steps may differ in
-    phases.
 
-    Raises:
-        ValueError: a row is of another case, or two rows are of the same number.
+def checked(
+    case: Case, rows: Iterable[Measurement], *, whole: bool = True
+) -> tuple[list[Measurement], list[str]]:
+    """The rows that an instrument recorded of a case, and why others of its rows are refused.
+
+    Zeros are added where a step lacks a phase: a row that is missing afterwards was lost. Scripts
+    get none, because their steps may differ in phases; nor does a case of which a row is refused,
+    or that was not measured as a ``whole``.
     """
-    if others := {row.case.id for row in rows if row.case != case}:
-        raise ValueError(f"the instrument has returned rows of {min(others)}")
-    said = Counter(map(_without_value, rows))
-    for row, times in said.items():
-        if times > 1:
-            where = f"{row.metric}@{row.phase} of step {row.repeat} by {row.instrument}"
-            raise ValueError(f"the instrument has returned {times} rows for {where}")
-    return [*rows, *(() if isinstance(case, Script) else _zeros(rows))]
+    stands: dict[Measurement, Measurement] = {}
+    refused: list[str] = []
+    for row in rows:
+        if why := _impossible(case, row, stands):
+            where = f"{row.metric}@{row.phase} of step {row.repeat}"
+            refused.append(f"{row.instrument} has recorded {why} for {where}")
+        else:
+            stands[_without_value(row)] = row
+    whole = whole and not (refused or isinstance(case, Script))
+    return [*stands.values(), *(_zeros([*stands.values()]) if whole else ())], refused
+
+
+def _impossible(case: Case, row: Measurement, stands: Container[Measurement]) -> str:
+    """What cannot be true of a row of a case, beside those that stand; empty if it can."""
+    for each in OWN_FIELDS:
+        value = getattr(row, each.name)
+        if isinstance(value, bool) or not isinstance(value, _TYPES[str(each.type)]):
+            return f"the {each.name} {value!r}"
+    metric = METRICS.get(row.metric)
+    is_finite = abs(row.value) <= sys.float_info.max
+    wrong = {
+        f"a number of {row.case.id}": row.case != case,
+        f"the phase {row.phase!r}": row.phase not in (STEP, *ALL_PHASES),
+        f"the unit {row.unit!r}": metric and row.unit != metric.unit,
+        f"the repeat {row.repeat}": row.repeat < 0,
+        f"the rank {row.rank}": row.rank < 0,
+        f"the value {row.value}": not is_finite or (metric and row.value < 0 and not metric.signed),
+        f"a second value, {row.value},": _without_value(row) in stands,
+    }
+    return next((what for what, is_so in wrong.items() if is_so), "")
 
 
 def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:

@@ -20,7 +20,9 @@ from dpbench.results.document import checked_frame, naming, parsed
 from dpbench.results.outcome import (
     COMPLETE,
     LISTS,
+    REGRESSED,
     SEEN,
+    UNJUDGED,
     Outcome,
     baseline_of,
     document,
@@ -114,6 +116,7 @@ class Run:
             "cases_asked": max(len({o.case for o in outcomes}), *(r.cases_asked for r in runs)),
             "status": next((r.status for r in runs if r.status != COMPLETE), COMPLETE),
             "regressed": any(run.regressed for run in runs),
+            "unjudged": [each for run in runs for each in run.session.get("unjudged", ())],
             "grid": dict(_common([run.session.get("grid", {}) for run in runs])),
             **({"parts": parts} if len(parts) > 1 else {}),
         }
@@ -157,8 +160,16 @@ class Run:
 
     @property
     def regressed(self) -> bool:
-        """Whether a comparison failed in its session; such a run is no reference by default."""
+        """Whether something got worse in its session by more than a limit."""
         return bool(self.session.get("regressed", False))
+
+    @property
+    def verdict(self) -> str:
+        """Its status, or what limits said if it is complete: ``regressed`` or ``unjudged``."""
+        if self.status != COMPLETE:
+            return self.status
+        unjudged = UNJUDGED if self.session.get("unjudged") else COMPLETE
+        return REGRESSED if self.regressed else unjudged
 
     @property
     def cases_asked(self) -> int:
@@ -244,13 +255,13 @@ class Run:
         return {str(test.get("test")) for outcome in self.outcomes for test in outcome.tests}
 
     def asked_by(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
-        """The cases that a test, or the tests of a module, asked these instruments for."""
+        """The cases that a test asked these instruments for, by any parameters, or a module's."""
         return [
             (outcome.case, name)
             for outcome in self.outcomes
             for name in outcome.instruments
             for test in outcome.tests
-            if name in by and f"{test.get('test')}::".startswith(f"{tests}::")
+            if name in by and f"{test.get('test')}::".startswith((f"{tests}::", f"{tests}["))
         ]
 
 

@@ -235,19 +235,26 @@ class Reference:
             tests: the ids of tests and modules that it should have measured for.
         """
         if self._run is None:
-            files = map(Path, self._files())
+            files, skipped, passed_over = map(Path, self._files()), list[str](), list[str]()
             if self.settings.compare:
                 self._run = Run.load(next(files))
             else:
-                comparable = self._comparable(readable(files, Run.load, self.notes))
-                self._run = fullest(comparable, {*asked}, {*tests}) or Run.of("the storage")
+                comparable = self._comparable(readable(files, Run.load, skipped), passed_over)
+                best = fullest(comparable, {*asked}, {*tests})
+                if skipped and not best and self.settings.compare_first_run_ok:
+                    option = self.settings.option("compare_first_run_ok")
+                    raise ConfigurationError(f"{option}: this is not the first; {skipped[0]}")
+                self._run = best or Run.of("the storage")
+                self.notes += skipped if best else [*skipped, *passed_over[:1]]
         return self._run
 
-    def _comparable(self, runs: Iterable[Run]) -> Iterator[Run]:
-        """The runs that are complete, passed their own comparison, and have a common source."""
-        for run in runs:
-            if run.status == COMPLETE and not run.regressed and {*self.sources} & {*run.sources}:
+    def _comparable(self, runs: Iterable[Run], passed_over: list[str]) -> Iterator[Run]:
+        """The runs that have a common source, are complete, and passed their own comparison."""
+        for run in (run for run in runs if {*self.sources} & {*run.sources}):
+            if run.verdict == COMPLETE:
                 yield run
+            else:
+                passed_over.append(f"{run.name} is {run.verdict}: no reference unless it is named")
 
 
 def fullest(

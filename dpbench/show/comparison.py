@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +17,9 @@ from dpbench.results.frame import as_tuples
 from dpbench.results.gate import Verdict
 from dpbench.results.rows import STEP, summed
 from dpbench.show.layout import ABSENT, Table, gigabytes, written
+
+MOST_LINES = 40
+"""Of a list of what exceeded its limit."""
 
 HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
 
@@ -88,6 +92,18 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     for title, rows in by_case.items():
         parts += [Table(title, HEADERS, [*map(change_cells, rows)]).as_text(), grown_text(rows)]
     return "\n\n".join(filter(None, parts))
+
+
+def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What exceeded its limit, the largest change first; the last line says how many more."""
+    worst = sorted(regressions, key=lambda row: -abs(row["relative"] or math.inf))
+    lines = []
+    for row in worst:
+        metric, phase, before, after, change, limit = change_cells(row)
+        number = f"{metric}@{phase} of {Case.from_row(row).id}"
+        lines.append(f"{number}: {before} -> {after}, {change}, limit {limit}")
+    more = len(lines) - MOST_LINES
+    return [*lines[: MOST_LINES - 1], f"and {more + 1} more"] if more > 0 else lines
 
 
 def grown_text(regressions: Iterable[Mapping[str, Any]]) -> str:

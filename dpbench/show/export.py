@@ -56,10 +56,8 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
     if not summary:
         return Table("Cases by trainer", [], [])
     lines = pd.DataFrame(summary)
-    tried, skipped = lines.ok + lines.failed, lines.skipped.map(", {} skipped".format)
     lines["instruments"] = lines.instruments.map(", ".join)
-    lines["cases"] = lines.ok.astype(str) + "/" + tried.astype(str)
-    lines["cases"] += skipped.where(lines.skipped > 0, "")
+    lines["cases"] = lines.ok.astype(str) + "/" + (lines.ok + lines.failed).astype(str)
     columns: dict[str, Shown] = {
         "trainer": ("trainer", str),
         "instruments": ("instruments", str),

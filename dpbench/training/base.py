@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -72,6 +73,7 @@ class TrainerBase(ABC):
         autocast: torch.dtype | None = None,
         parallel: str = "none",
     ) -> None:
+        check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm)
         self.autocast = autocast
         self.device_type = next((p.device.type for p in model.parameters()), "cpu")
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=autocast is torch.float16)
@@ -141,6 +143,25 @@ class TrainerBase(ABC):
             )
         for number, part in enumerate(parts_of(batch, self.micro_batches), 1):
             yield number == self.micro_batches, part
+
+
+def check_numbers(
+    batch_size: int, micro_batches: int, noise_multiplier: float, max_grad_norm: float
+) -> None:
+    """Refuse numbers with which a step would not be private, or would drop examples."""
+    if not 0 < max_grad_norm < math.inf:
+        raise ConfigurationError(
+            f"max_grad_norm is {max_grad_norm}, and must be finite and above 0, such as 1.0"
+        )
+    if not 0 <= noise_multiplier < math.inf:
+        raise ConfigurationError(
+            f"noise_multiplier is {noise_multiplier}, and must be finite and not below 0, such as "
+            f"1.0, or 0 for no noise"
+        )
+    if micro_batches < 1 or batch_size % micro_batches:
+        raise ConfigurationError(
+            f"micro_batches is {micro_batches}, and must divide the batch size, {batch_size}"
+        )
 
 
 def mean_of(losses: list[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
 from dpbench.training.gradient_sums import Factors, scaled
-from dpbench.training.per_layer import Rule, Seen, rule_of, sum_of
+from dpbench.training.per_layer import Rule, Seen, rule_of
 from dpbench.training.phases import phase
 
 
@@ -131,15 +131,14 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
 
     def clipping_factors(self, seen: dict[nn.Module, Seen]) -> Tensor:
-        """What each example's gradient is multiplied by, ``[B]``, float32."""
-        # Rounding can take products T × T that cancel below zero.
-        return self.factors_for(self.squared_norms(seen).clamp(min=0).sqrt())
+        """What each example's gradient is multiplied by, ``[B]``, float32 at least."""
+        return self.factors_for(self.squared_norms(seen))
 
-    def squared_norms(self, seen: dict[nn.Module, Seen]) -> Tensor:
-        """Of each example's gradient, ``[B]``, float32."""
-        return sum_of(
-            [rule.squared_norms(seen[layer]) for layer, rule in self.rules.items() if layer in seen]
-        )
+    def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
+        """Of parts of each example's gradient, each ``[B]``, float32 at least."""
+        return [
+            rule.squared_norms(seen[layer]) for layer, rule in self.rules.items() if layer in seen
+        ]
 
 
 class ChangeableInPlace(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
 from dpbench.training.gradient_sums import Sums
 from dpbench.training.known_model import KnownModel
+from dpbench.training.norm_bounds import clipping_factors, total
 from dpbench.training.parallel import begun_together, own_generator, own_part, summed
 from dpbench.training.phases import phase
 from dpbench.training.refusals import ONLY_GHOST, check_layers
@@ -70,9 +71,9 @@ class ClippedSumTrainer(TrainerBase):
         self.known.check()
         self._sums = None
 
-    def factors_for(self, norms: Tensor) -> Tensor:
-        """What gradients of these norms are multiplied by, at most 1."""
-        return (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+    def factors_for(self, squared_norms: Sequence[Tensor]) -> Tensor:
+        """What gradients are multiplied by, of whose parts these are the squared norms ``[B]``."""
+        return clipping_factors(total(squared_norms), self.max_grad_norm)
 
     def over_ranks(self, gradients: list[Tensor]) -> Iterable[Tensor]:
         """The buffers, once they have been added up over the ranks."""

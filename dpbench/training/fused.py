@@ -23,8 +23,9 @@ from dpbench.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
 from dpbench.training.gradient_sums import in_buffers, one_buffer
-from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent, scaled
+from dpbench.training.kernels import layer_norm_samples, noisy_descent, scaled
 from dpbench.training.known_model import KnownModel
+from dpbench.training.norm_bounds import squared_norms_of_alike, squared_sample_norms
 from dpbench.training.per_layer import (
     EmbeddingRule,
     Gradients,
@@ -33,7 +34,6 @@ from dpbench.training.per_layer import (
     SampledRule,
     Seen,
     rule_of,
-    sum_of,
     three_dimensional,
 )
 from dpbench.training.phases import phase
@@ -85,7 +85,7 @@ class FusedTrainer(BookKeepingTrainer):
         usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
         return LayerNormRule(layer, name) if usual else rule_of(layer, name)
 
-    def squared_norms(self, seen: dict[nn.Module, Seen]) -> Tensor:
+    def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
         norms, small = [], []
         for layer in (layer for layer in self.rules if layer in seen):
@@ -99,11 +99,11 @@ class FusedTrainer(BookKeepingTrainer):
             else:
                 norms.append(rule.squared_norms(seen[layer]))
         if small:
-            norms.append(torch.cat(small, 1).square().sum(1))
+            norms.append(squared_sample_norms(torch.cat(small, 1), self.trained[0].dtype))
         for (trains_bias, *_), pairs in alike.items():
             xs, gs = zip(*pairs, strict=True)
-            norms.append(gram_norms(list(xs), list(gs), bool(trains_bias)))
-        return sum_of(norms)
+            norms += squared_norms_of_alike(list(xs), list(gs), bool(trains_bias)).unbind()
+        return norms
 
     def update(self) -> None:
         if not self.merged:

@@ -6,12 +6,15 @@ https://github.com/meta-pytorch/opacus), and can be had alone: ``ghost_lean:chan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.grad_sample import grad_sample_module_fast_gradient_clipping as hooks
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleModuleFastGradientClippingFSDP,
 )
@@ -19,13 +22,24 @@ from opacus.optimizers import DPOptimizer
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import conv1d, conv2d, conv3d
 
 from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
+from dpbench.training.gradient_sums import rounded_down
 from dpbench.training.lean import NoiseAtOnce, changed_optimizer, chosen, derived, kept_of
+from dpbench.training.norm_bounds import (
+    clipping_factors,
+    squared_bias_norms,
+    squared_product_norms,
+    squared_sample_norms,
+    terms_rounding,
+    total,
+    unit,
+)
 from dpbench.training.parallel import sharded
-from dpbench.training.per_layer import as_computed, squared_bias_norms, three_dimensional
+from dpbench.training.per_layer import as_computed, three_dimensional
 
 CHANGES = ("summed", "bias", "unused", "none", "taken", "noise", "reduce", "gather", "blocks")
 
@@ -35,39 +49,90 @@ NormSampler = Callable[[Any, list[Tensor], Tensor], Norms]
 """Takes a layer, what it was given, and the gradient of what it returned."""
 
 
-def norms_by_products(x: Tensor, g: Tensor) -> Tensor:
-    """Of each example's gradient of a linear layer's weight, from products T × T, as Opacus does.
-
-    Args:
-        x: activations ``[B, T, K]``.
-        g: gradients of what it returned, ``[B, T, N]``.
-    """
-    squares = torch.einsum("nij,nij->n", torch.bmm(x, x.mT), torch.bmm(g, g.mT))
-    return squares.clamp(min=0).sqrt()  # rounded, they may be below zero
-
-
 def linear_norms(
     layer: Any,
     activations: list[Tensor],
     backprops: Tensor,
-    weight_norms: Callable[[Tensor, Tensor], Tensor] = norms_by_products,
+    squared_norms: Callable[[Tensor, Tensor], Tensor] = squared_product_norms,
 ) -> Norms:
     """Of a linear layer; the bias's from its gradient, for which Opacus makes T × T products."""
     x, g = three_dimensional(activations[0]), three_dimensional(backprops)
     norms = {}
     if layer.weight.requires_grad:
-        norms[layer.weight] = weight_norms(as_computed(x, g), g)
+        norms[layer.weight] = squared_norms(as_computed(x, g), g).sqrt()
     if layer.bias is not None and layer.bias.requires_grad:
         norms[layer.bias] = squared_bias_norms(g).sqrt()
     return norms
 
 
+def embedding_norms(layer: nn.Embedding, activations: list[Tensor], backprops: Tensor) -> Norms:
+    """Of an embedding; Opacus adds up each row's gradients, in their type."""
+    ids, g = activations[0].reshape(len(backprops), -1), three_dimensional(backprops)
+    norms = squared_product_norms(ids, g).sqrt()
+    if not g.is_cuda and g.itemsize == 2:  # in the second pass a CPU sums in this type
+        norms += g.shape[1] ** 1.5 * unit(g.dtype) * g.float().square().sum((1, 2)).sqrt()
+    return {layer.weight: norms}
+
+
+def rounded_terms(layer: nn.Module, x: Tensor, g: Tensor) -> Any:
+    """What rounding adds to norms ``[B]``, where the second pass adds up terms of its own.
+
+    Not known of others than convolutions and layer norms, nor of what a layer norm rounds itself:
+    of numbers that lie far from 0, it normalizes what is left of them.
+    """
+    wide = torch.promote_types(g.dtype, torch.float32)
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
+        conv: Any = {1: conv1d, 2: conv2d, 3: conv3d}[len(layer.kernel_size)]
+        squares = x.to(wide).square().sum(1, keepdim=True)
+        patches = conv(squares, ones, None, layer.stride, layer.padding, layer.dilation)
+        of_outputs = g.to(wide).square().sum(1, keepdim=True)
+        size = ((1 + patches) * of_outputs).flatten(1).sum(1).sqrt()
+        number = patches[0].numel()
+    elif isinstance(layer, nn.LayerNorm):  # a normalized number is at most the root of their number
+        width = math.prod(layer.normalized_shape)
+        size = (1 + width) ** 0.5 * torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=wide)
+        number = g[0].numel() // width
+    else:
+        return 0.0
+    return 2 * terms_rounding(g.dtype, number) * size
+
+
+def keeping_terms(sampler: Callable[..., Norms]) -> Callable[..., Norms]:
+    """A sampler of per-sample gradients that also keeps their `rounded_terms`, for `keep_norms`."""
+
+    def sampled(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> Norms:
+        samples = sampler(layer, activations, backprops)
+        terms = rounded_terms(layer, activations[0], backprops)
+        for kept in map(vars, samples):
+            kept["rounded_terms"] = kept.get("rounded_terms", 0.0) + terms
+        return samples
+
+    return sampled
+
+
+def keep_norms(*, param: Any, grad_sample: Tensor, max_batch_len: int) -> None:
+    """Keep the norms of per-sample gradients; Opacus's are computed in their type."""
+    if not param.requires_grad:
+        return
+    norms = squared_sample_norms(grad_sample).sqrt() + vars(param).pop("rounded_terms", 0.0)
+    param._norm_sample = nn.functional.pad(norms, (0, max_batch_len - len(norms)))
+
+
 class LeanGhostModule(GradSampleModuleFastGradientClipping):  # type: ignore[misc]
-    """Opacus's, with other norms of linear layers."""
+    """Opacus's, with norms of linear layers and embeddings that are upper bounds."""
 
     NORM_SAMPLERS: ClassVar[Mapping[type, NormSampler]] = {
         **GradSampleModuleFastGradientClipping.NORM_SAMPLERS,
         nn.Linear: linear_norms,
+        nn.Embedding: embedding_norms,
+    }
+    GRAD_SAMPLERS: ClassVar[Mapping[type, Callable[..., Norms]]] = {
+        **GradSampleModuleFastGradientClipping.GRAD_SAMPLERS,
+        **{
+            kind: keeping_terms(GradSampleModuleFastGradientClipping.GRAD_SAMPLERS[kind])
+            for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm)
+        },
     }
 
 
@@ -75,7 +140,10 @@ def as_sharded(
     module_class: type[GradSampleModuleFastGradientClipping],
 ) -> type[GradSampleModuleFastGradientClippingFSDP]:
     """Opacus's module for FSDP2 with the norms of another."""
-    samplers = {"NORM_SAMPLERS": module_class.NORM_SAMPLERS}
+    samplers = {
+        "NORM_SAMPLERS": module_class.NORM_SAMPLERS,
+        "GRAD_SAMPLERS": module_class.GRAD_SAMPLERS,
+    }
     return type("Sharded", (GradSampleModuleFastGradientClippingFSDP,), samplers)
 
 
@@ -83,7 +151,8 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
     """`DPGhostClippingTrainer` with these changes.
 
     - ``summed``: the loss is a sum; Opacus multiplies what each layer gets back from its mean.
-    - ``bias``: norms of biases come from their gradients; Opacus makes T × T products.
+    - ``bias``: norms of biases come from their gradients; Opacus makes T × T products. And norms
+      are upper bounds, see `dpbench.training.norm_bounds`; Opacus's may be too small.
     - ``unused``: the pass for the norms computes no gradient of a parameter, so that under FSDP2
       none is reduced in it. Under activation checkpointing autograd cannot leave them out.
     - ``none``: gradients of that pass are dropped; Opacus makes them zeros, and adds to these.
@@ -161,18 +230,25 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
         module: Any = self.grad_sample_module
         reduced = losses.sum() if "summed" in self.changes else losses.mean()
         firsts, self._firsts = self._firsts, []
-        if firsts and not self._runs_again:
-            # Backward goes through every layer to the first ones, and computes nothing else: what
-            # FSDP2 does not reduce it keeps, and adds to the gradients of the second pass.
-            torch.autograd.grad(reduced, firsts, retain_graph=True, allow_unused=True)
-        else:
-            reduced.backward(retain_graph=True)
-            self.optimizer.zero_grad(set_to_none="none" in self.changes)
-        weights = module.get_clipping_coef()
+        kept = keep_norms if "bias" in self.changes else hooks.create_norm_sample
+        with patch.object(hooks, "create_norm_sample", kept):
+            if firsts and not self._runs_again:
+                # Backward goes through every layer to the first ones, and computes nothing else:
+                # what FSDP2 does not reduce it keeps, and adds to the gradients of the second pass.
+                torch.autograd.grad(reduced, firsts, retain_graph=True, allow_unused=True)
+            else:
+                reduced.backward(retain_graph=True)
+                self.optimizer.zero_grad(set_to_none="none" in self.changes)
+        divisor = 1
         if "noise" in self.changes:
             # The sum is a mean: see NoiseAtOnce. FSDP2 takes that over ranks.
-            sharded = self.parallel == "fsdp2"
-            weights = weights / (self.batch_size if sharded else self.joint_batch_size)
+            divisor = self.batch_size if self.parallel == "fsdp2" else self.joint_batch_size
+        if "bias" in self.changes:
+            squares = total([p._norm_sample.square() for p in module.trainable_parameters])
+            weights = clipping_factors(squares, self.max_grad_norm, divisor)
+            weights = rounded_down(weights, losses.dtype)
+        else:
+            weights = module.get_clipping_coef() / divisor
         module.disable_hooks()
         (weights * losses).sum().backward()
         module.enable_hooks()

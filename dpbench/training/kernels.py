@@ -20,18 +20,94 @@ from dpbench.training import gradient_sums
 EXAMPLES_AT_A_TIME = 2
 """Of these PyTorch makes the products T × T, where there is no kernel for the type."""
 
+SMALL = 2**22
+"""Of so many numbers at most a product is made in float64: it takes no time that shows."""
+
 TILINGS = {torch.float32: (64, 32, 4, 4), torch.bfloat16: (128, 64, 8, 3)}
 """Of the kernel by type: rows of a tile, numbers of a row at a time, warps, stages of loading."""
 
 
+@custom_op("dpbench::wide_product", mutates_args=())
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """The products of matrices ``[B, I, K]`` and ``[B, K, J]``, in float64 or float32.
+
+    `entry_error` says how far they may be off.
+    """
+    wide = wide_type(a, b)
+    if a.is_cuda and a.itemsize == 2 and wide == torch.float32:
+        return torch.bmm(a, b, out_dtype=wide)
+    return torch.bmm(a.to(wide), b.to(wide))
+
+
+@wide_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(len(a), a.shape[1], b.shape[2], dtype=wide_type(a, b))
+
+
+@register_flop_formula(torch.ops.dpbench.wide_product)
+def _(a: Any, b: Any, out_shape: Any = None) -> int:
+    return int(2 * a[0] * a[1] * a[2] * b[2])
+
+
+def is_small(a: Tensor, b: Tensor) -> bool:
+    """Whether a product of these takes no time that shows."""
+    return a.numel() + b.numel() <= SMALL
+
+
+def wide_type(a: Tensor, b: Tensor) -> torch.dtype:
+    """In which `wide_product` computes."""
+    is_wide = a.dtype == torch.float64 or is_small(a, b)
+    return torch.float64 if is_wide else torch.float32
+
+
+def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
+    """In which sums of products T × T are computed."""
+    types = {wide_type(each, each) for each in (x, g) if each.is_floating_point()}
+    return torch.float64 if types == {torch.float64} else torch.float32
+
+
+def entry_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> float:
+    """By how much an entry of ``a b`` may be off, as a part of ``Σ |a_k b_k|``.
+
+    - Sums of K numbers in float32, in any order: K units of 2⁻²⁴ (Higham, section 3.1).
+    - On tensor cores: a sum of 16 products of 16-bit numbers and of what was there before is cut
+      off, not rounded, to 24 bits, each term before that at two bits more: two thirds of that
+      (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ
+      Computer Science 7, 2021, https://doi.org/10.7717/peerj-cs.330, by the method of which newer
+      ones are known to keep these bits).
+    - With TF32 switched on, both numbers are rounded to 11 bits: 2⁻¹⁰ more.
+    - In the kernel of `gram_norms` a float32 product is three of tf32, of the numbers' upper and
+      lower parts, without that of the lower parts. A part has 11 bits, so what is left out and
+      rounded off is less than 3 · 2⁻²⁰, were parts cut off rather than rounded (Ootomo and Yokota,
+      "Recovering single precision accuracy from Tensor Cores", 2022,
+      https://arxiv.org/abs/2203.03341). Each step of it is summed on tensor cores, 8 products and
+      what was there before without a bit more, and added to the others in float32.
+
+    Args:
+        a: ``[B, I, K]``; of whole numbers, there is no error.
+        b: ``[B, K, J]``; the transpose of a, if left out.
+        by_kernel: whether it is a product of `gram_norms_by_kernel`.
+    """
+    if not a.is_floating_point():
+        return 0.0
+    length = a.shape[2]
+    if wide_type(a, a if b is None else b) == torch.float64 and not by_kernel:
+        return length * 2.0**-53
+    if a.is_cuda and a.itemsize == 2:
+        return length * 2.0**-24 * 2 / 3
+    if by_kernel:
+        step = TILINGS[torch.float32][1]
+        return (48 + 18 * step / 8 + length / step) * 2.0**-24
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return length * 2.0**-24 + tf32 * 2.0**-10
+
+
 @custom_op("dpbench::gram_norms", mutates_args=())
 def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
-    """Squared norms of the gradients of layers of one shape, ``[B]``, summed over the layers.
+    """`dpbench.training.norm_bounds.GramSums` of layers of one shape, ``[6, layers, B]``.
 
-    Of a layer and example it is the sum of ``(x xᵀ) · (g gᵀ)``, with a bias of ``(x xᵀ + 1) · …``;
-    of an embedding, whose ``x`` are numbers of rows, ``x xᵀ`` is where two are the same. Products
-    and sums are in float32 at least, but of bf16 as exact as the GPU's tensor cores add
-    (``bench/gram_norms.py`` prints how exact that is).
+    Their products T × T are ``x xᵀ``, with a bias ``x xᵀ + 1``, and ``g gᵀ``; of an embedding,
+    whose ``x`` are numbers of rows, ``x xᵀ`` is where two are the same.
 
     Args:
         activations: of each layer, ``[B, T, K]``, or ``[B, T]`` int64.
@@ -43,7 +119,8 @@ def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias:
 
 @gram_norms.register_fake
 def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
-    return gradients[0].new_empty(len(gradients[0]), dtype=torch.float32)
+    x, g = activations[0], gradients[0]
+    return g.new_empty(6, len(gradients), len(g), dtype=sums_type(x, g))
 
 
 @register_flop_formula(torch.ops.dpbench.gram_norms)
@@ -55,31 +132,81 @@ def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> in
 
 
 def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
-    total = torch.zeros(len(gradients[0]), device=gradients[0].device)
-    for x, g in zip(activations, gradients, strict=True):
-        for first in range(0, len(g), EXAMPLES_AT_A_TIME):
-            some = slice(first, first + EXAMPLES_AT_A_TIME)
-            of_x = x[some, :, None] == x[some, None, :] if x.dim() == 2 else _gram(x[some])
-            of_g = _gram(g[some])
-            if bias:
-                of_x += 1
-            total[some] += (of_x * of_g).sum((1, 2))
-    return total
+    return torch.stack(
+        [
+            torch.cat(
+                [
+                    gram_sums(*products(x_part, g_part, bias))
+                    for x_part, g_part in zip(
+                        x.split(EXAMPLES_AT_A_TIME), g.split(EXAMPLES_AT_A_TIME), strict=True
+                    )
+                ],
+                1,
+            )
+            for x, g in zip(activations, gradients, strict=True)
+        ],
+        1,
+    ).to(sums_type(activations[0], gradients[0]))
 
 
-def _gram(x: Tensor) -> Tensor:
-    if x.is_cuda and x.itemsize == 2:
-        return torch.bmm(x, x.mT, out_dtype=torch.float32)
-    x = x.float() if x.itemsize == 2 else x
-    return torch.bmm(x, x.mT)
+def products(x: Tensor, g: Tensor, bias: bool = False) -> tuple[Tensor, Tensor]:
+    """The products T × T of `gram_norms`, of one layer."""
+    of_g = wide_product(g, g.mT)
+    if x.dim() == 2:
+        return (x[:, :, None] == x[:, None, :]).to(of_g.dtype), of_g
+    of_x = wide_product(x, x.mT)
+    wide = sums_type(x, g)
+    return (of_x.add_(1) if bias else of_x).to(wide), of_g.to(wide)
+
+
+@custom_op("dpbench::gram_sums", mutates_args=())
+def gram_sums(of_x: Tensor, of_g: Tensor) -> Tensor:
+    """`dpbench.training.norm_bounds.GramSums` of products T × T, ``[6, B]``, in one pass."""
+    x, g = (each.diagonal(dim1=1, dim2=2) for each in (of_x, of_g))
+    off = ~torch.eye(of_x.shape[1], dtype=torch.bool, device=of_x.device)
+    pairs = [(each * off).square().sum(2).sum(1) for each in (of_x, of_g)]
+    total = (of_x * of_g).sum(2).sum(1)
+    return torch.stack([total, (x * g).sum(1), x.sum(1), g.sum(1), *pairs])
+
+
+@gram_sums.register_fake
+def _(of_x: Tensor, of_g: Tensor) -> Tensor:
+    return of_x.new_empty(6, len(of_x))
+
+
+@register_flop_formula(torch.ops.dpbench.gram_sums)
+def _(of_x: Any, of_g: Any, out_shape: Any = None) -> int:
+    return int(6 * of_x[0] * of_x[1] * of_x[2])
+
+
+@gram_sums.register_kernel("cuda")
+def _(of_x: Tensor, of_g: Tensor) -> Tensor:
+    examples, tokens, _ = of_x.shape
+    sums = torch.zeros(6, examples, dtype=of_x.dtype, device=of_x.device)
+    blocks = -(-tokens // 8)
+    _kernels()["gram_sums"][blocks * examples,](
+        of_x.contiguous(), of_g.contiguous(), sums, tokens, examples, blocks, 8, 128
+    )
+    return sums
 
 
 @gram_norms.register_kernel("cuda")
 def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
+    made = gram_norms_by_kernel if by_kernel(activations[0], gradients[0]) else _by_products
+    return made(activations, gradients, bias)
+
+
+def by_kernel(x: Tensor, g: Tensor) -> bool:
+    """Whether `gram_norms` of such layers have products T × T in no memory."""
+    return g.is_cuda and g.dtype in TILINGS and not (is_small(x, x) and is_small(g, g))
+
+
+def gram_norms_by_kernel(
+    activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool
+) -> Tensor:
+    """`gram_norms`, without products T × T in memory."""
     examples, tokens, height = gradients[0].shape
     dtype, rows = gradients[0].dtype, activations[0].dim() == 2
-    if dtype not in TILINGS:
-        return _by_products(activations, gradients, bias)
     width = 0 if rows else activations[0].shape[2]
     most, step, warps, stages = TILINGS[dtype]
     tile = min(most, max(16, 1 << (tokens - 1).bit_length()))
@@ -87,19 +214,16 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
     tiles = down * (down + 1) // 2
     pairs = [(x.contiguous(), g.contiguous()) for x, g in zip(activations, gradients, strict=True)]
     aligned = all(tensor.data_ptr() % 16 == 0 for pair in pairs for tensor in pair)
-    total = torch.zeros(examples, device=gradients[0].device)
+    sums = torch.zeros(6, len(pairs), examples, device=gradients[0].device)
     addresses = _addresses(pairs)
     long = tokens * max(width, height) >= 2**31
-    # In float32 a product of two numbers is three of tf32, of their upper and lower parts, without
-    # that of the lower parts. A part has 11 bits, so what is left out and rounded off is less than
-    # 3 · 2⁻²⁰ |a b|, were parts cut off rather than rounded (Ootomo and Yokota, "Recovering single
-    # precision accuracy from Tensor Cores", 2022, https://arxiv.org/abs/2203.03341).
     is_half = dtype == torch.bfloat16
     _kernels()["gram_norms"][tiles * examples, len(pairs)](
-        addresses, total, tokens, width, height, len(pairs), tiles, bias, rows, is_half, aligned,
-        long, "ieee" if is_half else "tf32x3", tile, step, num_warps=warps, num_stages=stages,
+        addresses, sums, tokens, width, height, len(pairs), tiles, examples, bias, rows, is_half,
+        aligned, long, "ieee" if is_half else "tf32x3", tile, step,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return total
+    return sums
 
 
 def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor, distributed, nn
 from dpbench.errors import unknown
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.dpsgd import OpacusTrainer
-from dpbench.training.gradient_sums import in_buffers, one_buffer
+from dpbench.training.gradient_sums import in_buffers, one_buffer, rounded_down
+from dpbench.training.norm_bounds import clipping_factors, squared_sample_norms, total
 from dpbench.training.parallel import own_generator, own_part, summed
 
 CHANGES = ("kept", "summed", "unused", "noise", "reduce")
@@ -207,13 +208,12 @@ class LeanOptimizer(NoiseAtOnce):
     """Clips as `DPOptimizer` does, each per-sample gradient freed as soon as it is summed."""
 
     def clip_and_accumulate(self) -> None:
-        norms = [g.reshape(len(g), -1).norm(2, dim=1) for g in self.grad_samples]
-        total = torch.stack(norms, dim=1).norm(2, dim=1)
-        factors = (self.max_grad_norm / (total + 1e-6)).clamp(max=1.0) / self.expected_batch_size
+        squares = total([squared_sample_norms(g) for g in self.grad_samples])
+        factors = clipping_factors(squares, self.max_grad_norm, self.expected_batch_size)
         for parameter in self.params:
             samples = self._get_flat_grad_sample(parameter).to(parameter.dtype)
             parameter.grad_sample = None
-            clipped = torch.einsum("i,i...", factors.to(parameter.dtype), samples)
+            clipped = torch.einsum("i,i...", rounded_down(factors, parameter.dtype), samples)
             if parameter.summed_grad is None:
                 parameter.summed_grad = clipped
             else:

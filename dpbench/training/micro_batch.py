@@ -20,6 +20,7 @@ from dpbench.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
 from dpbench.training.gradient_sums import rounded_down
+from dpbench.training.norm_bounds import squared_sample_norms
 from dpbench.training.phases import phase
 from dpbench.workloads.base import parts_of
 
@@ -41,8 +42,8 @@ class MicroBatchTrainer(ClippedSumTrainer):
     ) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         self.vmap = vmap
-        # Norms have it, and sums: in bf16 the hundredth example would hardly change them.
-        self.sums_in = self.wide = torch.promote_types(self.trained[0].dtype, torch.float32)
+        # In bf16 the hundredth example would hardly change sums.
+        self.sums_in = torch.promote_types(self.trained[0].dtype, torch.float32)
 
     def train_step(self, batch: Batch) -> Tensor:
         self.begin_step()
@@ -69,8 +70,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
         """Add what backward left of one example."""
         gradients = {p: p.grad for p in self.trained if p.grad is not None}
         self.plain_optimizer.zero_grad(set_to_none=True)
-        norms = torch._foreach_norm([*gradients.values()], 2, dtype=self.wide)
-        factor = self.factors_for(torch.stack(norms).norm())
+        factor = self.factors_for([squared_sample_norms(g[None]) for g in gradients.values()])
         for parameter, gradient in gradients.items():
             # A factor of no dimension would be rounded to the gradient's type.
             self.sums.put_scaled(parameter, gradient, factor.view([1] * gradient.dim()))
@@ -109,8 +109,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
                     ) from error
                 raise
         with phase("clip"), torch.no_grad():
-            norms = [g.reshape(len(g), -1).norm(2, dim=1, dtype=self.wide) for g in gradients]
-            factors = self.factors_for(torch.stack(norms).norm(dim=0))
+            factors = self.factors_for([squared_sample_norms(g) for g in gradients])
             for parameter in reversed(self.trained):
                 samples = gradients.pop()
                 weights = rounded_down(factors, samples.dtype)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
-import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.utils.tensor_utils import unfold2d
 from torch import Tensor, nn
@@ -23,17 +22,14 @@ from dpbench.training.ghost_lean import (
     Norms,
     NormSampler,
     linear_norms,
-    norms_by_products,
+    rounded_terms,
 )
-from dpbench.training.per_layer import as_computed, products_are_smaller
-
-
-def cheaper_norms(x: Tensor, g: Tensor) -> Tensor:
-    """As `norms_by_products`, or from the gradients, which are as large as the weight."""
-    if products_are_smaller(x.shape[1], x.shape[2] * g.shape[2]):
-        return norms_by_products(x, g)
-    norms: Tensor = torch.linalg.vector_norm(torch.bmm(g.mT, x), dim=(1, 2))
-    return norms
+from dpbench.training.norm_bounds import (
+    cheaper_squared_norms,
+    products_are_smaller,
+    squared_sample_norms,
+)
+from dpbench.training.per_layer import as_computed
 
 
 def convolution_norms(
@@ -43,8 +39,10 @@ def convolution_norms(
     positions = backprops[0, 0].numel()
     if layer.groups > 1 or not products_are_smaller(positions, layer.weight.numel()):
         kind = nn.Conv1d if isinstance(layer, nn.Conv1d) else nn.Conv2d  # FSDP2 derives its own
-        samples = LeanGhostModule.GRAD_SAMPLERS[kind](layer, activations, backprops)
-        return {parameter: g.reshape(len(g), -1).norm(2, dim=1) for parameter, g in samples.items()}
+        sampler = GradSampleModuleFastGradientClipping.GRAD_SAMPLERS[kind]
+        samples = sampler(layer, activations, backprops)
+        terms = rounded_terms(layer, activations[0], backprops)
+        return {p: squared_sample_norms(g).sqrt() + terms for p, g in samples.items()}
     x = as_computed(activations[0], backprops)
     return linear_norms(layer, [patches(layer, x).mT], backprops.flatten(2).mT)
 
@@ -67,7 +65,7 @@ class MixedGhostModule(LeanGhostModule):
 
     NORM_SAMPLERS: ClassVar[Mapping[type, NormSampler]] = {
         **LeanGhostModule.NORM_SAMPLERS,
-        nn.Linear: partial(linear_norms, weight_norms=cheaper_norms),
+        nn.Linear: partial(linear_norms, squared_norms=cheaper_squared_norms),
         nn.Conv1d: convolution_norms,
         nn.Conv2d: convolution_norms,
     }

@@ -20,6 +20,13 @@ from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError
 from dpbench.training.gradient_sums import Factors, Sums
+from dpbench.training.norm_bounds import (
+    cheaper_squared_norms,
+    squared_bias_norms,
+    squared_product_norms,
+    squared_sample_norms,
+    total,
+)
 
 Gradients = Mapping[Tensor, Tensor]
 """Each example's gradient ``[B, …]`` of parameters."""
@@ -68,21 +75,11 @@ class Rule(ABC, Generic[L]):
 
     @abstractmethod
     def squared_norms(self, seen: Seen) -> Tensor:
-        """Of each example's gradient of this layer, ``[B]``, float32."""
+        """Of each example's gradient of this layer at most, ``[B]``, float32 at least."""
 
     @abstractmethod
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         """Put the sum over examples of factor times gradient."""
-
-
-def products_are_smaller(tokens: int, weights: int) -> bool:
-    """Whether both products T × T together have no more elements than a weight has."""
-    return 2 * tokens**2 <= weights
-
-
-def squared_bias_norms(g: Tensor) -> Tensor:
-    """Of each example's gradient of a linear layer's bias, ``[B]``, float32."""
-    return g.float().sum(1).square().sum(1)
 
 
 class LinearRule(Rule[Any]):
@@ -97,15 +94,8 @@ class LinearRule(Rule[Any]):
 
     def squared_norms(self, seen: Seen) -> Tensor:
         x, g = self.joined(seen)
-        norms = torch.zeros(len(x), device=x.device)
-        if self.layer.weight.requires_grad:
-            if products_are_smaller(x.shape[1], x.shape[2] * g.shape[2]):
-                norms += (torch.bmm(x, x.mT).float() * torch.bmm(g, g.mT).float()).sum((1, 2))
-            else:
-                norms += torch.bmm(g.mT, x).float().square().sum((1, 2))
-        if self.trains_bias:
-            norms += squared_bias_norms(g)
-        return norms
+        norms = [cheaper_squared_norms(x, g)] if self.layer.weight.requires_grad else []
+        return total([*norms, *([squared_bias_norms(g)] if self.trains_bias else [])])
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
@@ -143,8 +133,7 @@ class EmbeddingRule(Rule[nn.Embedding]):
 
     def squared_norms(self, seen: Seen) -> Tensor:
         ids, g = self.joined(seen)
-        same = ids[:, :, None] == ids[:, None, :]
-        return (same * torch.bmm(g, g.mT).float()).sum((1, 2))
+        return squared_product_norms(ids, g)
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         ids, g = self.joined(seen)
@@ -194,7 +183,7 @@ class SampledRule(Rule[nn.Module]):
         seen[:] = seen or [made]
 
     def squared_norms(self, seen: Seen) -> Tensor:
-        return sum_of([g.float().reshape(len(g), -1).square().sum(1) for g in seen[0].values()])
+        return total([squared_sample_norms(g, p.dtype) for p, g in seen[0].items()])
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         for parameter, g in seen[0].items():
@@ -230,11 +219,3 @@ def as_computed(x: Tensor, g: Tensor) -> Tensor:
 def three_dimensional(tensor: Tensor) -> Tensor:
     """``[B, …, N]`` as ``[B, T, N]``."""
     return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.flatten(1, -2)
-
-
-def sum_of(tensors: list[Tensor]) -> Tensor:
-    """The sum; of one tensor itself."""
-    first, *others = tensors
-    for other in others:
-        first = first + other
-    return first

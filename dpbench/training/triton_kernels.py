@@ -23,15 +23,17 @@ def put_addresses(
 
 @triton.jit
 def gram_norms(
-    table, total, tokens, width, height, layers, tiles,
+    table, sums, tokens, width, height, layers, tiles, examples,
     bias: tl.constexpr, rows: tl.constexpr, half: tl.constexpr, aligned: tl.constexpr,
     long: tl.constexpr, precision: tl.constexpr, tile: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
     """One tile of both products of one layer and example, on or below the diagonal.
 
-    The products are symmetric: a tile below it counts twice. A compiler that is not told that an
-    address read from a table is ``aligned`` loads one number at a time, and waits for it. ``long``
-    examples have more numbers than 32 bits count.
+    What `dpbench.training.norm_bounds.GramSums` has of it is added to ``sums``, ``[6, layers, B]``.
+    The products are symmetric: a tile below the diagonal counts twice.
+
+    A compiler that is not told that an address read from a table is ``aligned`` loads one number
+    at a time, and waits for it. ``long`` examples have more numbers than 32 bits count.
     """
     number = tl.program_id(0) % tiles
     example = (tl.program_id(0) // tiles).to(tl.int64)
@@ -74,9 +76,49 @@ def gram_norms(
                     mask=(across < tokens)[:, None] & inside, other=0.0)  # fmt: skip
         of_g = tl.dot(a, tl.trans(b), of_g, input_precision=precision)
     if bias:
-        of_x += 1.0
-    both = tl.sum(of_x * of_g)  # axis by axis, Triton 3.6 and 3.7 cannot compile it for sm_100
-    tl.atomic_add(total + example, tl.where(i == j, both, 2.0 * both))
+        of_x = tl.where((down < tokens)[:, None] & (across < tokens)[None, :], of_x + 1.0, 0.0)
+    # Axis by axis, Triton 3.6 and 3.7 cannot compile sums for sm_100.
+    both = of_x * of_g
+    off = down[:, None] != across[None, :]
+    times = tl.where(i == j, 1.0, 2.0)
+    sums += layer * examples + example
+    one = layers * examples
+    tl.atomic_add(sums, times * tl.sum(both))
+    tl.atomic_add(sums + 4 * one, times * tl.sum(tl.where(off, of_x * of_x, 0.0)))
+    tl.atomic_add(sums + 5 * one, times * tl.sum(tl.where(off, of_g * of_g, 0.0)))
+    if i == j:
+        tl.atomic_add(sums + one, tl.sum(tl.where(off, 0.0, both)))
+        tl.atomic_add(sums + 2 * one, tl.sum(tl.where(off, 0.0, of_x)))
+        tl.atomic_add(sums + 3 * one, tl.sum(tl.where(off, 0.0, of_g)))
+
+
+@triton.jit
+def gram_sums(of_x, of_g, sums, tokens, examples, blocks, rows: tl.constexpr, some: tl.constexpr):
+    """The same of some rows of an example's products T × T that are in memory."""
+    example = (tl.program_id(0) // blocks).to(tl.int64)
+    row = (tl.program_id(0) % blocks) * rows + tl.arange(0, rows)
+    at = (example * tokens + row)[:, None] * tokens
+    both = tl.zeros((rows, some), of_x.dtype.element_ty)
+    of_both, in_x, in_g, x_pairs, g_pairs = both, both, both, both, both
+    for first in range(0, tokens, some):
+        column = first + tl.arange(0, some)
+        inside = (row < tokens)[:, None] & (column < tokens)[None, :]
+        off = row[:, None] != column[None, :]
+        x = tl.load(of_x + at + column[None, :], mask=inside, other=0.0)
+        g = tl.load(of_g + at + column[None, :], mask=inside, other=0.0)
+        both += x * g
+        of_both += tl.where(off, 0.0, x * g)
+        in_x += tl.where(off, 0.0, x)
+        in_g += tl.where(off, 0.0, g)
+        x_pairs += tl.where(off, x * x, 0.0)
+        g_pairs += tl.where(off, g * g, 0.0)
+    sums += example
+    tl.atomic_add(sums, tl.sum(both))
+    tl.atomic_add(sums + examples, tl.sum(of_both))
+    tl.atomic_add(sums + 2 * examples, tl.sum(in_x))
+    tl.atomic_add(sums + 3 * examples, tl.sum(in_g))
+    tl.atomic_add(sums + 4 * examples, tl.sum(x_pairs))
+    tl.atomic_add(sums + 5 * examples, tl.sum(g_pairs))
 
 
 @triton.jit

@@ -131,7 +131,9 @@ class Verification:
         options = {"noise_multiplier": sigma, "max_grad_norm": threshold}
         return [*self.subject.steps(path.case, STEPS, path.batches, **options)]
 
-    def far(self, path: Path, seen: Sequence[Gradients], threshold: float) -> list[dict[str, float]]:
+    def far(
+        self, path: Path, seen: Sequence[Gradients], threshold: float
+    ) -> list[dict[str, float]]:
         """How far each step is off; Opacus adds 1e-6 to norms, others nothing: as it fits."""
         tried = []
         for added in (1e-6, 0.0):

@@ -71,6 +71,27 @@ def test_run_is_saved_resumed_and_compared(
     assert main([*limited, "--compare=1", "--compare-first-run-ok"]) == 0
 
 
+@pytest.mark.parametrize("damage", [('"schema": 2', '"schema": 99'), ('"rows"', "rows")], ids=str)
+def test_a_reference_that_cannot_be_read_is_not_a_first_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: tuple[str, str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = [*RUN, "--trainer=standard"]
+    limited = [*one, "--compare-fail=logical_bytes:1%", "--compare-first-run-ok"]
+    assert main([*limited, "--save=first"]) == 0
+    first = SAVED / "0001_first.json"
+    first.write_text(first.read_text().replace(*damage))
+    assert main(limited) == 1
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "ERROR" in line]
+    assert "--compare-first-run-ok: this is not the first; skipped: run file" in line
+    assert "0001_first.json cannot be read" in line
+    assert main([*one, "--save=second"]) == 0
+    assert main(limited) == 0  # there is one that can be read
+
+
 def test_a_file_that_cannot_be_written_later_is_a_problem_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,10 +17,22 @@ from dpbench.errors import ConfigurationError
 from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.model_size import ModelSize
 from dpbench.process.step import peak_memory
+from dpbench.training import kernels
 from dpbench.training.base import Batch, Momentum
 from dpbench.training.gradient_sums import Sums
-from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent, scaled
+from dpbench.training.kernels import (
+    TILINGS,
+    gram_norms,
+    gram_norms_by_kernel,
+    gram_sums,
+    layer_norm_samples,
+    noisy_descent,
+    products,
+    scaled,
+)
+from dpbench.training.norm_bounds import squared_norms_of_alike, squared_product_norms
 from dpbench.training.phases import observed_step
+from tests.training.test_norm_bounds import OURS, alike, update_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 
@@ -34,6 +46,17 @@ def ieee() -> None:
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def squared_norms(xs: list[Tensor], gs: list[Tensor], bias: bool = False) -> Tensor:
+    """By the kernel, where there is one for the type; what clips is held to be no smaller."""
+    known = gs[0].dtype in TILINGS
+    norms = (gram_norms_by_kernel if known else gram_norms)(xs, gs, bias)[0].double().sum(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "SMALL", 0)  # so that the kernel is what is held
+        bounds = squared_norms_of_alike(xs, gs, bias).double().sum(0)
+    assert (bounds >= norms * (1 - 1e-5)).all()
+    return norms
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -55,18 +78,16 @@ def test_gram_norms_are_those_of_the_gradients(
         expected += g.double().sum(1).square().sum(1) if bias else 0
     # Of T × T products that cancel the more is left by rounding the longer an example is.
     rtol = 1e-5 if tokens < 1000 else 3e-5
-    torch.testing.assert_close(gram_norms(xs, gs, bias).double(), expected, rtol=rtol, atol=0)
+    torch.testing.assert_close(squared_norms(xs, gs, bias), expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gram_norms_of_tensors_that_begin_within_a_word(dtype: torch.dtype) -> None:
     x, g = (normal(1 + 2 * 256 * 64, dtype=dtype)[1:].view(2, 256, 64) for _ in range(2))
     expected = torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
-    norms = gram_norms([x], [g], False).double()
+    norms = squared_norms([x], [g])
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(
-        gram_norms([x.clone()], [g.clone()], False).double(), norms, rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(squared_norms([x.clone()], [g.clone()]), norms, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -74,7 +95,7 @@ def test_an_example_of_more_numbers_than_32_bits_count(dtype: torch.dtype) -> No
     x = torch.zeros(1, 18_000, 120_000, dtype=dtype, device="cuda")
     g = torch.zeros(1, 18_000, 16, dtype=dtype, device="cuda")
     x[0, -2:, -1], g[0, -2:, 0] = 2, 1
-    assert gram_norms([x], [g], False).tolist() == [16]
+    assert squared_norms([x], [g]).tolist() == [16]
     assert scaled(x, torch.full((1,), 0.5, device="cuda"))[0, -1, -1] == 1
 
 
@@ -82,7 +103,7 @@ def test_an_example_of_more_numbers_than_32_bits_count(dtype: torch.dtype) -> No
 def test_more_examples_than_a_grid_has_rows(dtype: torch.dtype) -> None:
     x, g = normal(70_000, 1, 16, dtype=dtype), normal(70_000, 1, 8, dtype=dtype)
     expected = x.double().square().sum((1, 2)) * g.double().square().sum((1, 2))
-    torch.testing.assert_close(gram_norms([x], [g], False).double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(squared_norms([x], [g]), expected, rtol=1e-5, atol=0)
     factors = torch.rand(70_000, device="cuda")
     torch.testing.assert_close(scaled(x, factors), (x * factors[:, None, None]).to(dtype))
 
@@ -96,8 +117,45 @@ def test_gram_norms_of_embeddings_add_up_rows_named_twice(dtype: torch.dtype, to
     for sample, named, gradients in zip(samples, rows, g, strict=True):
         sample.index_add_(0, named, gradients.double())
     expected = samples.square().sum((1, 2))
-    norms = gram_norms([rows], [g], False).double()
+    norms = squared_norms([rows], [g])
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [5, 130, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_products_are_those_of_the_cpu(dtype: torch.dtype, tokens: int) -> None:
+    made = products(normal(3, tokens, 24, dtype=dtype), normal(3, tokens, 40, dtype=dtype))
+    of_x, of_g = (each.to(dtype) for each in made)
+    expected = gram_sums(of_x.cpu().double(), of_g.cpu().double())
+    torch.testing.assert_close(gram_sums(of_x, of_g).cpu().double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "width"), [(128, 32), (16, 256), (1024, 2048)])
+@pytest.mark.parametrize("offset", [0, 100, 10_000])
+def test_norms_of_tokens_that_are_alike_are_no_smaller_than_the_gradients(
+    tokens: int, width: int, offset: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, g = normal(2, tokens, width) + offset, normal(2, tokens, width)
+    x, g = x.to(dtype), (g - g.mean(1, keepdim=True) * (offset > 0)).to(dtype)
+    expected = torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
+    for small in (kernels.SMALL, 0):
+        monkeypatch.setattr(kernels, "SMALL", small)
+        assert (squared_product_norms(x, g).double() >= expected).all()
+        assert (squared_norms_of_alike([x], [g], False)[0].double() >= expected).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offset"), [(torch.float32, 1e4), (torch.bfloat16, 100), (torch.float64, 1e7)]
+)
+@pytest.mark.parametrize(("tokens", "width"), [(128, 32), (16, 256), (1024, 2048)])
+@pytest.mark.parametrize("trainer", OURS)
+def test_tokens_that_are_alike_are_clipped(
+    trainer: str, tokens: int, width: int, dtype: torch.dtype, offset: float
+) -> None:
+    given = [each.to("cuda") for each in alike(0, tokens, width, width, offset, dtype)]
+    layer = nn.Linear(width, width, dtype=dtype, device="cuda")
+    assert update_of(trainer, layer, (given[0], given[1])).norm() <= 1 + 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -308,6 +366,8 @@ def test_peak_memory_has_what_graphs_keep() -> None:
             trainer.train_step(batch)
         return torch.cuda.max_memory_allocated(), peak_memory() - before
 
+    gc.collect()
+    torch.cuda.empty_cache()
     before = peak_memory() - torch.cuda.max_memory_allocated()  # what other tests' graphs keep
     allocated, without = peaks(graphs=False)
     assert without == allocated

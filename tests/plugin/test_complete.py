@@ -97,7 +97,7 @@ def test_a_case_whose_worker_died_was_asked_for_and_is_not_judged(
     result.stdout.fnmatch_lines(["dpbench: not in this session: dpsgd-bs4-seq64-tiny-fp32"])
     result.stdout.no_fnmatch_line("*not asked for*")
     run = saved(pytester.path, 2)
-    assert (run.status, run.regressed) == ("complete", True)
+    assert (run.status, run.verdict) == ("complete", "unjudged")
 
 
 def test_what_a_worker_measured_before_it_died_is_judged(

@@ -66,6 +66,25 @@ ESCAPES: dict[str, tuple[str, str, str, dict[str, int]]] = {
         "*of test_suite.py::test_steps:first, test_suite.py::test_steps:second: not in this*",
         {},
     ),
+    "measures nothing any more": (
+        '    request.getfixturevalue("logical_io")("standard", batch_size=2, workload="layer")',
+        "    pass",
+        "*of standard-bs2-*: not in this session",
+        {},
+    ),
+    "measures another case": (
+        "batch_size=2",
+        "batch_size=3",
+        "*of standard-bs2-*: not in this*",
+        {},
+    ),
+    "measures one step less": ("    logical_io(second)\n", "", "*steps:second: not in this*", {}),
+    "has no parameters any more": (
+        '["a/b", "a_b", pytest.param("x", id="x" * 300)]',
+        "[]",
+        "*test_paths[[]a_b[]]:<lambda>*: not in this session",
+        {},
+    ),
     "the module is skipped": (
         "SIZE = 100",
         "pytest.skip('not here', allow_module_level=True)",

@@ -45,7 +45,7 @@ def test_storage_that_breaks_down_is_one_error_and_leaves_earlier_runs(
     )
     result = project("-n0", "--dpbench-save=first", "--dpbench-json=run.json")
     result.assert_outcomes(passed=2)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert result.stdout.str().count("ERROR: dpbench: ") == 1
     result.stdout.fnmatch_lines(["ERROR: dpbench: *NVIDIA-H200*"])
     assert (pytester.path / "moved/0001_earlier.json").read_text() == text

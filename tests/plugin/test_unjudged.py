@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from dpbench.cli import main
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -66,8 +67,8 @@ def test_limit_that_judges_nothing_fails_whoever_gave_it(
     nothing.stdout.fnmatch_lines([f"*logical_ratio:1% judged nothing of dpsgd*say {first})"])
     counted(LIMIT, first, "--dpbench-save=first").assert_outcomes(passed=2)
     assert counted(LIMIT).ret == 0
-    assert saved(pytester.path, 1).regressed
-    assert not saved(pytester.path, 2).regressed
+    assert saved(pytester.path, 1).verdict == "unjudged"
+    assert saved(pytester.path, 2).verdict == "complete"
 
     pytester.makepyfile(test_suite=SUITE + LOST)
     result = counted(LIMIT, "--dpbench-compare-fail=dram_bytes:5%", "--dpbench-save=worse")
@@ -82,7 +83,21 @@ def test_limit_that_judges_nothing_fails_whoever_gave_it(
             "ERROR: dpbench: dram_bytes:5% judged nothing: 0002_first has no dram_bytes of*",
         ]
     )
-    assert saved(pytester.path, 3).regressed
+    assert saved(pytester.path, 3).verdict == "unjudged"
+
+
+def test_a_run_without_a_reference_is_unjudged_and_one_if_it_is_named(
+    project: RunSuite, pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytester.makepyfile(test_suite=SUITE)
+    assert project("-n0", "--dpbench-save=ref", replayed=False).ret == 1
+    capsys.readouterr()
+    assert main(["list", "--storage", str(pytester.path / ".dpbench")]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "0001" in line]
+    assert line.rstrip().endswith("unjudged")
+    unnamed = project("-n0", "--dpbench-compare", replayed=False)
+    unnamed.stdout.fnmatch_lines(["dpbench: 0001_ref is unjudged: no reference unless it is named"])
+    assert project("-n0", "--dpbench-compare=1", LIMIT, replayed=False).ret == 0
 
 
 ELSEWHERE = """
@@ -208,7 +223,7 @@ def test_nobody_forgives_what_a_limit_did_not_judge(
     project("-n0", "-k", "test_general", "--dpbench-save=good", replayed=False)
     result = project("-n0", "--junitxml=report.xml", "--dpbench-save=worse", replayed=False)
     result.assert_outcomes(passed=2, failed=3, skipped=1)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
     told = "dpbench: {} judged nothing: 0001_good has no*"
     metrics = ["dram_bytes:1%", "l2_total_bytes:1%", "l2_read_bytes:1%"]
     result.stdout.fnmatch_lines([f"ERROR: {told.format(metric)}" for metric in metrics])

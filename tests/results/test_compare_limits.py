@@ -58,6 +58,10 @@ def test_threshold_is_read(text: str, expected: Threshold) -> None:
         ("dram_bytes:-5%", "write METRIC[@PHASE]:5%"),
         ("dram_bytes:nan", "write METRIC[@PHASE]:5%"),
         ("dram_bytes:5%+6%", "two limits of one kind"),
+        ("dram_bytes:inf", "write METRIC[@PHASE]:5%"),
+        ("dram_bytes:1e400%", "threshold 'dram_bytes:1e400%': a limit must be finite"),
+        ("dram_bytes:5%+1e400B", "a limit must be finite"),
+        ("dram_bytes:1e300GB", "a limit must be finite"),
         ("dram_bytes:5GiB", "'GiB' is no unit of this metric; use %, B, kB, MB, GB, TB"),
         ("dram_bytes:5ms", "'ms' is no unit of this metric"),
         ("step_time_seconds:5GB", "'GB' is no unit of this metric; use %, s, ms"),
@@ -127,3 +131,30 @@ def test_change_beyond_every_limit_is_a_regression(
     text: str, before: float, after: float, expected: bool
 ) -> None:
     assert exceeded(text, before, after) is expected
+
+
+@pytest.mark.parametrize("limit", [float("inf"), float("nan")])
+def test_a_limit_that_is_made_here_must_be_finite_too(limit: float) -> None:
+    for part in ("percent", "amount"):
+        with pytest.raises(ConfigurationError, match="a limit must be finite"):
+            Threshold("dram_bytes", **{part: limit})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "regressed"),
+    [
+        (1e308, 1.7e308, True),
+        (1e308, 1e308, False),
+        (-1e308, 1.7e308, True),
+        (1e307, 1.04e307, False),
+        (float("inf"), float("inf"), True),  # overflowed when it was summed
+        (100.0, 129.0, False),
+        (70.0, 90.3, False),
+    ],
+)
+def test_numbers_that_overflow_do_not_pass_and_limits_are_exact(
+    before: float, after: float, *, regressed: bool
+) -> None:
+    limit = Threshold("dram_bytes", percent=29)
+    [found] = limit.exceeded(pd.Series([before]), pd.Series([after])).regressed
+    assert found == regressed

@@ -157,11 +157,6 @@ LOSSES: dict[str, tuple[Callable[[], Run], set[str], str]] = {
         set(LIMITS),
         "failed in after: CaseOutOfMe",
     ),
-    "cases that do not fit": (
-        partial(failing, "DoesNotFit"),
-        set(LIMITS),
-        "skipped in after: DoesNotFit",
-    ),
     "everything": (partial(changed, lambda f: f.value < 0), set(LIMITS), "not in after"),
 }
 
@@ -325,7 +320,9 @@ def test_other_versions_are_named() -> None:
 
 def test_reference_that_did_not_pass_is_said_to_be_one() -> None:
     before = changed(name="before", regressed=True)
-    assert verdict(GRID1, before=before).notes == ["before did not pass its own comparison"]
+    assert verdict(GRID1, before=before).notes == [
+        "before did not pass its own comparison: it is regressed"
+    ]
 
 
 # --- numbers that are made up --------------------------------------------------------------------

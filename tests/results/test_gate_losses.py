@@ -257,18 +257,40 @@ CLIP = Measurement(RESNET, "timing", "clip", "step_time_seconds", 1.0, "s", 0, "
 
 
 @pytest.mark.parametrize(
-    ("rows", "why"),
+    ("wrong", "why"),
     [
-        ([CLIP, CLIP], "2 rows for step_time_seconds@clip of step 0 by timing"),
-        ([CLIP, replace(CLIP, value=2.0)], "2 rows for step_time_seconds@clip of step 0 by timing"),
-        ([replace(CLIP, case=Script("loop"))], "the instrument has returned rows of loop"),
+        (CLIP, "a second value, 1.0,"),
+        (replace(CLIP, value=2.0, unit="ms"), "the unit 'ms'"),
+        (replace(CLIP, case=Script("loop")), "a number of loop"),
+        (replace(CLIP, value=float("nan")), "the value nan"),
+        (replace(CLIP, value=float("-inf")), "the value -inf"),
+        (replace(CLIP, value=10**400), "the value 1000"),
+        (replace(CLIP, value=-1.0), "the value -1.0"),
+        (replace(CLIP, value=True), "the value True"),
+        (replace(CLIP, value="1.0"), "the value '1.0'"),
+        (replace(CLIP, value=None), "the value None"),
+        (replace(CLIP, phase="klip"), "the phase 'klip'"),
+        (replace(CLIP, phase=["clip"]), "the phase ['clip']"),
+        (replace(CLIP, repeat=-1), "the repeat -1"),
+        (replace(CLIP, repeat=0.5), "the repeat 0.5"),
+        (replace(CLIP, rank=-1), "the rank -1"),
+        (replace(CLIP, device=None), "the device None"),
     ],
+    ids=str,
 )
-def test_what_cannot_be_one_cases_rows_is_refused_when_it_is_recorded(
-    rows: list[Measurement], why: str
+def test_what_cannot_be_one_cases_row_is_refused_when_it_is_recorded(
+    wrong: Measurement, why: str
 ) -> None:
-    with pytest.raises(ValueError, match=why):
-        checked(RESNET, rows)
+    other = replace(CLIP, phase="backward", repeat=1)
+    rows, [refused] = checked(RESNET, [CLIP, wrong, other])
+    assert rows == [CLIP, other]
+    assert refused.startswith(f"timing has recorded {why}")
+    assert refused.endswith(f"for step_time_seconds@{wrong.phase} of step {wrong.repeat}")
+
+
+def test_only_numbers_that_are_signed_may_be_negative() -> None:
+    of_own = replace(CLIP, metric="of_its_own", unit="1", value=-1.0)
+    assert checked(RESNET, [of_own], whole=False) == ([of_own], [])
 
 
 def test_a_phase_of_a_case_that_did_nothing_in_a_step_is_recorded_as_zero() -> None:
@@ -279,6 +301,7 @@ def test_a_phase_of_a_case_that_did_nothing_in_a_step_is_recorded_as_zero() -> N
         replace(CLIP, phase=STEP, repeat=2),
         replace(CLIP, metric="peak_memory_bytes", unit="B"),
     ]
-    assert checked(RESNET, rows) == [*rows, replace(CLIP, value=0.0, repeat=1)]
+    assert checked(RESNET, rows) == ([*rows, replace(CLIP, value=0.0, repeat=1)], [])
+    assert checked(RESNET, rows, whole=False) == (rows, [])
     of_script = [replace(row, case=Script("train")) for row in rows]
-    assert checked(Script("train"), of_script) == of_script
+    assert checked(Script("train"), of_script) == (of_script, [])

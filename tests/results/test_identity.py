@@ -203,7 +203,7 @@ def test_phase_that_only_another_rank_has_is_zero() -> None:
     first, second = of_ranks("dpsgd", "dram_read_bytes", 1.0, 2.0)
     found = [replace(first, phase="forward"), replace(second, phase="forward")]
     found.append(replace(second, phase="clip"))
-    [zero] = checked(first.case, found)[3:]
+    [zero] = checked(first.case, found)[0][3:]
     assert (zero.phase, zero.rank, zero.value) == ("clip", 0, 0.0)
     assert STEP not in {row.phase for row in found}
 

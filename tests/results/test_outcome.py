@@ -122,13 +122,6 @@ def test_tables_end_with_the_cases_by_trainer() -> None:
     assert summary_tables([ok(), failed()])[-1] == trainer_table(trainer_summary([ok(), failed()]))
 
 
-def test_a_case_that_was_not_tried_has_not_failed() -> None:
-    too_large = ok("dpsgd", {}, error="DoesNotFit", message="needs about 200 GB of 141 GB")
-    [line] = trainer_summary([ok("dpsgd"), too_large])
-    assert (line["ok"], line["failed"], line["skipped"], line["success_rate"]) == (1, 0, 1, 1.0)
-    assert summary_tables([ok("dpsgd"), too_large])[-1].cells[0][2] == "1/1, 1 skipped"
-
-
 def test_counted_cases_have_a_line_of_their_own() -> None:
     outcomes = [ok("dpsgd"), counted("dpsgd"), ok("dpsgd", batch_size=16)]
     assert [(line["instruments"], line["ok"]) for line in trainer_summary(outcomes)] == [

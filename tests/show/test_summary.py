@@ -90,17 +90,6 @@ def test_cases_that_were_measured_and_counted_have_a_line_each() -> None:
     ]
 
 
-def test_case_that_cannot_fit_was_not_tried_and_has_its_reason() -> None:
-    outcomes = [outcome("dpsgd"), failed("dpsgd", batch_size=99, error="DoesNotFit")]
-    [line] = trainer_summary(outcomes)
-    assert (line["ok"], line["failed"], line["skipped"], line["success_rate"]) == (1, 0, 1, 1.0)
-    assert [failure["error"] for failure in line["failures"]] == ["DoesNotFit"]
-    assert trainer_table([line]).cells == [["dpsgd", "timing, ncu", "1/1, 1 skipped", "100%", "-"]]
-    [line] = trainer_summary(outcomes[1:])
-    assert line["success_rate"] is None
-    assert trainer_table([line]).cells == [["dpsgd", "timing, ncu", "0/0, 1 skipped", "-", "-"]]
-
-
 def test_nothing_run_has_no_summary() -> None:
     assert trainer_summary([]) == []
 

@@ -19,6 +19,7 @@ from dpbench.training import kernels
 from dpbench.training.base import Batch
 from dpbench.training.gradient_sums import ALIGNED, one_buffer, rounded_down, scaled
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
+from dpbench.training.norm_bounds import squared_norms_of_alike
 
 SIZE = ModelSize(50, 16, 1, 2)
 
@@ -46,16 +47,18 @@ def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gram_norms_are_those_of_the_gradients(dtype: torch.dtype, bias: bool) -> None:
+def test_norms_of_alike_layers_are_those_of_the_gradients(dtype: torch.dtype, bias: bool) -> None:
     xs = [normal(3, 7, 5, dtype=dtype), normal(3, 7, 5, dtype=dtype).sin()]
     gs = [normal(3, 7, 4, dtype=dtype).cos(), normal(3, 7, 4, dtype=dtype)]
     expected = torch.zeros(3, dtype=torch.float64)
     for x, g in zip(xs, gs, strict=True):
         expected += torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
         expected += g.double().sum(1).square().sum(1) if bias else 0
-    norms = gram_norms(xs, gs, bias)
-    assert norms.dtype == torch.float32
-    torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
+    norms = squared_norms_of_alike(xs, gs, bias)
+    assert norms.dtype == torch.promote_types(dtype, torch.float32)
+    rtol = 4 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 4e-6
+    torch.testing.assert_close(norms.double().sum(0), expected, rtol=rtol, atol=0)
+    torch.testing.assert_close(gram_norms(xs, gs, bias)[0].double().sum(0), expected)
 
 
 def test_gram_norms_of_an_embedding_add_up_rows_that_an_example_names_twice() -> None:
@@ -64,7 +67,7 @@ def test_gram_norms_of_an_embedding_add_up_rows_that_an_example_names_twice() ->
     for sample, named, gradients in zip(samples, rows, g, strict=True):
         sample.index_add_(0, named, gradients)
     expected = samples.square().sum((1, 2))
-    torch.testing.assert_close(gram_norms([rows], [g], False).double(), expected)
+    torch.testing.assert_close(gram_norms([rows], [g], False)[0, 0], expected)
 
 
 def test_layer_norm_samples_are_the_gradients_of_each_example() -> None:
@@ -115,6 +118,8 @@ def test_operators_return_the_type_and_shape_that_they_say_without_data(dtype: t
     test_fake = "test_faketensor"
     torch.library.opcheck(layer_norm_samples, (x, g, 1e-5), test_utils=test_fake)
     torch.library.opcheck(gram_norms, ([x], [g], True), test_utils=test_fake)
+    torch.library.opcheck(kernels.wide_product, (x, g.mT), test_utils=test_fake)
+    torch.library.opcheck(kernels.gram_sums, (x[:, :, :3], g[:, :, :3]), test_utils=test_fake)
     torch.library.opcheck(kernels.scaled, (x, torch.rand(2)), test_utils=test_fake)
 
 

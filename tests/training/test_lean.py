@@ -46,7 +46,7 @@ def trained(trainer: str) -> Tensor:
 
 @cache
 def moved(trainer: str) -> float:
-    result = Logical().count(Case(trainer, BATCH_SIZE, 32, "50x16x2x2"))
+    result = Logical().count(Case(trainer, BATCH_SIZE, 64, "2000x512x1x8"))
     return sum(count.read_bytes + count.write_bytes for count in result.operators)
 
 

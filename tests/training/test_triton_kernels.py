@@ -33,11 +33,11 @@ def test_norms_compile_and_fit_into_shared_memory(capability: int, dtype: torch.
         "tile": tile,
         "step": step,
     }
-    types = {"table": "*i64", "total": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    types = {"table": "*i64", "sums": "*fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in gram_norms.arg_names}
     divisible = {
         (gram_norms.arg_names.index(name),): [["tt.divisibility", 16]]
-        for name in ("table", "total", "tokens", "width", "height")
+        for name in ("table", "sums", "tokens", "width", "height")
     }
     compiled = triton.compile(
         ASTSource(gram_norms, signature, constants, divisible),
@@ -45,3 +45,19 @@ def test_norms_compile_and_fit_into_shared_memory(capability: int, dtype: torch.
         options={"num_warps": warps, "num_stages": stages},
     )
     assert compiled.metadata.shared <= SHARED[capability] * 1024
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp64"])
+@pytest.mark.parametrize("capability", SHARED)
+def test_sums_of_products_compile(capability: int, kind: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dpbench.training.triton_kernels import gram_sums
+
+    constants = {"rows": 8, "some": 128}
+    types = dict.fromkeys(("of_x", "of_g", "sums"), f"*{kind}")
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in gram_sums.arg_names}
+    source = ASTSource(gram_sums, signature, constants)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]

@@ -113,9 +113,11 @@ NOISE: Mapping[str, Noise] = {
     "Coarse": lambda t, p: (normal(p) * 4).round() / 4,
     "OffCentre": lambda t, p: normal(p) + 0.05,
     "PositiveOnly": lambda t, p: normal(p).abs(),
-    "SigmaRounded": lambda t, p: normal(p) * round(t.noise_multiplier) / t.noise_multiplier
-    if t.noise_multiplier
-    else normal(p),
+    "SigmaRounded": lambda t, p: (
+        normal(p) * round(t.noise_multiplier) / t.noise_multiplier
+        if t.noise_multiplier
+        else normal(p)
+    ),
     "SigmaAtMostOne": lambda t, p: normal(p) * min(1, 1 / max(t.noise_multiplier, 1e-9)),
     "SigmaSquared": lambda t, p: normal(p) * t.noise_multiplier,
     "ThresholdAtMostOne": lambda t, p: normal(p) * min(1, 1 / t.max_grad_norm),
@@ -136,9 +138,9 @@ CLIP: Mapping[str, Clip] = {
     "NaNIsNoNorm": lambda t, g: scaled(
         g, (t.max_grad_norm / norm_of(g).nan_to_num(0, 0, 0)).clamp(max=1.0)
     ),
-    "WholeUnclippedWithNoise": lambda t, g: g
-    if t.micro_batches == 1 and t.noise_multiplier > 1e-9
-    else right(t, g),
+    "WholeUnclippedWithNoise": lambda t, g: (
+        g if t.micro_batches == 1 and t.noise_multiplier > 1e-9 else right(t, g)
+    ),
     "WholeUnclipped": lambda t, g: g if t.micro_batches == 1 else right(t, g),
     "PartsUnclipped": lambda t, g: right(t, g) if t.micro_batches == 1 else g,
     "UnclippedWithNoise": lambda t, g: g if t.noise_multiplier > 1e-9 else right(t, g),
@@ -151,7 +153,9 @@ CLIP: Mapping[str, Clip] = {
     "ByLargestElement": lambda t, g: scaled(
         g, (t.max_grad_norm / max(each.abs().max() for each in g.values())).clamp(max=1.0)
     ),
-    "EachElement": lambda t, g: {n: x.clamp(-t.max_grad_norm, t.max_grad_norm) for n, x in g.items()},
+    "EachElement": lambda t, g: {
+        n: x.clamp(-t.max_grad_norm, t.max_grad_norm) for n, x in g.items()
+    },
     "WithoutLastParameter": lambda t, g: scaled(
         g, (t.max_grad_norm / norm_of(dict([*g.items()][:-1]))).clamp(max=1.0)
     ),
@@ -184,7 +188,7 @@ class LastPartUnclipped(Own):
 
 class MiddlePartUnclipped(LastPartUnclipped):
     def clip(self, gradients: Gradients) -> Gradients:
-        middle = 1 < self.part % self.micro_batches
+        middle = self.part % self.micro_batches > 1
         return gradients if middle else Looped.clip(self, gradients)
 
 
@@ -214,7 +218,13 @@ class ProductsOfTokens(faulty.BookKeepingTrainer):
     """Norms from products T × T, without a bound of their rounding."""
 
 
-PIECES = [LargestNormForThreshold, LastPartUnclipped, MiddlePartUnclipped, KeepsData, NoiseOfTheLoss]
+PIECES = [
+    LargestNormForThreshold,
+    LastPartUnclipped,
+    MiddlePartUnclipped,
+    KeepsData,
+    NoiseOfTheLoss,
+]
 OLD = [
     faulty.MeanOfParts,
     faulty.WrongBatchSize,

@@ -42,7 +42,7 @@ def phases(material: Material) -> Chart | None:
         return None
     wide["ratio"] = wide[KEYS].merge(step, how="left").ratio
     if len(material.failed):
-        failed = material.failed[[*CASE, "error", "fate"]]
+        failed = material.failed[[*CASE, "error"]]
         wide = ordered(pd.concat([wide, failed]).drop_duplicates(CASE), CASE)
     name = f"{material.bytes_name} bytes"
     return figures.bar_chart(
@@ -64,7 +64,7 @@ def phases(material: Material) -> Chart | None:
 def _end_of_bar(row: Mapping[Any, Any]) -> str:
     """The label at the end of a bar, or in place of the bar of a failed case."""
     if isinstance(row.get("error"), str):
-        return f" {row['fate']}: {figures.plain(row['error'])}"
+        return f" failed: {figures.plain(row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"
     return f" {gigabytes(row[STEP])}{ratio}"
 

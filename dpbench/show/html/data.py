@@ -76,18 +76,17 @@ class Material:
 
     @cached_property
     def failed(self) -> pd.DataFrame:
-        """The cases without a result: ``error``, ``run``, and a ``title`` as in `summary`.
+        """The cases that failed: ``error``, ``run``, and a ``title`` as in `summary`.
 
-        They failed or were skipped, as ``fate`` says; ``device`` is where the others of the run
-        were measured.
+        ``device`` is where the others of the run were measured.
         """
         rows = [
-            {**vars(o.case), **vars(o), "run": run.name, "fate": ["failed", "skipped"][o.skipped]}
+            {**vars(o.case), **vars(o), "run": run.name}
             for run in self.runs
             for o in run.outcomes
             if o.error
         ]
-        failed = pd.DataFrame(rows, columns=["run", *AXES, "error", "fate"])
+        failed = pd.DataFrame(rows, columns=["run", *AXES, "error"])
         devices = _subject(self.summary).drop_duplicates("run").set_index("run").device
         failed = failed.assign(device=[devices.get(run, "") for run in failed.run])
         return failed.assign(title=titles(failed, self.summary))

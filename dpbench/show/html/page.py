@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -97,14 +96,14 @@ def draw(material: Material) -> list[Chart]:
 
 
 def headline(material: Material) -> list[str]:
-    """Sentences on how many cases were measured, counted, failed and skipped."""
+    """Sentences on how many cases were measured, counted, and failed."""
     told_apart = summed("instrument", "device", "metric", "phase")
     cases = material.summary.drop_duplicates(["run", *told_apart, "premise"])
     measured = cases[cases.premise == MEASURED]
     counts = {
         f"measured on {', '.join(sorted(set(measured.device)))}": len(measured),
         "counted without hardware": len(cases) - len(measured),
-        **dict(sorted(Counter(material.failed.fate).items())),
+        "failed": len(material.failed),
     }
     sentences = [f"{n} {'case' if n == 1 else 'cases'} {what}." for what, n in counts.items() if n]
     if len(material.step_bytes(MEASURED)) and material.beside_logical.empty:

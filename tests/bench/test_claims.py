@@ -1,0 +1,114 @@
+"""What the findings and the guide say of their tables without a number, held to the same runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.runs import collectives, printed, value
+from bench.tables import (
+    METHODS,
+    MODELS,
+    OPACUS,
+    OWN,
+    PLACES,
+    PRIVATE,
+    SENT,
+    Place,
+    gb,
+    ms,
+    peak,
+    ratio,
+    seen,
+    spread,
+)
+
+RANKS = "counted-ranks"
+
+
+def test_fused_costs_little_more_than_a_standard_step() -> None:
+    times = [ratio(ms, place, "fused") for place in METHODS]
+    assert (f"{min(times):.2f}", f"{max(times):.2f}") == ("1.03", "1.15")
+    assert max(ratio(peak, place, "fused") for place in METHODS) < 1.1
+
+
+def test_one_example_at_a_time_saves_memory_at_long_sequences() -> None:
+    place = METHODS[1]
+    found = [f"{ratio(metric, place, 'micro_batch'):.2f}" for metric in (ms, peak)]
+    assert (place.shown, found) == ("8 × 1024, fp32", ["1.13", "0.47"])
+
+
+def test_one_copy_accounts_for_most_bytes_and_one_product_for_most_time_saved() -> None:
+    place = Place("opacus-changes")
+
+    def saved(metric: object, change: str) -> float:
+        return metric(place, "dpsgd") - metric(place, f"lean:changes={change}")  # type: ignore[operator]
+
+    for metric, change in ((gb, "kept"), (ms, "unused")):
+        together = metric(METHODS[0], "dpsgd") - metric(METHODS[0], "lean")
+        assert saved(metric, change) > together / 2
+
+
+def test_the_changes_save_a_third_of_opacus_bytes_or_more() -> None:
+    for before, after in (("dpsgd", "lean"), ("dpsgd_ghost", "ghost_lean")):
+        assert ratio(gb, METHODS[0], after, before) < 0.69
+
+
+def test_no_diff_changes_an_update() -> None:
+    for page in ("kept", "unused", "unused-ghost", "none", "taken", "summed", "noise", "bias"):
+        for trainer in ("dpsgd", "dpsgd_ghost"):
+            assert printed("upstream.txt", page, trainer)[0] < 1e-5
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.shown)
+def test_ghost_clipping_saves_memory_but_hardly_time_or_long_sequences_bytes(place: Place) -> None:
+    time, moved, memory = (ratio(m, place, "dpsgd_ghost", "dpsgd") for m in (ms, gb, peak))
+    assert memory < 0.7
+    assert (time < 1) == (place.shown == "8 × 256, tf32")
+    if place.cell.endswith("1024"):
+        assert moved == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("file", MODELS)
+def test_fast_gradient_clipping_moves_the_most_bytes_in_every_model(file: str) -> None:
+    moved = {trainer: gb(Place(file), trainer) for trainer in OPACUS}
+    assert max(moved, key=moved.__getitem__) == "dpsgd_fgc"
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        *((f"{model}-256", f"{model}-512") for model in ("gpt2", "llama", "bert")),
+        ("vit-32", "vit-64"),
+    ],
+)
+def test_flat_clippings_ratio_falls_as_batches_grow(small: str, large: str) -> None:
+    assert ratio(gb, Place(large), "dpsgd") < ratio(gb, Place(small), "dpsgd")
+
+
+def test_forward_and_optimizer_are_the_same_for_all() -> None:
+    for phase in ("forward", "optimizer"):
+        moved = [gb(METHODS[0], trainer, phase) for trainer in (*OPACUS, "fused")]
+        assert max(moved) / min(moved) < 1.01
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.shown)
+def test_sessions_differ_in_bytes_by_less_than_1_percent(place: Place) -> None:
+    assert (spread(seen(gb, place, trainer) for trainer in OPACUS) or 0) < 0.01
+
+
+def test_under_ddp_all_send_the_same_and_opacus_in_more_calls() -> None:
+    for trainer in (*PRIVATE, "lean", "fused"):
+        sent, standard = (
+            value(RANKS, SENT, trainer=name, parallel="ddp", gpus=64)
+            for name in (trainer, "standard")
+        )
+        assert sent == standard
+    calls = {
+        trainer: collectives(RANKS, trainer=trainer, parallel="ddp", gpus=64)
+        for trainer in ("standard", "dpsgd", "lean")
+    }
+    assert calls["standard"] < calls["lean"] < calls["dpsgd"]
+
+
+def test_every_private_trainer_was_measured_in_four_cells() -> None:
+    assert all(ms(place, trainer) > 0 for place in METHODS for trainer in (*PRIVATE, *OWN))

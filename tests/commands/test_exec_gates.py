@@ -1,0 +1,168 @@
+"""What a limit must see of scripts: which one it was, work in other threads, batches' sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.results.kernels import ELSEWHERE
+from tests.commands.test_exec import ProcessHere, processes_here
+
+__all__ = ["ProcessHere", "processes_here"]
+
+pytestmark = pytest.mark.usefixtures("processes_here")
+
+LOOP = """
+import os, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+SIZES, HOW = {sizes}, {how!r}
+
+def clip():
+    for _ in range({clips}):
+        model.weight.grad.clone()
+
+def in_fork():
+    if not (child := os.fork()):
+        try:
+            clip()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+def by_worker():
+    asked.put(1)
+    answers.get()
+
+def work():
+    while asked.get():
+        torch.ones(100).clone()
+        answers.put(1)
+
+class Clips(threading.Thread):
+    def run(self):
+        clip()
+
+def in_thread(thread):
+    thread.start()
+    thread.join()
+
+if HOW == "worker":
+    forks = multiprocessing.get_context("fork")
+    asked, answers = forks.Queue(), forks.Queue()
+    worker = forks.Process(target=work, daemon=True)
+    worker.start()
+if HOW == "before":
+    in_thread(threading.Thread(target=lambda: torch.ones(8).clone()))
+ways = {{
+    "here": clip,
+    "thread": lambda: in_thread(threading.Thread(target=clip)),
+    "own thread": lambda: in_thread(Clips()),
+    "pool": lambda: pool.submit(clip).result(),
+    "fork": in_fork,
+    "worker": by_worker,
+    "nothing": lambda: in_thread(threading.Thread(target=lambda: None)),
+    "before": lambda: None,
+    "loader": lambda: None,
+}}
+batches = [torch.randn(size, 64) for size in SIZES]
+if HOW == "loader":
+    data = torch.utils.data.TensorDataset(torch.cat(batches))
+    loader = torch.utils.data.DataLoader(data, 8, num_workers=1, multiprocessing_context="fork")
+    batches = (batch for batch, in loader)
+with ThreadPoolExecutor(1) as pool:
+    for batch in batches:
+        model(batch).square().mean().backward()
+        ways[HOW]()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+EXEC = ["exec", "--instrument=logical", "--skip=1", "--steps=2"]
+LIMIT = "--compare-fail=logical_bytes:1%"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def write(path: str, how: str = "here", clips: int = 1, sizes: str = "[8] * 5") -> None:
+    Path(path).parent.mkdir(exist_ok=True)
+    Path(path).write_text(LOOP.format(how=how, clips=clips, sizes=sizes))
+
+
+@pytest.mark.parametrize("how", ["thread", "own thread", "pool", "fork", "worker"])
+def test_work_of_other_threads_and_forks_is_noted_and_no_limit_passes_on_it(
+    how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write("train.py", "here", clips=30)
+    assert main([*EXEC, "--save=here", "train.py"]) == 0
+    write("train.py", how, clips=30)
+    assert main([*EXEC, "--save=elsewhere", LIMIT, "--compare=1", "train.py"]) == 1
+    assert f"train: {ELSEWHERE}" in " ".join(capfd.readouterr().out.split())
+    write("train.py", how, clips=900)
+    assert main([*EXEC, LIMIT, "--compare=2", "train.py"]) == 1  # both lack it
+    said = f"judged nothing of train: {ELSEWHERE} in this session"
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["here", "nothing", "before", "loader"])
+def test_threads_that_call_no_operator_in_a_step_are_no_work(
+    how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write("train.py", how)
+    assert main([*EXEC, "--save=one", "train.py"]) == 0
+    assert main([*EXEC, LIMIT, "train.py"]) == 0
+    assert "NOT COUNTED" not in capfd.readouterr().out
+
+
+def test_another_file_is_another_subject_unless_it_is_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("a/train.py")
+    write("b/train.py", clips=40)
+    for script in ("a/train.py", "b/train.py"):
+        assert main([*EXEC, "--autosave", script]) == 0
+    write("a/train.py", clips=20)
+    assert main([*EXEC, "--autosave", LIMIT, "a/train.py"]) == 1
+    assert "logical_bytes@step of a/train: " in capfd.readouterr().err
+    assert main([*EXEC, LIMIT, "--compare=2", "a/train.py"]) == 1
+    assert "judged nothing of a/train: nothing to compare with in" in capfd.readouterr().err
+    monkeypatch.chdir("b")
+    assert main([*EXEC, "--storage=../.dpbench", LIMIT, "train.py"]) == 0
+    monkeypatch.chdir("..")
+    same = [*EXEC, "--name=train"]
+    assert main([*same, "--save=named", "b/train.py"]) == 0
+    assert main([*same, LIMIT, "a/train.py"]) == 0
+    assert main([*EXEC, LIMIT, "-m", "a.train"]) == 2  # by another name, too
+
+
+def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    differ = "batches differ in size: forward has up to 25% more arithmetic"
+    write("train.py", sizes="[8, 8, 10, 8, 8]")
+    write("plain.py")
+    assert main([*EXEC, "--save=poisson", "train.py"]) == 0
+    assert main([*EXEC, "--save=plain", "plain.py"]) == 0
+    assert main([*EXEC, "--compare=2", "--compare-fail=logical_bytes:50%", "plain.py"]) == 0
+    assert "batches differ" not in capfd.readouterr().err
+    assert main([*EXEC, "--compare=1", "--compare-fail=logical_bytes:50%", "train.py"]) == 0
+    assert capfd.readouterr().err.count(f"train: {differ}") == 1
+    assert main([*EXEC, "--baseline=1", "plain.py"]) == 0
+    assert f"standard: {differ}" in capfd.readouterr().err
+    write("train.py")
+    limited = ["--compare=1", "--compare-fail=logical_bytes:50%", "--json=run.json"]
+    assert main([*EXEC, *limited, "train.py"]) == 0
+    assert f"train: {differ}" in capfd.readouterr().err  # in the reference
+    assert json.loads(Path("run.json").read_text())["session"]["unjudged"] == []

@@ -1,0 +1,60 @@
+"""What a resumed run keeps was measured by the code that is there now, whatever git knows of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.registry import TRAINERS
+
+TRAINER = """
+import copies
+from dpbench import DPSGDTrainer, phase
+
+class Mine(DPSGDTrainer):
+    def train_step(self, batch):
+        with phase("clip"):
+            for parameter in self.model.parameters():
+                for _ in range(copies.NUMBER):
+                    parameter.detach().clone()
+        return super().train_step(batch)
+"""
+RUN = [
+    *("run", "--instrument=logical", "--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2"),
+    *("--trainer=standard", "--trainer=resumed_mine:Mine"),
+]
+RESUME = [*RUN, "--save=cur", "--resume", "--compare=1", "--compare-fail=logical_bytes:1%"]
+
+
+def interrupt(path: Path) -> None:
+    """Leave a run as a session does that ended before its time."""
+    document = json.loads(path.read_text())
+    document["session"] |= {"status": "interrupted", "seconds": 7000.0}
+    path.write_text(json.dumps(document))
+
+
+def test_a_part_of_other_code_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(TRAINERS, "_targets", dict(TRAINERS._targets))
+    Path("resumed_mine.py").write_text(TRAINER)
+    Path("copies.py").write_text("NUMBER = 1\n")
+    assert main([*RUN, "--save=ref"]) == 0
+    assert main([*RUN, "--save=cur"]) == 0
+    cur = Path(".dpbench/cpu-logical/0002_cur.json")
+    interrupt(cur)
+    assert main(RESUME) == 0
+    assert "measured again" not in capsys.readouterr().err
+    interrupt(cur)
+    Path("copies.py").write_text("NUMBER = 30\n")  # which the trainer's module imports
+    assert main(RESUME) == 1
+    err = capsys.readouterr().err
+    assert "measured again, for their code has changed: Mine-bs2-seq8-99x16x1x2-fp32\n" in err
+    assert "logical_bytes@step of Mine-bs2-seq8-99x16x1x2-fp32: " in err
+    assert len(json.loads(cur.read_text())["cases"]) == 2
