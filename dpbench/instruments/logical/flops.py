@@ -14,7 +14,7 @@ Recurrent layers
 Attention, operators of other libraries
     By PyTorch's formulas, or those that are registered there (`torch.utils.flop_counter`).
 
-`is_unknown` says which operators multiply and have no formula, for a reader to be told.
+`is_unknown` finds operators that multiply and have no formula; notes name them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from dpbench.instruments.logical.regions import tensors
+from dpbench.instruments.logical.memory import tensors
 from dpbench.instruments.logical.rules import KNOWN, arguments_of, operator_name
 
 MULTIPLIES = re.compile(
@@ -41,8 +41,7 @@ MULTIPLIES = re.compile(
     """,
     re.VERBOSE,
 )
-"""What the names of PyTorch's operators have in them whose arithmetic is more than a few
-operations an element."""
+"""Matches names of PyTorch's operators that do more than a few operations for each element."""
 
 Given = Mapping[str, Any]
 """The arguments of a call, by name."""
@@ -90,9 +89,9 @@ def _by_name(
 
 
 def _with_own_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of attention as shapes, with a key for each head, which computes as much.
+    """The operands of attention as shapes, with keys for each query head: as much arithmetic.
 
-    PyTorch's formulas refuse keys that several heads share before 2.12.
+    Before 2.12 PyTorch's formulas refuse keys that several heads share.
     """
     if "scaled_dot_product" not in str(func):
         return args

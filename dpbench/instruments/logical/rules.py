@@ -72,7 +72,7 @@ from torch._ops import OpOverload
 
 from dpbench.instruments.logical.collectives import NAMESPACES as BETWEEN_RANKS
 from dpbench.instruments.logical.collectives import is_root
-from dpbench.instruments.logical.regions import Region, region_of, tensors
+from dpbench.instruments.logical.memory import Region, region_of, tensors
 
 
 def names(text: str) -> frozenset[str]:
@@ -110,7 +110,7 @@ SHAPE_OF_SELF = names(
     replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
     """
 )
-"""Operators that take their argument ``self`` for its shape and dtype alone."""
+"""Operators that use only the shape and dtype of their argument ``self``."""
 
 _NORM = ("grad_out input mean rstd weight", "grad_out input mean rstd", "grad_out")
 _BATCH_NORM = (
@@ -142,10 +142,10 @@ UNSAID: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(BATCH_NORMS, RUNNING),
     "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
-"""Arguments that an operator writes, which its schema does not say."""
+"""Arguments that an operator writes although its schema does not say so."""
 
 GATHERS = {"embedding": "weight"} | dict.fromkeys(names("index_select gather index take"), "self")
-"""Operators that read of this argument only what comes out."""
+"""Operators that read of this argument only as many bytes as they return."""
 
 SCATTERS = names(
     """
@@ -153,7 +153,7 @@ SCATTERS = names(
     index_reduce_
     """
 )
-"""In-place operators that touch of their target only what their indices name."""
+"""In-place operators that read and write only those elements that their indices name."""
 
 ACCUMULATING = frozenset({"scatter_add_", "scatter_reduce_", "index_add_"})
 """Scatters that add to what is there, and so read it; others may, by an argument."""
@@ -184,7 +184,7 @@ def is_foreign(operator: str) -> bool:
 def asked_for(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
     """What a call returned, without gradients that its ``output_mask`` leaves out.
 
-    A fake batch norm makes them all the same.
+    A fake batch norm returns those, too.
     """
     if operator_name(func) not in MADE_OF:
         return out

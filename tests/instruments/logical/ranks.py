@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench.case import Case
 from dpbench.instruments.logical.counter import is_distributed
-from dpbench.instruments.logical.memory import LiveMemory, resizing_seen
+from dpbench.instruments.logical.memory import LiveMemory, resizing_seen, tensors
 from dpbench.instruments.logical.recorder import LogicalRecorder
-from dpbench.instruments.logical.regions import tensors
 from dpbench.instruments.recorded import Recorded
 from dpbench.instruments.recorder import Recorder
 from dpbench.results.outcome import Outcome

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dpbench.instruments.logical import memo
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import Logical
-from dpbench.instruments.logical.regions import tensors
+from dpbench.instruments.logical.memory import tensors
 from dpbench.training.phases import observed_step
 from tests.instruments.logical.cases import ALL_TRAINERS, count, tiny
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench.instruments.logical.counter import ByteCounter, without_data
-from dpbench.instruments.logical.regions import region_of
+from dpbench.instruments.logical.memory import region_of
 from dpbench.training.phases import observed_step
 
 E = 4
