@@ -153,9 +153,11 @@ def show(session: Session, command: str) -> None:
         *(f"ERROR: {text}" for text in session.problems),
     ]
     to = session.settings.tables_to
-    print(as_text(tables, terminal_width()), file=to)
-    if grown := grown_text(session.findings.regressions):
-        print(f"\n{grown}", file=to)
-    to.flush()
-    for line in lines:  # at last why the session has failed, if it has
-        print(printable(f"dpbench {command}: {line}"), file=sys.stderr)
+    try:
+        print(as_text(tables, terminal_width()), file=to)
+        if grown := grown_text(session.findings.regressions):
+            print(f"\n{grown}", file=to)
+        to.flush()
+    finally:  # at last why the session has failed, if it has; also if nobody reads the tables
+        for line in lines:
+            print(printable(f"dpbench {command}: {line}"), file=sys.stderr)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import pytest
 
-from dpbench.case import AXES, Case, Script
-from dpbench.errors import ConfigurationError, unknown
-from dpbench.plugin.fixtures import NEEDS, case_of, limits_of, measuring, takes
+from dpbench.case import Case, Script
+from dpbench.plugin.fixtures import NEEDS, asked_case, case_of, limits_of, measuring, takes
 from dpbench.process.messages import Steps
-from dpbench.registry import resolve
 from dpbench.session import Session
 
 if TYPE_CHECKING:
@@ -122,7 +119,7 @@ class EachTest:
     ) -> CaseReport:
         """The report of a case, or of a step of the test's own, by these instruments."""
         step = asked if _is_step(asked, fields) else None
-        case = self._subject(step) if step else _case(asked, fields)
+        case = self._subject(step) if step else asked_case(asked, fields)
         if self.session.settings.disable:
             self._try_out(case, step)
             return cast("CaseReport", Unmeasured(case))
@@ -348,17 +345,3 @@ def _is_skip(call: pytest.CallInfo[None]) -> bool:
 def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[Step]:
     """Whether a fixture was called with a function that takes a step."""
     return callable(asked) and not isinstance(asked, type) and not fields
-
-
-def _case(asked: Any, fields: dict[str, Any]) -> Case:
-    """The case that a fixture was called with: a case, its fields, or a case with other fields."""
-    if wrong := [name for name in fields if name not in AXES]:
-        raise unknown("field of a case", wrong[0], AXES)
-    if isinstance(asked, Case):
-        return resolve(replace(asked, **fields))
-    if "batch_size" not in fields:
-        raise ConfigurationError(
-            f"{asked!r} is neither a case nor a function that takes a step; with a trainer, give "
-            f"batch_size"
-        )
-    return resolve(Case(**{"trainer": asked, **fields}))

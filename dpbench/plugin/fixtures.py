@@ -109,3 +109,17 @@ def limits_of(item: pytest.Item) -> list[Threshold] | None:
         except ConfigurationError as error:
             reason = str(error)
     pytest.fail(f"dpbench: {reason}", pytrace=False)
+
+
+def asked_case(asked: Any, fields: dict[str, Any]) -> Case:
+    """The case that a fixture was called with: a case, its fields, or a case with other fields."""
+    if wrong := [name for name in fields if name not in AXES]:
+        raise unknown("field of a case", wrong[0], AXES)
+    if isinstance(asked, Case):
+        return resolve(replace(asked, **fields))
+    if "batch_size" not in fields:
+        raise ConfigurationError(
+            f"{asked!r} is neither a case nor a function that takes a step; with a trainer, give "
+            f"batch_size"
+        )
+    return resolve(Case(**{"trainer": asked, **fields}))

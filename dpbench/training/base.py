@@ -149,19 +149,15 @@ def check_numbers(
     batch_size: int, micro_batches: int, noise_multiplier: float, max_grad_norm: float
 ) -> None:
     """Refuse numbers with which a step would not be private, or would drop examples."""
-    if not 0 < max_grad_norm < math.inf:
-        raise ConfigurationError(
-            f"max_grad_norm is {max_grad_norm}, and must be finite and above 0, such as 1.0"
-        )
-    if not 0 <= noise_multiplier < math.inf:
-        raise ConfigurationError(
-            f"noise_multiplier is {noise_multiplier}, and must be finite and not below 0, such as "
-            f"1.0, or 0 for no noise"
-        )
-    if micro_batches < 1 or batch_size % micro_batches:
-        raise ConfigurationError(
-            f"micro_batches is {micro_batches}, and must divide the batch size, {batch_size}"
-        )
+    parts = micro_batches > 0 and batch_size % micro_batches == 0
+    for name, value, right, must in (
+        ("max_grad_norm", max_grad_norm, 0 < max_grad_norm < math.inf, "be finite and above 0"),
+        ("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < math.inf,
+         "be finite and not below 0 (0 is no noise)"),
+        ("micro_batches", micro_batches, parts, f"divide the batch size, {batch_size}"),
+    ):  # fmt: skip
+        if not right:
+            raise ConfigurationError(f"{name} is {value}, and must {must}")
 
 
 def mean_of(losses: list[Tensor]) -> Tensor:

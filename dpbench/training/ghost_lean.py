@@ -35,7 +35,6 @@ from dpbench.training.norm_bounds import (
     squared_product_norms,
     squared_sample_norms,
     terms_rounding,
-    total,
     unit,
 )
 from dpbench.training.parallel import sharded
@@ -45,6 +44,8 @@ CHANGES = ("summed", "bias", "unused", "none", "taken", "noise", "reduce", "gath
 
 Norms = dict[Tensor, Tensor]
 """Of parameters the norm of each example's gradient, ``[B]``."""
+SAMPLERS: Mapping[type, Callable[..., Norms]] = GradSampleModuleFastGradientClipping.GRAD_SAMPLERS
+"""Opacus's, of per-sample gradients."""
 NormSampler = Callable[[Any, list[Tensor], Tensor], Norms]
 """Takes a layer, what it was given, and the gradient of what it returned."""
 
@@ -98,6 +99,14 @@ def rounded_terms(layer: nn.Module, x: Tensor, g: Tensor) -> Any:
     return 2 * terms_rounding(g.dtype, number) * size
 
 
+def sampled_norms(layer: Any, activations: list[Tensor], backprops: Tensor) -> Norms:
+    """Of any other layer, from its per-sample gradients."""
+    kind = next(each for each in type(layer).__mro__ if each in SAMPLERS)  # FSDP2 derives its own
+    samples = SAMPLERS[kind](layer, activations, backprops)
+    terms = rounded_terms(layer, activations[0], backprops)
+    return {p: squared_sample_norms(each).sqrt() + terms for p, each in samples.items()}
+
+
 def keeping_terms(sampler: Callable[..., Norms]) -> Callable[..., Norms]:
     """A sampler of per-sample gradients that also keeps their `rounded_terms`, for `keep_norms`."""
 
@@ -128,11 +137,7 @@ class LeanGhostModule(GradSampleModuleFastGradientClipping):  # type: ignore[mis
         nn.Embedding: embedding_norms,
     }
     GRAD_SAMPLERS: ClassVar[Mapping[type, Callable[..., Norms]]] = {
-        **GradSampleModuleFastGradientClipping.GRAD_SAMPLERS,
-        **{
-            kind: keeping_terms(GradSampleModuleFastGradientClipping.GRAD_SAMPLERS[kind])
-            for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm)
-        },
+        kind: keeping_terms(sampler) for kind, sampler in SAMPLERS.items()
     }
 
 
@@ -140,11 +145,8 @@ def as_sharded(
     module_class: type[GradSampleModuleFastGradientClipping],
 ) -> type[GradSampleModuleFastGradientClippingFSDP]:
     """Opacus's module for FSDP2 with the norms of another."""
-    samplers = {
-        "NORM_SAMPLERS": module_class.NORM_SAMPLERS,
-        "GRAD_SAMPLERS": module_class.GRAD_SAMPLERS,
-    }
-    return type("Sharded", (GradSampleModuleFastGradientClippingFSDP,), samplers)
+    samplers = dict.fromkeys(SAMPLERS, sampled_norms) | {**module_class.NORM_SAMPLERS}
+    return type("Sharded", (GradSampleModuleFastGradientClippingFSDP,), {"NORM_SAMPLERS": samplers})
 
 
 class GhostLeanTrainer(DPGhostClippingTrainer):
@@ -243,8 +245,15 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
         if "noise" in self.changes:
             # The sum is a mean: see NoiseAtOnce. FSDP2 takes that over ranks.
             divisor = self.batch_size if self.parallel == "fsdp2" else self.joint_batch_size
+        try:
+            norms = module.get_norm_sample()
+        except AttributeError:  # a parameter without norm; whether the loss depends on it, see now
+            module.disable_hooks()
+            losses.sum().backward()
+            raise
         if "bias" in self.changes:
-            squares = total([p._norm_sample.square() for p in module.trainable_parameters])
+            squares = norms.square()
+            squares *= 1 + 4 * len(self.optimizer.params) * unit(squares.dtype)  # of their sum
             weights = clipping_factors(squares, self.max_grad_norm, divisor)
             weights = rounded_down(weights, losses.dtype)
         else:

@@ -70,11 +70,11 @@ def entry_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) 
     """By how much an entry of ``a b`` may be off, as a part of ``Σ |a_k b_k|``.
 
     - Sums of K numbers in float32, in any order: K units of 2⁻²⁴ (Higham, section 3.1).
-    - On tensor cores: a sum of 16 products of 16-bit numbers and of what was there before is cut
-      off, not rounded, to 24 bits, each term before that at two bits more: two thirds of that
-      (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ
-      Computer Science 7, 2021, https://doi.org/10.7717/peerj-cs.330, by the method of which newer
-      ones are known to keep these bits).
+    - On tensor cores a sum of products of 16-bit numbers and of what was there before is cut off,
+      not rounded, to 24 bits, and so is each term (Fasi, Higham, Mikaitis and Pranesh, "Numerical
+      behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
+      https://doi.org/10.7717/peerj-cs.330). Of 4 products at a time, without a bit more: three
+      times that. From Hopper on 16 at a time, terms with two bits more: two thirds.
     - With TF32 switched on, both numbers are rounded to 11 bits: 2⁻¹⁰ more.
     - In the kernel of `gram_norms` a float32 product is three of tf32, of the numbers' upper and
       lower parts, without that of the lower parts. A part has 11 bits, so what is left out and
@@ -94,7 +94,9 @@ def entry_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) 
     if wide_type(a, a if b is None else b) == torch.float64 and not by_kernel:
         return length * 2.0**-53
     if a.is_cuda and a.itemsize == 2:
-        return length * 2.0**-24 * 2 / 3
+        return (
+            length * 2.0**-24 * (2 / 3 if torch.cuda.get_device_capability(a.device)[0] > 8 else 3)
+        )
     if by_kernel:
         step = TILINGS[torch.float32][1]
         return (48 + 18 * step / 8 + length / step) * 2.0**-24
@@ -132,21 +134,11 @@ def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> in
 
 
 def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
-    return torch.stack(
-        [
-            torch.cat(
-                [
-                    gram_sums(*products(x_part, g_part, bias))
-                    for x_part, g_part in zip(
-                        x.split(EXAMPLES_AT_A_TIME), g.split(EXAMPLES_AT_A_TIME), strict=True
-                    )
-                ],
-                1,
-            )
-            for x, g in zip(activations, gradients, strict=True)
-        ],
-        1,
-    ).to(sums_type(activations[0], gradients[0]))
+    made = []
+    for pair in zip(activations, gradients, strict=True):
+        parts = zip(*(each.split(EXAMPLES_AT_A_TIME) for each in pair), strict=True)
+        made.append(torch.cat([gram_sums(*products(x, g, bias)) for x, g in parts], 1))
+    return torch.stack(made, 1).to(sums_type(activations[0], gradients[0]))
 
 
 def products(x: Tensor, g: Tensor, bias: bool = False) -> tuple[Tensor, Tensor]:

@@ -22,12 +22,11 @@ from dpbench.training.ghost_lean import (
     Norms,
     NormSampler,
     linear_norms,
-    rounded_terms,
+    sampled_norms,
 )
 from dpbench.training.norm_bounds import (
     cheaper_squared_norms,
     products_are_smaller,
-    squared_sample_norms,
 )
 from dpbench.training.per_layer import as_computed
 
@@ -38,11 +37,7 @@ def convolution_norms(
     """Of a convolution, which is a linear layer of the patches that it sees."""
     positions = backprops[0, 0].numel()
     if layer.groups > 1 or not products_are_smaller(positions, layer.weight.numel()):
-        kind = nn.Conv1d if isinstance(layer, nn.Conv1d) else nn.Conv2d  # FSDP2 derives its own
-        sampler = GradSampleModuleFastGradientClipping.GRAD_SAMPLERS[kind]
-        samples = sampler(layer, activations, backprops)
-        terms = rounded_terms(layer, activations[0], backprops)
-        return {p: squared_sample_norms(g).sqrt() + terms for p, g in samples.items()}
+        return sampled_norms(layer, activations, backprops)
     x = as_computed(activations[0], backprops)
     return linear_norms(layer, [patches(layer, x).mT], backprops.flatten(2).mT)
 

@@ -12,7 +12,7 @@ from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpbench.errors import ConfigurationError, DpbenchError, own_line
+from dpbench.errors import ConfigurationError, own_line
 
 HOOKS = ("capture_activations_hook", "capture_backprops_hook")
 """Methods of Opacus that hear a layer, which they call ``module``."""
@@ -32,7 +32,7 @@ OF_THE_MACHINE = ("memory", "CUDA", "cuDNN")
 """Words of a `RuntimeError` for which no layer is to blame."""
 
 
-class CannotTrain(DpbenchError):
+class CannotTrain(ConfigurationError):
     """Opacus failed in a step because of how the model is made."""
 
 

@@ -22,13 +22,15 @@ from dpbench.training.base import Batch
 from dpbench.verify.check import NOT_JUDGED, Check
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import Gradients
-from dpbench.verify.verification import SIGMA, THRESHOLD, Verification
+from dpbench.verify.verification import SIGMA, Verification
 from dpbench.workloads.base import Workload
 
 OUT = 32
 """Features that come out."""
 MANY = 240
 """Steps of noise: half a million elements, of which none beyond 4σ is no chance."""
+TINY = 1e-8
+"""Of the smallest norm: a threshold beside which an unclipped gradient is large, for any σ here."""
 SHAPES = ((2, 64), (128, 32), (16, 256))
 """Tokens of an example and their features: for noise, and two in which norms cancel."""
 BESIDE = 1e-9
@@ -104,9 +106,9 @@ def layer_case(case: Case, length: int, width: int) -> Case:
 
 
 def _noise(name: str, layer: Verification) -> Check:
-    """All that is wrong with the noise of many steps."""
-    draws = layer.draws(layer.paths[0], SIGMA, THRESHOLD, MANY)
-    checks = [*check_noise(draws, layer.subject.dtype, "steps")]
+    """All that is wrong with the noise of many steps, in each of which gradients are clipped."""
+    draws = layer.draws(layer.paths[0], SIGMA, TINY * layer.below_all, MANY)
+    checks = [*check_noise(draws, layer.subject.dtype, "parameters, steps")]
     wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
     return Check.of(name, wrong, "", checks[0].far)
 
@@ -124,8 +126,7 @@ def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
         for path in layer.paths:
             size = path.case.batch_size
             batches = [_alike(layer, size, offset, paired=i % 2 == 0) for i in range(TRIES)]
-            options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
-            seen = layer.subject.steps(path.case, TRIES, batches, **options)
+            seen = layer.subject.steps(path.case, TRIES, batches, 0.0, 1.0)
             worst = max(size * _norm(step) for step in seen)
             most = max(most, worst)
             if not worst <= 1 + off:
@@ -158,14 +159,13 @@ def _not_finite(name: str, layer: Verification) -> Check:
         factors = path.examples[0].factors(layer.clips, threshold).clone()
         factors[0] = 0
         others = path.examples[0].mean(factors)
-        options = {"noise_multiplier": 0.0, "max_grad_norm": threshold}
         for value, which in product(NOT_FINITE, range(2)):
             batch = [tensor.clone() for tensor in path.batches[0]]
             for tensor in batch:
                 tensor[0] *= 10
             batch[which][0, 0, 0] = value
             try:
-                [seen] = layer.subject.steps(path.case, 1, [tuple(batch)], **options)
+                [seen] = layer.subject.steps(path.case, 1, [tuple(batch)], 0.0, threshold)
             except Exception:
                 continue  # refused
             moved = {n: (g - others[n]).nan_to_num(0, 0, 0) for n, g in seen.items()}

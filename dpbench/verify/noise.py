@@ -19,9 +19,9 @@ elements that come again in another order; and mixtures of fewer elements than `
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ from dpbench.verify.reference import Gradients
 FALSE_ALARM = 1e-6
 """The largest chance that any of the checks of right noise fails."""
 
-CHECKS = 14
-"""Among which it is divided: seven of the workload's noise, and seven of a layer's."""
+CHECKS = 12
+"""Among which it is divided: six of the workload's noise, and six of a layer's."""
 
 SAMPLE = 4096
 """Elements of each parameter, from its first, in which parameters are compared."""
@@ -107,22 +107,21 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
         dtype: of the parameters, to which the noise is rounded.
         runs: in words, of what there are draws.
     """
-    near = [draw for draw in draws if draw.slack < NEAR]
-    full = [draw for draw in near if len(draw.noise) == len(draws[0].noise)]
+    whole = [draw for draw in draws if len(draw.noise) == len(draws[0].noise)]
+    full = [draw for draw in whole if draw.slack < NEAR]
     deviation = _judged("noise: deviation", *_deviations(draws))
     yield deviation
-    exact = [draw for draw in full if draw.slack < EXACT and dtype.itemsize >= 4]
-    for name, found in (
-        ("noise: distribution", lambda: _distributions(full, torch.finfo(dtype).eps)),
-        ("noise: values", lambda: _repeated_values(exact)),
-    ):
-        if deviation.passed:
-            yield _judged(name, *found())
-        else:
-            yield Check(name, NOT_JUDGED, "", "", ["its deviation is another"])
+    distribution = Check("noise: distribution", NOT_JUDGED, "", "", ["its deviation is another"])
+    if deviation.passed:
+        distribution = _judged("noise: distribution", *_distributions(full, torch.finfo(dtype).eps))
+    yield distribution
+    values = Check("noise: values", NOT_JUDGED, "", "", ["its distribution is another"])
+    if distribution.passed:
+        exact = [draw for draw in full if draw.slack < EXACT and dtype.itemsize >= 4]
+        values = _judged("noise: values", *_repeated_values(exact))
+    yield values
     yield _judged("noise: elements", *_repeats(full))
-    yield _judged(f"noise: {runs}", *_steps(full))
-    yield _judged("noise: parameters", *_parameters(full))
+    yield _judged(f"noise: {runs}", *_pairs(full))
     yield _judged("noise beside gradients", *_along(draws))
 
 
@@ -170,19 +169,13 @@ def _judged(check: str, found: Sequence[Finding], comparisons: int) -> Check:
 
 def _groups(draws: Sequence[Draw]) -> dict[tuple[str, str], list[Draw]]:
     """Draws by run and parameter, by parameter, by run, and all: ``""`` stands for every one."""
-    groups = defaultdict(list)
-    runs = dict.fromkeys(draw.run for draw in draws)
-    names = [*draws[0].noise] if draws else []
-    for keys in (
-        [(run, name) for name in names for run in runs],
-        [("", name) for name in names],
-        [(run, "") for run in runs],
-        [("", "")],
-    ):
-        for run, name in keys:
-            chosen = [d for d in draws if run in ("", d.run) and (not name or name in d.noise)]
-            groups[run, name] = chosen
-    return groups
+    runs = ["", *dict.fromkeys(draw.run for draw in draws)]
+    names = ["", *(name for draw in draws[:1] for name in draw.noise)]
+    keys = sorted(product(runs, names), key=lambda key: (key[1] == "", key[0] == ""))
+    return {
+        (run, name): [d for d in draws if run in ("", d.run) and (not name or name in d.noise)]
+        for run, name in keys
+    }
 
 
 def _values(draws: Sequence[Draw], name: str) -> Tensor:
@@ -266,9 +259,9 @@ def _repeats(draws: Sequence[Draw]) -> Found:
     for name, piece, where in pieces:
         for words, r, n in worst_repeat(piece):
             chance = float(chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
-            of = f"(r = {r:.3g}, {n} elements)"
-            words = f"its noise repeats {words} in {where} {of}"
-            found.append(Finding(chance, name, words, f"r = {r:.2g} of {n}"))
+            of = f"r = {r:.2g} of {n}"
+            words = f"its noise repeats {words} in {where} ({of})"
+            found.append(Finding(chance, name, words, of))
     return found, 4 * sum(len(piece) for _, piece, _ in pieces)
 
 
@@ -318,47 +311,26 @@ def _correlation(a: Tensor, b: Tensor) -> tuple[float, int]:
     return float((a * b).sum()) / size if size else 0.0, a.numel()
 
 
-def _steps(draws: Sequence[Draw]) -> Found:
-    """Each parameter's noise in any two steps."""
-    found, comparisons = [], 0
-    for name in draws[0].noise if draws else ():
-        smallest = min(len(draw.noise[name]) for draw in draws)
-        rows = torch.stack([draw.noise[name][:smallest] for draw in draws]).double()
-        r = torch.nn.functional.normalize(rows) @ torch.nn.functional.normalize(rows).T
-        r = r.tril(-1)
-        j, i = divmod(int(r.abs().argmax()), len(draws))
-        chance = float(chance_of_correlation(r[j, i], torch.tensor(smallest)))
-        of = f"(r = {float(r[j, i]):.3g}, {smallest} elements)"
-        words = f"its noise is in {draws[j].words} that of {draws[i].words} {of}"
-        found.append(Finding(chance, name, words, f"r = {float(r[j, i]):.2g} of {smallest}"))
-        comparisons += len(draws) * (len(draws) - 1) // 2
-    return found, comparisons
-
-
-def _parameters(draws: Sequence[Draw]) -> Found:
-    """Each parameter's noise with that of each other, in the same steps and in others."""
-    named = [(name, noise[:SAMPLE]) for draw in draws for name, noise in draw.noise.items()]
+def _pairs(draws: Sequence[Draw]) -> Found:
+    """Each parameter's noise with that in any other step, and with that of any other parameter."""
+    named = [(name, d.words, noise[:SAMPLE]) for d in draws for name, noise in d.noise.items()]
     if not named:
         return [], 0
-    rows = pad_sequence([noise.double() for _, noise in named], batch_first=True)
-    sizes = torch.tensor([noise.numel() for _, noise in named], device=rows.device)
+    rows = pad_sequence([noise.double() for *_, noise in named], batch_first=True)
+    sizes = torch.tensor([len(noise) for *_, noise in named], device=rows.device)
     there = (torch.arange(rows.shape[1], device=rows.device) < sizes[:, None]).to(rows.dtype)
     squares = rows.square() @ there.T  # of each row, over the elements that the other has too
-    r = (rows @ rows.T / (squares * squares.T).sqrt()).nan_to_num()
+    r = (rows @ rows.T / (squares * squares.T).sqrt()).nan_to_num().tril(-1)
     n = torch.minimum(sizes[:, None], sizes)
-    numbers = {name: number for number, name in enumerate(draws[0].noise)}
-    number = torch.tensor([numbers[name] for name, _ in named], device=rows.device)
-    r = r * (number[:, None] > number)
-    chances = chance_of_correlation(r, n)
+    worst, others = chance_of_correlation(r, n).min(1)
     found = []
-    for name, of_name in numbers.items():
-        mine = torch.where((number == of_name)[:, None], chances, 0.0)
-        i, j = divmod(int(mine.argmin()), len(named))
-        words = f"its noise repeats that of {named[j][0]} "
-        of = f"(r = {float(r[i, j]):.3g}, {int(n[i, j])} elements)"
-        far = f"r = {float(r[i, j]):.2g} of {int(n[i, j])}"
-        found.append(Finding(float(mine[i, j]), name, words + of, far))
-    return found, int((number[:, None] > number).sum())
+    for i, j in enumerate(others.tolist()):
+        (name, where, _), (other, there_too, _) = named[i], named[j]
+        which = "that" if other == name else f"that of {other}"
+        of = f"r = {float(r[i, j]):.2g} of {int(n[i, j])}"
+        words = f"its noise in {where} is {which} in {there_too} ({of})"
+        found.append(Finding(float(worst[i]), name, words, of))
+    return found, len(named) ** 2 // 2
 
 
 def _along(draws: Sequence[Draw]) -> Found:

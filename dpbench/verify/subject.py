@@ -97,19 +97,22 @@ class Subject:
         self,
         case: Case,
         number: int,
-        batches: Sequence[Batch] = (),
-        *,
+        batches: Sequence[Batch],
+        sigma: float = 1.0,
+        threshold: float = 1.0,
         seed: int = 0,
-        **options: Any,
     ) -> Iterator[Gradients]:
         """What each step of a case's trainer takes off, divided by the learning rate.
 
         Each begins where the first did, with the next of the batches; a rank has its part of it.
         """
-        batches = batches or self.batches
         alone = case.gpus == 1
         plain = case.optimizer == "sgd"
-        options["learning_rate"] = RATE if plain else 1e-3
+        options: dict[str, Any] = {
+            "noise_multiplier": sigma,
+            "max_grad_norm": threshold,
+            "learning_rate": RATE if plain else 1e-3,
+        }
         trainer, _ = build(case, self.device, 1, seed=seed, alone=alone, **options)
         if not alone and seed % 2:  # scripts seed ranks apart, or all alike: noise must bear both
             torch.manual_seed(seed)

@@ -93,7 +93,7 @@ class Verification:
         yield self.gradient(", half clipped", self.paths[0], self.half, 0.0)
         for sigma, path in zip((FAINT, FAINT, 0.0), self.paths, strict=False):
             yield self.gradient(", all clipped", path, self.below_all, sigma)
-        runs = "steps, runs, processes" if elsewhere else "steps, runs"
+        runs = "parameters, steps, runs" + ", processes" * bool(elsewhere)
         yield from check_noise(draws, self.subject.dtype, runs)
         yield self.buffers()
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]
@@ -128,8 +128,7 @@ class Verification:
 
     def steps(self, path: Path, threshold: float, sigma: float) -> list[Gradients]:
         """What steps with little or no noise take off."""
-        options = {"noise_multiplier": sigma, "max_grad_norm": threshold}
-        return [*self.subject.steps(path.case, STEPS, path.batches, **options)]
+        return [*self.subject.steps(path.case, STEPS, path.batches, sigma, threshold)]
 
     def far(
         self, path: Path, seen: Sequence[Gradients], threshold: float
@@ -176,6 +175,7 @@ class Verification:
         """The noise of one trainer's steps; further ones are of small parameters alone."""
         self._seeds += 1
         case, run = path.case, f"σ = {sigma:g}, C = {threshold:.3g}{path.words}"
+        self.allowed(path.words, self.below_all)  # before: it seeds, between steps of this run
         seen = noise_of(self.subject, case, path.batches, steps, sigma, threshold, self._seeds)
         return [self._draw(run, i, path, sigma, threshold, step) for i, step in enumerate(seen)]
 
@@ -204,8 +204,7 @@ class Verification:
         other = pytree.tree_map(lambda a, b: torch.cat([b[:1], a[1:]]), first, second)
 
         def after(batch: Batch, seed: int) -> Gradients:
-            options = {"noise_multiplier": SIGMA, "max_grad_norm": THRESHOLD}
-            list(self.subject.steps(self.case, STEPS, [batch, second], seed=seed, **options))
+            list(self.subject.steps(self.case, STEPS, [batch, second], SIGMA, THRESHOLD, seed))
             return {name: b.double() for name, b in self.subject.buffers.items()}
 
         before, changed, noisy = after(first, 1), after(other, 1), after(first, 2)
@@ -228,9 +227,8 @@ def noise_of(
 ) -> Iterator[Gradients]:
     """What steps with noise take off; further ones are of small parameters alone."""
     sizes = {name: subject.start[name].numel() for name in subject.trained}
-    options = {"noise_multiplier": sigma, "max_grad_norm": threshold}
     number = max(steps, -(-ENOUGH // min(sizes.values())) if sigma == SIGMA else 0)
-    for i, step in enumerate(subject.steps(case, number, batches, seed=seed, **options)):
+    for i, step in enumerate(subject.steps(case, number, batches, sigma, threshold, seed)):
         yield {name: g for name, g in step.items() if i < steps or sizes[name] < ENOUGH}
 
 

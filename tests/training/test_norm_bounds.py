@@ -225,7 +225,7 @@ def test_a_norm_by_products_in_float32_is_an_upper_bound_and_near_if_tokens_diff
             assert norms.dtype == torch.float32
             assert (norms.double().sqrt() >= exact * (1 - 1e-12)).all()
             if not offset:
-                near = 2e-4 if dtype == torch.float32 else 0.02
+                near = 1e-3 if dtype == torch.float32 else 0.02
                 assert (norms.double().sqrt() <= exact * (1 + near)).all()
 
 
@@ -305,7 +305,7 @@ def test_a_gradient_whose_squared_norm_is_infinite_is_not_left_unclipped(trainer
         for value in (0.0, -1.0, math.nan, math.inf)
     ]
     + [
-        ({"noise_multiplier": value}, f"noise_multiplier is {value}, and must be finite and not")
+        ({"noise_multiplier": value}, f"noise_multiplier is {value}, and must be finite and not b")
         for value in (-1.0, math.nan, math.inf)
     ]
     + [

@@ -95,7 +95,7 @@ NOISE: Mapping[str, Noise] = {
     "MovedFirst": lambda t, p: again(t, p, 0).flatten().roll(t.number).view_as(p),
     "ShuffledFirst": lambda t, p: again(t, p, 0).flatten()[torch.randperm(p.numel())].view_as(p),
     "MixedWithLast": lambda t, p: 0.8 * normal(p) + 0.6 * again(t, p, 0),
-    "SeedOfStep": lambda t, p: from_seed(p, 1000 * t.number + [*t.trained.values()].index(p)),
+    "SeedOfStep": lambda t, p: from_seed(p, 1000 * t.number + p.numel() + p.dim()),
     "SeedOfEightBits": lambda t, p: from_seed(p, int(torch.randint(256, ()))),
     "SeedOfShape": lambda t, p: from_seed(p, t.seed + 1000 * t.number + p.numel()),
     "SeedOfValues": lambda t, p: from_seed(p, int(p.detach().abs().sum() * 1e6)),
@@ -147,6 +147,8 @@ CLIP: Mapping[str, Clip] = {
     "UnclippedFromHalfSigma": lambda t, g: g if t.noise_multiplier > 0.04 else right(t, g),
     "ThrownAwayWithNoise": lambda t, g: scaled(right(t, g), t.noise_multiplier < 1e-3),
     "NegatedWithNoise": lambda t, g: scaled(right(t, g), -1 if t.noise_multiplier > 1e-3 else 1),
+    "EachTenthStepUnclipped": lambda t, g: right(t, g) if t.number % 10 else g,
+    "FirstStepsClipped": lambda t, g: right(t, g) if t.number <= 8 else g,
     "TwiceTheThreshold": lambda t, g: scaled(g, (2 * t.max_grad_norm / norm_of(g)).clamp(max=1.0)),
     "AlwaysToTheThreshold": lambda t, g: scaled(g, t.max_grad_norm / norm_of(g)),
     "BySquare": lambda t, g: scaled(g, (t.max_grad_norm / norm_of(g) ** 2).clamp(max=1.0)),
@@ -214,18 +216,12 @@ class NoiseOfTheLoss(Own):
         return total
 
 
-class ProductsOfTokens(faulty.BookKeepingTrainer):
-    """Norms from products T × T, without a bound of their rounding."""
-
-
-PIECES = [
+OWN = [
     LargestNormForThreshold,
     LastPartUnclipped,
     MiddlePartUnclipped,
     KeepsData,
     NoiseOfTheLoss,
-]
-OLD = [
     faulty.MeanOfParts,
     faulty.WrongBatchSize,
     faulty.AccumulatesForEver,
@@ -236,7 +232,6 @@ OLD = [
 ALL: dict[str, Callable[..., Any]] = {
     **{name: noisy(name, noise) for name, noise in NOISE.items()},
     **{name: clipping(name, clip) for name, clip in CLIP.items()},
-    **{each.__name__: each for each in PIECES},
-    **{each.__name__: each for each in OLD},
+    **{each.__name__: each for each in OWN},
 }
 globals().update(ALL)  # a case names them

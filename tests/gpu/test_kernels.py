@@ -1,0 +1,208 @@
+"""The operators of trainers on a GPU: by kernels and by PyTorch, held to float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpbench.model_size import ModelSize
+from dpbench.training import kernels
+from dpbench.training.kernels import (
+    TILINGS,
+    gram_norms,
+    gram_norms_by_kernel,
+    gram_sums,
+    layer_norm_samples,
+    noisy_descent,
+    products,
+    scaled,
+)
+from dpbench.training.norm_bounds import squared_norms_of_alike, squared_product_norms
+from tests.training.test_norm_bounds import OURS, alike, update_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
+
+SIZE = ModelSize(500, 64, 2, 4)
+
+
+@pytest.fixture(autouse=True)
+def ieee() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def squared_norms(xs: list[Tensor], gs: list[Tensor], bias: bool = False) -> Tensor:
+    """By the kernel, where there is one for the type; what clips is held to be no smaller."""
+    known = gs[0].dtype in TILINGS
+    norms = (gram_norms_by_kernel if known else gram_norms)(xs, gs, bias)[0].double().sum(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "SMALL", 0)  # so that the kernel is what is held
+        bounds = squared_norms_of_alike(xs, gs, bias).double().sum(0)
+    assert (bounds >= norms * (1 - 1e-5)).all()
+    return norms
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layers", [1, 11])
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 1, 8, 8), (3, 40, 48, 100), (2, 256, 72, 50), (3, 600, 33, 7), (1, 16_384, 16, 16)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_gram_norms_are_those_of_the_gradients(
+    dtype: torch.dtype, shape: tuple[int, ...], layers: int, bias: bool
+) -> None:
+    examples, tokens, width, height = shape
+    xs = [normal(examples, tokens, width, dtype=dtype) for _ in range(layers)]
+    gs = [normal(examples, tokens, height, dtype=dtype) for _ in range(layers)]
+    expected = torch.zeros(examples, dtype=torch.float64, device="cuda")
+    for x, g in zip(xs, gs, strict=True):
+        expected += torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
+        expected += g.double().sum(1).square().sum(1) if bias else 0
+    # Of T × T products that cancel the more is left by rounding the longer an example is.
+    rtol = 1e-5 if tokens < 1000 else 3e-5
+    torch.testing.assert_close(squared_norms(xs, gs, bias), expected, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gram_norms_of_tensors_that_begin_within_a_word(dtype: torch.dtype) -> None:
+    x, g = (normal(1 + 2 * 256 * 64, dtype=dtype)[1:].view(2, 256, 64) for _ in range(2))
+    expected = torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
+    norms = squared_norms([x], [g])
+    torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(squared_norms([x.clone()], [g.clone()]), norms, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_example_of_more_numbers_than_32_bits_count(dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 18_000, 120_000, dtype=dtype, device="cuda")
+    g = torch.zeros(1, 18_000, 16, dtype=dtype, device="cuda")
+    x[0, -2:, -1], g[0, -2:, 0] = 2, 1
+    assert squared_norms([x], [g]).tolist() == [16]
+    assert scaled(x, torch.full((1,), 0.5, device="cuda"))[0, -1, -1] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_examples_than_a_grid_has_rows(dtype: torch.dtype) -> None:
+    x, g = normal(70_000, 1, 16, dtype=dtype), normal(70_000, 1, 8, dtype=dtype)
+    expected = x.double().square().sum((1, 2)) * g.double().square().sum((1, 2))
+    torch.testing.assert_close(squared_norms([x], [g]), expected, rtol=1e-5, atol=0)
+    factors = torch.rand(70_000, device="cuda")
+    torch.testing.assert_close(scaled(x, factors), (x * factors[:, None, None]).to(dtype))
+
+
+@pytest.mark.parametrize("tokens", [5, 200, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gram_norms_of_embeddings_add_up_rows_named_twice(dtype: torch.dtype, tokens: int) -> None:
+    rows = torch.randint(9, (3, tokens), device="cuda")
+    g = normal(3, tokens, 24, dtype=dtype)
+    samples = torch.zeros(3, 9, 24, dtype=torch.float64, device="cuda")
+    for sample, named, gradients in zip(samples, rows, g, strict=True):
+        sample.index_add_(0, named, gradients.double())
+    expected = samples.square().sum((1, 2))
+    norms = squared_norms([rows], [g])
+    torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [5, 130, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_products_are_those_of_the_cpu(dtype: torch.dtype, tokens: int) -> None:
+    made = products(normal(3, tokens, 24, dtype=dtype), normal(3, tokens, 40, dtype=dtype))
+    of_x, of_g = (each.to(dtype) for each in made)
+    expected = gram_sums(of_x.cpu().double(), of_g.cpu().double())
+    torch.testing.assert_close(gram_sums(of_x, of_g).cpu().double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "width"), [(128, 32), (16, 256), (1024, 2048)])
+@pytest.mark.parametrize("offset", [0, 100, 10_000])
+def test_norms_of_tokens_that_are_alike_are_no_smaller_than_the_gradients(
+    tokens: int, width: int, offset: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, g = normal(2, tokens, width) + offset, normal(2, tokens, width)
+    x, g = x.to(dtype), (g - g.mean(1, keepdim=True) * (offset > 0)).to(dtype)
+    expected = torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
+    for small in (kernels.SMALL, 0):
+        monkeypatch.setattr(kernels, "SMALL", small)
+        assert (squared_product_norms(x, g).double() >= expected).all()
+        assert (squared_norms_of_alike([x], [g], False)[0].double() >= expected).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offset"), [(torch.float32, 1e4), (torch.bfloat16, 100), (torch.float64, 1e7)]
+)
+@pytest.mark.parametrize(("tokens", "width"), [(128, 32), (16, 256), (1024, 2048)])
+@pytest.mark.parametrize("trainer", OURS)
+def test_tokens_that_are_alike_are_clipped(
+    trainer: str, tokens: int, width: int, dtype: torch.dtype, offset: float
+) -> None:
+    given = [each.to("cuda") for each in alike(0, tokens, width, width, offset, dtype)]
+    layer = nn.Linear(width, width, dtype=dtype, device="cuda")
+    assert update_of(trainer, layer, (given[0], given[1])).norm() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("width", [7, 64, 2048])
+def test_examples_are_scaled_as_by_pytorch(width: int, dtype: torch.dtype) -> None:
+    tensor, factors = normal(3, 33, width, dtype=dtype), torch.rand(3, device="cuda")
+    across = tensor.mT
+    for each in (tensor, across, across.contiguous()[:, 1:]):
+        expected = (each.double() * factors.double()[:, None, None]).to(dtype)
+        torch.testing.assert_close(scaled(each, factors), expected)
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("width", [7, 64, 2048])
+def test_layer_norm_samples_are_those_of_the_cpu(
+    width: int, dtype: torch.dtype, off: float
+) -> None:
+    x, g = normal(3, 33, width, dtype=dtype), normal(3, 33, width, dtype=dtype)
+    expected = layer_norm_samples(x.cpu(), g.cpu(), 1e-5)
+    torch.testing.assert_close(layer_norm_samples(x, g, 1e-5).cpu(), expected, rtol=off, atol=off)
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_an_update_is_as_exact_as_its_parameters(dtype: torch.dtype, off: float) -> None:
+    values, gradient = (torch.rand(10_000, dtype=torch.float64, device="cuda") for _ in range(2))
+    values, gradient = values.to(dtype), gradient.to(dtype)
+    expected = values.double() - 0.3 * gradient.double()
+    noisy_descent(values, gradient, torch.tensor(1, device="cuda"), 0.0, 0.3)
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=off)
+
+
+def test_the_update_draws_normal_noise_of_its_deviation_anew_for_each_seed() -> None:
+    length, deviation, rate = 3_000_001, 3.0, 0.5
+    gradient = normal(length)
+
+    def noise(seed: int) -> Tensor:
+        moved = torch.zeros(length, device="cuda")
+        noisy_descent(moved, gradient, torch.tensor(seed, device="cuda"), deviation, rate)
+        return -moved / rate - gradient
+
+    first, second = noise(2**40), noise(2**40 + 1)
+    assert torch.equal(first, noise(2**40))
+    assert abs(first.std() / deviation - 1) < 5 / (2 * length) ** 0.5
+    assert abs(first.mean()) < 5 * deviation / length**0.5
+    for lag in (1, 2, 3, 4, 1024, 4096):
+        together = torch.stack([first, first.roll(lag)])
+        assert abs(torch.corrcoef(together)[0, 1]) < 5 / length**0.5
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 5 / length**0.5
+
+
+def test_one_number_of_two_million_is_further_out_than_five_deviations() -> None:
+    """As it should be, and some are further than 5.7, where Triton's own normal numbers end."""
+    length, beyond, largest = 2**28, 0, 0.0
+    for seed in range(8):
+        moved = torch.zeros(length, device="cuda")
+        noisy_descent(moved, torch.zeros_like(moved), torch.tensor(seed, device="cuda"), 1.0, 1.0)
+        beyond += int((moved.abs() > 5).sum())
+        largest = max(largest, float(moved.abs().max()))
+    expected = 8 * length * math.erfc(5 / 2**0.5)
+    assert abs(beyond - expected) < 6 * expected**0.5
+    assert 5.7 < largest < 7
