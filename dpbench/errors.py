@@ -37,7 +37,10 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
     """The error for a name that is not in a list; it has the nearest one."""
     names = [*known]
     spelled = {each.casefold(): each for each in names}
-    nearest = get_close_matches(str(name).casefold(), spelled, n=5)
+    asked = str(name).casefold()
+    first = asked.partition("_")[0]
+    nearest = get_close_matches(asked, spelled, n=9)
+    nearest = sorted(nearest, key=lambda each: each.partition("_")[0] != first)[:5]
     if len(names) > LISTED:
         longer = sorted((known for known in names if str(name) in known), key=len)
         names = [*(longer[:5] or [spelled[each] for each in nearest] or names[:LISTED]), "…"]

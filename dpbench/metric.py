@@ -125,8 +125,6 @@ class Metric:
     # Where an instrument finds it: a field of `KernelCount` or `OperatorCount`, or how an
     # activity's name in a trace of the PyTorch profiler begins.
     source: str = ""
-    # The metric that is shown in its place where a run has both, e.g. one that counts better.
-    replaced_by: str = ""
     # The tables that it has a column in, if not those of cases.
     table: str = ""
     # If it is one of those that `derived` makes: the metric from which it follows, and how.
@@ -228,7 +226,6 @@ class Metric:
                 shown=tuple(each for each in SHOWN if {each, kind} <= {*self.shown}),
                 giga=kind == "logical" and self.form == "giga",
                 higher_is_better=self.higher_is_better,
-                replaced_by=self.replaced_by and derived_name(self.replaced_by, kind),
                 table=self.table,
                 of=self.name,
                 kind=kind,

@@ -118,12 +118,12 @@ class Metrics(Mapping[str, Metric]):
     def find(self, name: str) -> Metric | None:
         """The metric that a user names: one of `every`, or a hardware counter by its own name.
 
-        ``l2_bytes`` is ``l2_total_bytes``, ``dram_bytes_ratio`` the same as ``dram_ratio``, and
+        ``l2_bytes`` is ``l2_served_bytes``, ``dram_bytes_ratio`` the same as ``dram_ratio``, and
         nvprof's ``gld_throughput`` is ``global_load_throughput``.
         """
         every, own = self.every(), name.removesuffix(RATIO)
         nvprof = [derived_name(m.name, "throughput") for m in self.values() if m.nvprof == name]
-        spellings = [*nvprof, name, re.sub("_bytes$", "_total_bytes", name)]
+        spellings = [*nvprof, name, re.sub("^l2_bytes$", "l2_served_bytes", name)]
         spellings += [derived_name(own)] if own != name else []
         for spelling in spellings:
             if spelling in every:
@@ -140,11 +140,6 @@ LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread", shown=())
 
 def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return (("GB20[0-9]", (f"dram__bytes_op_{operation}.sum",)), ("G[AB]?0B", ()))
-
-
-def _sectors(*operations: str) -> Counters:
-    names = tuple(f"lts__t_sectors_op_{operation}.sum" for operation in operations)
-    return Counters(names, SECTOR_BYTES)
 
 
 def _global(operation: str) -> Counters:
@@ -211,15 +206,9 @@ METRICS = Metrics((
     # All sectors, whoever asked, SMs or copy engines; without crossings where they are counted.
     Metric("l2_served_bytes", "L2\nserved", _COUNTED, _l2("", _CROSSINGS), shown=_AND_RATIO,
            expected=(1.5, 3.0), throughput=False, spread=True),
-    # These count crossings twice, and stay for what was measured before the ones above were.
-    _hidden("l2_read_bytes", "old L2\nread", _COUNTED, _sectors("read"),
-            replaced_by="l2_sm_read_bytes"),
-    _hidden("l2_write_bytes", "old L2\nwrite", _COUNTED, _sectors("write"),
-            replaced_by="l2_sm_write_bytes"),
-    _hidden("l2_atomic_bytes", "L2\natomic", _COUNTED, _sectors("atom", "red"), throughput=False),
-    Metric("l2_total_bytes", "old L2\ntotal", _COUNTED, Counters(("lts__t_bytes.sum",)),
-           shown=_AND_RATIO, expected=(1.5, 3.0), throughput=False, spread=True,
-           replaced_by="l2_served_bytes"),
+    _hidden("l2_atomic_bytes", "L2\natomic", _COUNTED,
+            Counters(("lts__t_sectors_op_atom.sum", "lts__t_sectors_op_red.sum"), SECTOR_BYTES),
+            throughput=False),
     # Misses loads by TMA and LDGSTS on Hopper.
     _hidden("global_load_bytes", "global\nload", _COUNTED, _global("ld"), nvprof="gld_throughput"),
     _hidden("global_store_bytes", "global\nstore", _COUNTED, _global("st"),

@@ -293,7 +293,7 @@ def test_opacus_moves_what_the_list_of_changes_says() -> None:
         ("docs/findings.md", 200),
         (REFERENCE, 350),
         (RANKS, 100),
-        *((page, 65) for page in UPSTREAM),
+        *((page, 135 if page.endswith("norms.md") else 85) for page in UPSTREAM),
     ],
 )
 def test_a_document_stays_short(document: str, lines: int) -> None:

@@ -43,6 +43,11 @@ def test_of_many_names_only_the_nearest_come() -> None:
     assert "counter_a, counter_b" in str(unknown("metric", "???", names))
 
 
+def test_of_near_names_one_with_the_same_first_word_is_meant() -> None:
+    shown = str(unknown("ratio", "l2_ratio", ["flops_ratio", "dram_ratio", "l2_served_ratio"]))
+    assert shown.endswith("did you mean l2_served_ratio?")
+
+
 def test_unknown_name_comes_with_a_hint() -> None:
     assert str(unknown("colour", "x", ["red"], "or RRGGBB")).endswith("red (or RRGGBB)")
 

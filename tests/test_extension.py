@@ -112,7 +112,7 @@ def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path
     (tmp_path / "ownmetrics.py").write_text(
         "from dpbench.metrics import Metric, Sum\n"
         "MOVED = Metric(\n"
-        "    'l2_moved_bytes', 'L2\\nmoved', how=Sum(('l2_read_bytes', 'l2_write_bytes'))\n"
+        "    'dram_moved_bytes', 'DRAM\\nmoved', how=Sum(('dram_read_bytes', 'dram_write_bytes'))\n"
         ")\n"
     )
     installed = tmp_path / "ownmetrics-1.0.dist-info"
@@ -120,8 +120,8 @@ def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: ownmetrics\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[dpbench.metrics]\nmoved = ownmetrics:MOVED\n")
 
-    show = ["show", str(GRID1), "--columns=l2_read_bytes,l2_write_bytes,l2_moved_bytes"]
-    compare = ["compare", str(GRID1), str(GRID1), "--fail=l2_moved_ratio@backward:1%"]
+    show = ["show", str(GRID1), "--columns=dram_read_bytes,dram_write_bytes,dram_moved_bytes"]
+    compare = ["compare", str(GRID1), str(GRID1), "--fail=dram_moved_ratio@backward:1%"]
     both = f"import sys; from dpbench.cli import main; sys.exit(main({show}) or main({compare}))"
     done = subprocess.run(
         [sys.executable, "-c", both],

@@ -13,7 +13,7 @@ from dpbench.metrics import METRICS, Counters, Metric, Metrics, Share, derived_n
 from dpbench.results.kernels import KernelCount
 
 DRAM = {"dram_bytes": (2.0, 5.0)}
-L2 = dict.fromkeys(("l2_served_bytes", "l2_total_bytes"), (1.5, 3.0))
+L2 = {"l2_served_bytes": (1.5, 3.0)}
 
 
 def test_name_says_the_unit() -> None:
@@ -22,12 +22,20 @@ def test_name_says_the_unit() -> None:
 
 
 def test_ratio_has_the_name_without_the_unit() -> None:
-    names = ("dram_read_bytes", "l2_total_bytes", "step_time_seconds", "samples_per_second")
-    ratios = ["dram_read_ratio", "l2_ratio", "step_time_ratio", "samples_ratio"]
+    names = ("dram_read_bytes", "l2_served_bytes", "step_time_seconds", "samples_per_second")
+    ratios = ["dram_read_ratio", "l2_served_ratio", "step_time_ratio", "samples_ratio"]
     assert [derived_name(name) for name in names] == ratios
     found = [METRICS.find(name) for name in ratios]
     assert [(metric.of, metric.kind) for metric in found if metric] == [(n, "ratio") for n in names]
     assert METRICS.find("nonsense_ratio") is None
+
+
+def test_l2_bytes_are_what_it_served_and_ratios_are_spelled_out() -> None:
+    assert METRICS.find("l2_bytes") is METRICS.every()["l2_served_bytes"]
+    for gone in ("l2_ratio", "l2_read_bytes", "l2_write_bytes", "l2_total_bytes"):
+        assert METRICS.find(gone) is None
+    with pytest.raises(ConfigurationError, match="did you mean l2_served_ratio"):
+        expectations(["l2_ratio:1-2"])
 
 
 def test_what_a_metric_is_made_of_exists() -> None:

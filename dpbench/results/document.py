@@ -64,7 +64,7 @@ _SHAPE: dict[str, Any] = {
     "metrics": [
         {
             **dict.fromkeys(("name", "header", "nvprof", "logical", "source"), str),
-            **dict.fromkeys(("replaced_by", "of", "table"), str),
+            **dict.fromkeys(("of", "table"), str),
             **dict.fromkeys(("giga", "higher_is_better", "signed", "throughput", "spread"), bool),
             "by": [str],
             "how": {"names": [str], "parts": [str], "scale": _NUMBER, "chips": [list], "less": str},

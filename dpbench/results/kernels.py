@@ -57,7 +57,7 @@ class OperatorCount(Entry):
     read_bytes: int  # logical, B
     write_bytes: int
     flops: int  # a multiply-add counts as two
-    general_rule: bool = False  # counted by the rule for unknown operators, a guess
+    general_rule: bool = False  # of a library whose kernels are not known: a guess by its schema
     collective_bytes: int = 0  # sent to other ranks
 
     @property
@@ -67,7 +67,7 @@ class OperatorCount(Entry):
 
 
 def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
-    """The heavy operators that were counted by the general rule, with their part of the step."""
+    """The heavy operators whose bytes are a guess, with their part of the step's."""
     counts = list(counts)
     total = sum(count.total_bytes for count in counts)
     guessed = Counter[str]()

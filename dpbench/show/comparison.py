@@ -13,7 +13,6 @@ from dpbench.case import BASELINE_TRAINER, Case, Script
 from dpbench.files import printable
 from dpbench.metrics import METRICS
 from dpbench.registry import TRAINERS
-from dpbench.results.frame import as_tuples
 from dpbench.results.gate import Verdict
 from dpbench.results.rows import STEP, summed
 from dpbench.show.layout import ABSENT, Table, gigabytes, written
@@ -33,9 +32,6 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
     keys = summed()
     known = pd.MultiIndex.from_frame(changes[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
     rows = changes[changes.metric.isin(_shown()) & (changes.phase == STEP) & ~known]
-    every, both = METRICS.every(), {*as_tuples(changes[changes.change.notna()], keys)}
-    better = rows.assign(metric=[every[name].replaced_by for name in rows.metric])
-    rows = rows.loc[[key not in both for key in as_tuples(better, keys)]]
     if not judged.empty:
         rows = pd.concat([rows, judged])
     tables = []

@@ -33,8 +33,8 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
     frame = to_frame(row for outcome in outcomes for row in outcome.rows)
     listed = tables(frame, view, outcomes)
     guessed = [
-        f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, which has no "
-        f"rule of its own and was counted by the general one."
+        f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, counted by "
+        f"its schema, because nothing is known of its kernels."
         for outcome in outcomes
         for operator, part in guesses(outcome.operators).items()
     ]

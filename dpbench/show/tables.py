@@ -16,7 +16,7 @@ from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.show.groups import Group, groups, in_order
 from dpbench.show.layout import Table
-from dpbench.show.view import View, column, shown_by_default, without_replaced
+from dpbench.show.view import View, column, shown_by_default
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
@@ -28,11 +28,6 @@ say."""
 BUSY_OF = (
     "Of the time that the step or phase takes when it is not counted and the CPU runs ahead; of "
     "phases that were not timed, of the time between synchronizations."
-)
-
-OLD_L2 = (
-    "Old L2: where an L2 has two halves, what crosses between them is counted twice; compare it "
-    "with old L2 only."
 )
 
 OF_ONE_RANK = "What one rank has of it: 1 ÷ ranks if they share it all, 1 if each does it all."
@@ -88,7 +83,7 @@ def _columns(group: Group, view: View) -> list[Metric]:
     group that has no number in any of the columns that were asked for gets no column.
     """
     logical = bool((group.shown.device == NO_HARDWARE).any())
-    chosen = view.columns or without_replaced(shown_by_default(logical=logical), group.texts)
+    chosen = view.columns or shown_by_default(logical=logical)
     filled = [shown for shown in chosen if group.texts(shown)]
     if view.columns:
         return list(chosen) if filled else []
@@ -137,7 +132,6 @@ def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):
         yield "WARNING: at this size the data stays in the L2 cache; DRAM ratios mean nothing."
-    yield from about_replaced(columns)
     idle = rows[(rows.metric == BUSY) & (rows.value < LAUNCH_BOUND)]
     if BUSY in names and group.phase == STEP and len(idle):
         yield (
@@ -167,11 +161,6 @@ def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str
         parts = [f"{value} ({', '.join(dict.fromkeys(who))})" for value, who in values.items()]
         if len(parts) > 1:
             yield f"Labels differ, {name}: {', '.join(parts)}."
-
-
-def about_replaced(columns: Iterable[Metric]) -> list[str]:
-    """The note on columns of the old L2 counters, if there are any."""
-    return [OLD_L2] if any(each.replaced_by for each in columns) else []
 
 
 def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
@@ -243,10 +232,9 @@ def against_logical(group: Group) -> list[Table]:
 def _throughput_table(group: Group) -> list[Table]:
     every = METRICS.every().values()
     rates = [rate for rate in every if rate.kind == "throughput" and METRICS[rate.of].throughput]
-    rates = without_replaced(rates, lambda rate: group.texts(rate, STEP))
     shown = {rate: texts for rate in rates if (texts := group.texts(rate, STEP))}
     columns = {METRICS[rate.of].heading: texts for rate, texts in shown.items()}
-    notes = ["Counted bytes ÷ step time of the unprofiled process.", *about_replaced(shown)]
+    notes = ["Counted bytes ÷ step time of the unprofiled process."]
     return group.table("GB/s", columns, notes)
 
 

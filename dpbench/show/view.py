@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,22 +45,6 @@ def shown_by_default(*, logical: bool) -> list[Metric]:
         if (metric.of or metric.name) not in METRICS.built_in
         or ("logical" in metric.by if logical else metric.by != ("logical",))
     ]
-
-
-def without_replaced(
-    shown: Iterable[Metric], known: Callable[[Metric], Collection[Any]]
-) -> list[Metric]:
-    """The columns without those that a better one replaces.
-
-    ``known`` returns the cases for which a column has a number. A replaced column stays if it has
-    cases that the better one lacks; a better one without any case is left out.
-    """
-    shown, every = list(shown), METRICS.every()
-    pairs = [(each.name, each.replaced_by) for each in shown if each.replaced_by in every]
-    numbers = {name: {*known(every[name])} for pair in pairs for name in pair}
-    left_out = {old if numbers[old] <= numbers[new] else "" for old, new in pairs}
-    left_out |= {new for old, new in pairs if numbers[old] and not numbers[new]}
-    return [each for each in shown if each.name not in left_out]
 
 
 def usual_columns() -> list[Metric]:

@@ -39,7 +39,8 @@ def chosen(changes: str, known: Collection[str]) -> frozenset[str]:
 class LeanTrainer(OpacusTrainer):
     """`DPSGDTrainer` with hooks and flat clipping, and these changes to it.
 
-    - ``kept``: a per-sample gradient stays as the hook made it; Opacus copies it into zeros.
+    - ``kept``: a per-sample gradient stays as the hook made it, where a parameter is used once;
+      Opacus copies it into zeros.
     - ``summed``: the loss is a sum; Opacus multiplies what each layer gets back from its mean.
     - ``unused``: no ordinary gradient is computed; Opacus's are replaced before they are read.
     - ``noise``: of all parameters it is drawn at once and added in place, to a sum that the
@@ -90,18 +91,15 @@ copy_into_zeros = getattr(hooks, STORE)
 def keep(*, param: Any, grad_sample: Tensor, max_batch_len: int) -> None:
     """Keep a per-sample gradient as it is, where Opacus copies it into a tensor of zeros.
 
-    Only a batch shorter than ``max_batch_len`` needs that. What is kept may be the gradient of what
-    the layer returned, so nothing is added to it in place.
+    A batch shorter than ``max_batch_len`` needs that, and a parameter that is used again: what is
+    kept may be the gradient of what the layer returned, to which nothing may be added in place.
     """
-    if not param.requires_grad:
-        return
-    before = getattr(param, "_current_grad_sample", None)
-    if len(grad_sample) == max_batch_len:
-        param._current_grad_sample = grad_sample if before is None else before + grad_sample
-        return
-    if before is not None:
-        param._current_grad_sample = before.clone()
-    copy_into_zeros(param=param, grad_sample=grad_sample, max_batch_len=max_batch_len)
+    used_once = param.requires_grad and param._forward_counter == 1
+    used_once = used_once and not hasattr(param, "_current_grad_sample")
+    if used_once and len(grad_sample) == max_batch_len:
+        param._current_grad_sample = grad_sample
+    else:
+        copy_into_zeros(param=param, grad_sample=grad_sample, max_batch_len=max_batch_len)
 
 
 def leave_out_ordinary_gradients(module: Any) -> None:

@@ -1,13 +1,20 @@
-"""The diffs of docs/upstream are of the installed Opacus."""
+"""The diffs of docs/upstream are of the installed Opacus, and do what their pages say."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 
 from bench import upstream
+from dpbench import Case
+from tests.logical.layers import count
 
 
 @pytest.mark.parametrize("name", upstream.names())
@@ -19,6 +26,86 @@ def test_a_diff_applies_to_the_installed_opacus(name: str, tmp_path: Path) -> No
     assert "```diff" in page
 
 
+@pytest.mark.parametrize("name", upstream.names())
+def test_opacus_own_tests_of_gradients_pass_with_a_diff(name: str) -> None:
+    outcomes = upstream.opacus_tests(name, upstream.READ_GRADIENTS[:3])
+    assert list(outcomes.values()).count("passed") >= 20
+    assert [test for test, outcome in outcomes.items() if outcome in ("failure", "error")] == []
+
+
 def test_each_page_with_a_diff_is_in_the_index() -> None:
     index = (upstream.PAGES / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\((\S+)\.md\)", index)) >= set(upstream.names())
+
+
+# --- kept ------------------------------------------------------------------------------------
+
+
+def bytes_of(trainer: str, layer: str) -> float:
+    return count(Case(trainer, 16, workload="layer", set=f"layer={layer}")).logical_bytes
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Lets Opacus store per-sample gradients as the diff does, while it is entered."""
+    upstream.patched("kept", tmp_path)
+    name = "opacus.grad_sample.grad_sample_module"
+    file = (tmp_path / name.replace(".", "/")).with_suffix(".py")
+    spec = spec_from_file_location(f"{name}_kept", file)
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    store = "create_or_accumulate_grad_sample"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{name}.{store}", getattr(module, store))
+        yield patch
+
+
+def test_lean_kept_moves_what_the_diff_moves(kept: pytest.MonkeyPatch) -> None:
+    for layer in ("linear", "embedding", "lstm"):
+        assert bytes_of("dpsgd", layer) == bytes_of("lean:changes=kept", layer)
+
+
+@pytest.mark.parametrize("layer", ["rnn", "lstm", "gru"])
+def test_kept_leaves_layers_that_are_used_again_as_they_are(layer: str) -> None:
+    assert bytes_of("lean:changes=kept", layer) == bytes_of("dpsgd", layer)
+
+
+def test_kept_saves_where_a_layer_is_used_once() -> None:
+    assert bytes_of("lean:changes=kept", "linear") < 0.8 * bytes_of("dpsgd", "linear")
+
+
+# --- norms -----------------------------------------------------------------------------------
+
+
+def run_page(opacus: Path | None) -> subprocess.CompletedProcess[str]:
+    """Run the test of the page in a process, under the Opacus of a folder or the installed one."""
+    (test,) = upstream.blocks("norms", "python")
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"{test}\ntest_an_update_keeps_the_threshold()"],
+        env={**os.environ, **({"PYTHONPATH": str(opacus)} if opacus else {})},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_an_update_of_opacus_exceeds_the_threshold() -> None:
+    assert "AssertionError" in run_page(None).stderr
+
+
+def test_an_update_keeps_the_threshold_with_the_diff(tmp_path: Path) -> None:
+    upstream.patched("norms", tmp_path)
+    done = run_page(tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+# --- the grid --------------------------------------------------------------------------------
+
+
+def test_the_grid_of_layers_can_be_counted(tmp_path: Path) -> None:
+    command = ["run", "--grid", "opacus-layers", "--batch-size", "16", "--instrument", "logical"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dpbench", *command], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -205,27 +205,3 @@ def test_number_names_a_run_to_show_and_to_draw_too(
     assert main(["show", "1", "2", "--html=report.html"]) == 0
     page = Path("report.html").read_text(encoding="utf-8")
     assert "<title>dpbench: 0001_before, 0002_after</title>" in page
-
-
-def shown_of_l2(before: str, after: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """The metrics of the L2 that a comparison shows with a change."""
-    assert main(["compare", before, after]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    return {line[1] for line in lines if line[1:] and "l2_" in line[1] and "%" in line[-2]}
-
-
-def test_l2_bytes_are_compared_with_their_like(
-    storage: Storage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Old with old; of two runs that have both, those without crossings."""
-    data = json.loads(GRID1.read_text())
-    total = [row for row in data["rows"] if row["metric"] == "l2_total_bytes"]
-    data["rows"] += [{**row, "metric": "l2_served_bytes", "value": row["value"]} for row in total]
-    storage.allocate("counted-anew", "NVIDIA H200", json.dumps(data))
-    old, new = {"l2_total_bytes", "l2_ratio"}, {"l2_served_bytes", "l2_served_ratio"}
-    assert shown_of_l2("1", "1", capsys) == shown_of_l2("1", "3", capsys) == old
-    assert shown_of_l2("3", "3", capsys) == new
-    limit = ["--fail=l2_served_bytes:5%"]
-    assert main(["compare", "3", "3", *limit]) == 0
-    assert main(["compare", "1", "3", *limit]) == 1
-    assert main(["compare", "1", "3", "--fail=l2_total_bytes:5%"]) == 0

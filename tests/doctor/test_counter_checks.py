@@ -80,7 +80,7 @@ def test_what_can_be_counted_is_listed_and_held_to_known_work(tmp_path: Path) ->
     """The recorded step moved little; a copy, a fill and a read of 4.3 GB were asked for."""
     found = found_by(under(tmp_path, SUCCEED))
     assert found["counters"].status == OK
-    assert "may be read: dram_read_bytes, dram_write_bytes, l2_read" in found["counters"].detail
+    assert "may be read: dram_read_bytes, dram_write_bytes, l2_atomic" in found["counters"].detail
     assert found["ncu calibration"].status == FAILED
     assert "a copy, a fill and a read of 4.29 GB" in found["ncu calibration"].detail
     assert "dram_read_bytes of the copy" in found["ncu calibration"].detail

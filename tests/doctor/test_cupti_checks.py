@@ -28,7 +28,7 @@ def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str
 
     counted = {phase: bytes_of(share * r, share * w) for phase, (_, r, w) in WORK.items()}
     counted[REST] = bytes_of(resting, resting)
-    names = {"dram_read_bytes": ["dram__bytes_read.sum"], "l2_total_bytes": ["lts__t_bytes.sum"]}
+    names = {"dram_read_bytes": ["dram__bytes_read.sum"], "l2_served_bytes": ["lts__t_sectors.sum"]}
     made = {"cupti": "13.0", "chip": "GH100", "passes": 1, "counters": names}
     return made | {"counted": [counted]} | changed
 
@@ -56,7 +56,7 @@ def test_it_says_what_the_chip_counts_and_that_it_is_right(examined: Any) -> Non
     assert (counts.status, finding.status) == (OK, OK)
     assert counts.detail == (
         "libcupti 13.0 counts everything on GH100 in 1 step by phase: "
-        "dram__bytes_read.sum, lts__t_bytes.sum"
+        "dram__bytes_read.sum, lts__t_sectors.sum"
     )
     assert "a copy, a fill and a read of 8.59 GB: at most 0.01% off in dram" in finding.detail
     assert finding.detail.endswith("0.00172 GB while the GPU did nothing")

@@ -94,7 +94,7 @@ def test_phases_add_up_to_the_whole_step() -> None:
 
 @pytest.mark.usefixtures("alone_on_the_gpu")
 def test_metrics_of_several_passes_are_counted_in_as_many_steps() -> None:
-    more = ["l2_total_bytes", *(f"lts__t_sectors_lookup_{what}.sum" for what in ("hit", "miss"))]
+    more = ["lts__t_bytes.sum", *(f"lts__t_sectors_lookup_{what}.sum" for what in ("hit", "miss"))]
     forward = count_training(more)[0]["forward"]
     assert all(forward[metric] > 0 for metric in (*more, "range_time_seconds"))
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.gpu
 
 def test_more_than_standard(dpbench_case, ncu):
     measured = ncu(dpbench_case)
-    assert measured.ratio_to(ncu(dpbench_case.baseline), "l2_total_bytes") >= 1
+    assert measured.ratio_to(ncu(dpbench_case.baseline), "global_load_bytes") >= 1
 
 def test_dram(dpbench_case, ncu):
     assert ncu(dpbench_case).dram_bytes > 0

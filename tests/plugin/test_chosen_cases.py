@@ -17,7 +17,7 @@ CHOSEN = [
 ]
 COUNTED = [
     *("--ncu", "--ncu-path=./ncu", "--ncu-dir=deep/reports"),
-    *("--ncu-metrics=gld_throughput", "--ncu-metrics=l2_read_bytes"),
+    *("--ncu-metrics=gld_throughput", "--ncu-metrics=global_store_bytes"),
     *("--ncu-warmup=4", "--ncu-active=7", "--dpbench-no-timing"),
     *("--ncu-kernels-phase=clip", "--ncu-kernels-top=2"),
     *("--dpbench-save=clip", "--dpbench-storage=kept"),
@@ -65,7 +65,7 @@ def test_the_chosen_cases_are_counted_and_saved_as_asked(
         "dram_read_bytes",
         "dram_write_bytes",
         "global_load_bytes",
-        "l2_read_bytes",
+        "global_store_bytes",
     }
     assert phases(document["rows"], "kernel_launches") == {"clip"}, "one phase is not the step"
     assert sum(row["launches"] for row in document["kernels"]) == 2 * 80

@@ -28,11 +28,11 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
         def test_may_do_anything(ncu):
             ncu("dpsgd", **case)
 
-        @pytest.mark.dpbench(compare_fail=["l2_total_bytes:20%", "l2_read_bytes:0.1GB"])
+        @pytest.mark.dpbench(compare_fail=["global_load_bytes:20%", "global_store_bytes:0.1GB"])
         def test_may_do_a_little(ncu):
             ncu("dpsgd", **case)
 
-        @pytest.mark.dpbench(compare_fail=["l2_ratio:1%"])
+        @pytest.mark.dpbench(compare_fail=["global_load_ratio:1%"])
         def test_needs_a_baseline_that_no_test_asks_for(ncu):
             ncu("dpsgd", **case)
 
@@ -48,7 +48,7 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
             return ncu("dpsgd", **case)
         """
     )
-    thresholds = "--dpbench-compare-fail=l2_total_bytes:±5%"
+    thresholds = "--dpbench-compare-fail=global_load_bytes:±5%"
     result = project("-n0", "-rA", "--dpbench-compare", thresholds)
     result.assert_outcomes(passed=2, failed=3)
     result.stdout.fnmatch_lines(
@@ -71,7 +71,7 @@ def test_session_that_lost_its_measuring_tests_or_their_instrument_has_not_passe
 ) -> None:
     versions = {"environment": {"versions": {"torch": "1.0"}}}
     save(pytester.path, "good", {**recorded_document(), **versions})
-    limit = "--dpbench-compare-fail=l2_total_bytes:5%"
+    limit = "--dpbench-compare-fail=global_load_bytes:5%"
     result = project("-n0", limit)
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["dpbench: different from 0001_good: torch 1.0 -> *"])
@@ -95,13 +95,13 @@ def test_session_that_lost_its_measuring_tests_or_their_instrument_has_not_passe
     lost = project("-n0", limit)
     assert lost.ret != 0
     lost.stdout.fnmatch_lines(
-        ["ERROR: dpbench: l2_total_bytes:5% judged nothing of dpsgd-bs4-*: not in this session"]
+        ["ERROR: dpbench: global_load_bytes:5% judged nothing of dpsgd-bs4-*: not in this session"]
     )
 
     pytester.makepyfile(test_suite="def test_asks_for_nothing(ncu): pass")
     nothing = project("-n0", limit)
     assert nothing.ret != 0
-    nothing.stdout.fnmatch_lines(["ERROR: dpbench: l2_total_bytes:5% judged nothing*"])
+    nothing.stdout.fnmatch_lines(["ERROR: dpbench: global_load_bytes:5% judged nothing*"])
 
     pytester.makepyfile(
         test_suite="""
@@ -177,14 +177,14 @@ def test_a_case_that_another_test_measured_is_judged_for_the_test_that_was_skipp
             ncu("standard", batch_size=4, seq_len=64, model_size="tiny")
         """
     )
-    limit = "--dpbench-compare-fail=l2_total_bytes:5%"
+    limit = "--dpbench-compare-fail=global_load_bytes:5%"
     assert project("-n0", "-k", "not test_limited", limit).ret == 0
     result = project("-n0", "--dpbench-save=worse", limit)
     result.assert_outcomes(passed=5, skipped=2)
     assert saved(pytester.path, 2).regressed
     assert result.ret != 0
     result.stdout.fnmatch_lines(
-        ["ERROR: dpbench: l2_total_bytes@step of dpsgd-bs4-seq64-tiny-fp32: * +10.00%, limit 5%"]
+        ["ERROR: dpbench: global_load_bytes@step of dpsgd-bs4-seq64-tiny-fp32: * +10.00%, limit 5%"]
     )
 
 

@@ -67,7 +67,7 @@ def test_a_test_has_not_ended_before_all_of_it_has(
     save(pytester.path, "good", recorded_document())
     endings = {"call": "", "teardown": "", when: "pytest.exit('enough', returncode=0)"}
     pytester.makepyfile(test_suite=AFTER.format(**endings))
-    result = project("-n0", "--dpbench-save=ended", "--dpbench-compare-fail=l2_total_bytes:5%")
+    result = project("-n0", "--dpbench-save=ended", "--dpbench-compare-fail=global_load_bytes:5%")
     assert result.ret != 0
     run = saved(pytester.path, 2)
     assert (run.status, len(run.outcomes)) == ("interrupted", 1)
@@ -91,7 +91,7 @@ def test_a_case_whose_worker_died_was_asked_for_and_is_not_judged(
         test_suite=SUITE.format(last="dpbench_case.trainer != 'standard'", ending=ending)
     )
     trainers = [f"--dpbench-trainer={name}" for name in ("standard", "dpsgd", "dpsgd_ghost")]
-    limit = "--dpbench-compare-fail=l2_total_bytes:5%"
+    limit = "--dpbench-compare-fail=global_load_bytes:5%"
     result = project("-n1", "--dpbench-save=died", limit, *trainers, alone=True)
     result.assert_outcomes(passed=1, failed=1, skipped=1)
     result.stdout.fnmatch_lines(["dpbench: not in this session: dpsgd-bs4-seq64-tiny-fp32"])
@@ -113,6 +113,6 @@ def test_what_a_worker_measured_before_it_died_is_judged(
             os._exit(1)
         """
     )
-    limit = "--dpbench-compare-fail=l2_total_bytes:5%"
+    limit = "--dpbench-compare-fail=global_load_bytes:5%"
     project("-n1", "--max-worker-restart=0", "--dpbench-save=died", limit)
     assert saved(pytester.path, 2).regressed

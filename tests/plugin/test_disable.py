@@ -26,7 +26,7 @@ def test_asks_for_a_number(logical_io):
 def test_asks_for_a_ratio(counters):
     assert counters("standard", **CELL).ratio_to(counters("standard", **CELL)) == 2
 
-@pytest.mark.dpbench(compare_fail=["l2_total_bytes:5%"])
+@pytest.mark.dpbench(compare_fail=["global_load_bytes:5%"])
 def test_has_a_limit(ncu):
     ncu("standard", **CELL)
 
@@ -59,5 +59,5 @@ def test_steps_run_and_a_test_ends_where_it_asks_for_a_number(
 
 
 def test_a_gate_cannot_be_disabled(refused: Callable[..., str]) -> None:
-    line = refused("--dpbench-disable", "--dpbench-compare-fail=l2_total_bytes:5%")
+    line = refused("--dpbench-disable", "--dpbench-compare-fail=global_load_bytes:5%")
     assert "measures nothing that --dpbench-compare-fail could judge: drop one" in line

@@ -18,7 +18,7 @@ def test_it_takes_a_case_or_the_fields_of_one(project: RunSuite, pytester: pytes
             assert dpsgd.dram_bytes == dpsgd.phases.dram_bytes.sum()
             assert list(dpsgd.phases.index)[:3] == ["forward", "backward", "clip"]
             assert dpsgd.ratio_to(standard) == dpsgd.dram_bytes / standard.dram_bytes
-            assert dpsgd.ratio_to(standard, "l2_total_bytes", phase="backward") > 1
+            assert dpsgd.ratio_to(standard, "global_load_bytes", phase="backward") > 1
             assert set(dpsgd.frame.instrument) == {"ncu"}
             assert "per step and phase" in str(dpsgd)
         """

@@ -18,7 +18,7 @@ def pytest_dpbench_update_json(config, output_json):
     output_json["budget"] = {"epsilon": 8}
 
 def pytest_dpbench_group_stats(config, summary, tables):
-    largest = summary[summary.metric == "l2_total_bytes"].value.max()
+    largest = summary[summary.metric == "global_load_bytes"].value.max()
     tables.append(Table("Largest", ["bytes"], [[f"{largest:.0f}"]]))
 """
 

@@ -42,7 +42,7 @@ def test_a_gate_is_not_passed_by_skipping_what_it_judges(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:
     pytester.makepyfile(test_suite=SUITE)
-    limit = ["--dpbench-compare-fail=l2_total_bytes:5%", "--dpbench-compare-first-run-ok"]
+    limit = ["--dpbench-compare-fail=global_load_bytes:5%", "--dpbench-compare-first-run-ok"]
     result = project("--dpbench-skip", *limit)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["ERROR: dpbench: *judged nothing*"])

@@ -34,7 +34,7 @@ def test_a_reference_is_renewed_with_what_was_counted_timed_and_profiled(
     measured = ["--ncu", "--ncu-path=./ncu", "--dpbench-trainer=standard"]
     result = project("-p", "no:xdist", *measured, *TIMED, replayed=False)
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["standard*l2_total_bytes*+100.00%*"])
+    result.stdout.fnmatch_lines(["standard*dram_bytes*+100.00%*"])
     assert json.loads(path.read_text()) == old
     new = json.loads((pytester.path / "renewed.json").read_text())
     assert values(new, "standard", "ncu") == values(recorded_document(), "standard")

@@ -13,7 +13,7 @@ from tests.plugin.saved_runs import halved, recorded_document, saved
 
 RESUMED = [
     *("--dpbench-resume", "--dpbench-compare=reference.json"),
-    *("--dpbench-compare-fail=l2_total_bytes:1%", "--dpbench-compare-first-run-ok"),
+    *("--dpbench-compare-fail=global_load_bytes:1%", "--dpbench-compare-first-run-ok"),
 ]
 
 
@@ -54,7 +54,7 @@ def test_a_session_goes_on(
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
-            "*l2_total_bytes*step*+100.00%*1%*",
+            "*global_load_bytes*step*+100.00%*1%*",
             "WARNING: dpbench: GITHUB_STEP_SUMMARY: *absent/summary.md*",
             "dpbench: not in reference: dpsgd-bs4-seq64-tiny-fp32",
         ]

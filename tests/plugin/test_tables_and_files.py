@@ -25,8 +25,9 @@ SHOWN = [
     *("--dpbench-markdown=out/run.md", "--dpbench-html=out/run.html"),
     "--dpbench-output=out/also.md",
     *("--dpbench-compare=1", "--dpbench-compare-across"),
-    "--dpbench-compare-fail=l2_total_bytes:5%",
-    *("--dpbench-compare-fail=l2_ratio@backward:3%", "--dpbench-compare-fail=l2_read_bytes:20%"),
+    "--dpbench-compare-fail=global_load_bytes:5%",
+    "--dpbench-compare-fail=global_load_ratio@backward:3%",
+    "--dpbench-compare-fail=global_store_bytes:20%",
     "--dpbench-compare-fail=step_time_seconds:5%",
 ]
 
@@ -65,8 +66,8 @@ def test_a_session_is_shown_written_and_judged_as_asked(
         [
             "* dpbench comparison *",
             "metric*phase*before*after*change*limit",
-            "l2_total_bytes*step*GB*GB*+10.00%*5%",
-            "l2_ratio*backward*+10.00%*3%",
+            "global_load_bytes*step*GB*GB*+10.00%*5%",
+            "global_load_ratio*backward*+10.00%*3%",
             "tiny fp32, phase forward, NVIDIA H200: GB per step",
             "case*DRAM*DRAM",
             "dpsgd bs4 seq64 *",
@@ -85,8 +86,8 @@ def test_a_session_is_shown_written_and_judged_as_asked(
     assert (run.status, run.regressed) == ("complete", True)
     regressions = run.session["regressions"]
     assert sorted((row["trainer"], row["metric"], row["phase"]) for row in regressions) == [
-        ("dpsgd", "l2_ratio", "backward"),
-        ("dpsgd", "l2_total_bytes", "step"),
+        ("dpsgd", "global_load_bytes", "step"),
+        ("dpsgd", "global_load_ratio", "backward"),
     ]
     check_files(pytester.path)
     assert not list(temporary.glob("dpbench-*"))

@@ -177,13 +177,13 @@ import unittest
 def test_takes_no_fixture():
     pass
 
-@pytest.mark.dpbench(compare_fail=["l2_total_bytes:1%"])
+@pytest.mark.dpbench(compare_fail=["global_load_bytes:1%"])
 @pytest.mark.xfail
 def test_fails_as_expected(logical_io):
     logical_io(case)
     assert False
 
-@pytest.mark.dpbench(compare_fail=["l2_read_bytes:1%"])
+@pytest.mark.dpbench(compare_fail=["global_store_bytes:1%"])
 def test_of_a_plugin(logical_io):
     logical_io(case)
 
@@ -225,8 +225,8 @@ def test_nobody_forgives_what_a_limit_did_not_judge(
     result.assert_outcomes(passed=2, failed=3, skipped=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     told = "dpbench: {} judged nothing: 0001_good has no*"
-    metrics = ["dram_bytes:1%", "l2_total_bytes:1%", "l2_read_bytes:1%"]
+    metrics = ["dram_bytes:1%", "global_load_bytes:1%", "global_store_bytes:1%"]
     result.stdout.fnmatch_lines([f"ERROR: {told.format(metric)}" for metric in metrics])
     result.stdout.fnmatch_lines([told.format(metric) for metric in metrics])
-    result.stdout.fnmatch_lines(["FAILED*test_fails_as_expected - Failed: dpbench: l2_total*"])
+    result.stdout.fnmatch_lines(["FAILED*test_fails_as_expected - Failed: dpbench: global_load*"])
     assert len(saved(pytester.path, 2).session["unjudged"]) == 3

@@ -118,7 +118,7 @@ some_numbers = st.fixed_dictionaries(
     {
         (trainer, metric, phase): st.floats(1, 1e15)
         for trainer in ("standard", "dpsgd")
-        for metric in ("dram_read_bytes", "dram_write_bytes", "l2_total_bytes")
+        for metric in ("dram_read_bytes", "dram_write_bytes", "l2_served_bytes")
         for phase in (STEP, "backward")
     }
 )

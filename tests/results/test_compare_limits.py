@@ -26,11 +26,11 @@ from dpbench.results.rows import STEP
         ("dram_bytes:+-5%", Threshold("dram_bytes", percent=5, two_sided=True)),
         ("step_time_seconds:2ms", Threshold("step_time_seconds", amount=2e-3)),
         ("dram_ratio:3%", Threshold("dram_ratio", percent=3)),
-        ("l2_ratio:0.1", Threshold("l2_ratio", amount=0.1)),
+        ("l2_served_ratio:0.1", Threshold("l2_served_ratio", amount=0.1)),
         ("logical_ratio@clip:3%", Threshold("logical_ratio", "clip", percent=3)),
         ("peak_memory_ratio:3%", Threshold("peak_memory_ratio", percent=3)),
         ("step_time_ratio:3%", Threshold("step_time_ratio", percent=3)),
-        ("l2_bytes:3%", Threshold("l2_total_bytes", percent=3)),
+        ("l2_bytes:3%", Threshold("l2_served_bytes", percent=3)),
         ("samples_ratio:3%", Threshold("samples_ratio", percent=3)),
         (
             "kernel_time_seconds@clip:1ms",

@@ -65,7 +65,7 @@ def only(frame: pd.DataFrame, column: str = "value", **where: str) -> float:
 
 
 def test_frame_has_a_row_for_each_measurement() -> None:
-    measurements = rows("dpsgd", {"dram_read_bytes": [5.0, 6.0], "l2_total_bytes": 7.0})
+    measurements = rows("dpsgd", {"dram_read_bytes": [5.0, 6.0], "l2_served_bytes": 7.0})
     frame = to_frame(measurements)
     assert list(frame.columns) == COLUMNS
     assert frame.to_dict("records") == [m.as_row() for m in measurements]
@@ -97,7 +97,7 @@ def test_dram_bytes_are_read_and_written_by_step_and_phase() -> None:
     assert set(totals.unit) == {"B"}
 
 
-@pytest.mark.parametrize("present", ["dram_read_bytes", "dram_write_bytes", "l2_total_bytes"])
+@pytest.mark.parametrize("present", ["dram_read_bytes", "dram_write_bytes", "l2_served_bytes"])
 def test_no_total_where_a_part_was_not_measured(present: str) -> None:
     frame = to_frame(rows("dpsgd", {present: 5.0}))
     pd.testing.assert_frame_equal(with_totals(frame), frame)
@@ -127,7 +127,7 @@ def test_totals_leave_the_measured_rows_as_they_are() -> None:
 @quickly
 @given(st.lists(BYTES, min_size=1, max_size=5))
 def test_bytes_are_the_mean_over_the_steps(values: list[float]) -> None:
-    summary = summarise(to_frame(rows("dpsgd", {"l2_total_bytes": values})))
+    summary = summarise(to_frame(rows("dpsgd", {"l2_served_bytes": values})))
     mean = sum(values) / len(values)
     assert only(summary) == pytest.approx(mean)
     assert only(summary, "spread") == pytest.approx((max(values) - min(values)) / mean)
@@ -150,7 +150,7 @@ def test_one_slow_step_among_many_does_not_move_the_time(values: list[float], sl
 
 
 def test_equal_steps_have_no_spread_even_at_zero() -> None:
-    frame = to_frame(rows("dpsgd", {"l2_total_bytes": [7.0, 7.0], "l2_atomic_bytes": [0.0, 0.0]}))
+    frame = to_frame(rows("dpsgd", {"l2_served_bytes": [7.0, 7.0], "l2_atomic_bytes": [0.0, 0.0]}))
     assert list(summarise(frame).spread) == [0.0, 0.0]
 
 

@@ -33,7 +33,10 @@ def test_ratio_is_against_the_standard_trainer_whose_own_is_one(
     standard: float, dpsgd: float
 ) -> None:
     found = ratios(
-        [*rows("dpsgd", {"l2_total_bytes": dpsgd}), *rows("standard", {"l2_total_bytes": standard})]
+        [
+            *rows("dpsgd", {"l2_served_bytes": dpsgd}),
+            *rows("standard", {"l2_served_bytes": standard}),
+        ]
     )
     assert only(found, "ratio", trainer="standard") == 1.0
     assert only(found, "ratio", trainer="dpsgd") == pytest.approx(dpsgd / standard)
@@ -89,8 +92,8 @@ def test_every_metric_and_phase_has_its_own_ratio() -> None:
 def test_what_was_measured_otherwise_is_no_baseline(baseline: dict[str, Any]) -> None:
     found = ratios(
         [
-            *rows("standard", {"l2_total_bytes": 2.0}, **baseline),
-            *rows("dpsgd", {"l2_total_bytes": 4.0}),
+            *rows("standard", {"l2_served_bytes": 2.0}, **baseline),
+            *rows("dpsgd", {"l2_served_bytes": 4.0}),
         ]
     )
     assert pd.isna(only(found, "ratio", trainer="dpsgd"))
@@ -98,7 +101,7 @@ def test_what_was_measured_otherwise_is_no_baseline(baseline: dict[str, Any]) ->
 
 
 def test_no_ratio_without_a_baseline() -> None:
-    assert ratios(rows("dpsgd", {"l2_total_bytes": 4.0})).ratio.isna().all()
+    assert ratios(rows("dpsgd", {"l2_served_bytes": 4.0})).ratio.isna().all()
 
 
 def test_no_ratio_to_a_baseline_that_moved_nothing() -> None:
@@ -111,7 +114,7 @@ def test_no_ratio_to_a_baseline_that_moved_nothing() -> None:
 def test_ratios_keep_every_row_and_value_of_the_summary() -> None:
     summary = summarise(
         to_frame(
-            [*rows("dpsgd", {"l2_total_bytes": 4.0}), *rows("standard", {"l2_total_bytes": 2.0})]
+            [*rows("dpsgd", {"l2_served_bytes": 4.0}), *rows("standard", {"l2_served_bytes": 2.0})]
         )
     )
     pd.testing.assert_frame_equal(with_ratios(summary).drop(columns=["ratio", "baseline"]), summary)
@@ -119,9 +122,9 @@ def test_ratios_keep_every_row_and_value_of_the_summary() -> None:
 
 def test_ratios_are_to_the_trainer_that_is_the_baseline() -> None:
     values = {"dpsgd": 4.0, "standard": 2.0, "own": 8.0}
-    named = [row for name, v in values.items() for row in rows(name, {"l2_total_bytes": v})]
+    named = [row for name, v in values.items() for row in rows(name, {"l2_served_bytes": v})]
     found = numbers(to_frame(named), "dpsgd")
-    ratios = found[found.metric == "l2_ratio"].set_index("trainer").value.to_dict()
+    ratios = found[found.metric == "l2_served_ratio"].set_index("trainer").value.to_dict()
     assert ratios == {"standard": 0.5, "own": 2.0}
 
 

@@ -129,12 +129,12 @@ def test_phases_leave_out_the_whole_step_and_what_did_not_happen() -> None:
 def test_counter_that_one_phase_lacks_is_not_a_number_there() -> None:
     case = Case("standard", batch_size=8, seq_len=256)
     measured = [
-        *rows(case, {"l2_total_bytes": [3.0]}, phase="forward"),
+        *rows(case, {"l2_served_bytes": [3.0]}, phase="forward"),
         *rows(case, {"dram_read_bytes": [5.0]}, phase="backward"),
     ]
     phases = CaseReport.of(case, measured).phases
-    assert phases.loc["forward", "l2_total_bytes"] == 3.0
-    assert pd.isna(phases.loc["backward", "l2_total_bytes"])
+    assert phases.loc["forward", "l2_served_bytes"] == 3.0
+    assert pd.isna(phases.loc["backward", "l2_served_bytes"])
 
 
 # --- ratios ----------------------------------------------------------------------------------
@@ -181,13 +181,13 @@ def test_no_ratio_between_different_devices() -> None:
 
 @pytest.mark.parametrize("missing", ["dpsgd", "standard"])
 def test_no_ratio_of_a_metric_that_one_of_them_lacks(missing: str) -> None:
-    full = {**STEP_METRICS, "l2_total_bytes": [5.0]}
+    full = {**STEP_METRICS, "l2_served_bytes": [5.0]}
     reports = {
         name: report(name, STEP_METRICS if name == missing else full)
         for name in ("dpsgd", "standard")
     }
-    message = refusal(lambda: reports["dpsgd"].ratio_to(reports["standard"], "l2_total_bytes"))
-    assert message.startswith(f"{missing}-bs8-seq256-1b-fp32: 'l2_total_bytes' was not measured")
+    message = refusal(lambda: reports["dpsgd"].ratio_to(reports["standard"], "l2_served_bytes"))
+    assert message.startswith(f"{missing}-bs8-seq256-1b-fp32: 'l2_served_bytes' was not measured")
 
 
 def test_no_ratio_to_a_baseline_that_moved_nothing() -> None:

@@ -9,9 +9,8 @@ import pytest
 from dpbench.case import Script
 from dpbench.instruments.timing import timing_rows
 from dpbench.results.frame import to_frame
-from dpbench.results.rows import Measurement
 from dpbench.show.layout import Table
-from dpbench.show.tables import OLD_L2, tables
+from dpbench.show.tables import tables
 from tests.results.figures import (
     FIGURES,
     GB,
@@ -270,52 +269,3 @@ def test_script_has_a_table_of_times_by_phase_and_its_place_alone_as_title() -> 
     assert times.title == "cpu: ms by phase (÷ standard)"
     assert times.headers == ["trainer", "forward", "backward", "outside"]
     assert times.cells == [["private", "1.0", "3.0", "0.5"]]
-
-
-# --- the L2, as it is counted now and as it was ---------------------------------------------------
-
-NOW = {"l2_served_bytes": 80 * GB, "l2_total_bytes": 120 * GB}
-BEFORE = {"l2_total_bytes": 120 * GB}
-
-
-def l2_headers(*measurements: list[Measurement]) -> tuple[list[str], bool]:
-    """The columns about the L2, and whether it is said what the old ones are."""
-    step = tables_of(*measurements)[0]
-    headers = [header.replace("\n", " ") for header in step.headers]
-    return [header for header in headers if "L2" in header], OLD_L2 in step.notes
-
-
-def test_where_the_l2_is_counted_without_crossings_old_columns_are_left_out() -> None:
-    new = [rows(name, {**dram(400 * GB), **NOW}) for name in ("standard", "dpsgd")]
-    assert l2_headers(*new) == (["L2 served", "L2 served ÷ std"], False)
-
-
-def test_an_old_run_shows_old_columns_and_says_what_they_are() -> None:
-    old = [rows(name, {**dram(400 * GB), **BEFORE}) for name in ("standard", "dpsgd")]
-    assert l2_headers(*old) == (["old L2 total", "old L2 ÷ std"], True)
-
-
-def test_no_ratio_is_of_new_bytes_to_old_ones() -> None:
-    metrics = {"standard": BEFORE, "dpsgd": {"l2_served_bytes": 80 * GB}, "dpsgd_fgc": NOW}
-    both = [rows(name, {**dram(400 * GB), **of_l2}) for name, of_l2 in metrics.items()]
-    step = tables_of(*both)[0]
-    headers = [header.replace("\n", " ") for header in step.headers]
-    start = headers.index("L2 served")
-    names = ["L2 served", "old L2 total", "old L2 ÷ std"]
-    assert headers[start : start + 3] == names
-    assert [cells[start : start + 3] for cells in step.cells] == [
-        ["-", "120.0", "1.00"],
-        ["80.0", "-", "-"],
-        ["80.0", "120.0", "1.00"],
-    ]
-
-
-def test_throughput_of_an_old_run_is_labelled_too() -> None:
-    times = {**dram(400 * GB), "step_time_seconds": 1.0, "l2_read_bytes": 60 * GB}
-    [table] = throughput(tables_of(rows("standard", times)))
-    assert "old L2\nread" in table.headers
-    assert OLD_L2 in table.notes
-    [table] = throughput(tables_of(rows("standard", {**times, "l2_sm_read_bytes": 40 * GB})))
-    assert "L2 read\nby SMs" in table.headers
-    assert "old L2\nread" not in table.headers
-    assert OLD_L2 not in table.notes

@@ -34,8 +34,8 @@ def test_names_are_separated_by_commas_and_each_counts_once() -> None:
         ("dram_read_bytes", "dram_read_bytes", "", "value"),
         ("dram_ratio", "dram_ratio", "dram_bytes", "ratio"),
         ("dram_read_ratio", "dram_read_ratio", "dram_read_bytes", "ratio"),
-        ("l2_bytes", "l2_total_bytes", "", "value"),
-        ("l2_ratio", "l2_ratio", "l2_total_bytes", "ratio"),
+        ("l2_bytes", "l2_served_bytes", "", "value"),
+        ("l2_served_ratio", "l2_served_ratio", "l2_served_bytes", "ratio"),
         ("peak_memory_bytes", "peak_memory_bytes", "", "value"),
         ("step_time_ratio", "step_time_ratio", "step_time_seconds", "ratio"),
         ("dram_spread", "dram_spread", "dram_bytes", "spread"),
@@ -61,14 +61,7 @@ def test_headers_of_different_columns_differ() -> None:
 def test_what_is_shown_by_default() -> None:
     assert [shown.name for shown in shown_by_default(logical=False)] == [
         *("dram_read_bytes", "dram_write_bytes", "dram_bytes", "dram_ratio"),
-        *(
-            "l2_served_bytes",
-            "l2_served_ratio",
-            "l2_total_bytes",
-            "l2_ratio",
-            "peak_memory_bytes",
-            "step_time_seconds",
-        ),
+        *("l2_served_bytes", "l2_served_ratio", "peak_memory_bytes", "step_time_seconds"),
         "gpu_busy_share",
     ]
     assert [shown.name for shown in shown_by_default(logical=True)] == [

@@ -1,6 +1,6 @@
 """Lets a step on fake ``cpu`` tensors make the choices that PyTorch makes on CUDA.
 
-Where bytes depend on the device, `as_on_cuda` chooses for CUDA. Nothing is left of it afterwards.
+Where bytes depend on the device, `as_on_cuda` chooses for CUDA, and undoes that afterwards.
 
 Dropout
     One operator (``native_dropout``) that keeps a mask of one byte an element.
@@ -23,10 +23,10 @@ Autocast
     well stays PyTorch's own: it casts each weight once in a region. Each step of a scaler is
     finite. Source of the lists: ``aten/src/ATen/autocast_mode.h`` of PyTorch.
 Transformers (Hugging Face)
-    Its masks stay unmade where attention can be told ``is_causal``; for a fake tensor the library
-    believes that it is being traced, and makes them.
+    Where attention can be told ``is_causal``, the library makes no mask. Given a fake tensor it
+    assumes that it is being traced, and makes one; see `untraced`.
 
-What would change the bytes, and cannot be followed here, is refused: torch.compile.
+torch.compile is refused, because it changes the bytes in ways that cannot be followed here.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def as_on_cuda() -> Iterator[None]:
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value, create=True))
         _cast_as_on_cuda(library)
-        # With its outermost region PyTorch forgets which weights it has cast: none is around.
+        # PyTorch keeps weights that it has cast until the outermost region ends: leave outer ones.
         around = torch.autocast_increment_nesting() - 1
         for _ in range(around + 1):
             torch.autocast_decrement_nesting()
@@ -117,7 +117,7 @@ def untraced() -> AbstractContextManager[object]:
 
 
 def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """What an operator is made of, as PyTorch's own C++ has it."""
+    """Run an operator as the composition of others that PyTorch's C++ has for it."""
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -177,7 +177,7 @@ INSTEAD: dict[OpOverload, Callable[..., Any]] = {
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
 }
-"""What runs for an operator that is made of others on the CPU and is one on CUDA."""
+"""What runs for operators that the CPU composes of others and CUDA has a kernel for."""
 
 
 def _refuse_compiled(callback: Any) -> Any:
@@ -207,20 +207,20 @@ WIDEST = names(
 """These run in the widest type of their arguments."""
 
 SUMS = ("cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "prod", "sum")
-"""These read what they are given, and answer in float32."""
+"""These read their argument in its own type and return float32."""
 
 _NORMS: dict[OpOverload, tuple[OpOverload, tuple[Any, ...]]] = {
     _aten.norm.Scalar: (_aten.norm.ScalarOpt_dtype, (2,)),
     _aten.norm.ScalarOpt_dim: (_aten.norm.ScalarOpt_dim_dtype, (None, [], False)),
 }
-"""So do these, by another overload, which has no defaults."""
+"""Norms that do so, too: the overload that takes a dtype, and defaults that it does not have."""
 
 _SOFTMAX = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log_softmax}
-"""And these, but that only float16 is read so; bfloat16 is cast before."""
+"""Softmaxes that do so with float16 only; bfloat16 is cast first."""
 
 
 def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """What an operator does in a region, unless the CPU's autocast does the same."""
+    """Run an operator with the casts that it has in a region on CUDA."""
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         name, low = operator.overloadpacket.__name__, torch.get_autocast_dtype("cpu")
         if name in SUMS or operator in _NORMS or operator in _SOFTMAX:
@@ -236,12 +236,12 @@ def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_cast(value: Any) -> bool:
-    """Whether autocast casts it, if it shall have another type."""
+    """Whether autocast can cast a value."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator that is told to answer in float32, unless it was told something else."""
+    """Run an operator with ``dtype=float32``, unless the caller gave a dtype."""
     told = kwargs.get("dtype") or (operator in _SOFTMAX and args[2:])
     if told or not _is_cast(args[0]):
         return operator(*args, **kwargs)
@@ -254,14 +254,14 @@ def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _cast_as_on_cuda(library: torch.library.Library) -> None:
-    """Let operators in a region cast what they cast on CUDA."""
+    """Let operators in an autocast region cast as they do on CUDA."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key
     of_cuda, of_cpu = (  # those of other libraries, such as torchvision's, stay as they are
         {lookup_op(name) for name in registered(f"Autocast{device}") if name.startswith("aten::")}
         for device in ("CUDA", "CPU")
     )
     same = {operator for operator in of_cuda & of_cpu if operator.overloadpacket.__name__ in LOWER}
-    with warnings.catch_warnings():  # that these replace the CPU's
+    with warnings.catch_warnings():  # PyTorch warns that these replace the CPU's
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for operator in of_cuda - same:
             library.impl(operator, partial(_in_region, operator), "AutocastCPU")

@@ -4,20 +4,20 @@ Sizes come from tensors' shapes, not from what a network moved: a count with a f
 and one of ranks that train for real are the same.
 
 The whole
-    A collective is about a whole tensor: what a gather makes, what a scatter is given, what an
-    all-reduce or broadcast is given. So it is the larger of what goes in and what comes out.
+    Of a gather the whole is its result; of a scatter, all-reduce or broadcast, its argument. In
+    each case that is the larger of what goes in and what comes out.
 
 The ring
     Of W ranks each sends (W - 1)/W of the whole in an all-gather, reduce-scatter or all-to-all, and
     twice that in an all-reduce, which is a scatter and a gather: no algorithm sends less by rank.
-    Of a broadcast each rank but the last, the one before the root, passes the whole on to the next;
-    of a reduction to one rank each but that one. (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009; "Performance reported by NCCL tests" in
-    NVIDIA's nccl-tests.)
+    In a broadcast each rank passes the whole on to the next, except the one before the root; in a
+    reduction to one rank, each does except the root. (Patarasuk and Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", 2009; "Performance reported by NCCL tests"
+    in NVIDIA's nccl-tests.)
 
 One to one
-    Who sends sends the whole, who receives nothing. To gather on one rank the others send their
-    parts; to scatter, the root sends each of the others theirs.
+    A sender sends the whole, a receiver nothing. In a gather each rank but the root sends its part;
+    in a scatter the root sends each other rank a part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
-from dpbench.instruments.logical.regions import region_of, tensors
+from dpbench.instruments.logical.memory import region_of, tensors
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -40,7 +40,7 @@ BY_ROOT = re.compile("::(gather|scatter)_$")
 SEND_NOTHING = re.compile(
     "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
 )
-"""What the names of operators have in them, in all spellings of a collective."""
+"""Match operators' names, in which PyTorch spells each collective in several ways."""
 
 
 def sent(name: str, given: Mapping[str, Any], out: Any) -> int:
@@ -79,7 +79,7 @@ def _bytes(value: Any) -> int:
 
 
 def is_root(given: Mapping[str, Any]) -> bool:
-    """Whether a collective with these arguments is from this rank to all, or from all to it."""
+    """Whether this rank is the root of a collective with these arguments."""
     return _group(given).rank() == _root(given)
 
 

@@ -9,7 +9,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.collectives import sent
 from dpbench.instruments.logical.flops import flops, is_unknown
-from dpbench.instruments.logical.regions import region_of, tensors
+from dpbench.instruments.logical.memory import region_of, tensors
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 

@@ -35,9 +35,8 @@ from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.costs import Cost, cost
 from dpbench.instruments.logical.flops import formula_of, is_unknown
-from dpbench.instruments.logical.memory import LiveMemory, in_place, resizing_seen
-from dpbench.instruments.logical.regions import tensors
-from dpbench.instruments.logical.repeats import Repeats, answer
+from dpbench.instruments.logical.memo import Memo, answer
+from dpbench.instruments.logical.memory import LiveMemory, in_place, resizing_seen, tensors
 from dpbench.instruments.logical.stand_ins import (
     STAND_INS,
     AssumedValues,
@@ -48,13 +47,13 @@ from dpbench.metrics import unit
 from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
-SMALL = 1024  # a constant of at most so many elements is known while a model is built
+SMALL = 1024  # elements; while a model is built, constants up to this size keep their values
 _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
-"""Constants that models are built from: the rates of stochastic depth, by layer."""
+"""Operators that make constants which models are built from, e.g. rates of stochastic depth."""
 
 OWN_KERNELS = ("aten._fused_rms_norm", "aten.mish_backward", "aten.silu_backward")
-"""Operators that are made of others elsewhere, and have a kernel of their own on CUDA."""
+"""Operators with a kernel of their own on CUDA, which elsewhere are composed of others."""
 
 NOT_WORK = ("prim", "profiler")
 """Namespaces of operators that ask or mark something (``prim::device``) and move no data."""
@@ -63,8 +62,8 @@ NOT_WORK = ("prim", "profiler")
 class ByteCounter(TorchDispatchMode):
     """Counts by phase and operator while a step runs, above a mode of fake tensors.
 
-    A `PhaseListener`: what it has counted is about the last observed step. Outside of one it only
-    keeps track of memory.
+    A `PhaseListener`. Its counts are those of the last observed step; outside of steps it tracks
+    memory only.
     """
 
     supports_higher_order_operators = True
@@ -75,7 +74,7 @@ class ByteCounter(TorchDispatchMode):
         if fake:
             converter = fake.fake_tensor_converter.meta_converter
             self._memos = (converter.tensor_memo, converter.describer.lookup_tensor)
-            self._repeats = Repeats(fake)
+            self._memo = Memo(fake)
         self._values = AssumedValues()
         self.memory = LiveMemory()
         self._phase: str | None = None
@@ -112,17 +111,17 @@ class ByteCounter(TorchDispatchMode):
     def operators(self) -> tuple[OperatorCount, ...]:
         """What each operator did in each phase of the step, most bytes first."""
         counts = [
-            OperatorCount(phase, name, **count, general_rule=not rules.is_reviewed(name))
+            OperatorCount(phase, name, **count, general_rule=rules.is_foreign(name))
             for (phase, name), count in self.counts.items()
         ]
         return tuple(sorted(counts, key=lambda count: -count.total_bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_distributed(types):
-            return NotImplemented  # it does the same with its part, and comes back
+            return NotImplemented  # it dispatches again, with this rank's part
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # two of three calls: not worth asking the next mode
+            return args[0].fake_device  # two of three calls, so without the next mode
         if func.namespace in NOT_WORK:
             return func(*args, **kwargs)
         if is_composite(func):  # reaches a mode undecomposed in inference mode
@@ -130,13 +129,13 @@ class ByteCounter(TorchDispatchMode):
                 return INSTEAD.get(func, func.decompose)(*args, **kwargs)
         device = device_of(func, kwargs)
         runs = in_place(func, args)  # and moves as many bytes
-        effect, given = self._repeats.look_up(runs, args, kwargs)
+        effect, given = self._memo.look_up(runs, args, kwargs)
         if given is not None and effect.answer:
             out = effect.answer(given)
         else:
             out = self._run(runs, args, kwargs)
             effect.answer = None if given is None else answer(out, given)
-        if device == "meta":  # without data on a real device, too
+        if device == "meta":  # takes no memory outside of a count either
             return out
         for tensor in tensors(out):
             self.memory.see(tensor)
@@ -164,7 +163,7 @@ class ByteCounter(TorchDispatchMode):
         try:
             out = rules.asked_for(func, args, kwargs, func(*from_the_first(func, args), **kwargs))
             if self._phase is None and func in CONSTANTS and out.numel() <= SMALL:
-                with no_dispatch():  # its values are known, until something unknown is written
+                with no_dispatch():  # it keeps its values until others are written
                     real = func(*args, **kwargs)
                 converter = self._fake.fake_tensor_converter
                 return converter.from_real_tensor(self._fake, real, make_constant=True)
@@ -194,10 +193,10 @@ class ByteCounter(TorchDispatchMode):
 
 
 class RunningCounter(ByteCounter):
-    """Without fake tensors: operators run, on whichever device they are.
+    """Counts operators on tensors with data as they run, on any device.
 
-    What PyTorch chooses by device (attention, dropout) is as it is there, and tensors that were
-    made before are not known to be alive, so peaks mean nothing.
+    Operators that PyTorch chooses by device (attention, dropout) are those of that device. Peaks
+    mean nothing, because tensors that were made before the count are unknown.
     """
 
     def __init__(self) -> None:
@@ -205,12 +204,12 @@ class RunningCounter(ByteCounter):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """What a script compiles does not reach into the counting of its operators."""
+        """Keep torch.compile, which a script may use, out of the counting."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_distributed(types):
-            return NotImplemented  # it does the same with its part, and comes back
+            return NotImplemented  # it dispatches again, with this rank's part
         kwargs = kwargs or {}
         if self._phase is None or func.namespace in NOT_WORK:
             return func(*args, **kwargs)
@@ -221,12 +220,12 @@ class RunningCounter(ByteCounter):
         out = func(*args, **kwargs)
         try:
             self._record(phase, func, cost(func, args, kwargs, out))
-        except Exception as error:  # never one of the script's: it has done its work
+        except Exception as error:  # the counter's own: the script's operator has run
             self._leave_out(func, args, out, error)
         return out
 
     def _leave_out(self, func: Any, args: Any, out: Any, error: Exception) -> None:
-        """Note an operator that no rule fits, in words of ours: the script is not at fault."""
+        """Note that an operator was not counted, and why; the script goes on."""
         layouts = {str(each.layout) for each in tensors([args, out])} - {"torch.strided"}
         why = f"its tensors are {' and '.join(sorted(layouts))}" if layouts else "no rule fits it"
         if isinstance(error, UnsupportedOperation):
@@ -297,14 +296,14 @@ def is_composite(func: OpOverload) -> bool:
 
 
 def is_distributed(types: Iterable[type]) -> bool:
-    """Whether one of a call's tensors stands for those of several ranks, or for one to come."""
+    """Whether a call has a tensor of several ranks, or one that a collective still has to fill."""
     return any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types)
 
 
 def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
-    """The type of device that a call asks for, ``cpu`` if it does not.
+    """The type of device that a call asks for, by default ``cpu``.
 
-    On another than ``cpu`` and ``meta``, going on could end the process (see above).
+    Types other than ``cpu`` and ``meta`` are refused: they could end the process (see above).
     """
     device = kwargs.get("device")
     asked = "cpu" if device is None else torch.device(device).type

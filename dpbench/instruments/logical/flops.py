@@ -14,7 +14,7 @@ Recurrent layers
 Attention, operators of other libraries
     By PyTorch's formulas, or those that are registered there (`torch.utils.flop_counter`).
 
-`is_unknown` says which operators multiply and have no formula, for a reader to be told.
+`is_unknown` finds operators that multiply and have no formula; notes name them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from dpbench.instruments.logical.collectives import NAMESPACES as BETWEEN_RANKS
-from dpbench.instruments.logical.regions import tensors
-from dpbench.instruments.logical.rules import arguments_of, operator_name
+from dpbench.instruments.logical.memory import tensors
+from dpbench.instruments.logical.rules import KNOWN, arguments_of, operator_name
 
 MULTIPLIES = re.compile(
     r"""
@@ -42,11 +41,7 @@ MULTIPLIES = re.compile(
     """,
     re.VERBOSE,
 )
-"""What the names of PyTorch's operators have in them whose arithmetic is more than a few
-operations an element."""
-
-ELEMENTWISE = ("dpbench", "fsdp", *BETWEEN_RANKS)
-"""Libraries whose operators multiply nothing unless they have a formula."""
+"""Matches names of PyTorch's operators that do more than a few operations for each element."""
 
 Given = Mapping[str, Any]
 """The arguments of a call, by name."""
@@ -69,7 +64,7 @@ def is_unknown(func: OpOverload | HigherOrderOperator) -> bool:
     if formula_of(func):
         return False
     if isinstance(func, HigherOrderOperator) or func.namespace != "aten":
-        return func.namespace not in ELEMENTWISE
+        return func.namespace not in KNOWN  # those multiply nothing unless they have a formula
     return MULTIPLIES.search(operator_name(func)) is not None
 
 
@@ -94,9 +89,9 @@ def _by_name(
 
 
 def _with_own_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of attention as shapes, with a key for each head, which computes as much.
+    """The operands of attention as shapes, with keys for each query head: as much arithmetic.
 
-    PyTorch's formulas refuse keys that several heads share before 2.12.
+    Before 2.12 PyTorch's formulas refuse keys that several heads share.
     """
     if "scaled_dot_product" not in str(func):
         return args
@@ -110,7 +105,7 @@ def _with_own_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _product(left: Tensor, right: Tensor) -> int:
     """Of matrices, of batches of them, or of vectors."""
-    packed = 2 if left.dtype is getattr(torch, "float4_e2m1fn_x2", None) else 1
+    packed = 2 if left.dtype is torch.float4_e2m1fn_x2 else 1
     return 2 * packed * left.numel() * (right.shape[-1] if right.dim() > 1 else 1)
 
 

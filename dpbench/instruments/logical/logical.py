@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from dpbench.instruments.logical.counter import ByteCounter
 
 STEADY = 1e-3
-"""A step that changes the bytes alive by no more than this part of them is steady. Opacus keeps
-each example's norms after the first step: kilobytes, whose making costs nothing."""
+"""A step is steady if it changes the number of bytes alive by at most this share. Opacus keeps each
+example's norms from the first step on, a few kilobytes."""
 
 MOST_STEPS = 3
 
@@ -52,17 +52,18 @@ MOST_STEPS = 3
 class Logical(Instrument):
     """Counts one step of a case; needs neither a GPU nor the case's memory.
 
-    What counts is the first steady step: one that leaves as many bytes alive as it found, within
-    `STEADY`. A step that makes something lasting (momentum, Adam's moments) is the warm-up of
-    the next. Without data every further step repeats the steady one, so one is enough. If none of
-    `MOST_STEPS` is, the last counts, and a note says so.
+    The first steady step is counted: one that leaves as many bytes alive as it found, within
+    `STEADY`. Steps before it are warm-up, in which an optimizer makes its state. Without data all
+    steps after it would be equal. If none of `MOST_STEPS` steps is steady, the last is counted, and
+    a note says so.
 
-    A case of several ranks is counted as its first one, see `one_rank`, and never in its first
-    step: there PyTorch works out on whole tensors how operators are sharded. It is counted in a
-    process of its own if this one has a process group.
+    Of a case with several ranks the first rank is counted (see `one_rank`), in its second step or
+    later: in the first, PyTorch runs operators on whole tensors to learn how they are sharded. It
+    is counted in a process of its own if this one is in a process group.
 
-    Trainers and models from outside are counted in a process of their own: they may end it, or
-    never end. Others are where this process has not imported torch, but a server can fork.
+    Trainers and models that are not dpbench's own are counted in a process of their own, because
+    they can crash it or run forever. So are dpbench's own where this process has not imported torch
+    and there is a fork server.
     """
 
     name: ClassVar[str] = "logical"
@@ -100,16 +101,16 @@ class Logical(Instrument):
         """Count a case in this process; a step that cannot be counted is a `CaseFailed`.
 
         Its notes are what was assumed about values that do not exist without data, and which
-        operators were counted by the general rule, beside the heavy ones: the tables name those.
+        operators' bytes are a guess; the heavy ones are left to the tables, which name them.
         """
         from dpbench.instruments.logical.counter import logical_rows, without_data
-        from dpbench.instruments.logical.one_rank import one_of
+        from dpbench.instruments.logical.one_rank import fake_process_group
 
         try:
             with (
                 untouched_torch(),
                 new_objects_collected(),
-                one_of(case.gpus),
+                fake_process_group(case.gpus),
                 without_data() as counter,
             ):
                 labels = self._run(case, counter)
@@ -125,7 +126,7 @@ class Logical(Instrument):
         light = {each.operator for each in operators if each.general_rule}
         light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
-        notes += [f"{name}: counted by the general rule" for name in sorted(light)]
+        notes += [f"{name}: counted by its schema" for name in sorted(light)]
         if case.gpus > 1:
             notes.append(f"counted: one rank of {case.gpus}")
         return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes), labels=labels)
@@ -193,7 +194,7 @@ def alive(counter: ByteCounter) -> int:
 
 @contextmanager
 def new_objects_collected() -> Iterator[None]:
-    """Let the garbage collector look only at new objects: PyTorch's own take as long as a case."""
+    """Let the garbage collector skip old objects: PyTorch's take it as long as counting a case."""
     if gc.get_freeze_count():  # someone else has frozen objects, and thawing would thaw theirs
         yield
         return
@@ -206,7 +207,7 @@ def new_objects_collected() -> Iterator[None]:
 
 @contextmanager
 def untouched_torch() -> Iterator[None]:
-    """Start from PyTorch's defaults, and leave these as they were."""
+    """Set PyTorch's defaults, and restore afterwards what was set before."""
     import torch
     from torch._subclasses import fake_tensor
 
@@ -220,7 +221,7 @@ def untouched_torch() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        # It would log the whole way to an error that is reported in a line.
+        # It would log the traceback of an error that is reported in one line.
         stack.enter_context(patch.object(fake_tensor.log, "disabled", True))
         if torch.get_default_device().type != "cpu":  # costs a call for each operator
             stack.enter_context(torch.device("cpu"))

@@ -1,22 +1,64 @@
-"""How many bytes are alive at once, by the storages of the tensors that operators return."""
+"""The memory of tensors: which bytes one addresses, and how many bytes are alive at once."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from dpbench.instruments.logical.regions import region_of
+Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
+"""Storage, offset in elements, and ``(size, stride)`` of each dimension that cannot be merged."""
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in an argument or a result: one, a list of them, or none."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def region_of(tensor: Tensor) -> tuple[Region, int]:
+    """What a tensor addresses, and how many bytes that is; transposing changes neither."""
+    dims, elements = _layout(tuple(tensor.shape), tensor.stride())
+    storage = tensor.untyped_storage()._cdata
+    return (storage, int(tensor.storage_offset()), dims), elements * tensor.itemsize
+
+
+@lru_cache(maxsize=8192)
+def _layout(
+    shape: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """The elements that a shape and strides address, in a normal form, and how many they are.
+
+    The dimensions come by falling stride, and contiguous ones are merged, so that `view`, `expand`
+    and `transpose` change nothing.
+    """
+    if 0 in shape:
+        return (), 0
+    merged: list[tuple[int, int]] = []
+    dims = [(size, step) for size, step in zip(shape, stride, strict=True) if size > 1 and step]
+    for size, step in sorted(dims, key=lambda dim: -dim[1]):
+        if merged and merged[-1][1] == size * step:
+            merged[-1] = (merged[-1][0] * size, step)
+        else:
+            merged.append((size, step))
+    span = 1 + sum((size - 1) * step for size, step in merged)
+    return tuple(merged), min(span, math.prod(size for size, _ in merged))
+
 
 ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator hands out memory in multiples of this
 
 UNSHARED = 4, 2
-"""The uses of a gradient and of its storage that autograd alone holds, while `in_place` looks."""
+"""Reference counts, within `in_place`, of a gradient that only autograd holds and its storage."""
 
 
 class LiveMemory:
@@ -53,7 +95,7 @@ class LiveMemory:
 
 @contextmanager
 def resizing_seen(memory: LiveMemory) -> Iterator[None]:
-    """See what no operator does: FSDP2 lends parameters memory while they are whole."""
+    """Track storages that are resized, without an operator: FSDP2 does so to gather parameters."""
     by_torch = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -66,10 +108,10 @@ def resizing_seen(memory: LiveMemory) -> Iterator[None]:
 
 
 def in_place(func: Any, args: tuple[Any, ...]) -> Any:
-    """The operator that would run without a dispatch mode, under which autograd never reuses.
+    """The operator that would run without a dispatch mode: ``add_`` where autograd saves memory.
 
-    Where a tensor was used twice, autograd adds the second gradient to the first in place, if
-    nobody else holds that. (``torch/csrc/autograd/input_buffer.cpp``, ``accumulate``)
+    If a tensor was used twice and only autograd holds its first gradient, autograd adds the second
+    to it in place, but not under a mode. (``torch/csrc/autograd/input_buffer.cpp``, ``accumulate``)
     """
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1:
         return func

@@ -1,19 +1,19 @@
-"""Being one rank of many, without the others: its collectives end at once and move nothing.
+"""Lets one process be the first of many ranks, whose collectives return at once and move nothing.
 
-PyTorch's fake process group (``torch.testing``, private) has any number of ranks, of which this
-process is the first. What does not work on tensors without data, or takes long with many ranks, is
-done in another way here, with the same result:
+PyTorch's fake process group (``torch.testing``, private) claims any number of ranks. Some parts of
+PyTorch do not work on tensors without data, or take long with many ranks. They are replaced here by
+others with the same result:
 
 DistributedDataParallel
     Its C++ reads tensors' data. `Buckets` makes the same copies and collectives.
 Device meshes
-    Ranks in a mesh have values, so a mesh is made outside the modes that count, and a copy of a
-    layer, which Opacus makes of those that it has no rule for, has the layer's mesh.
+    A mesh keeps the numbers of its ranks in a tensor with data, so it is made outside the modes
+    that count. Opacus copies layers that it has no rule for; a copy shares the layer's mesh.
 DTensors
-    An operator of theirs runs once more, without data, on tensors as large as all ranks' parts
-    together, for the shape of what it returns. That is not counted, and takes no memory.
+    To learn the shape of a result, DTensor runs an operator on tensors as large as all ranks' parts
+    together. That run is not counted and takes no memory.
 Objects
-    Those of other ranks are unknown: gathering them is refused.
+    Gathering objects of other ranks is refused, because they are unknown.
 FSDP2's chunks
     It cuts a parameter into a chunk for each rank, and takes the first.
 """
@@ -44,20 +44,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 BUCKET = 25 * 1024**2
-"""Bytes of gradients after which a bucket of DDP is full, but the first."""
+"""Size of each of DDP's buckets but the first, B."""
 
 PLACES = {"device_ids", "output_device", "dim"}
 """Arguments of DDP that do not change what it moves."""
 
 
 @contextmanager
-def one_of(ranks: int) -> Iterator[None]:
+def fake_process_group(ranks: int) -> Iterator[None]:
     """Make this process the first rank of a fake process group; of one rank, change nothing."""
     if ranks == 1:
         yield
         return
-    if torch.__version__ < "2.11":  # there this makes collectives take tensors without data
-        from torch.distributed._tools import fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     shapes = "_propagate_tensor_meta_non_cached"
@@ -81,7 +79,7 @@ def one_of(ranks: int) -> Iterator[None]:
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     def real(value: Any) -> Any:
-        if not isinstance(value, FakeTensor):  # a fake one stands for the numbers of all ranks
+        if not isinstance(value, FakeTensor):  # a fake one is the list of all ranks' numbers
             return value
         return torch.arange(value.numel(), dtype=torch.int).view(value.shape)
 
@@ -100,22 +98,23 @@ def _unknown_object(*args: Any) -> None:
 
 
 def _first_chunk(tensor: Tensor, number: int, dim: int) -> Sequence[Tensor]:
-    """The chunk of the first rank, of which no other is larger."""
+    """The chunk of the first rank, which is the largest."""
     return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // number))]
 
 
 class Buckets:
     """What DDP does with gradients and buffers, as its reducer with its defaults.
 
-    Each gradient is divided into its place in a bucket, which stays from step to step; buckets are
-    reduced, and copied back. They are filled in the order in which the gradients came, 1 MiB first
-    and 25 MiB from then on. Buffers are those of the first rank, sent before each forward.
+    Each gradient, divided by the number of ranks, is copied into a bucket; when the bucket has been
+    reduced, it is copied back. Buckets are filled in the order in which gradients arrive, the first
+    up to 1 MiB and the others up to 25 MiB, and are kept from step to step. Before each forward the
+    first rank broadcasts its buffers.
     """
 
     def __init__(self, replica: DistributedDataParallel) -> None:
         self._replica = replica
         self._arrived: list[Tensor] = []
-        self._memory: list[tuple[Tensor, list[Tensor]]] = []  # of each bucket, whose gradients
+        self._memory: list[tuple[Tensor, list[Tensor]]] = []  # buckets, parameters
         named = replica.module.named_parameters()
         self._trained = {each: name for name, each in named if each.requires_grad}
         for parameter in self._trained:
@@ -165,7 +164,7 @@ def _buckets_for(arrived: list[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
 
 
 def _places(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Where each of the tensors lies in memory that is as large as all together."""
+    """Consecutive views of ``memory`` with the shapes of the tensors."""
     parts = memory.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Counting the operators of steps as they run, on tensors with data."""
+"""Counts the operators of steps as they run, on tensors with data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class LogicalRecorder(Recorder):
 
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
-        self._steps: list[tuple[Sequence[OperatorCount], Sequence[str]]] = []  # and their phases
+        self._steps: list[
+            tuple[Sequence[OperatorCount], Sequence[str]]
+        ] = []  # operators and phases
         self._assumed = Counter[str]()
 
     @cached_property
@@ -40,7 +42,7 @@ class LogicalRecorder(Recorder):
 
         counter = RunningCounter()
         self.held.enter_context(counter)
-        # Under a mode Dynamo compiles nothing, and where it must (``fullgraph``) it raises.
+        # Under a dispatch mode Dynamo compiles nothing, and raises if it must (``fullgraph``).
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return counter
 

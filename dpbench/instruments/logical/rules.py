@@ -70,8 +70,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from dpbench.instruments.logical.collectives import NAMESPACES as BETWEEN_RANKS
 from dpbench.instruments.logical.collectives import is_root
-from dpbench.instruments.logical.regions import Region, region_of, tensors
+from dpbench.instruments.logical.memory import Region, region_of, tensors
 
 
 def names(text: str) -> frozenset[str]:
@@ -109,7 +110,7 @@ SHAPE_OF_SELF = names(
     replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
     """
 )
-"""Operators that take their argument ``self`` for its shape and dtype alone."""
+"""Operators that use only the shape and dtype of their argument ``self``."""
 
 _NORM = ("grad_out input mean rstd weight", "grad_out input mean rstd", "grad_out")
 _BATCH_NORM = (
@@ -141,65 +142,25 @@ UNSAID: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(BATCH_NORMS, RUNNING),
     "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
-"""Arguments that an operator writes, which its schema does not say."""
+"""Arguments that an operator writes although its schema does not say so."""
 
 GATHERS = {"embedding": "weight"} | dict.fromkeys(names("index_select gather index take"), "self")
-"""Operators that read of this argument only what comes out."""
+"""Operators that read of this argument only as many bytes as they return."""
 
 SCATTERS = names(
-    "scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ index_put_"
+    """
+    scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ index_put_ put_
+    index_reduce_
+    """
 )
-"""In-place operators that touch of their target only what their indices name."""
+"""In-place operators that read and write only those elements that their indices name."""
 
 ACCUMULATING = frozenset({"scatter_add_", "scatter_reduce_", "index_add_"})
 """Scatters that add to what is there, and so read it; others may, by an argument."""
 
-REVIEWED = names(
-    """
-    mm addmm bmm baddbmm addbmm addmv mv dot outer addr
-    _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_flash_attention_for_cpu_backward
-    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
-    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
-    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
-    native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward
-    convolution convolution_backward max_pool2d_with_indices max_pool2d_with_indices_backward
-    max_pool3d_with_indices max_pool3d_with_indices_backward
-    avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
-    avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
-    relu threshold_backward gelu gelu_backward silu silu_backward mish mish_backward tanh
-    tanh_backward sigmoid sigmoid_backward softplus softplus_backward leaky_relu leaky_relu_backward
-    _softmax _safe_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
-    nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
-    mse_loss mse_loss_backward native_dropout native_dropout_backward
-    embedding embedding_dense_backward index_select gather take index index_put index_add
-    index_copy index_fill scatter scatter_add scatter_reduce slice_backward select_backward
-    slice_scatter select_scatter unique_dim _unique2 unique_consecutive nonzero masked_select
-    add sub rsub mul div addcmul addcdiv lerp neg abs sign reciprocal sqrt rsqrt exp log log1p
-    pow square sin cos erf nextafter floor ceil round remainder fmod maximum minimum clamp clamp_min
-    clamp_max where masked_fill tril triu eq ne lt le gt ge logical_not logical_and logical_or
-    bitwise_not bitwise_and bitwise_or isnan isinf isfinite
-    sum mean var var_mean std prod amax amin max min any all argmax argmin norm
-    linalg_vector_norm cumsum sort topk powsum
-    cat stack clone copy fill zero _to_copy flip roll constant_pad_nd repeat repeat_interleave
-    split_with_sizes_copy _local_scalar_dense
-    zeros ones full arange eye scalar_tensor linspace rand randn randint randperm normal uniform
-    bernoulli multinomial random exponential lift_fresh_copy
-    zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
-    _fused_sgd _fused_adam _fused_adamw _fused_adagrad
-    _amp_foreach_non_finite_check_and_unscale _amp_update_scale
-    dpbench.gram_norms dpbench.layer_norm_samples dpbench.noisy_descent dpbench.scaled
-    dpbench.gram_sums dpbench.wide_product
-    fsdp.all_gather_copy_in fsdp.chunk_cat fsdp.split_with_sizes_copy
-    c10d.allreduce c10d.broadcast c10d._allgather_base c10d._reduce_scatter_base
-    c10d.allgather c10d.reduce_scatter c10d.alltoall_base
-    _c10d_functional.all_reduce _c10d_functional.broadcast _c10d_functional.all_to_all_single
-    _c10d_functional.all_gather_into_tensor _c10d_functional.reduce_scatter_tensor
-    """
-)
-"""Operators (without ``_foreach_`` and the in-place ``_``) whose rule was reviewed. Others that are
-neither free nor overwriters are counted by the general rule and reported as such."""
+KNOWN = ("aten", "dpbench", "fsdp", *BETWEEN_RANKS)
+"""Namespaces of operators whose rules were compared with what their kernels do. Those of others are
+counted by the general rule, which is what their schemas say, and are reported as such."""
 
 
 class Limits(NamedTuple):
@@ -215,17 +176,15 @@ def is_free(func: OpOverload) -> bool:
     return bool(func.is_view) or operator_name(func) in FREE
 
 
-def is_reviewed(operator: str) -> bool:
-    """Whether an operator, e.g. ``aten.clone``, has a reviewed rule; else it is a guess."""
-    name = operator.removeprefix("aten.")
-    base = name.removeprefix("_foreach_").removesuffix("_")
-    return name in OVERWRITERS or name in REVIEWED or base in REVIEWED
+def is_foreign(operator: str) -> bool:
+    """Whether an operator, e.g. ``xformers.mul``, is of a library whose kernels are not known."""
+    return operator.partition(".")[0] not in KNOWN
 
 
 def asked_for(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
     """What a call returned, without gradients that its ``output_mask`` leaves out.
 
-    A fake batch norm makes them all the same.
+    A fake batch norm returns those, too.
     """
     if operator_name(func) not in MADE_OF:
         return out
@@ -320,7 +279,7 @@ def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
         rest = target.numel() // max(1, math.prod(target.shape[dim] for dim in indices))
         together = torch.broadcast_shapes(*(index.shape for index in indices.values()))
         return int(together.numel()) * rest
-    if name in ("index_add_", "index_copy_"):
+    if name in ("index_add_", "index_copy_", "index_reduce_", "put_"):
         return int(given["source"].numel())
     rest = target.numel() // max(1, target.shape[given["dim"]]) if name == "index_fill_" else 1
     return int(given["index"].numel()) * rest

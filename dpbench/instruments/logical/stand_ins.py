@@ -1,4 +1,4 @@
-"""What takes the place of values and shapes that depend on data, where there is no data.
+"""Values and shapes that are assumed where the real ones depend on data, which does not exist.
 
 A result whose *shape* depends on data (``unique``, ``nonzero``) is the largest that it can be. A
 *value* that Python asks for (``loss.item()``) is 1, or true. Both are noted, with the number that
@@ -21,9 +21,9 @@ from torch._ops import OpOverload
 MOST_ASKED = 10_000
 """How often one line may ask for values in a step before its loop is taken to be endless."""
 
-PATIENCE = 100  # how often one line may hear, while a model is built, that something is true
+PATIENCE = 100  # how often one line is told, while a model is built, that a condition holds
 BETWEEN = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
-"""Where the code lies that is between a line and the value that it asks for."""
+"""How the paths of PyTorch's and of this package's files begin, which are not a user's lines."""
 
 
 class UnsupportedOperation(Exception):
@@ -31,12 +31,12 @@ class UnsupportedOperation(Exception):
 
 
 class AssumedValues:
-    """The values that Python is given; ``asked`` is how often, by line, since the step began.
+    """Answers code that asks for a tensor's value; ``asked`` counts by line since a step began.
 
-    While a model is built nothing is counted, and what matters is that it comes to an end:
-    ``nn.init.trunc_normal_`` draws again until *no* value is out of bounds. A line that has heard
-    `PATIENCE` times that something is true hears true and false by turns from then on. In a step
-    every answer is the same, and a line that never stops asking is an error that names it.
+    While a model is built, its loops must end: ``nn.init.trunc_normal_`` draws again until *no*
+    value is out of bounds. So a line that was told `PATIENCE` times that a condition holds is told
+    false and true in turn from then on. In a step every answer is the same, and a line that asks
+    more than `MOST_ASKED` times ends in an error that names it.
     """
 
     def __init__(self) -> None:

@@ -35,8 +35,9 @@ CAPABILITY = "device__attribute_compute_capability"
 KERNELS = "kernels"
 """The folder of reports of kernels, beside the reports of ranges."""
 
-COUNTED = ("dram_read_bytes", "dram_write_bytes", "l2_total_bytes")
-"""The metrics that are the bytes of a `KernelCount`."""
+DRAM = ("dram_read_bytes", "dram_write_bytes")
+L2 = "lts__t_bytes.sum"
+"""The metrics of DRAM, and the counter of the L2, that are the bytes of a `KernelCount`."""
 
 TIME = "gpu__time_duration.sum"  # duration of an action, ns
 
@@ -217,11 +218,12 @@ def launches_by_phase(path: Path) -> Counter[str]:
 def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
     """The metrics of each kernel on a chip: one pass on GH100, so that no kernel runs twice."""
     there = on_chip(chip)
-    if lacking := [metric for metric in COUNTED if metric not in there]:
+    if lacking := [metric for metric in DRAM if metric not in there]:
         raise ConfigurationError(
             f"{chip} has no counters for {', '.join(lacking)} of kernels; measure without --kernels"
         )
-    return (*(there[metric] for metric in COUNTED), Metric(TIME, how=Counters((TIME,))))
+    others = (Metric(name, how=Counters((name,))) for name in (L2, TIME))
+    return (*(there[metric] for metric in DRAM), *others)
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def read_kernels(path: Path) -> KernelReport:
 def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
     """The launches that the actions of a report are."""
     spelled = on_chip() | having(lambda names: all(map(actions[0].metric_by_name, names)))
-    of_counters = [spelled[name].counters for name in COUNTED]
+    of_counters = [*(spelled[name].counters for name in DRAM), (L2,)]
     launches: list[KernelCount] = []
     for action in actions:
         if not is_kernel(action):

@@ -28,8 +28,7 @@ from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.outputs import labels_text
 from dpbench.show.profile import recorded_tables
-from dpbench.show.tables import about_replaced
-from dpbench.show.view import View, column, usual_columns, without_replaced
+from dpbench.show.view import View, column, usual_columns
 
 NEEDS_LOGICAL = (
     "These runs hold no logical counts of the measured cases, without which there is no roofline "
@@ -125,7 +124,6 @@ def cases(material: Material) -> Table:
     wide = pivot(pd.concat([step, derived(step, "ratio")]), "metric")
     numbers: dict[str, Shown] = {}
     listed = [c for c in (*usual_columns(), column("samples_per_second")) if c.name in wide]
-    listed = without_replaced(listed, lambda c: wide.get(c.name, wide.iloc[:0, 0]).dropna().index)
     for shown in listed:
         header = shown.heading.replace("\n", " ").replace("mem.", "memory")
         header = header.replace("÷ std", f"÷ {material.baseline}")
@@ -136,7 +134,7 @@ def cases(material: Material) -> Table:
     columns: dict[str, Shown] = {**run, **NAMES, "premise": ("premise", str), **numbers}
     known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
     title = "One step of each case: means over the steps, medians of times; exact when pointed at"
-    return Table.of(title, known, columns, about_replaced(listed))
+    return Table.of(title, known, columns)
 
 
 def recorded(runs: Sequence[Run]) -> list[Table]:

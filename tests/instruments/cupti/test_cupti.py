@@ -95,7 +95,7 @@ def test_a_long_step_is_counted_once_as_a_whole(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(recorders, "SHORT_SECONDS", 0.0)
     found = counted_case(CASE, [], FakeCupti(), warmup=0, active=1)
     _, whole = found["counted"]
-    assert "l2_total_bytes" not in whole[STEP]
+    assert "l2_atomic_bytes" not in whole[STEP]
 
 
 def test_the_report_has_times_and_bytes_of_the_step_and_its_phases(record: dict[str, Any]) -> None:
@@ -169,9 +169,9 @@ def test_options_reach_the_child(tmp_path: Path) -> None:
     assert isinstance(usual, Cupti)
     assert usual.timeout == 60.0
     assert (usual.device, usual.steps, usual.names) == ("cuda", Steps(1, 2), ())
-    asked = Settings(ncu_dir=tmp_path, own={"ncu_metrics": ["l2_read_bytes,dram_bytes__x.sum"]})
+    asked = Settings(ncu_dir=tmp_path, own={"ncu_metrics": ["global_load_bytes,dram_bytes__x.sum"]})
     chosen = Cupti.from_settings(asked)
-    assert chosen.names == ("l2_read_bytes", "dram_bytes__x.sum")
+    assert chosen.names == ("global_load_bytes", "dram_bytes__x.sum")
     Task(CASE, chosen).write(tmp_path / "task.json")
     assert Task.read(tmp_path / "task.json").instrument == chosen
 

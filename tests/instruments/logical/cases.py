@@ -55,5 +55,5 @@ def moved(result: Outcome, where: str) -> tuple[float, float]:
 
 
 def guessed(result: Outcome) -> set[str]:
-    """Operators counted by the general rule because nobody has reviewed one for them."""
+    """Operators whose bytes are a guess by their schema."""
     return {count.operator for count in result.operators if count.general_rule}

@@ -13,9 +13,8 @@ from dpbench.case import Case
 from dpbench.child.recorder import Recorder
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.logical.counter import is_distributed
-from dpbench.instruments.logical.memory import LiveMemory, resizing_seen
+from dpbench.instruments.logical.memory import LiveMemory, resizing_seen, tensors
 from dpbench.instruments.logical.recorder import LogicalRecorder
-from dpbench.instruments.logical.regions import tensors
 from dpbench.results.outcome import Outcome
 from dpbench.training.base import Batch
 from dpbench.training.phases import phase

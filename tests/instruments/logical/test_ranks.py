@@ -108,7 +108,12 @@ def test_a_replica_holds_as_much_as_counted(
 def test_shards_of_tensors_with_data_take_as_much(trainer: str) -> None:
     """Among gloo's ranks it depends on when its threads forget what they have gathered."""
     case, alive = case_of(trainer), Alive()
-    with new_objects_collected(), one_rank.one_of(case.gpus), alive, resizing_seen(alive.memory):
+    with (
+        new_objects_collected(),
+        one_rank.fake_process_group(case.gpus),
+        alive,
+        resizing_seen(alive.memory),
+    ):
         taught, batches = build(case, torch.device("cpu"), 2)
         for batch in batches:
             gc.collect()
@@ -175,7 +180,7 @@ def test_a_rank_holds_its_shard_and_what_is_gathered() -> None:
 
 
 def test_an_optimizer_passes_over_the_rank_s_part_only() -> None:
-    with one_rank.one_of(64), without_data() as counter:
+    with one_rank.fake_process_group(64), without_data() as counter:
         layer = nn.Linear(64, 64, bias=False)
         fully_shard(layer, mesh=init_device_mesh("cpu", (64,)))
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -198,7 +203,7 @@ class Normed(nn.Module):
 
 
 def test_buffers_are_sent_before_each_forward() -> None:
-    with one_rank.one_of(2), without_data() as counter:
+    with one_rank.fake_process_group(2), without_data() as counter:
         model = nn.parallel.DistributedDataParallel(Normed())
         with observed_step(counter):
             model(torch.empty(3, 6))
@@ -219,7 +224,7 @@ class Unused(Normed):
 
 
 def test_a_gradient_for_which_ddp_would_wait_is_named() -> None:
-    with one_rank.one_of(2), without_data():
+    with one_rank.fake_process_group(2), without_data():
         model = nn.parallel.DistributedDataParallel(Unused())
         with pytest.raises(one_rank.UnsupportedOperation, match=r"waits for .* spare\.bias, on"):
             model(torch.empty(3, 6)).sum().backward()
@@ -311,14 +316,14 @@ def test_who_sends_reads_and_who_receives_writes(rank: int) -> None:
 
 def test_options_of_ddp_that_move_other_bytes_are_refused() -> None:
     with (
-        one_rank.one_of(2),
+        one_rank.fake_process_group(2),
         pytest.raises(one_rank.UnsupportedOperation, match="gradient_as_bucket_view"),
     ):
         nn.parallel.DistributedDataParallel(Normed(), gradient_as_bucket_view=True)
 
 
 def test_objects_of_ranks_that_are_not_there_are_refused() -> None:
-    with one_rank.one_of(2), without_data():
+    with one_rank.fake_process_group(2), without_data():
         distributed.broadcast_object_list([{"step": 1}])
         with pytest.raises(one_rank.UnsupportedOperation, match="all_gather_object"):
             distributed.all_gather_object([None, None], {"step": 1})

@@ -75,17 +75,16 @@ def test_what_the_l2_served_is_all_sectors_less_those_that_crossed() -> None:
     assert "l2_crossing_bytes" not in undivided
 
 
-def test_a_chip_that_nobody_looked_at_has_the_old_l2_metrics_alone() -> None:
-    there = [name for name in on_chip() if name.startswith("l2_")]
-    assert there == ["l2_read_bytes", "l2_write_bytes", "l2_atomic_bytes", "l2_total_bytes"]
+def test_of_the_l2_a_chip_that_nobody_looked_at_has_atomics_alone() -> None:
+    assert [name for name in on_chip() if name.startswith("l2_")] == ["l2_atomic_bytes"]
     with pytest.raises(ConfigurationError, match="this GPU has no counters for l2_served_bytes"):
         resolve(["l2_served_bytes"])
 
 
 def test_a_report_without_crossings_says_nothing_of_what_the_l2_served() -> None:
-    old = {*counters(resolve()), "lts__t_sectors.sum"}
-    found = having(old.issuperset, chip="GH100")
-    assert "l2_total_bytes" in found
+    without = {*counters(resolve()), "lts__t_sectors.sum"}
+    found = having(without.issuperset, chip="GH100")
+    assert "l2_atomic_bytes" in found
     assert not {"l2_served_bytes", "l2_sm_read_bytes", "l2_crossing_bytes"} & {*found}
 
 
@@ -98,11 +97,8 @@ def test_everything_is_counted_unless_names_are_given() -> None:
     assert counters(resolve()) == [
         "dram__bytes_read.sum",
         "dram__bytes_write.sum",
-        "lts__t_sectors_op_read.sum",
-        "lts__t_sectors_op_write.sum",
         "lts__t_sectors_op_atom.sum",
         "lts__t_sectors_op_red.sum",
-        "lts__t_bytes.sum",
         "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
         "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
     ]
@@ -129,17 +125,17 @@ def test_chip_has_counters_of_its_own(chip: str, read: tuple[str, ...]) -> None:
 
 
 def test_metric_is_collected_by_the_names_of_the_chip() -> None:
-    assert counters(resolve(["l2_total_bytes"], "GB202")) == [
+    assert counters(resolve(["l2_served_bytes"], "GB202")) == [
         "dram__bytes_op_read.sum",
         "dram__bytes_op_write.sum",
-        "lts__t_bytes.sum",
+        "lts__t_sectors.sum",
     ]
 
 
 def test_what_a_chip_lacks_is_left_out_or_refused_by_name() -> None:
     here = [m for m in on_chip("AD102") if m not in DRAM]
     assert [m.name for m in resolve(None, "GB10B")] == here
-    assert [m.name for m in resolve(["l2_total_bytes"], "GB10B")] == ["l2_total_bytes"]
+    assert [m.name for m in resolve(["l2_served_bytes"], "GB10B")] == ["l2_served_bytes"]
     with pytest.raises(ConfigurationError, match="GB10B has no counters for dram_read_throughput"):
         resolve(["dram_read_throughput"], "GB10B")
 

@@ -37,8 +37,7 @@ def test_the_whole_argument_list() -> None:
         *("--nvtx-include", "regex:dpbench@.*"),
         "--metrics",
         "dram__bytes_read.sum,dram__bytes_write.sum,"
-        "lts__t_sectors_op_read.sum,lts__t_sectors_op_write.sum,"
-        "lts__t_sectors_op_atom.sum,lts__t_sectors_op_red.sum,lts__t_bytes.sum,"
+        "lts__t_sectors_op_atom.sum,lts__t_sectors_op_red.sum,"
         "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum,"
         "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
         "--force-overwrite",
@@ -59,7 +58,7 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
         Settings(
             own={
                 "ncu_path": sys.executable,
-                "ncu_metrics": ["gld_throughput, sm__cycles_active.sum", "l2_write_bytes"],
+                "ncu_metrics": ["gld_throughput, sm__cycles_active.sum", "global_store_bytes"],
             },
         ),
     )
@@ -70,7 +69,7 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
         "dram__bytes_write.sum",
         "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
         "sm__cycles_active.sum",
-        "lts__t_sectors_op_write.sum",
+        "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
     ]
 
 

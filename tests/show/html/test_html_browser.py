@@ -172,7 +172,6 @@ def cases_are_means_of_their_rows(browser: Chrome, rows: list[dict[str, Any]]) -
             "DRAM read, GB": of("dram_read_bytes"),
             "DRAM write, GB": of("dram_write_bytes"),
             "DRAM total, GB": of("dram_read_bytes") + of("dram_write_bytes"),
-            "old L2 total, GB": of("l2_total_bytes"),
             "peak memory, GB": of("peak_memory_bytes"),
             "step ms": of("step_time_seconds"),
             "samples per s": of("samples_per_second"),
@@ -185,9 +184,7 @@ def cases_are_means_of_their_rows(browser: Chrome, rows: list[dict[str, Any]]) -
     for line in lines:
         cell = int(line["batch"]), int(line["sequence"])
         case, baseline = expected(line["trainer"], *cell), expected("standard", *cell)
-        for bytes_of in ("DRAM", "old L2"):
-            total = f"{bytes_of} total, GB"
-            case[f"{bytes_of} ÷ standard"] = case[total] / baseline[total]
+        case["DRAM ÷ standard"] = case["DRAM total, GB"] / baseline["DRAM total, GB"]
         assert {name: float(line[name]) for name in case} == pytest.approx(case, rel=1e-12)
         assert {line[name] for name in line if name.startswith("logical")} == {""}
 

@@ -135,7 +135,7 @@ def test_the_expected_range_is_said_below_the_bars() -> None:
         drawn(charts.phases, ALONE),
         drawn(charts.phases, material(CELL, dram_bytes=(1.0, 1.5))),
     )
-    other = drawn(charts.phases, material(CELL, l2_total_bytes=(1.0, 1.5)))
+    other = drawn(charts.phases, material(CELL, l2_served_bytes=(1.0, 1.5)))
     assert "Expected range: 2 to 5 times standard's bytes." in usual.table.notes[1]
     assert "Expected range: 1 to 1.5 times" in own.table.notes[1]
     assert len(other.table.notes) == 1

@@ -3,6 +3,7 @@
 import torch
 
 from . import datasets as datasets
+from . import models as models
 from . import transforms as transforms
 from . import utils as utils
 

@@ -31,3 +31,17 @@ class CIFAR10(_Images):
     """32 x 32, three channels."""
 
     shape = (3, 32, 32)
+
+
+class FakeData(Dataset):
+    """What Opacus's tests train on."""
+
+    def __init__(self, size, image_size, num_classes, transform):
+        self.images = torch.randn(size, *image_size)
+        self.targets = torch.randint(num_classes, (size,))
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], self.targets[index]

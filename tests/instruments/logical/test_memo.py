@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpbench.instruments.logical import repeats
+from dpbench.instruments.logical import memo
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import Logical
-from dpbench.instruments.logical.regions import tensors
+from dpbench.instruments.logical.memory import tensors
 from dpbench.training.phases import observed_step
 from tests.instruments.logical.cases import ALL_TRAINERS, count, tiny
 
@@ -91,7 +91,7 @@ def test_what_is_remembered_is_what_pytorch_answers(
     step: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remembered = observed(step)
-    monkeypatch.setattr(repeats, "is_usual", lambda func: False)
+    monkeypatch.setattr(memo, "is_usual", lambda func: False)
     assert observed(step) == remembered
 
 
@@ -99,7 +99,7 @@ def test_what_is_remembered_is_what_pytorch_answers(
 def test_cases_count_the_same_without_memory(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = tiny(trainer)
     remembered = count(case)
-    monkeypatch.setattr(repeats, "is_usual", lambda func: False)
+    monkeypatch.setattr(memo, "is_usual", lambda func: False)
     assert Logical().count(case) == remembered
 
 
