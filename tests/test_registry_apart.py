@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.case import Case
-from dpbench.launch.command_line import python_path
+from dpbench.launch.imports import python_path
 from dpbench.registry import (
     TRAINERS,
     Registry,

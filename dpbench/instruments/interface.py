@@ -1,4 +1,4 @@
-"""The interface of an instrument, and what can go wrong with a measurement."""
+"""The interface of an instrument."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Instrument(ABC):
         raise NotImplementedError
 
     def observe(self, case: Case) -> dict[str, Any]:
-        """Take the steps of a case in this process; returns what it prints, plain JSON types."""
+        """Take the steps of a case in this process; returns its record, plain JSON types."""
         raise NotImplementedError
 
     @classmethod

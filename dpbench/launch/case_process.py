@@ -32,8 +32,8 @@ from dpbench.child.messages import (
 )
 from dpbench.child.task import Task
 from dpbench.gpu import child_environment, environment_of
-from dpbench.launch.command_line import python_path
 from dpbench.launch.forked import COMMAND, UNKNOWN, environment_of_cases
+from dpbench.launch.imports import python_path
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.launch.processes import ProcessGroup
 from dpbench.results.rows import Measurement

@@ -148,7 +148,7 @@ class Ncu(InProcessInstrument):
         return self.rows(process.case, self.record_of(process), process.log)
 
     def record_of(self, process: CaseProcess) -> dict[str, Any]:
-        """Wait for a process; returns the record that it printed."""
+        """Wait for a process; returns its record."""
         try:
             return process.record()
         except CaseFailed as error:
@@ -192,7 +192,7 @@ class Ncu(InProcessInstrument):
         return report
 
     def rows(self, case: Case, record: Mapping[str, Any], log: Path) -> list[Measurement]:
-        """The rows of the report of a process that printed this record."""
+        """The rows of the report of a process with this record."""
         return read(self.report_left(case, log), case, self.metrics, tool=self.tool(record))
 
     def tool(self, record: Mapping[str, Any]) -> str:
