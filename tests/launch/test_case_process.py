@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -67,13 +66,14 @@ def test_the_record_is_the_last_one_printed(tmp_path: Path) -> None:
 def test_the_log_and_the_terminal_show_a_command_to_paste(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "log"
-    program = "from dpbench.child.messages import hand_over; hand_over(loss=1)"
-    start(shlex.join([sys.executable, "-c", program]), log).record()
-    first = log.read_text().splitlines()[0]
+    instrument = Timing(tmp_path, "cpu", Steps(0, 2), 300.0)
+    instrument.measure(case := Case("standard", 2, 8, "100x8x1x2"))
+    first = instrument.log(case).read_text().splitlines()[0]
     assert first in capfd.readouterr().err
     pasted = subprocess.run(first.removeprefix("$ "), shell=True, capture_output=True, check=True)
-    assert json.loads(pasted.stdout) == {"loss": 1}
+    record = json.loads(pasted.stdout)
+    assert record["case"]["batch_size"] == 2
+    assert len(record["phase_seconds"]) == 2
 
 
 def test_pytest_and_xdist_variables_do_not_reach_the_child(
