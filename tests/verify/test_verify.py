@@ -131,7 +131,7 @@ def test_small_parameters_are_judged_by_more_steps() -> None:
 
 
 def test_losses_that_are_made_of_gradients_are_verified() -> None:
-    assert not wrong(checks_of("micro_batch", workload=f"{FAULTY}:Penalty"))
+    assert not wrong(checks_of("micro_batch", workload="tests.verify.right:Penalty"))
 
 
 # --- gradients that differ -----------------------------------------------------------------------
@@ -280,10 +280,10 @@ def test_the_seed_of_whoever_asks_stays_as_it_was() -> None:
 @pytest.mark.parametrize("trainer", ["ghost_lean", "dpsgd_ghost", "dpsgd_fgc", "mixed_ghost"])
 def test_a_weight_that_is_used_by_hand_is_told_from_one_that_is_not_used(trainer: str) -> None:
     with pytest.raises(ConfigurationError, match="whose layer its hooks did not hear") as by_hand:
-        checks_of(trainer, workload=f"{FAULTY}:ByHand")
+        checks_of(trainer, workload="tests.verify.right:ByHand")
     assert by_hand.value.exit_code == 2
     with pytest.raises(ConfigurationError, match="the loss does not depend on it") as unused:
-        checks_of(trainer, workload=f"{FAULTY}:ByHand:unused=true")
+        checks_of(trainer, workload="tests.verify.right:ByHand:unused=true")
     assert unused.value.exit_code == 2
 
 
