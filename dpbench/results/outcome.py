@@ -215,10 +215,7 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """A document as JSON, a line for each field and for each entry of a list.
-
-    `dpbench.results.run.Run.load_head` relies on the line breaks.
-    """
+    """A document as JSON, a line for each field and for each entry of a list."""
     fields = [f" {json.dumps(name)}: {_lines(value)}" for name, value in document.items()]
     return "{\n" + ",\n".join(fields) + "\n}\n"
 

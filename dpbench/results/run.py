@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,13 +31,6 @@ from dpbench.results.rows import COLUMNS, IDENTITY, NO_HARDWARE
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-ROWS = b'\n "rows":'
-"""Where the rows of a document begin, as `dpbench.results.outcome` writes it."""
-
-_DEVICE = re.compile(rb'"device": ("(?:[^"\\]|\\.)*")')
-"""The device of a row."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +64,9 @@ class Run:
 
     @classmethod
     def load_head(cls, path: Path) -> Run:
-        """Read what a list says of a run: all but what was measured, and on which devices.
-
-        Older documents name their devices only in their rows.
-        """
+        """Read a run whose rows need not be right, for what a list says of it."""
         with naming(path):
-            data = read_file(path)
-            head, is_ours, rows = data.partition(ROWS)
-            if is_ours and data.rstrip().endswith(b"}"):
-                saved = parsed(head.rstrip().rstrip(b",") + b', "rows": []}')
-                in_rows = map(json.loads, {*_DEVICE.findall(rows)})
-                return cls(path, {"devices": sorted(in_rows), **saved})
-        return cls.load(path)  # written by another program, or cut off
+            return cls(path, parsed(read_file(path)))
 
     @classmethod
     def of(

@@ -244,7 +244,7 @@ def _repeated_values(draws: Sequence[Draw]) -> Found:
             close = int((ranks.diff() <= gap).sum())
             chance = chance_of_count(close, n, 0.0, min(1.02 * (n + 1) * gap, 1.0))
             words = f"of {n + 1} values {close} come again{where}, in another place or step"
-            found.append(Finding(chance, name, words, f"{close} of {n + 1} again"))
+            found.append(Finding(chance, name, words, f"{close} of {n + 1} close"))
     return found, len(found)
 
 

@@ -23,7 +23,7 @@ from dpbench.verify.reference import Examples, Gradients
 from dpbench.workloads.base import examples_in
 
 RATE = 2.0**30
-"""The learning rate with plain SGD. What is taken off a parameter is so much larger than it that
+"""The learning rate. With plain SGD, what is taken off a parameter is so much larger than it that
 rounding the sum to the parameter's type rounds the gradient, and no more."""
 
 ALONE: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
@@ -111,7 +111,7 @@ class Subject:
         options: dict[str, Any] = {
             "noise_multiplier": sigma,
             "max_grad_norm": threshold,
-            "learning_rate": RATE if plain else 1e-3,
+            "learning_rate": RATE,
         }
         trainer, _ = build(case, self.device, 1, seed=seed, alone=alone, **options)
         if not alone and seed % 2:  # scripts seed ranks apart, or all alike: noise must bear both

@@ -35,6 +35,8 @@ HUGE = 1e-3
 """Of the smallest norm: gradients beside which a threshold is so small move far if not clipped."""
 ENOUGH = 128
 """Elements of a parameter's noise in a run: in two runs, noise that is added twice is noticed."""
+APART = 10_000
+"""How far seeds of ranks are from those of another run."""
 KEPT = 2**16
 """Elements of each parameter that are kept of runs with an ordinary σ."""
 BY_DATA = 1e-3
@@ -68,7 +70,7 @@ class Verification:
         self.paths.append(self._one_by_one())
         self.allowed = cache(self._allowed)
         self._clipped = cache(lambda path, i, c: self.clipped(self.paths[path].examples[i], c))
-        self._seeds = 0
+        self._runs = 0
 
     def _one_by_one(self) -> Path:
         """A batch of another size; in parts of one example, one more than the case has."""
@@ -173,10 +175,12 @@ class Verification:
 
     def draws(self, path: Path, sigma: float, threshold: float, steps: int) -> list[Draw]:
         """The noise of one trainer's steps; further ones are of small parameters alone."""
-        self._seeds += 1
+        self._runs += 1
+        # Odd ones seed all ranks alike, see Subject.steps; none may meet that of a rank elsewhere.
+        seed = self._runs if self._runs % 2 else self._runs * APART
         case, run = path.case, f"σ = {sigma:g}, C = {threshold:.3g}{path.words}"
         self.allowed(path.words, self.below_all)  # before: it seeds, between steps of this run
-        seen = noise_of(self.subject, case, path.batches, steps, sigma, threshold, self._seeds)
+        seen = noise_of(self.subject, case, path.batches, steps, sigma, threshold, seed)
         return [self._draw(run, i, path, sigma, threshold, step) for i, step in enumerate(seen)]
 
     def _draw(

@@ -45,9 +45,9 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     (f"{OWN}:Looped", {"micro_batches": 1, "optimizer": "momentum"}),
     (f"{OWN}:ByLayer", {}),
     (f"{OWN}:WithoutClosure", {"optimizer": "adamw"}),
-    (f"{OWN}:RefusesNaN", {}),
-    (f"{OWN}:LeavesNaNOut", {}),
-    (f"{OWN}:MeanOfNoisyParameters", {}),
+    ("tests.verify.right:RefusesNaN", {}),
+    ("tests.verify.right:LeavesNaNOut", {}),
+    ("tests.verify.right:MeanOfNoisyParameters", {}),
 ]
 NORMS_BY_PRODUCTS = ("ghost_lean", "mixed_ghost", "book_keeping", "fused")
 """Right where the norm that clips is an upper bound of the true one."""
