@@ -12,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import PRECISIONS, Case
+from dpbench.cli import build_parser
+from dpbench.commands.options import chosen_case
 from dpbench.errors import ConfigurationError
 from dpbench.names import joined, parted
 from dpbench.registry import import_named, resolve
-from tests.test_case import CELL, parsed, refusal
+from tests.test_case import CELL, refusal
+
+
+def parsed(arguments: list[str]) -> Case:
+    return chosen_case(build_parser("step").parse_args(["step", *arguments]))
+
 
 # --- parameters of other workloads -----------------------------------------------------------
 
