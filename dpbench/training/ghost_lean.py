@@ -168,7 +168,12 @@ class GhostLeanTrainer(DPGhostClippingTrainer):
         else:
             reduced.backward(retain_graph=True)
             self.optimizer.zero_grad(set_to_none="none" in self.changes)
-        weights = module.get_clipping_coef()
+        try:
+            weights = module.get_clipping_coef()
+        except AttributeError:  # a parameter without norm; whether the loss depends on it, see now
+            module.disable_hooks()
+            losses.sum().backward()
+            raise
         if "noise" in self.changes:
             # The sum is a mean: see NoiseAtOnce. FSDP2 takes that over ranks.
             sharded = self.parallel == "fsdp2"
