@@ -112,7 +112,7 @@ def measured(name: str) -> dict[str, Any]:
             text=True,
         )
     found = dict(json.loads(done.stdout.splitlines()[-1]))
-    verdicts = re.findall(r"^.{32}  +(ok|FAILED)\b", verified.stdout, re.M)
+    verdicts = re.findall(r"^.{32,40}?  +(ok|FAILED)\b", verified.stdout, re.M)
     return {**found, "ok": verdicts.count("ok"), "failed": verdicts.count("FAILED")}
 
 

@@ -2,10 +2,17 @@
 
 Without noise, what each step takes off the parameters must be the mean of the clipped gradients of
 the examples, computed one example at a time: with a threshold that half of them exceed and with one
-that all do, for the batch as a whole and in micro-batches. The noise must be normal with deviation
-σC/B, and not repeat between elements, parameters, steps, runs or processes: right noise fails with
-a chance of at most 1e-6. Over ranks all this holds for the batch of all together. What differs is
-said in a line for each parameter. The exit code is 1 if anything is wrong, or was not judged.
+that all do, for the batch as a whole, in micro-batches, and in parts of one example. Noise must be
+normal also in its tails, of deviation σC/B for several σ, C and B whatever the gradients are, and
+not repeat anywhere, moved, mirrored or in another order, between elements, parameters, steps, runs
+and processes: right noise fails with a chance of at most 1e-6. On a linear layer, 240 steps of
+noise are drawn, and an example must be clipped whose tokens cancel in products of them, or whose
+norm is no number. Over ranks all this holds for the batch of all together.
+
+What differs is said in a line for each parameter. The exit code is 1 if anything is wrong, 2 if the
+case is refused. Not found is what begins after 240 steps (noise that ends), what the trainer keeps
+outside of its model, noise that only its author can predict, and in 16-bit numbers, noise that
+comes again in another order.
 
 Examples:
   dpbench verify --trainer dpsgd
@@ -24,7 +31,7 @@ from typing import TYPE_CHECKING
 from dpbench import gpu
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import DpbenchError, own_line
+from dpbench.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.registry import locate
 from dpbench.show.layout import Table
 
@@ -53,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
 def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     """What the checks found; whatever a trainer fails with is said with its name."""
     from dpbench.process.build import pick_device
+    from dpbench.training.refusals import CannotTrain
     from dpbench.verify.checks import verify  # which imports torch
 
     on_gpu = pick_device(device).type == "cuda"
@@ -61,6 +69,8 @@ def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
         # Work beside a measured process would be counted there.
         with gpu.exclusive(card, f"verify {case.id}") if card else nullcontext():
             return verify(case, device, processes=processes)
+    except CannotTrain as error:
+        raise ConfigurationError(str(error)) from error
     except DpbenchError:
         raise
     except Exception as error:

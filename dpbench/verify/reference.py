@@ -30,6 +30,16 @@ class Examples:
 
     gradients: Gradients
 
+    def chosen(self, kept: slice) -> Examples:
+        """Some of them."""
+        return Examples({name: gradient[kept] for name, gradient in self.gradients.items()})
+
+    @classmethod
+    def joined(cls, batches: Sequence[Examples]) -> Examples:
+        """Those of several batches as if of one."""
+        names = batches[0].gradients
+        return cls({name: torch.cat([each.gradients[name] for each in batches]) for name in names})
+
     @classmethod
     def of(
         cls, model: nn.Module, batch: Batch, losses: Callable[[nn.Module, Batch], Tensor]
@@ -127,8 +137,8 @@ class Examples:
         return "" if first[:2] == (False, 0) else first[2]
 
 
-def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float]:
-    """One threshold that half of the norms exceed, and one that all do."""
+def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, float]:
+    """One threshold that half of the norms exceed, one that all do, and one that none does."""
     norms = torch.cat([examples.norms for examples in batches])
     share = norms.shape[1] ** 0.5
     if clips == "flat":
@@ -139,7 +149,7 @@ def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float]:
             f"no gradient to verify: the largest norm of an example's is {largest}"
         )
     norms = norms[norms > NEGLIGIBLE * largest]
-    return float(norms.median()) * share, float(norms.min()) / 2 * share
+    return float(norms.median()) * share, float(norms.min()) / 2 * share, 10 * largest * share
 
 
 def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) -> dict[str, float]:

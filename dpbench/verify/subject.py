@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from dpbench.verify.reference import Examples, Gradients
 from dpbench.workloads.base import examples_in
 
 RATE = 2.0**30
-"""The learning rate with plain SGD. What is taken off a parameter is so much larger than it that
+"""The learning rate. With plain SGD, what is taken off a parameter is so much larger than it that
 rounding the sum to the parameter's type rounds the gradient, and no more."""
 
 ALONE: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
@@ -57,6 +57,7 @@ class Subject:
                 noise = torch.randn(parameter.shape, generator=generator) * STARTS
                 parameter.data.copy_(noise)
         self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         self.trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.dtype = self.start[self.trained[0]].dtype
         self.reference = "float64"
@@ -65,6 +66,8 @@ class Subject:
         """The frozen parameters that some step has changed."""
         self.apart: set[str] = set()
         """The parameters that some step has left different in some of the ranks."""
+        self.buffers: dict[str, Tensor] = {}
+        """The model's buffers after the latest step."""
 
     def examples(self) -> list[Examples]:
         """The gradients of each batch's examples, in float64 if the model can be computed so."""
@@ -81,8 +84,8 @@ class Subject:
 
         self.model.to(dtype)
         batches = [pytree.tree_map(place, batch) for batch in self.batches]
-        with torch.no_grad():
-            once, again = (self._losses(self.model, batches[0]) for _ in range(2))
+        # With gradients, which a loss may be made of.
+        once, again = (self._losses(self.model, batches[0]).detach() for _ in range(2))
         if not torch.equal(once, again):
             raise ConfigurationError(
                 "a batch has other losses each time that they are computed, so no gradient can be "
@@ -91,7 +94,13 @@ class Subject:
         return [Examples.of(self.model, batch, self._losses) for batch in batches]
 
     def steps(
-        self, case: Case, number: int, *, seed: int = 0, **options: Any
+        self,
+        case: Case,
+        number: int,
+        batches: Sequence[Batch],
+        sigma: float = 1.0,
+        threshold: float = 1.0,
+        seed: int = 0,
     ) -> Iterator[Gradients]:
         """What each step of a case's trainer takes off, divided by the learning rate.
 
@@ -99,14 +108,17 @@ class Subject:
         """
         alone = case.gpus == 1
         plain = case.optimizer == "sgd"
-        options["learning_rate"] = RATE if plain else 1e-3
-        trainer, _ = build(case, self.device, len(self.batches), seed=seed, alone=alone, **options)
+        options: dict[str, Any] = {
+            "noise_multiplier": sigma,
+            "max_grad_norm": threshold,
+            "learning_rate": RATE,
+        }
+        trainer, _ = build(case, self.device, 1, seed=seed, alone=alone, **options)
         if not alone and seed % 2:  # scripts seed ranks apart, or all alike: noise must bear both
             torch.manual_seed(seed)
-        parameters = {
-            name.removeprefix("_module.").removeprefix("module."): p
-            for name, p in without_dropout(trainer.model).named_parameters()
-        }
+        model = without_dropout(trainer.model)
+        parameters = {_own_name(name): p for name, p in model.named_parameters()}
+        buffers = {_own_name(name): b for name, b in model.named_buffers()}
         if parameters.keys() != self.start.keys():
             other = sorted(parameters.keys() ^ self.start.keys())[0]
             raise ConfigurationError(
@@ -117,7 +129,10 @@ class Subject:
         update = _by_parameters if plain else _by_optimizer
         starts = {name: shared_out(self.start[name], p) for name, p in parameters.items()}
         before = {name: self.start[name].double() for name in trained}
-        for batch in islice(cycle(self.batches), number):
+        with torch.no_grad():
+            for name in buffers.keys() & self._buffers.keys():  # some are drawn with the model
+                buffers[name].copy_(self._buffers[name])
+        for batch in islice(cycle(batches), number):
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(starts[name])
@@ -128,7 +143,13 @@ class Subject:
                 for name, parameter in parameters.items()
                 if name not in trained and not torch.equal(gathered(parameter), self.start[name])
             }
+            self.buffers = {name: b.detach().clone() for name, b in buffers.items()}
             yield seen
+
+
+def _own_name(name: str) -> str:
+    """A parameter's or buffer's name in the workload's model, whatever wraps that."""
+    return name.removeprefix("_module.").removeprefix("module.")
 
 
 Parameters = Mapping[str, nn.Parameter]

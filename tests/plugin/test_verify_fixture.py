@@ -23,7 +23,7 @@ def test_it_fails_the_test_of_a_trainer_that_does_otherwise(
 
         def test_right(verify):
             checks = verify("dpsgd", device="cpu", **SMALL)
-            assert len(checks) == 9 and all(check.passed for check in checks)
+            assert len(checks) == 16 and all(check.passed for check in checks)
 
         def test_right_case(verify):
             verify(Case("book_keeping", 2, **SMALL), device="cpu", optimizer="momentum")
@@ -46,6 +46,6 @@ def test_it_fails_the_test_of_a_trainer_that_does_otherwise(
         [
             "verify HalfTheNoise-bs4-seq4-50x16x1x2-fp32-micro_batches=2",
             "noise: deviation * FAILED * 0.* σC/B *",
-            "noise: deviation: head.weight: 0.* times the deviation σC/B",
+            "noise: deviation: head.weight: 0.* times the deviation σC/B (σ = 10000, C = 0.7)",
         ]
     )

@@ -25,9 +25,10 @@ from dpbench.process.command_line import arguments
 from dpbench.process.forked import COMMAND, environment_of_cases, fork
 from dpbench.process.messages import MARK, last_record
 from dpbench.registry import resolve
-from dpbench.verify.checks import STEPS, verify_here
+from dpbench.verify.checks import verify_here
 from dpbench.verify.reference import distances
 from dpbench.verify.subject import Subject
+from dpbench.verify.verification import STEPS
 
 CPU = pick_device("cpu")
 MARKED = "0123456789abcdef "
@@ -129,7 +130,7 @@ def unclipped(case: Case) -> Wrong:
     subject = Subject(case, CPU, STEPS)
     examples = subject.examples()
     means = [each.mean(each.norms.new_ones(each.norms.shape)) for each in examples]
-    seen = subject.steps(case, STEPS)
+    seen = subject.steps(case, STEPS, subject.batches)
     far = [distances(s, m, e.sizes) for s, m, e in zip(seen, means, examples, strict=True)]
     off = [f"{name}: off by {d:.2g}" for step in far for name, d in step.items() if d > 1e-5]
     return {"gradient": off} if off or subject.apart else {}

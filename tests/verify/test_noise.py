@@ -7,8 +7,20 @@ import math
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
 
-from dpbench.verify.noise import chance_of_correlation, chance_of_mean_square, check_noise
+from dpbench.verify.noise import (
+    Draw,
+    _along,
+    _deviations,
+    _pairs,
+    _repeats,
+    chance_of_correlation,
+    chance_of_count,
+    chance_of_mean_square,
+    check_noise,
+    worst_repeat,
+)
 
 COUNTS = [2, 3, 4, 10, 64, 1000, 10**6]
 
@@ -17,7 +29,7 @@ COUNTS = [2, 3, 4, 10, 64, 1000, 10**6]
 @pytest.mark.parametrize("r", [0.0, 1e-3, 0.01, 0.1, 0.5, 0.9, 0.99])
 def test_a_correlation_is_never_likelier_than_its_bound(r: float, n: int) -> None:
     exact = stats.beta.logsf(r * r, 0.5, (n - 1) / 2)
-    bound = chance_of_correlation(r, n)
+    bound = float(chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
     assert exact <= bound + 1e-9
     if exact > -700:
         assert bound < exact + 0.5 * math.log(10 * n)  # it finds nearly what could be found
@@ -37,16 +49,80 @@ def test_half_the_deviation_and_twice_of_128_elements_are_beyond_a_chance_of_1e9
     assert chance_of_mean_square(q, n) < math.log(1e-9)
 
 
+@pytest.mark.parametrize("n", [10, 1000, 10**6])
+@pytest.mark.parametrize("p", [1e-6, 6.3e-5, 0.01, 0.3])
+@pytest.mark.parametrize("times", [0.0, 0.5, 0.9, 1.1, 2.0, 10.0])
+def test_a_count_is_never_likelier_than_its_bound(n: int, p: float, times: float) -> None:
+    k = min(round(times * n * p), n)
+    side = stats.binom.logcdf(k, n, p) if k < n * p else stats.binom.logsf(k - 1, n, p)
+    assert side <= chance_of_count(k, n, p, p) + 1e-9
+
+
+def test_no_element_beyond_4_sigma_of_half_a_million_is_beyond_chance() -> None:
+    p = math.erfc(4 / 2**0.5)
+    assert chance_of_count(0, 480_000, p, p) < math.log(1e-9)
+
+
+SHAPES = {"scalar": 1, "bias": 5, "weight": 72, "kernel": 600}
+
+
+def drawn(dtype: torch.dtype, generator: torch.Generator) -> list[Draw]:
+    return [
+        Draw(
+            run, step, {n: torch.randn(k, generator=generator).to(dtype) for n, k in SHAPES.items()}
+        )
+        for run in ("one run", "another")
+        for step in (1, 2, 3)
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_right_noise_passes_whatever_is_drawn(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"scalar": (), "bias": (5,), "weight": (9, 8), "kernel": (4, 3, 3, 3)}
     for _ in range(50):
-        draws = [
-            {
-                name: (3 * torch.randn(shape, generator=generator)).to(dtype).double()
-                for name, shape in shapes.items()
-            }
-            for _ in range(4)
-        ]
-        assert all(check.passed for check in check_noise(draws, 3.0, dtype, "steps, runs"))
+        assert all(check.passed for check in check_noise(drawn(dtype, generator), dtype, "steps"))
+
+
+def test_nothing_of_right_noise_is_nearly_as_surprising_as_what_fails() -> None:
+    # Of 200 draws the rarest has a chance of 1 in 200; bounds are above the chances.
+    generator = torch.Generator().manual_seed(1)
+    for judge in (_deviations, _pairs, _repeats, _along):
+        rarest = 0.0
+        for _ in range(200):
+            found, comparisons = judge(drawn(torch.float32, generator))
+            likeliest = min((each.chance for each in found), default=0.0)
+            rarest = min(rarest, likeliest + math.log(max(comparisons, 1)))
+        assert rarest > math.log(1e-4)
+
+
+@pytest.mark.parametrize("size", [16, 17, 100, 1001])
+def test_the_worst_repeat_is_found_at_any_distance_and_mirrored(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    noise = torch.randn(size, generator=generator).double()
+    far = size // 2
+    again = noise.clone()
+    again[far : 2 * far] = -noise[:far]
+    moved = {words: (r, n) for words, r, n in worst_repeat(again)}
+    assert (-1.0, far) in [(round(r, 9), n) for r, n in moved.values()]
+    again[far : 2 * far] = noise[:far].flip(0)
+    *_, (words, r, n) = worst_repeat(again)
+    assert words == f"mirrored at {far - 0.5:g}"
+    assert (round(r, 9), n) == (1.0, far)
+
+
+def test_worst_repeat_says_what_a_search_over_all_distances_says() -> None:
+    noise = torch.randn(60, generator=torch.Generator().manual_seed(3)).double()
+
+    def chance(a: Tensor, b: Tensor) -> float:
+        r = (a @ b) / (a.norm() * b.norm())
+        return float(chance_of_correlation(r, torch.tensor(len(a))))
+
+    mirrored = {}
+    for total in range(2 * len(noise) - 1):
+        pairs = [(i, total - i) for i in range(total) if i < total - i < len(noise)]
+        if len(pairs) >= 8:
+            one, other = zip(*pairs, strict=True)
+            mirrored[total] = chance(noise[list(one)], noise[list(other)])
+    at = min(mirrored, key=lambda total: mirrored[total])
+    *_, (words, _, _) = worst_repeat(noise)
+    assert words == f"mirrored at {at / 2:g}"

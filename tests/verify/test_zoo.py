@@ -1,0 +1,113 @@
+"""Every trainer of a zoo is told: sixty wrong ones fail, thirty right ones pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dpbench.case import Case
+from dpbench.registry import resolve
+from dpbench.verify.checks import verify
+from tests.verify import wrong
+
+SMALL = "tests.verify.over_ranks:Small"
+OWN = "tests.verify.faulty"
+
+RIGHT: list[tuple[str, dict[str, Any]]] = [
+    ("dpsgd", {}),
+    ("dpsgd", {"micro_batches": 1}),
+    ("dpsgd", {"micro_batches": 4}),
+    ("dpsgd", {"batch_size": 6, "micro_batches": 3}),
+    ("dpsgd", {"batch_size": 1, "micro_batches": 1}),
+    ("dpsgd", {"precision": "bf16"}),
+    ("dpsgd", {"precision": "bf16-amp"}),
+    ("dpsgd", {"optimizer": "momentum"}),
+    ("dpsgd", {"optimizer": "adamw"}),
+    ("dpsgd", {"trainable": "lora:2"}),
+    ("dpsgd", {"trainable": "*.bias"}),
+    ("dpsgd", {"workload": "layer:layer=layernorm,width=2,length=3"}),
+    ("dpsgd", {"workload": "layer:layer=conv,width=8,length=6"}),
+    ("dpsgd:clip=per_layer", {}),
+    ("dpsgd:clip=per_layer", {"precision": "bf16"}),
+    ("dpsgd:grad_sample=functorch", {}),
+    ("dpsgd:grad_sample=ew", {}),
+    ("dpsgd_fgc", {}),
+    ("dpsgd_fgc", {"trainable": "*.bias"}),
+    ("lean", {}),
+    ("lean", {"precision": "bf16", "micro_batches": 4}),
+    ("lean:changes=noise", {}),
+    ("micro_batch", {}),
+    ("micro_batch", {"precision": "bf16"}),
+    ("micro_batch:vmap=true", {}),
+    ("micro_batch:vmap=true", {"trainable": "lora:2", "optimizer": "adamw"}),
+    (f"{OWN}:Looped", {}),
+    (f"{OWN}:Looped", {"micro_batches": 1, "optimizer": "momentum"}),
+    (f"{OWN}:ByLayer", {}),
+    (f"{OWN}:WithoutClosure", {"optimizer": "adamw"}),
+    ("tests.verify.right:RefusesNaN", {}),
+    ("tests.verify.right:LeavesNaNOut", {}),
+    ("tests.verify.right:MeanOfNoisyParameters", {}),
+]
+NORMS_BY_PRODUCTS = ("ghost_lean", "mixed_ghost", "book_keeping", "fused")
+"""Right where the norm that clips is an upper bound of the true one."""
+
+
+def names_of_failed(trainer: str, **axes: Any) -> list[str]:
+    case = Case(trainer, **({"batch_size": 4, "micro_batches": 2, "workload": SMALL} | axes))
+    return [check.name for check in verify(resolve(case), "cpu") if not check.passed]
+
+
+@pytest.mark.parametrize("name", wrong.ALL)
+def test_a_wrong_trainer_fails(name: str) -> None:
+    assert names_of_failed(f"{wrong.__name__}:{name}")
+
+
+@pytest.mark.parametrize(("trainer", "axes"), RIGHT, ids=str)
+def test_a_right_trainer_passes(trainer: str, axes: dict[str, Any]) -> None:
+    assert not names_of_failed(trainer, **axes)
+
+
+def test_there_are_sixty_and_thirty() -> None:
+    assert len(wrong.ALL) >= 60
+    assert len(RIGHT) >= 30
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("SecondHalfAgain", "noise: elements"),
+        ("SecondHalfNegative", "noise: elements"),
+        ("SecondHalfMirrored", "noise: elements"),
+        ("SecondHalfShuffled", "noise: values"),
+        ("ThreeInTurn", "noise: parameters, steps, runs"),
+        ("FiftyInTurn", "noise: 240 steps"),
+        ("EndsAfterHundred", "noise: 240 steps"),
+        ("FourSigmaCut", "noise: 240 steps"),
+        ("SigmaRounded", "noise: deviation"),
+        ("LargestNormForThreshold", "noise: deviation"),
+        ("WholeUnclippedWithNoise", "noise: deviation"),
+        ("ThrownAwayWithNoise", "noise beside gradients"),
+        ("MiddlePartUnclipped", "gradient of 3 in 3 parts, all clipped"),
+        ("KeepsData", "buffers hold no data"),
+        ("NormIsNaNSoUnclipped", "norms not finite"),
+        ("NaNIsNoNorm", "norms not finite"),
+    ],
+)
+def test_the_check_that_names_the_fault_fails(name: str, check: str) -> None:
+    assert check in names_of_failed(f"{wrong.__name__}:{name}")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp"])
+def test_opacus_ghost_clipping_fails_tokens_that_are_alike(precision: str) -> None:
+    assert names_of_failed("dpsgd_ghost", precision=precision) == ["tokens alike"]
+
+
+def test_opacus_fast_gradient_clipping_fails_them_in_16_bits() -> None:
+    assert names_of_failed("dpsgd_fgc", precision="bf16") == ["tokens alike"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("trainer", NORMS_BY_PRODUCTS)
+def test_norms_by_products_that_are_bounds_pass(trainer: str, precision: str) -> None:
+    assert not names_of_failed(trainer, precision=precision)
