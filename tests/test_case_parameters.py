@@ -19,11 +19,6 @@ from dpbench.names import joined, parted
 from dpbench.registry import import_named, resolve
 from tests.test_case import CELL, refusal
 
-
-def parsed(arguments: list[str]) -> Case:
-    return chosen_case(build_parser("step").parse_args(["step", *arguments]))
-
-
 # --- parameters of other workloads -----------------------------------------------------------
 
 PARAMETERS = st.dictionaries(
@@ -131,6 +126,10 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
 )
 def test_wrong_parameter_is_refused_in_a_line(options: dict[str, Any], said: str) -> None:
     assert said in refusal(lambda: import_named(resolve(Case(**{**CELL, **options}))))
+
+
+def parsed(arguments: list[str]) -> Case:
+    return chosen_case(build_parser("step").parse_args(["step", *arguments]))
 
 
 def test_transformers_options_are_parameters_of_the_workload() -> None:
