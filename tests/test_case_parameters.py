@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.case import PRECISIONS, Case
+from dpbench.cli import build_parser
+from dpbench.commands.options import chosen_case
 from dpbench.errors import ConfigurationError
 from dpbench.names import joined, parted
 from dpbench.registry import import_named, resolve
-from tests.test_case import CELL, parsed, refusal
+from tests.test_case import CELL, refusal
 
 # --- parameters of other workloads -----------------------------------------------------------
 
@@ -124,6 +126,10 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
 )
 def test_wrong_parameter_is_refused_in_a_line(options: dict[str, Any], said: str) -> None:
     assert said in refusal(lambda: import_named(resolve(Case(**{**CELL, **options}))))
+
+
+def parsed(arguments: list[str]) -> Case:
+    return chosen_case(build_parser("step").parse_args(["step", *arguments]))
 
 
 def test_transformers_options_are_parameters_of_the_workload() -> None:

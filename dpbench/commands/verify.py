@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench import gpu
 from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import DpbenchError, own_line
+from dpbench.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.registry import locate
 from dpbench.show.layout import Table
 
@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
 def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     """What the checks found; whatever a trainer fails with is said with its name."""
     from dpbench.child.build import pick_device
+    from dpbench.training.refusals import CannotTrain
     from dpbench.verify.checks import verify  # which imports torch
 
     on_gpu = pick_device(device).type == "cuda"
@@ -68,6 +69,8 @@ def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
         # Work beside a measured process would be counted there.
         with gpu.exclusive(card, f"verify {case.id}") if card else nullcontext():
             return verify(case, device, processes=processes)
+    except CannotTrain as error:
+        raise ConfigurationError(str(error)) from error
     except DpbenchError:
         raise
     except Exception as error:

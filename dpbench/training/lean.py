@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -21,8 +21,10 @@ from dpbench.errors import unknown
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.dpsgd import OpacusTrainer
 from dpbench.training.gradient_sums import in_buffers, one_buffer, rounded_down
-from dpbench.training.norm_bounds import clipping_factors, squared_sample_norms, total
+from dpbench.training.norm_bounds import clipping_factors, squared_norms_of_samples, total
 from dpbench.training.parallel import own_generator, own_part, summed
+
+T = TypeVar("T", bound=Tensor)
 
 CHANGES = ("kept", "summed", "unused", "noise", "reduce")
 
@@ -174,11 +176,11 @@ def in_one(parameters: Sequence[Any]) -> Tensor:
     return buffer
 
 
-def of_kinds(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """The parameters by type and device, of which those of one kind can be in one buffer."""
-    kinds: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+def of_kinds(tensors: Iterable[T]) -> Iterable[list[T]]:
+    """Tensors by type and device; those of one kind can be in one buffer."""
+    kinds: dict[object, list[T]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return kinds.values()
 
 
@@ -206,12 +208,13 @@ class LeanOptimizer(NoiseAtOnce):
     """Clips as `DPOptimizer` does, each per-sample gradient freed as soon as it is summed."""
 
     def clip_and_accumulate(self) -> None:
-        squares = total([squared_sample_norms(g) for g in self.grad_samples])
-        factors = clipping_factors(squares, self.max_grad_norm, self.expected_batch_size)
+        squares = [squared_norms_of_samples(alike) for alike in of_kinds(self.grad_samples)]
+        factors = clipping_factors(total(squares), self.max_grad_norm, self.expected_batch_size)
+        rounded = {dtype: rounded_down(factors, dtype) for dtype in {p.dtype for p in self.params}}
         for parameter in self.params:
             samples = self._get_flat_grad_sample(parameter).to(parameter.dtype)
             parameter.grad_sample = None
-            clipped = torch.einsum("i,i...", rounded_down(factors, parameter.dtype), samples)
+            clipped = torch.einsum("i,i...", rounded[parameter.dtype], samples)
             if parameter.summed_grad is None:
                 parameter.summed_grad = clipped
             else:

@@ -180,6 +180,25 @@ def squared_bias_norms(g: Tensor) -> Tensor:
     return with_rounding(squares, squares, g.shape[1], g.dtype)
 
 
+def squared_norms_of_samples(samples: Sequence[Tensor]) -> Tensor:
+    """Of each example's gradient, ``[B]``, which is there in parts ``[B, …]`` of one type.
+
+    One kernel a part: steps of small models wait for launches. Rows of parts are summed in float64.
+    """
+    rows = [rows_of(each) for each in samples]
+    types = {wide_type(each, each) for each in rows}
+    within = torch.float64 if types == {torch.float64} else torch.float32
+    norms = [torch.linalg.vector_norm(each, dim=2, dtype=within) for each in rows]
+    squares = torch.linalg.vector_norm(torch.cat(norms, 1), dim=1, dtype=torch.float64).square()
+    squares *= 1 + (max(each.shape[2] for each in rows) + 8) * unit(within)
+    return with_rounding(squares, torch.zeros_like(squares), 0, samples[0].dtype)
+
+
+def rows_of(samples: Tensor) -> Tensor:
+    """Gradients ``[B, …]`` as rows ``[B, N, K]``, of the last dimension."""
+    return samples.reshape(len(samples), -1, samples.shape[-1] if samples.dim() > 1 else 1)
+
+
 def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Of each example's gradient ``[B, …]`` that is there, ``[B]``, as the update makes it.
 
@@ -189,7 +208,7 @@ def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> T
         samples: as they go into the update, but for the factor.
         dtype: of the update, if it is not theirs.
     """
-    rows = samples.reshape(len(samples), -1, samples.shape[-1] if samples.dim() > 1 else 1)
+    rows = rows_of(samples)
     within = wide_type(rows, rows)
     norms = torch.linalg.vector_norm(rows, dim=2, dtype=within)
     squares = norms.square().sum(1, dtype=torch.float64)
