@@ -45,7 +45,7 @@ def test_it_fails_the_test_of_a_trainer_that_does_otherwise(
     result.stdout.fnmatch_lines(
         [
             "verify HalfTheNoise-bs4-seq4-50x16x1x2-fp32-micro_batches=2",
-            "noise: deviation * FAILED * 0.* σC/B *",
+            "noise: deviation * FAILED * 0.* σC/B*",
             "noise: deviation: head.weight: 0.* times the deviation σC/B (σ = 10000, C = 0.7)",
         ]
     )

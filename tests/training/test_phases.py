@@ -112,7 +112,8 @@ def test_listener_always_knows_the_innermost_phase(phases: list[Any]) -> None:
 def test_unknown_phase_is_refused_with_what_exists(name: str, listener: Recorder | None) -> None:
     with pytest.raises(ConfigurationError) as caught, observed_step(listener), phase(name):
         pass
-    assert str(caught.value) == f"unknown phase {name!r}; choose from {', '.join(PHASES)}"
+    nearest = "; did you mean forward?" if name == "foward" else ""
+    assert str(caught.value) == f"unknown phase {name!r}; choose from {', '.join(PHASES)}{nearest}"
 
 
 def test_error_inside_a_phase_ends_the_phase_and_the_step() -> None:
