@@ -81,10 +81,12 @@ def test_operators_are_summed_by_name_and_by_shape_over_the_steps_of_a_cycle(
 ) -> None:
     text = (profiled.folder / OPERATORS).read_text()
     assert f"Sums over {SCHEDULE.active} recorded steps." in text
-    by_time, by_memory, by_shape = (counts(part) for part in text.split("Operators ")[1:])
+    tables = text.split("Operators ")[1:]
+    by_time, by_memory, by_shape = map(counts, tables)
     assert {*by_time, *by_memory} == {6 * SCHEDULE.active}
-    assert by_shape, "of several shapes, those that take longest"
-    assert max(by_shape) < 6 * SCHEDULE.active
+    assert "Input Shapes" in tables[2]
+    # Those of its shapes that are among the operators that take longest, if any is.
+    assert max(by_shape, default=0) < 6 * SCHEDULE.active
 
 
 def counts(table: str) -> list[int]:
