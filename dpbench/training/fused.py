@@ -87,7 +87,8 @@ class FusedTrainer(BookKeepingTrainer):
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-        norms, small = [], []
+        rest: dict[nn.Module, Seen] = {}
+        small: list[Tensor] = []
         for layer in (layer for layer in self.rules if layer in seen):
             rule = self.rules[layer]
             if isinstance(rule, LinearRule | EmbeddingRule) and rule.layer.weight.requires_grad:
@@ -97,7 +98,8 @@ class FusedTrainer(BookKeepingTrainer):
             elif isinstance(rule, LayerNormRule):
                 small += seen[layer][0].values()
             else:
-                norms.append(rule.squared_norms(seen[layer]))
+                rest[layer] = seen[layer]
+        norms = super().squared_norms(rest)
         if small:
             norms.append(squared_sample_norms(torch.cat(small, 1), self.trained[0].dtype))
         for (trains_bias, *_), pairs in alike.items():

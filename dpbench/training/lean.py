@@ -208,7 +208,7 @@ class LeanOptimizer(NoiseAtOnce):
     """Clips as `DPOptimizer` does, each per-sample gradient freed as soon as it is summed."""
 
     def clip_and_accumulate(self) -> None:
-        squares = [squared_norms_of_samples(alike) for alike in of_kinds(self.grad_samples)]
+        squares = [squared_norms_of_samples(g, g[0].dtype) for g in of_kinds(self.grad_samples)]
         factors = clipping_factors(total(squares), self.max_grad_norm, self.expected_batch_size)
         rounded = {dtype: rounded_down(factors, dtype) for dtype in {p.dtype for p in self.params}}
         for parameter in self.params:

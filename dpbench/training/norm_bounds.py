@@ -30,8 +30,8 @@ too large for its type is infinite, and its factor 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ from dpbench.training.kernels import (
     wide_product,
     wide_type,
 )
+
+Item = TypeVar("Item")
 
 
 class GramSums(NamedTuple):
@@ -145,6 +147,28 @@ def squared_product_norms(x: Tensor, g: Tensor) -> Tensor:
     return gram_bound(sums, x.shape[1], (entry_error(x), entry_error(g)), g.dtype)
 
 
+def squared_norms_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """`squared_product_norms` of several layers, with one bound for those of a shape.
+
+    A bound is some forty small kernels, and a step waits for their launches.
+    """
+    norms: list[Tensor] = []
+    for alike in grouped(pairs, lambda pair: tuple((t.shape[1:], t.dtype) for t in pair)):
+        x, g = alike[0]
+        sums = GramSums(*torch.stack([gram_sums(*products(*pair)) for pair in alike], 1))
+        errors = entry_error(x), entry_error(g)
+        norms += gram_bound(sums, x.shape[1], errors, g.dtype).unbind()
+    return norms
+
+
+def grouped(items: Iterable[Item], kind: Callable[[Item], object]) -> Iterable[list[Item]]:
+    """The items that are of a kind, together."""
+    kinds: dict[object, list[Item]] = {}
+    for item in items:
+        kinds.setdefault(kind(item), []).append(item)
+    return kinds.values()
+
+
 def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
     """`squared_product_norms` of layers of one shape, by `gram_norms`, ``[layers, B]``."""
     x, g = xs[0], gs[0]
@@ -176,14 +200,23 @@ def cheaper_squared_norms(x: Tensor, g: Tensor) -> Tensor:
 
 def squared_bias_norms(g: Tensor) -> Tensor:
     """Of each example's gradient of a linear layer's bias, ``[B]``: a sum over tokens."""
-    squares = g.sum(1, dtype=torch.float64).square().sum(1)
-    return with_rounding(squares, squares, g.shape[1], g.dtype)
+    return squared_norms_of_biases([g])[0]
 
 
-def squared_norms_of_samples(samples: Sequence[Tensor]) -> Tensor:
+def squared_norms_of_biases(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The same of several layers, with one rounding for those of a length and type."""
+    norms: list[Tensor] = []
+    for alike in grouped(gradients, lambda g: (g.shape[1], g.dtype)):
+        squares = torch.stack([g.sum(1, dtype=torch.float64).square().sum(1) for g in alike])
+        norms += with_rounding(squares, squares, alike[0].shape[1], alike[0].dtype).unbind()
+    return norms
+
+
+def squared_norms_of_samples(samples: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Of each example's gradient, ``[B]``, which is there in parts ``[B, …]`` of one type.
 
     One kernel a part: steps of small models wait for launches. Rows of parts are summed in float64.
+    The update is of a type of its own.
     """
     rows = [rows_of(each) for each in samples]
     types = {wide_type(each, each) for each in rows}
@@ -191,7 +224,7 @@ def squared_norms_of_samples(samples: Sequence[Tensor]) -> Tensor:
     norms = [torch.linalg.vector_norm(each, dim=2, dtype=within) for each in rows]
     squares = torch.linalg.vector_norm(torch.cat(norms, 1), dim=1, dtype=torch.float64).square()
     squares *= 1 + (max(each.shape[2] for each in rows) + 8) * unit(within)
-    return with_rounding(squares, torch.zeros_like(squares), 0, samples[0].dtype)
+    return with_rounding(squares, torch.zeros_like(squares), 0, dtype)
 
 
 def rows_of(samples: Tensor) -> Tensor:

@@ -20,13 +20,6 @@ from torch import Tensor, nn
 
 from dpbench.errors import ConfigurationError
 from dpbench.training.gradient_sums import Factors, Sums
-from dpbench.training.norm_bounds import (
-    cheaper_squared_norms,
-    squared_bias_norms,
-    squared_product_norms,
-    squared_sample_norms,
-    total,
-)
 
 Gradients = Mapping[Tensor, Tensor]
 """Each example's gradient ``[B, …]`` of parameters."""
@@ -74,28 +67,12 @@ class Rule(ABC, Generic[L]):
         seen.append((activations, gradient))
 
     @abstractmethod
-    def squared_norms(self, seen: Seen) -> Tensor:
-        """Of each example's gradient of this layer at most, ``[B]``, float32 at least."""
-
-    @abstractmethod
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         """Put the sum over examples of factor times gradient."""
 
 
 class LinearRule(Rule[Any]):
-    """Of linear layers, also of Hugging Face's ``Conv1D``, whose weight is the other way round.
-
-    Norms by whichever is cheaper: products T × T, or the gradients themselves.
-
-    That choice is mixed ghost clipping (Bu et al., "Scalable and Efficient Training of Large
-    Convolutional Neural Networks with Differential Privacy", 2022,
-    https://arxiv.org/abs/2205.10683).
-    """
-
-    def squared_norms(self, seen: Seen) -> Tensor:
-        x, g = self.joined(seen)
-        norms = [cheaper_squared_norms(x, g)] if self.layer.weight.requires_grad else []
-        return total([*norms, *([squared_bias_norms(g)] if self.trains_bias else [])])
+    """Of linear layers, also of Hugging Face's ``Conv1D``, whose weight is the other way round."""
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
@@ -130,10 +107,6 @@ class EmbeddingRule(Rule[nn.Embedding]):
             raise self.refusal(
                 "with max_norm or scale_grad_by_freq an example's gradient depends on others"
             )
-
-    def squared_norms(self, seen: Seen) -> Tensor:
-        ids, g = self.joined(seen)
-        return squared_product_norms(ids, g)
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         ids, g = self.joined(seen)
@@ -181,9 +154,6 @@ class SampledRule(Rule[nn.Module]):
         for parameter, g in seen[0].items() if seen else ():
             g += made[parameter]
         seen[:] = seen or [made]
-
-    def squared_norms(self, seen: Seen) -> Tensor:
-        return total([squared_sample_norms(g, p.dtype) for p, g in seen[0].items()])
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         for parameter, g in seen[0].items():
