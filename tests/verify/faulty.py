@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase, Workload
 from dpbench.training.base import mean_of
-from dpbench.training.per_layer import LinearRule, Rule, Seen
+from dpbench.training.per_layer import LinearRule, Seen
 from dpbench.workloads.base import examples_in, parts_of
 
 Gradients = dict[str, Tensor]
@@ -79,23 +79,19 @@ class AdaptersUnclipped(Looped):
         return {n: gradients[n] if n.endswith("up.weight") else g for n, g in clipped.items()}
 
 
-class WrongNorms(LinearRule):
-    """Adds up the norms of tokens, as if they were examples."""
-
-    def squared_norms(self, seen: Seen) -> Tensor:
-        x, g = self.joined(seen)
-        return (x.square().sum(2) * g.square().sum(2)).sum(1)
-
-
 class GhostThatDiffers(BookKeepingTrainer):
-    """Opacus #692: ghost norms that are not those of the per-sample gradients."""
+    """Opacus #692: ghost norms that are not those of the per-sample gradients.
 
-    def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
-        return (
-            WrongNorms(layer, name)
-            if isinstance(layer, nn.Linear)
-            else super().rule_of(layer, name)
-        )
+    It adds up the norms of tokens, as if they were examples.
+    """
+
+    def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
+        linear = {layer: calls for layer, calls in seen.items() if isinstance(layer, nn.Linear)}
+        norms = super().squared_norms({n: calls for n, calls in seen.items() if n not in linear})
+        for layer, calls in linear.items():
+            x, g = LinearRule(layer, "").joined(calls)
+            norms.append((x.square().sum(2) * g.square().sum(2)).sum(1))
+        return norms
 
 
 class MeanOfParts(Looped):
