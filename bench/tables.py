@@ -81,7 +81,7 @@ SESSIONS = (
     *(f"{tool}-grid1-{session}" for tool in ("cupti", "ncu") for session in (1, 2, 3)),
     *("ncu-methods-256", "ncu-precisions", "ncu-precisions-16x1024"),
 )
-"""Files that measured the built-in model; several measured the same case."""
+"""Runs of the built-in model. Some of them measured the same case."""
 
 Metric = Callable[[Place, str], float]
 

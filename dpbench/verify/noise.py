@@ -91,7 +91,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was most surprising among like things: the logarithm of its chance, and what it is."""
+    """The least likely of the values that one check compares; ``chance`` is a logarithm."""
 
     chance: float
     name: str

@@ -256,7 +256,8 @@ def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
         own = sum(region_of(tensor)[1] for tensor in given["all_gather_inputs"])
         return Limits({"all_gather_output": 0}, {"all_gather_output": own})
     if name in ("c10d::broadcast_", "c10d::reduce_"):
-        if is_root(given) == (name == "c10d::broadcast_"):  # only sends
+        # A broadcast's root sends and receives nothing; so do all but the root of a reduction.
+        if is_root(given) == (name == "c10d::broadcast_"):
             return Limits(writes={"tensors": 0})
         return Limits({"tensors": 0} if name == "c10d::broadcast_" else {})
     if name == "c10d::_allgather_base_":
