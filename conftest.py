@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dpbench.case import Case
-from dpbench.gpu import visible_gpus
-from dpbench.metrics import METRICS
-from dpbench.registry import NAMED, is_builtin
+from dpbench.core.case import Case
+from dpbench.core.gpu import visible_gpus
+from dpbench.core.metrics import METRICS
+from dpbench.core.registry import NAMED, is_builtin
 
 if TYPE_CHECKING:
     from dpbench.instruments.logical.logical import Logical
@@ -82,7 +82,7 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keep measured processes from a GPU that this one uses, and wait for theirs."""
-    from dpbench.gpu import exclusive, visible_gpus
+    from dpbench.core.gpu import exclusive, visible_gpus
 
     with exclusive(visible_gpus()[0], request.node.name):
         yield

@@ -21,7 +21,7 @@ from torch.utils.benchmark import Timer
 
 from dpbench.child.build import pick_device
 from dpbench.child.step import alone
-from dpbench.model_size import MODEL_SIZES, ModelSize
+from dpbench.core.model_size import MODEL_SIZES, ModelSize
 from dpbench.training import kernels
 from dpbench.training.norm_bounds import squared_norms_of_alike
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench import SimpleBigModel, get_random_dataloader
-from dpbench.model_size import MODEL_SIZES, ModelSize
+from dpbench.core.model_size import MODEL_SIZES, ModelSize
 from dpbench.training.book_keeping import BookKeepingTrainer
 from dpbench.training.kernels import gram_sums, products
 from dpbench.training.norm_bounds import GramSums, gram_bound

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from dpbench import Case, Instrument, Measurement, PendingMeasurement
-from dpbench.cli import main
+from dpbench.commands.cli import main
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"

@@ -145,7 +145,7 @@ def print_tests(names: Sequence[str], tests: Sequence[str]) -> int:
 
 def measure_layers() -> None:
     """Print bytes and peaks of single layers under the Opacus that this process imports."""
-    from dpbench.grid import Grid
+    from dpbench.core.grid import Grid
     from dpbench.instruments.logical.logical import Logical
 
     warnings.simplefilter("ignore")

@@ -11,12 +11,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "dpbench.case": ("Case", "PHASES"),
-    "dpbench.model_size": ("MODEL_SIZES", "ModelSize"),
-    "dpbench.grid": ("Grid", "GRIDS"),
-    "dpbench.errors": ("ConfigurationError", "DpbenchError"),
-    "dpbench.metrics": ("METRICS", "Counters", "Metric", "Peak", "Share", "Sum", "Timed"),
-    "dpbench.registry": ("MODELS", "OUTPUTS", "TRAINERS", "WORKLOADS"),
+    "dpbench.core.case": ("Case", "PHASES"),
+    "dpbench.core.model_size": ("MODEL_SIZES", "ModelSize"),
+    "dpbench.core.grid": ("Grid", "GRIDS"),
+    "dpbench.core.errors": ("ConfigurationError", "DpbenchError"),
+    "dpbench.core.metrics": ("METRICS", "Counters", "Metric", "Peak", "Share", "Sum", "Timed"),
+    "dpbench.core.registry": ("MODELS", "OUTPUTS", "TRAINERS", "WORKLOADS"),
     "dpbench.training.base": ("Batch", "TrainerBase"),
     "dpbench.training.standard": ("StandardTrainer",),
     "dpbench.training.dpsgd": ("DPSGDTrainer", "mark_phases"),
@@ -39,7 +39,7 @@ _HOMES = {
     "dpbench.instruments.cupti.ranges": ("count_ranges",),
     "dpbench.instruments.in_process": ("InProcessInstrument",),
     "dpbench.child.recorder": ("Recorder",),
-    "dpbench.options": ("option",),
+    "dpbench.core.options": ("option",),
     "dpbench.instruments.observe": ("observe",),
     "dpbench.results.rows": ("Measurement",),
     "dpbench.results.report": ("CaseReport",),

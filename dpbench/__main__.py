@@ -8,7 +8,7 @@ if not sys.flags.safe_path:
     if not hasattr(sys.modules["dpbench"], "__version__"):  # a folder there of that name
         del sys.modules["dpbench"]
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 
 code = main()
 gc.freeze()  # or ending takes as long as a case: Python would look at each of torch's objects

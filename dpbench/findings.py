@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpbench.case import Case
-from dpbench.files import locked, write_text
+from dpbench.core.case import Case
+from dpbench.core.files import locked, write_text
 from dpbench.results.outcome import Outcome, each_once
 
 Asked = Sequence[tuple[Case, str]]

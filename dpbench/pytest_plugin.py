@@ -9,13 +9,13 @@ import os
 
 import pytest
 
-from dpbench.errors import DpbenchError
-from dpbench.files import printable
+from dpbench.core.errors import DpbenchError
+from dpbench.core.files import printable
+from dpbench.core.settings import declare
 from dpbench.instruments import declare_built_in, declare_outside
 from dpbench.plugin import hooks
 from dpbench.plugin.fixtures import MARKER, verify  # noqa: F401 (pytest finds the fixture here)
 from dpbench.plugin.whole_session import WholeSession, read_settings, useful_workers
-from dpbench.settings import declare
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:

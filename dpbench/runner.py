@@ -11,17 +11,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import Case
 from dpbench.child.failures import InstrumentError
 from dpbench.child.imported import imported_files
 from dpbench.child.messages import POLL_SECONDS
-from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.files import Locked, locked
-from dpbench.gpu import number_of_gpus
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.files import Locked, locked
+from dpbench.core.gpu import number_of_gpus
+from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess, log_tail
 from dpbench.launch.pending import PendingMeasurement
-from dpbench.registry import resolve
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
 

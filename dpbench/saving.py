@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable, in_words, is_stream, write_text
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import check_writable, in_words, is_stream, write_text
 from dpbench.results.conditions import automatic_name, resumed
 from dpbench.results.outcome import Outcome
 from dpbench.results.outcome import document as as_document
@@ -20,7 +20,7 @@ from dpbench.results.storage import Storage
 from dpbench.show.outputs import write_output
 
 if TYPE_CHECKING:
-    from dpbench.settings import Settings
+    from dpbench.core.settings import Settings
     from dpbench.show.view import View
 
 Hook = Callable[[dict[str, Any]], object]

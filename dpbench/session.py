@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import Case
 from dpbench.child.imported import digest
-from dpbench.files import printable
+from dpbench.core.case import Case
+from dpbench.core.files import printable
+from dpbench.core.registry import OUTPUTS
 from dpbench.findings import Asked, Findings
-from dpbench.registry import OUTPUTS
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
@@ -25,12 +25,12 @@ from dpbench.saving import Files, Hook, reporting
 from dpbench.show.view import View
 
 if TYPE_CHECKING:
-    from dpbench.gpu import Gpu
-    from dpbench.grid import Grid
+    from dpbench.core.gpu import Gpu
+    from dpbench.core.grid import Grid
+    from dpbench.core.settings import Settings
     from dpbench.instruments.interface import Instrument
     from dpbench.results.compare import Threshold
     from dpbench.results.gate import Verdict
-    from dpbench.settings import Settings
     from dpbench.show.layout import Table
 
 

@@ -17,10 +17,10 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEventAvg
 
-from dpbench.case import ADDED
 from dpbench.child.messages import hand_over
 from dpbench.child.task import Task
 from dpbench.commands.step import write_report
+from dpbench.core.case import ADDED
 from dpbench.instruments.torch_profiler import profile_folder as profile_files
 from dpbench.instruments.torch_profiler import trace
 from dpbench.instruments.torch_profiler.operators import operator_tables

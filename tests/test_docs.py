@@ -18,7 +18,7 @@ import pytest
 import dpbench
 from bench.runs import printed
 from dpbench import Case
-from dpbench.cli import build_parser, main
+from dpbench.commands.cli import build_parser, main
 from tests.logical.layers import count_by_layers
 from tests.plugin import conftest as sessions
 from tests.recorded import unpacked

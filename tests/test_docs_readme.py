@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 from tests.commands.test_exec import ProcessHere
 from tests.plugin import conftest as sessions
 from tests.test_docs import ROOT, assert_printed, block_with, blocks

@@ -30,15 +30,19 @@ PATIENCE = 300
 """Seconds after which what should have happened will not; on a busy machine all takes long."""
 
 GPU = """
-import dpbench.gpu
-dpbench.gpu.visible_gpus = lambda: [dpbench.gpu.Gpu("GPU-0", "NVIDIA H200", None, "580")]
+import dpbench.core.gpu
+dpbench.core.gpu.visible_gpus = lambda: [dpbench.core.gpu.Gpu("GPU-0", "NVIDIA H200", None, "580")]
 """
 PATIENT = f"""
 import dpbench.launch.processes
 dpbench.launch.processes.GRACE_SECONDS = {2 * PATIENCE}
 """
 COMMAND = [
-    *(sys.executable, "-c", f"{GPU}\nimport sys; from dpbench.cli import main; sys.exit(main())"),
+    *(
+        sys.executable,
+        "-c",
+        f"{GPU}\nimport sys, dpbench.commands.cli as cli; sys.exit(cli.main())",
+    ),
     *("run", "--instrument=ncu", "--ncu-path=./ncu", "--trainer=standard"),
     *("--model-size=tiny", "--batch-size=4", "--seq-len=64"),
 ]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.gpu import Gpu
-from dpbench.metrics import METRICS, Counters, Metric
-from dpbench.registry import TRAINERS, WORKLOADS
+from dpbench.commands.cli import main
+from dpbench.core.gpu import Gpu
+from dpbench.core.metrics import METRICS, Counters, Metric
+from dpbench.core.registry import TRAINERS, WORKLOADS
 from tests.programs import program
 
 TESTS = Path(__file__).parent
@@ -36,7 +36,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program(tmp_path / "ncu", REPLAY)
     monkeypatch.chdir(tmp_path)
     gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: gpus)
     return tmp_path
 
 
@@ -110,7 +110,7 @@ def test_runs_with_it_are_compared(saved: str, capsys: pytest.CaptureFixture[str
 def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path) -> None:
     """It is a sum of others, so runs that were saved before it was declared have it, too."""
     (tmp_path / "ownmetrics.py").write_text(
-        "from dpbench.metrics import Metric, Sum\n"
+        "from dpbench.core.metrics import Metric, Sum\n"
         "MOVED = Metric(\n"
         "    'dram_moved_bytes', 'DRAM\\nmoved', how=Sum(('dram_read_bytes', 'dram_write_bytes'))\n"
         ")\n"
@@ -122,7 +122,7 @@ def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path
 
     show = ["show", str(GRID1), "--columns=dram_read_bytes,dram_write_bytes,dram_moved_bytes"]
     compare = ["compare", str(GRID1), str(GRID1), "--fail=dram_moved_ratio@backward:1%"]
-    both = f"import sys; from dpbench.cli import main; sys.exit(main({show}) or main({compare}))"
+    both = f"from dpbench.commands.cli import main; exit(main({show}) or main({compare}))"
     done = subprocess.run(
         [sys.executable, "-c", both],
         capture_output=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import Case, Script
+from dpbench.core.case import Case, Script
 from dpbench.findings import Findings
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
@@ -161,7 +161,7 @@ def test_case_is_measured_once_among_threads(tmp_path: Path) -> None:
 
 PROCESS = """
 import os, pathlib, sys, time
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.results.outcome import Outcome
 from dpbench.findings import Findings
 

@@ -17,67 +17,31 @@ from dpbench.instruments import built_in
 
 PACKAGE = Path(dpbench.__file__).parent
 
-VALUES = {
-    "errors",
-    "files",
-    "names",
-    "model_size",
-    "case",
-    "grid",
-    "options",
-    "metric",
-    "metrics",
-    "registry",
-    "gpu",
-    "settings",
-}
-"""Places at the bottom, which every other may import."""
-
 MAY_IMPORT = {
-    "errors": set(),
-    "metric": set(),
-    "metrics": {"errors", "metric"},
-    "names": {"errors"},
-    "model_size": {"errors"},
-    "case": {"errors", "names", "model_size"},
-    "grid": {"errors", "files", "names", "case", "registry"},
-    "files": {"errors"},
-    "registry": {"errors", "names", "case"},
-    "options": {"errors", "case", "registry"},
-    "settings": {"errors", "files", "case", "grid", "metric", "metrics", "registry", "options"},
-    "gpu": {"errors", "files"},
-    "workloads": VALUES,
-    "training": VALUES | {"workloads"},
-    "child": VALUES | {"workloads", "training", "results"},
-    "launch": VALUES | {"child", "results"},
-    "verify": VALUES | {"workloads", "training", "child", "launch"},
-    "results": VALUES,
-    "instruments": VALUES | {"workloads", "training", "child", "launch", "results"},
-    "show": VALUES | {"results"},
+    "core": set(),
+    "workloads": {"core"},
+    "training": {"core", "workloads"},
+    "results": {"core"},
+    "child": {"core", "workloads", "training", "results"},
+    "launch": {"core", "child", "results"},
+    "verify": {"core", "workloads", "training", "child", "launch"},
+    "instruments": {"core", "workloads", "training", "child", "launch", "results"},
+    "show": {"core", "results"},
+    "advise": {"core", "child", "instruments", "results"},
 }
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
 
-FRONTS = {"session", "plugin", "commands", "doctor"}
-FRONTS |= {
-    "cli",
-    "__main__",
-    "__init__",
-    "pytest_plugin",
-    "saving",
-    "runner",
-    "findings",
-    "fit",
-    "headroom",
-}
+FRONTS = {"session", "plugin", "commands", "__main__", "__init__", "pytest_plugin"}
+FRONTS |= {"saving", "runner", "findings"}
 """Nothing but another front imports a front."""
 
 MAY_USE = {
     "torch": {
-        *("workloads", "training", "child", "launch", "verify", "instruments", "doctor"),
-        "headroom",
+        *("workloads", "training", "child", "launch", "verify", "instruments", "advise"),
+        "commands",
     },
     "opacus": {"workloads", "training"},
-    "pandas": {"results", "show", "session", "plugin", "commands", "headroom"},
+    "pandas": {"results", "show", "session", "plugin", "commands", "advise"},
     "plotly": {"show"},
     "submitit": {"commands"},
     "tabulate": {"show"},
@@ -142,7 +106,13 @@ def loaded_by(*modules: str) -> set[str]:
 
 
 def test_importing_dpbench_its_plugin_or_its_commands_loads_neither_torch_nor_pandas() -> None:
-    front = ["dpbench", "dpbench.case", "dpbench.registry", "dpbench.pytest_plugin", "dpbench.cli"]
+    front = [
+        "dpbench",
+        "dpbench.core.case",
+        "dpbench.core.registry",
+        "dpbench.pytest_plugin",
+        "dpbench.commands.cli",
+    ]
     measuring = [
         f"dpbench.commands.{name}" for name in ("run", "exec", "doctor", "smoke", "verify")
     ]

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
+from dpbench.core.metrics import METRICS
+from dpbench.core.settings import Settings
 from dpbench.instruments import INSTRUMENTS, choose
-from dpbench.metrics import METRICS
 from dpbench.results.run import Run
-from dpbench.settings import Settings
 from tests.commands import scripts
 from tests.commands.test_exec import ProcessHere
 from tests.plugin import conftest as sessions
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpbench import Case, Instrument, Measurement, PendingMeasurement
-from dpbench.metrics import METRICS, Metric
+from dpbench.core.metrics import METRICS, Metric
 
 METRICS.register(Metric("energy_joules", "energy\\nJ", ("power",)))
 
@@ -191,7 +191,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import dpbench
-from dpbench.metrics import METRICS, Metric
+from dpbench.core.metrics import METRICS, Metric
 
 METRICS.register(Metric("phases_times", "phases", ("pace",)))
 

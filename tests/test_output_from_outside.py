@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.registry import OUTPUTS
+from dpbench.commands.cli import main
+from dpbench.core.registry import OUTPUTS
 from tests.plugin import conftest as sessions
 
 imports = sessions.imports  # a fixture: what a session imported stays

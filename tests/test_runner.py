@@ -13,7 +13,7 @@ import pytest
 
 from dpbench import Case
 from dpbench.child.failures import CaseFailed
-from dpbench.files import locked
+from dpbench.core.files import locked
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.kernels import OperatorCount

@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dpbench.case import Case
 from dpbench.child.failures import CaseFailed
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
 from dpbench.session import Session
-from dpbench.settings import Settings
 
 DONE = Case("standard", batch_size=8, seq_len=256)
 FAILS = Case("dpsgd", batch_size=8, seq_len=256)

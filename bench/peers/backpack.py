@@ -16,7 +16,7 @@ from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
 from dpbench.training.phases import phase

@@ -13,7 +13,7 @@ from typing import Any
 from fastDP import PrivacyEngine
 from torch import Tensor, nn
 
-from dpbench.errors import unknown
+from dpbench.core.errors import unknown
 from dpbench.training.base import Batch, TrainerBase, mean_of
 from dpbench.training.phases import phase
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbench import gpu
-from dpbench.case import MIXED, TRANSFORMER, Case
 from dpbench.child.parts import hold_to_parts
-from dpbench.errors import ConfigurationError
-from dpbench.registry import OPTIMIZERS, TRAINERS, WORKLOADS, called
+from dpbench.core import gpu
+from dpbench.core.case import MIXED, TRANSFORMER, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import OPTIMIZERS, TRAINERS, WORKLOADS, called
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.parallel import part_of_rank, rank_and_ranks
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from dpbench.errors import DpbenchError
+from dpbench.core.errors import DpbenchError
 from dpbench.results.rows import Measurement
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.child.imported import imported_files
-from dpbench.errors import ConfigurationError, unknown
+from dpbench.core.errors import ConfigurationError, unknown
 
 WAITING, MEASURING = "waiting for", "measuring"
 """The records that a process waits for its GPU, or for another process that holds it; and that it

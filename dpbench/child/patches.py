@@ -17,8 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from dpbench.case import OUTSIDE
 from dpbench.child.step_finder import StepFinder
+from dpbench.core.case import OUTSIDE
 
 FUNCTIONS: dict[str, dict[str, str]] = {
     "torch": {

@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, ClassVar
 
-from dpbench.case import OUTSIDE, Case
 from dpbench.child.step_finder import StepRecorder
+from dpbench.core.case import OUTSIDE, Case
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement

@@ -15,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from dpbench import gpu
-from dpbench.case import OUTSIDE, Case
 from dpbench.child.elsewhere import watch_elsewhere
 from dpbench.child.hang_report import STACK
 from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
@@ -27,8 +25,10 @@ from dpbench.child.script_faults import what_is_wrong
 from dpbench.child.script_ranks import Rank
 from dpbench.child.step_finder import StepFinder, Stop
 from dpbench.child.task import Program, Task
-from dpbench.errors import DpbenchError
-from dpbench.files import write_text
+from dpbench.core import gpu
+from dpbench.core.case import OUTSIDE, Case
+from dpbench.core.errors import DpbenchError
+from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h

@@ -16,8 +16,8 @@ from pathlib import Path
 from dpbench.child.failures import CaseFailed, CaseTimedOut, ScriptInterrupted
 from dpbench.child.hang_report import WAITED
 from dpbench.child.messages import LOST, POLL_SECONDS
-from dpbench.errors import ConfigurationError
-from dpbench.files import write_text
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
 
 PATIENCE_SECONDS = 60.0

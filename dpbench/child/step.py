@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbench import gpu
-from dpbench.case import OUTSIDE, Case
 from dpbench.child.agreement import all_gather
 from dpbench.child.build import build, labels_of, pick_device
 from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
 from dpbench.child.step_finder import StepRecorder
-from dpbench.errors import ConfigurationError, OutOfMemory
-from dpbench.registry import import_named
+from dpbench.core import gpu
+from dpbench.core.case import OUTSIDE, Case
+from dpbench.core.errors import ConfigurationError, OutOfMemory
+from dpbench.core.registry import import_named
 from dpbench.training.base import TrainerBase
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.phases import observed_step

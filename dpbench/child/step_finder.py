@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
-from dpbench.case import OUTSIDE, Case
 from dpbench.child.optimizers import MOST_TURNS, AlternatingOptimizers
+from dpbench.core.case import OUTSIDE, Case
 from dpbench.training.phases import OpenPhase, PhaseListener, Step, set_current_step
 
 MOST_STOPS = 20

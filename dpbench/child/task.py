@@ -10,9 +10,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from dpbench.case import Case, subject
-from dpbench.files import write_text
-from dpbench.registry import INSTRUMENTS, names_of, resolve
+from dpbench.core.case import Case, subject
+from dpbench.core.files import write_text
+from dpbench.core.registry import INSTRUMENTS, names_of, resolve
 
 OF_PARENT = {"parent": True}
 """The metadata of an instrument's field that the measured process does not need."""

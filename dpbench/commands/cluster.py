@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpbench import gpu
-from dpbench.errors import ConfigurationError
-from dpbench.files import Locked, check_writable, locked, write_text
+from dpbench.core import gpu
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import Locked, check_writable, locked, write_text
+from dpbench.core.settings import Settings
 from dpbench.results.conditions import begun, environment, resumed
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, document_text
 from dpbench.results.run import Run
 from dpbench.results.shards import Shard, cells
-from dpbench.settings import Settings
 
 REFUSED = ("shard", "autosave", "compare", "compare_fail")
 """Options of ``dpbench run`` that belong to one session."""

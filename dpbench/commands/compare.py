@@ -23,14 +23,14 @@ import sys
 from collections.abc import Sequence
 
 from dpbench.commands.options import saved_run
-from dpbench.errors import ConfigurationError
-from dpbench.files import printable
-from dpbench.metrics import METRICS
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import printable
+from dpbench.core.metrics import METRICS
+from dpbench.core.settings import declare
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
-from dpbench.settings import declare
 from dpbench.show.comparison import comparison_tables, exceeded_lines, grown_text
 from dpbench.show.layout import as_text
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 
-from dpbench.doctor import checks
-from dpbench.doctor.calibration import FAILED, Finding, table
+from dpbench.commands.machine import checks
+from dpbench.commands.machine.calibration import FAILED, Finding, table
+from dpbench.core.options import own_values
+from dpbench.core.settings import Settings, declare
 from dpbench.instruments import declare_built_in
 from dpbench.instruments.cupti.chip import describe
 from dpbench.instruments.cupti.library import load_library
-from dpbench.options import own_values
-from dpbench.settings import Settings, declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

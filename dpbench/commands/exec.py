@@ -34,15 +34,16 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from dpbench import gpu
-from dpbench.case import AXES, BASELINE_TRAINER, Case, Script
 from dpbench.child.failures import ScriptInterrupted
 from dpbench.child.script_ranks import Rank
 from dpbench.commands.options import saved_run
 from dpbench.commands.run import show
 from dpbench.commands.step import write_report
-from dpbench.errors import ConfigurationError
-from dpbench.grid import Grid
+from dpbench.core import gpu
+from dpbench.core.case import AXES, BASELINE_TRAINER, Case, Script
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.grid import Grid
+from dpbench.core.settings import Settings, declare
 from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.script import ScriptRun
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, own_folder
@@ -53,7 +54,6 @@ from dpbench.results.run import Run
 from dpbench.runner import measure
 from dpbench.saving import reporting
 from dpbench.session import Session, sources
-from dpbench.settings import Settings, declare
 
 DECLARED = {
     "measuring": ("ncu_dir",),

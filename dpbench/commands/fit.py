@@ -21,15 +21,23 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dpbench import gpu
-from dpbench.case import AXES, Case
+from dpbench.advise.fit import (
+    CONTEXT,
+    FRAGMENTS,
+    Largest,
+    Needed,
+    largest_batch,
+    needed,
+    parse_memory,
+)
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.fit import CONTEXT, FRAGMENTS, Largest, Needed, largest_batch, needed, parse_memory
-from dpbench.grid import GRIDS
-from dpbench.options import axis_help
-from dpbench.registry import locate
-from dpbench.settings import declare
+from dpbench.core import gpu
+from dpbench.core.case import AXES, Case
+from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.grid import GRIDS
+from dpbench.core.options import axis_help
+from dpbench.core.registry import locate
+from dpbench.core.settings import declare
 
 REPEATED = ("trainer", "micro_batches")
 """The axes of which each value has lines of its own; the batch size is what is looked for."""

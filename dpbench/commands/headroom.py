@@ -17,13 +17,13 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from dpbench.case import AXES, BASELINE_TRAINER, PHASES, Case
 from dpbench.commands.options import add_case, chosen_case, saved_run
-from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.options import axis_help
-from dpbench.registry import TRAINERS, locate
+from dpbench.core.case import AXES, BASELINE_TRAINER, PHASES, Case
+from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.options import axis_help
+from dpbench.core.registry import TRAINERS, locate
+from dpbench.core.settings import declare
 from dpbench.results.rows import STEP
-from dpbench.settings import declare
 
 FLOOR = "the floor"
 
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
     """
     import pandas as pd
 
-    from dpbench import headroom
-    from dpbench.metrics import METRICS
+    from dpbench.advise import headroom
+    from dpbench.core.metrics import METRICS
     from dpbench.show.layout import Shown, Table, as_text, gigabytes, terminal_width
 
     cases = [chosen_case(options, trainer=name) for name in options.trainers or TRAINERS]

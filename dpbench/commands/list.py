@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dpbench.case import AXES
-from dpbench.files import printable
+from dpbench.core.case import AXES
+from dpbench.core.files import printable
+from dpbench.core.settings import declare
 from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, is_being_written
-from dpbench.settings import declare
 from dpbench.show.layout import Table
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dpbench import registry
-from dpbench.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
-from dpbench.names import joined, parted
-from dpbench.options import axis_help
+from dpbench.core import registry
+from dpbench.core.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
+from dpbench.core.names import joined, parted
+from dpbench.core.options import axis_help
+from dpbench.core.settings import declare
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
-from dpbench.settings import declare
 
 USUAL = {"batch_size": 8, "seq_len": 256}
 """Defaults of the commands where `Case` has none."""

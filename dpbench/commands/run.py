@@ -37,17 +37,17 @@ from importlib import import_module
 
 from tqdm import tqdm
 
-from dpbench import gpu
-from dpbench.case import Case
 from dpbench.commands import cluster
-from dpbench.errors import ConfigurationError
-from dpbench.files import printable
+from dpbench.core import gpu
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import printable
+from dpbench.core.registry import locate
+from dpbench.core.settings import OPTIONS, Settings, declare
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters.metrics import CounterOptions
-from dpbench.registry import locate
 from dpbench.results.shards import Shard
 from dpbench.session import Session
-from dpbench.settings import OPTIONS, Settings, declare
 from dpbench.show.layout import as_text, terminal_width
 
 GROUPS = {

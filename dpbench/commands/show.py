@@ -47,16 +47,17 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpbench import gpu
-from dpbench.case import ALL_PHASES, BASELINE_TRAINER, Case
 from dpbench.commands.options import saved_run
-from dpbench.errors import ConfigurationError
-from dpbench.files import check_distinct_files, check_is_file, is_stream, mode_of, write_text
+from dpbench.core import gpu
+from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import check_distinct_files, check_is_file, is_stream, mode_of, write_text
+from dpbench.core.metrics import METRICS
+from dpbench.core.registry import OUTPUTS
+from dpbench.core.settings import Settings, declare
 from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.nsys import timeline_of
 from dpbench.instruments.torch_profiler.profile_folder import with_operators
-from dpbench.metrics import METRICS
-from dpbench.registry import OUTPUTS
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount, fold
 from dpbench.results.roofline import (
@@ -71,7 +72,6 @@ from dpbench.results.roofline import (
 from dpbench.results.rows import NO_HARDWARE, identity
 from dpbench.results.run import Run
 from dpbench.results.times import account
-from dpbench.settings import Settings, declare
 from dpbench.show.export import summary_tables
 from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width

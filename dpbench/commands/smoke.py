@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dpbench.case import AXES
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import ConfigurationError, own_line
-from dpbench.names import joined, parted
-from dpbench.options import axis_help
-from dpbench.registry import TRAINERS
-from dpbench.settings import declare
+from dpbench.core.case import AXES
+from dpbench.core.errors import ConfigurationError, own_line
+from dpbench.core.names import joined, parted
+from dpbench.core.options import axis_help
+from dpbench.core.registry import TRAINERS
+from dpbench.core.settings import declare
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
 

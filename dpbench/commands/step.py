@@ -25,13 +25,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpbench import gpu
-from dpbench.case import Case
 from dpbench.child.failures import CaseOutOfMemory, CaseRefused
 from dpbench.child.messages import hand_over
 from dpbench.child.task import Task
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
+from dpbench.core import gpu
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
+from dpbench.core.options import own_values
+from dpbench.core.settings import Settings, declare
 from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
@@ -43,11 +45,9 @@ from dpbench.instruments.torch_profiler.profile_folder import (
 )
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.launch.case_process import name_of
-from dpbench.options import own_values
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.runner import check_ranks
-from dpbench.settings import Settings, declare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

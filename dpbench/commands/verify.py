@@ -28,11 +28,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from dpbench import gpu
-from dpbench.case import AXES, Case
 from dpbench.commands.options import add_case, chosen_case
-from dpbench.errors import ConfigurationError, DpbenchError, own_line
-from dpbench.registry import locate
+from dpbench.core import gpu
+from dpbench.core.case import AXES, Case
+from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
+from dpbench.core.registry import locate
 from dpbench.show.layout import Table
 
 if TYPE_CHECKING:

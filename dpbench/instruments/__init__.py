@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from dpbench.child.messages import Steps
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.options import declare_own
+from dpbench.core.registry import INSTRUMENTS
+from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument
-from dpbench.options import declare_own
-from dpbench.registry import INSTRUMENTS
-from dpbench.settings import Settings
 
 ON_GPU = ("timing", "ncu")
 """What measures a case on a GPU: times without a profiler, and bytes with it."""

@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from dpbench.case import Case
 from dpbench.child.messages import Steps
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import Task
-from dpbench.files import check_writable
-from dpbench.gpu import require_gpu
+from dpbench.core.case import Case
+from dpbench.core.files import check_writable
+from dpbench.core.gpu import require_gpu
+from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
-from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)

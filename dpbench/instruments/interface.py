@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dpbench.case import Case
 from dpbench.child.failures import InstrumentError
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.settings import Settings
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.rows import Measurement
-from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.child.recorder import Recorder

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-from dpbench.case import Case, Script
 from dpbench.child.elsewhere import watch_elsewhere
 from dpbench.child.failures import CaseFailed
 from dpbench.child.imported import imported_files
@@ -14,14 +13,15 @@ from dpbench.child.messages import Steps
 from dpbench.child.patches import watch
 from dpbench.child.recorder import Recorder, on_cuda
 from dpbench.child.step_finder import StepFinder
-from dpbench.errors import ConfigurationError, own_line
+from dpbench.core.case import Case, Script
+from dpbench.core.errors import ConfigurationError, own_line
+from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.interface import Instrument, InstrumentWrapper
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport
 from dpbench.results.rows import Measurement
-from dpbench.settings import Settings
 
 
 class Observation:

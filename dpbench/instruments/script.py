@@ -16,15 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dpbench import gpu
-from dpbench.case import Case
 from dpbench.child.failures import CaseFailed, CaseTimedOut, InstrumentError, ScriptInterrupted
 from dpbench.child.hang_report import STACK, place
 from dpbench.child.messages import RECORDS, read_records, result_of
 from dpbench.child.script_ranks import Rank
 from dpbench.child.task import Program, Task
-from dpbench.errors import ConfigurationError
-from dpbench.files import check_is_file
+from dpbench.core import gpu
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import check_is_file
 from dpbench.instruments.interface import InstrumentWrapper
 from dpbench.launch.case_process import describe_exit
 from dpbench.launch.pending import PendingMeasurement

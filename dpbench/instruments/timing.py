@@ -8,11 +8,11 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpbench.case import Case
 from dpbench.child.recorder import Recorder, device_and_torch, on_cuda
+from dpbench.core.case import Case
+from dpbench.core.metrics import unit
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.launch.case_process import CaseProcess
-from dpbench.metrics import unit
 from dpbench.results.rows import STEP, Measurement
 
 if TYPE_CHECKING:

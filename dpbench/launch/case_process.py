@@ -31,7 +31,7 @@ from dpbench.child.messages import (
     result_of,
 )
 from dpbench.child.task import Task
-from dpbench.gpu import child_environment, environment_of
+from dpbench.core.gpu import child_environment, environment_of
 from dpbench.launch.forked import COMMAND, UNKNOWN, environment_of_cases
 from dpbench.launch.imports import python_path
 from dpbench.launch.pending import PendingMeasurement

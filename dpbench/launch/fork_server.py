@@ -21,11 +21,11 @@ from select import select
 from typing import Any
 
 from dpbench.child.program import end
+from dpbench.core.registry import INSTRUMENTS, TRAINERS
 from dpbench.launch.forked import BEGUN, GO
-from dpbench.registry import INSTRUMENTS, TRAINERS
 
 IMPORTED = (
-    "dpbench.cli",
+    "dpbench.commands.cli",
     "dpbench.commands.step",
     "dpbench.child.step",
     "dpbench.instruments.logical.counter",
@@ -182,7 +182,7 @@ def main() -> None:
         except (OSError, ValueError):
             os._exit(1)  # without a word in the log: a new process will write to it
     import_module("numpy").random.seed()  # as in a new process; Python's own is seeded by a fork
-    end(import_module("dpbench.cli").main())
+    end(import_module("dpbench.commands.cli").main())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dpbench.child.messages import RECORDS
-from dpbench.gpu import child_environment
+from dpbench.core.gpu import child_environment
 
 COMMAND = [sys.executable, "-P", "-m", "dpbench"]  # -P: without the current directory
 """What the commands begin with that can be forked; others start a program first."""

@@ -8,8 +8,8 @@ import sysconfig
 from itertools import takewhile
 from pathlib import Path
 
-from dpbench.case import Case
-from dpbench.registry import is_builtin, names_of
+from dpbench.core.case import Case
+from dpbench.core.registry import is_builtin, names_of
 
 
 def python_path(case: Case) -> str | None:

@@ -27,13 +27,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from dpbench.case import Case
 from dpbench.child.agreement import FOR_EVER, all_gather
 from dpbench.child.build import pick_device
 from dpbench.child.hang_report import ASKED, STACK, place
 from dpbench.child.messages import LOST
 from dpbench.child.step import alone
-from dpbench.errors import ConfigurationError, DpbenchError, OutOfMemory
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory
 
 NOTICED_SECONDS = 2.0
 """A launcher that looks ten times a second has seen by then that a rank died."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import pytest
 
-from dpbench.case import Case, Script
 from dpbench.child.messages import Steps
+from dpbench.core.case import Case, Script
 from dpbench.plugin.fixtures import NEEDS, asked_case, case_of, limits_of, measuring, takes
 from dpbench.session import Session
 

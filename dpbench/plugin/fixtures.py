@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpbench.case import AXES, Case
-from dpbench.errors import ConfigurationError, unknown
-from dpbench.names import parameters_text
-from dpbench.registry import resolve
+from dpbench.core.case import AXES, Case
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.names import parameters_text
+from dpbench.core.registry import resolve
+from dpbench.core.settings import Settings
 from dpbench.session import read_limits
-from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.results.compare import Threshold

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpbench.case import Case
-from dpbench.errors import ConfigurationError
-from dpbench.files import printable
-from dpbench.gpu import EVERY, visible_gpus
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import printable
+from dpbench.core.gpu import EVERY, visible_gpus
+from dpbench.core.registry import locate
+from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
-from dpbench.registry import locate
 from dpbench.session import Session
-from dpbench.settings import Settings
 
 if TYPE_CHECKING:
+    from dpbench.core.grid import Grid
     from dpbench.findings import Asked
-    from dpbench.grid import Grid
     from dpbench.results.outcome import Outcome
 
 SHARED = "dpbench"

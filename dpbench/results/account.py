@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES
-from dpbench.metrics import OTHER_COPIES
+from dpbench.core.case import ALL_PHASES
+from dpbench.core.metrics import OTHER_COPIES
 from dpbench.results.frame import instruments_of, of_one_instrument, summarise, to_frame
 from dpbench.results.rows import STEP, Measurement
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, Case
-from dpbench.errors import ConfigurationError, unknown
-from dpbench.metrics import METRICS, Metric
+from dpbench.core.case import ALL_PHASES, Case
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.metrics import METRICS, Metric
 from dpbench.results.frame import as_tuples
 from dpbench.results.rows import NO_HARDWARE, STEP, summed
 from dpbench.results.run import Run

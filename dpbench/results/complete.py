@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dpbench.case import BASELINE_TRAINER
-from dpbench.metric import DERIVED
-from dpbench.metrics import LARGEST_SPREAD, METRICS
+from dpbench.core.case import BASELINE_TRAINER
+from dpbench.core.metric import DERIVED
+from dpbench.core.metrics import LARGEST_SPREAD, METRICS
 from dpbench.results.frame import (
     IN_CACHE_BYTES,
     beside,

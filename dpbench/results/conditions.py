@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpbench.errors import ConfigurationError
-from dpbench.gpu import Gpu
-from dpbench.grid import Grid
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.gpu import Gpu
+from dpbench.core.grid import Grid
 from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 

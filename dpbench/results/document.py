@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from dpbench.case import ADDED, ALL_PHASES, AXES, Case
-from dpbench.errors import ConfigurationError
-from dpbench.metric import AGGREGATES, Kind, Shown
-from dpbench.metrics import METRICS
+from dpbench.core.case import ADDED, ALL_PHASES, AXES, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.metric import AGGREGATES, Kind, Shown
+from dpbench.core.metrics import METRICS
 from dpbench.results.outcome import LISTS, STATUSES
 from dpbench.results.rows import COLUMNS, IDENTITY, INTEGERS, LATER, SCHEMA, STEP
 

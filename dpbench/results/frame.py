@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.case import AXES, BASELINE_TRAINER, SCRIPT, Case
-from dpbench.errors import ConfigurationError
-from dpbench.metric import Kind, Share, derived_name
-from dpbench.metrics import METRICS
+from dpbench.core.case import AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.metric import Kind, Share, derived_name
+from dpbench.core.metrics import METRICS
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, Measurement, as_rows, identity, summed
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]

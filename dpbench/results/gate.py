@@ -15,8 +15,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, Case
-from dpbench.metrics import METRICS
+from dpbench.core.case import AXES, Case
+from dpbench.core.metrics import METRICS
 from dpbench.results.compare import CHANGES, Threshold, largest_changes, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.frame import as_tuples

@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import BASELINE_TRAINER, Case
-from dpbench.metrics import METRICS
-from dpbench.registry import TRAINERS
+from dpbench.core.case import BASELINE_TRAINER, Case
+from dpbench.core.metrics import METRICS
+from dpbench.core.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, SCHEMA, Measurement, summed
 

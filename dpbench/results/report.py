@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, Case
-from dpbench.errors import ConfigurationError
-from dpbench.metrics import METRICS, Timed
+from dpbench.core.case import ALL_PHASES, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.metrics import METRICS, Timed
 from dpbench.results.frame import of_one_instrument, summarise, to_frame
 from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome

@@ -22,10 +22,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import PRODUCTS, Case
-from dpbench.errors import ConfigurationError, unknown
-from dpbench.files import read_file
-from dpbench.metrics import METRICS
+from dpbench.core.case import PRODUCTS, Case
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.files import read_file
+from dpbench.core.metrics import METRICS
 from dpbench.results.rows import STEP, summed
 
 if TYPE_CHECKING:

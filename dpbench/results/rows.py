@@ -9,8 +9,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from dpbench.case import ALL_PHASES, AXES, COUNTS, Case, Script
-from dpbench.metrics import METRICS
+from dpbench.core.case import ALL_PHASES, AXES, COUNTS, Case, Script
+from dpbench.core.metrics import METRICS
 
 SCHEMA = 2
 """Version of the JSON documents; raised when a field changes its meaning."""

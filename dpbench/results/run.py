@@ -10,10 +10,10 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import AXES, Case
-from dpbench.files import printable, read_file
-from dpbench.metric import Metric
-from dpbench.metrics import METRICS
+from dpbench.core.case import AXES, Case
+from dpbench.core.files import printable, read_file
+from dpbench.core.metric import Metric
+from dpbench.core.metrics import METRICS
 from dpbench.results.document import checked_frame, naming, parsed
 from dpbench.results.outcome import (
     COMPLETE,

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench.case import AXES, Case
-from dpbench.errors import ConfigurationError
-from dpbench.grid import Grid
+from dpbench.core.case import AXES, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.grid import Grid
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run

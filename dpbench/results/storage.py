@@ -9,12 +9,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from itertools import accumulate, islice
 from pathlib import Path
 
-from dpbench.case import Case
-from dpbench.errors import ConfigurationError
-from dpbench.files import Locked, check_is_path, check_writable, in_words, locked, mode_of
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import Locked, check_is_path, check_writable, in_words, locked, mode_of
+from dpbench.core.settings import Settings
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
-from dpbench.settings import Settings
 
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""

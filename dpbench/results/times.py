@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpbench.case import BASELINE_TRAINER
+from dpbench.core.case import BASELINE_TRAINER
 from dpbench.results.roofline import MEASURED_BYTES, Roofs, phases, under
 from dpbench.results.rows import STEP, summed
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import BASELINE_TRAINER, Case, Script
-from dpbench.files import printable
-from dpbench.metrics import METRICS
-from dpbench.registry import TRAINERS
+from dpbench.core.case import BASELINE_TRAINER, Case, Script
+from dpbench.core.files import printable
+from dpbench.core.metrics import METRICS
+from dpbench.core.registry import TRAINERS
 from dpbench.results.gate import Verdict
 from dpbench.results.rows import STEP, summed
 from dpbench.show.layout import ABSENT, Table, gigabytes, written

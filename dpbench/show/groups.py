@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, SCRIPT, trained_in, unusual
-from dpbench.metric import Metric
-from dpbench.registry import TRAINERS
+from dpbench.core.case import ALL_PHASES, AXES, SCRIPT, trained_in, unusual
+from dpbench.core.metric import Metric
+from dpbench.core.registry import TRAINERS
 from dpbench.results.frame import CONFIGURATION, as_tuples
 from dpbench.results.rows import STEP, summed
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits

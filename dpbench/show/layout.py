@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from dpbench.files import printable
+from dpbench.core.files import printable
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.errors import ConfigurationError, DpbenchError, own_line
-from dpbench.files import in_words, write_bytes
-from dpbench.registry import OUTPUTS
+from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
+from dpbench.core.files import in_words, write_bytes
+from dpbench.core.registry import OUTPUTS
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import COLUMNS
 from dpbench.results.run import Run

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES
-from dpbench.metrics import METRICS
+from dpbench.core.case import ALL_PHASES, AXES
+from dpbench.core.metrics import METRICS
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.kernels import short_name
 from dpbench.results.rows import STEP, Measurement, identity

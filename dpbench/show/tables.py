@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case
-from dpbench.metric import STANDARD, Metric, derived_name
-from dpbench.metrics import METRICS
+from dpbench.core.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.core.metric import STANDARD, Metric, derived_name
+from dpbench.core.metrics import METRICS
 from dpbench.results.complete import complete
 from dpbench.results.frame import CONFIGURATION, as_tuples
 from dpbench.results.outcome import Outcome

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
-from dpbench.case import BASELINE_TRAINER, PRODUCTS
+from dpbench.core.case import BASELINE_TRAINER, PRODUCTS
 from dpbench.results.roofline import Roofs
 from dpbench.results.rows import STEP
 from dpbench.results.times import PARTS, additional

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import AXES, BASELINE_TRAINER
-from dpbench.errors import ConfigurationError, unknown
-from dpbench.metrics import METRICS, Metric, expectations
-from dpbench.settings import Settings
+from dpbench.core.case import AXES, BASELINE_TRAINER
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.metrics import METRICS, Metric, expectations
+from dpbench.core.settings import Settings
 
 if TYPE_CHECKING:
     import pandas as pd

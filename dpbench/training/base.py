@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in, parts_of
 from dpbench.workloads.transformer import Transformer, mean_cross_entropy
@@ -53,8 +53,8 @@ class TrainerBase(ABC):
         micro_batches: equal parts in which a batch is trained, gradients accumulating: `parts`.
         autocast: the 16-bit type that ``torch.autocast`` computes losses in, if it shall; with
             float16, ``scaler`` scales them.
-        parallel: how ranks share a step, see `dpbench.case.PARALLELS`; each trains ``batch_size``
-            examples.
+        parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`; each trains
+            ``batch_size`` examples.
     """
 
     labels: Mapping[str, str] = MappingProxyType({})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
 from dpbench.training.gradient_sums import Sums
 from dpbench.training.known_model import KnownModel

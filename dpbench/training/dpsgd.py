@@ -15,7 +15,7 @@ from opacus.grad_sample import wrap_model
 from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer, get_optimizer_class
 from torch import Tensor, nn
 
-from dpbench.errors import ConfigurationError, unknown
+from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import DRAWN_BY, PRIVATE, Batch, TrainerBase, mean_of
 from dpbench.training.phases import in_phase, phase
 from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals

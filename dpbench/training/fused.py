@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
 from dpbench.training.gradient_sums import in_buffers, one_buffer

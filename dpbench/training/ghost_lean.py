@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import conv1d, conv2d, conv3d
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
 from dpbench.training.gradient_sums import rounded_down

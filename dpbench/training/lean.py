@@ -17,7 +17,7 @@ from opacus.grad_sample import grad_sample_module as hooks
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, distributed, nn
 
-from dpbench.errors import unknown
+from dpbench.core.errors import unknown
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.dpsgd import OpacusTrainer
 from dpbench.training.gradient_sums import in_buffers, one_buffer, rounded_down

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
 from dpbench.training.gradient_sums import rounded_down

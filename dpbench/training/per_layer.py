@@ -18,7 +18,7 @@ from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare_layer
 from torch import Tensor, nn
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.gradient_sums import Factors, Sums
 
 Gradients = Mapping[Tensor, Tensor]

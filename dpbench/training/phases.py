@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
-from dpbench.case import OUTSIDE, PHASES
-from dpbench.errors import unknown
+from dpbench.core.case import OUTSIDE, PHASES
+from dpbench.core.errors import unknown
 
 F = TypeVar("F", bound=Callable[..., Any])
 

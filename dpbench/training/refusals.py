@@ -12,7 +12,7 @@ from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpbench.errors import ConfigurationError, own_line
+from dpbench.core.errors import ConfigurationError, own_line
 
 HOOKS = ("capture_activations_hook", "capture_backprops_hook")
 """Methods of Opacus that hear a layer, which they call ``module``."""

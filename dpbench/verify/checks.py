@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from dpbench.case import Case
 from dpbench.child.build import build, labels_of, pick_device
-from dpbench.errors import ConfigurationError, unknown
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.names import parted, read_parameters
+from dpbench.core.registry import names_of, resolve
 from dpbench.launch.fork_server import postpone
 from dpbench.launch.ranks import Observe, observe_all
-from dpbench.names import parted, read_parameters
-from dpbench.registry import names_of, resolve
 from dpbench.training.standard import StandardTrainer
 from dpbench.verify.check import Check
 from dpbench.verify.layer import check_layer

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbench.case import Case
 from dpbench.child.build import workload_of
-from dpbench.registry import resolve
+from dpbench.core.case import Case
+from dpbench.core.registry import resolve
 from dpbench.training.base import Batch
 from dpbench.verify.check import NOT_JUDGED, Check
 from dpbench.verify.noise import check_noise

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.workloads.base import Batch, examples_in, parts_of
 
 Gradients = Mapping[str, Tensor]

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from dpbench.case import BASELINE_TRAINER, MIXED, Case
 from dpbench.child.build import build
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import BASELINE_TRAINER, MIXED, Case
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch
 from dpbench.training.parallel import gathered, part_of_rank, rank_and_ranks
 from dpbench.verify.reference import Examples, Gradients

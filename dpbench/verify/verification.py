@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch.utils import _pytree as pytree
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.verify.check import Check
 from dpbench.verify.noise import Draw, check_noise
 from dpbench.verify.reference import Examples, Gradients, distances, thresholds

@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpbench.errors import ConfigurationError
-from dpbench.model_size import lora_rank
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.model_size import lora_rank
 from dpbench.workloads.base import Workload
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 
 Batch: TypeAlias = Any
 """A tensor, or any nest of tuples, lists and dictionaries of tensors, each ``[B, …]``."""

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpbench.errors import ConfigurationError, unknown
+from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.workloads.base import Batch, Workload
 from dpbench.workloads.resnet import random_images
 from dpbench.workloads.transformer import (

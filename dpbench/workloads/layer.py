@@ -9,7 +9,7 @@ import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 
-from dpbench.errors import ConfigurationError, unknown
+from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.workloads.base import Batch, Workload
 from dpbench.workloads.transformer import OpacusSelfAttention
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpbench.errors import unknown
+from dpbench.core.errors import unknown
 from dpbench.workloads.base import Batch, Workload
 
 GROUPS = 32

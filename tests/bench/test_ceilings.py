@@ -10,7 +10,7 @@ import torch
 
 from bench.ceilings import main, measure_ceilings
 from dpbench import ConfigurationError
-from dpbench.case import PRODUCTS
+from dpbench.core.case import PRODUCTS
 from dpbench.results.roofline import read_ceilings
 
 FLOPS = {"fp32": 5e13, "tf32": 4e14, "bf16": 7e14}

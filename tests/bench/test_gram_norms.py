@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.gram_norms import rows
-from dpbench.model_size import MODEL_SIZES
+from dpbench.core.model_size import MODEL_SIZES
 
 
 def test_each_type_has_its_time_and_its_distance_from_float64() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.measure import PLAN, command, is_complete, measure
-from dpbench.cli import main
+from dpbench.commands.cli import main
 
 TINY = "--instrument logical --model-size tiny --batch-size 2 --seq-len 8"
 

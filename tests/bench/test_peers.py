@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case
 from dpbench.commands.verify import found
-from dpbench.errors import DpbenchError
+from dpbench.core.case import Case
+from dpbench.core.errors import DpbenchError
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.observe import observe
-from dpbench.registry import resolve
 from dpbench.verify.check import Check
 
 ROOT = Path(__file__).parents[2]

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dpbench import StandardTrainer, Workload, phase
-from dpbench.case import Case
 from dpbench.child.build import smoke_test
 from dpbench.child.step import run_case
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
-from dpbench.registry import resolve
 from dpbench.training.base import Batch
 
 

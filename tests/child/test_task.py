@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import Case, Script
 from dpbench.child.messages import Schedule, Steps
 from dpbench.child.task import Program, Task
+from dpbench.core.case import Case, Script
+from dpbench.core.registry import INSTRUMENTS
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.interface import Instrument
 from dpbench.instruments.logical.logical import Logical
@@ -19,7 +20,6 @@ from dpbench.instruments.nsys.nsys import Nsys
 from dpbench.instruments.script import ScriptRun
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.registry import INSTRUMENTS
 
 CASE = Case("dpsgd:clip=per_layer", 4, 16, "tiny", micro_batches=2)
 FOLDER = Path("a folder/ü")

@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from dpbench import TrainerBase, Workload
-from dpbench.case import Case
 from dpbench.child.build import smoke_test
-from tests.test_registry import refusal
+from dpbench.core.case import Case
+from tests.core.test_registry import refusal
 
 
 class TakesNothing(TrainerBase):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import Case
-from dpbench.cli import main
-from dpbench.grid import Grid
+from dpbench.commands.cli import main
+from dpbench.core.case import Case
+from dpbench.core.grid import Grid
 from dpbench.results.run import Run
 
 pytestmark = pytest.mark.usefixtures("counted_once")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import PIPE_CLOSED, main
+from dpbench.commands.cli import PIPE_CLOSED, main
 from dpbench.results.storage import Storage
 
 GRID1 = Path(__file__).parents[1] / "data/saved/grid1.json"
@@ -111,7 +111,9 @@ def test_deleted_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 def test_interrupt_while_commands_are_imported_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpbench.cli.build_parser", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        "dpbench.commands.cli.build_parser", lambda *_: signal.raise_signal(signal.SIGINT)
+    )
     assert main(["list"]) == 130
     assert capsys.readouterr().err == "dpbench: interrupted\n"
 

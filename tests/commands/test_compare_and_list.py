@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 from dpbench.results.storage import Storage
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.registry import TRAINERS
+from dpbench.commands.cli import main
+from dpbench.core.registry import TRAINERS
 
 TAKEN = ("wcwidth", "numexpr", "bottleneck", "pyarrow", "openpyxl", "xlsxwriter")
 """What pandas and tabulate import if they can."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.doctor.calibration import OK, Finding
+from dpbench.commands.cli import main
+from dpbench.commands.machine.calibration import OK, Finding
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_no_failure_is_exit_code_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fine = Finding("gpu", OK, "there"), Finding("ncu", "warning", "new", "upgrade")
-    monkeypatch.setattr("dpbench.doctor.checks.examine", lambda _: iter(fine))
+    monkeypatch.setattr("dpbench.commands.machine.checks.examine", lambda _: iter(fine))
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ok      gpu                  there",
@@ -50,7 +50,7 @@ def test_an_interruption_is_told_in_one_line(
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dpbench.doctor.checks.examine", interrupted)
+    monkeypatch.setattr("dpbench.commands.machine.checks.examine", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "dpbench doctor: interrupted\n"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import build_parser, main
-from dpbench.gpu import Gpu
+from dpbench.commands.cli import build_parser, main
+from dpbench.core.gpu import Gpu
+from dpbench.core.settings import Settings
 from dpbench.results.storage import Storage
-from dpbench.settings import Settings
 from tests.plugin.saved_runs import recorded_document, save
 from tests.programs import program
 
@@ -33,7 +33,7 @@ def replayed_gpu(monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None = Non
     """Let there be a GPU; of unknown memory, any case may fit it."""
     build_parser("run")  # a module that is first imported now would keep this GPU
     found = [Gpu("GPU-0", "NVIDIA H200", memory_bytes, "580.159.03")]
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: found)
+    monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: found)
 
 
 def test_run_counts_the_chosen_case_as_asked(
@@ -118,7 +118,7 @@ def test_doctor_looks_where_it_is_told(
 ) -> None:
     asked: list[Settings] = []
     monkeypatch.setattr(
-        "dpbench.doctor.checks.examine", lambda setup: asked.append(setup) or iter(())
+        "dpbench.commands.machine.checks.examine", lambda setup: asked.append(setup) or iter(())
     )
     assert main(["doctor", "--ncu-dir=deep", "--timeout=7", "--ncu-path=./ncu", "--json"]) == 0
     assert asked == [Settings(ncu_dir=Path("deep"), own={"ncu_path": "./ncu"}, timeout=7.0)]

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Script
 from dpbench.child.messages import RECORDS, read_records, result_of
 from dpbench.child.script import run
 from dpbench.child.task import Task
-from dpbench.cli import main
+from dpbench.commands.cli import main
+from dpbench.core.case import Script
+from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptRun
 from dpbench.results.storage import Storage
-from dpbench.settings import Settings
 from tests.commands import scripts
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 from dpbench.results.kernels import ELSEWHERE
 from tests.commands.test_exec import ProcessHere, processes_here
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import ALL_PHASES, Case, Script
 from dpbench.child.task import Task
-from dpbench.cli import main
-from dpbench.gpu import Gpu
+from dpbench.commands.cli import main
+from dpbench.core.case import ALL_PHASES, Case, Script
+from dpbench.core.gpu import Gpu
 from dpbench.instruments.ncu.ncu import Ncu
 from dpbench.instruments.timing import timing_rows
 from dpbench.results.rows import Measurement
@@ -60,7 +60,7 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str
 ) -> None:
     gpu = Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [gpu])
+    monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: [gpu])
     recorded = Path(__file__).parents[1] / "data/tiny-fp32/report_dpsgd_bs4_seq64.ncu-rep"
     Path("recorded.ncu-rep").write_bytes(recorded.read_bytes())
     program(Path("ncu"), NCU.replace('""', repr(error)))
@@ -92,7 +92,7 @@ def test_script_that_ncu_ended_fails_with_what_ncu_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [gpu])
+    monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: [gpu])
     program(Path("ncu"), NCU_REFUSES)
     assert main(["exec", "--instrument=ncu", "--ncu-path=./ncu", "training.py"]) == 1
     assert "ERR_NVGPUCTRPERM" in (said := capsys.readouterr().err)

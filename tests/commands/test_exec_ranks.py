@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import Script
 from dpbench.child import script_ranks
 from dpbench.child.failures import CaseFailed, CaseTimedOut, ScriptInterrupted
 from dpbench.child.script_ranks import Rank
-from dpbench.cli import main
-from dpbench.errors import ConfigurationError
+from dpbench.commands.cli import main
+from dpbench.core.case import Script
+from dpbench.core.errors import ConfigurationError
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from tests.commands.scripts import TRAINING

@@ -10,8 +10,8 @@ from contextlib import closing
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.gpu import Gpu
+from dpbench.commands.cli import main
+from dpbench.core.gpu import Gpu
 
 SMALL = ["fit", "--seq-len=64", "--model-size=2000x64x1x2"]
 
@@ -71,7 +71,7 @@ def test_a_slice_of_a_gpu_is_filled_and_not_the_card(
 ) -> None:
     """What NVML says of a slice: see `tests/test_gpu.py`."""
     part = Gpu("GPU-0", "NVIDIA A100", 10 * 10**9, "580")
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [part])
+    monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: [part])
     assert main([*SMALL, "--trainer=standard"]) == 0
     assert "NVIDIA A100 with 10 GB" in capsys.readouterr().out
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 
 SMALL = ["--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2"]
 

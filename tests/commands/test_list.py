@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 from dpbench.results.storage import Storage
 
 GRID1 = Path(__file__).parents[1] / "data/saved/grid1.json"
@@ -20,7 +20,7 @@ def test_it_loads_no_pandas_and_no_torch(tmp_path: Path) -> None:
     assert '\n "devices":' not in GRID1.read_text()
     Storage(tmp_path).allocate("before", "NVIDIA H200", GRID1.read_text())
     script = (
-        "import sys; from dpbench.cli import main; main(sys.argv[1:]); "
+        "import sys; from dpbench.commands.cli import main; main(sys.argv[1:]); "
         "print({'pandas', 'torch', 'numpy'} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", script, "list", "--storage", str(tmp_path)]

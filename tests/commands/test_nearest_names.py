@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 
 GRID1 = str(Path(__file__).parents[1] / "data/saved/grid1.json")
 RUN = ["run", "--instrument=logical", "--batch-size=2", "--seq-len=8"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.registry import TRAINERS
+from dpbench.commands.cli import main
+from dpbench.core.registry import TRAINERS
 
 TRAINER = """
 import copies

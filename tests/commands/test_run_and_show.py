@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.gpu import Gpu
+from dpbench.commands.cli import main
+from dpbench.core.gpu import Gpu
 from tests.programs import program
 
 pytestmark = pytest.mark.usefixtures("counted_once")
@@ -28,7 +28,7 @@ def replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
     """Run the two cases of which there is a recording, by ncu and by counting."""
     ncu = program(tmp_path / "ncu", REPLAY)
     gpu = Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [gpu])
+    monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: [gpu])
     monkeypatch.chdir(tmp_path)
     instruments = ["--instrument=ncu", "--instrument=logical"]
     return lambda *options: main([*CELL, *instruments, f"--ncu-path={ncu}", *options])

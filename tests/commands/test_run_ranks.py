@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 from dpbench.results.rows import STEP
 
 RUN = ["run", "--seq-len=8", "--model-size=99x16x1x2", "--batch-size=4", "--trainer=standard"]

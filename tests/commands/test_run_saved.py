@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import dpbench.runner
-from dpbench.cli import main
-from dpbench.files import write_text
+from dpbench.commands.cli import main
+from dpbench.core.files import write_text
 from dpbench.results.run import Run
 
 pytestmark = pytest.mark.usefixtures("counted_once")

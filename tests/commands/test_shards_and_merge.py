@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.files import locked
+from dpbench.commands.cli import main
+from dpbench.core.files import locked
 from dpbench.results.run import Run
 from tests.test_instrument_from_outside import write as write_meter
 

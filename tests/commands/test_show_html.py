@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import Case
-from dpbench.cli import main
-from dpbench.files import write_text
+from dpbench.commands.cli import main
+from dpbench.core.case import Case
+from dpbench.core.files import write_text
 from dpbench.results.conditions import environment
 from dpbench.results.outcome import Outcome, document, document_text
 from dpbench.results.rows import Measurement

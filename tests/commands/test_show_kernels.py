@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.gpu import Gpu
+from dpbench.commands.cli import main
+from dpbench.core.gpu import Gpu
 from tests.programs import program
 from tests.recorded import RANGES, unpacked
 
@@ -69,7 +69,7 @@ def test_run_profiles_each_kernel_after_the_ranges(
     monkeypatch.chdir(tmp_path)
     ncu = program(tmp_path / "ncu", REPLAY)
     gpus = [Gpu("GPU-0", "NVIDIA H200", 141 * 10**9, "580.159.03")]
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: gpus)
     cell = ["--trainer", "dpsgd", "--batch-size", "4", "--seq-len", "64", "--model-size", "tiny"]
     how = ["--instrument", "ncu", "--kernels", "--top", "4", "--ncu-path", str(ncu)]
     assert main(["run", *cell, *how, "--json", "run.json"]) == 0

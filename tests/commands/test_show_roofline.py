@@ -11,8 +11,8 @@ import pytest
 
 import dpbench
 from dpbench import Case
-from dpbench.cli import main
-from dpbench.metrics import unit
+from dpbench.commands.cli import main
+from dpbench.core.metrics import unit
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, as_rows
 
 DEVICE = "NVIDIA H200"

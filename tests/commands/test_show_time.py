@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 from dpbench.results.run import Run
 
 ROOT = Path(__file__).parents[2]

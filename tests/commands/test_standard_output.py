@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import AXES
+from dpbench.core.case import AXES
 
 GRID1 = str(Path(__file__).parents[1] / "data/saved/grid1.json")
 SIZE = ["--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2"]

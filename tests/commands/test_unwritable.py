@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 
 SIZE = ["--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2", "--trainer=standard"]
 

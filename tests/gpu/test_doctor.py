@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from bench.ceilings import measure_ceilings
-from dpbench.doctor import checks
-from dpbench.doctor.calibration import OK, READ, WORK, WRITTEN, Finding
-from dpbench.errors import ConfigurationError
-from dpbench.gpu import visible_gpus
+from dpbench.commands.machine import checks
+from dpbench.commands.machine.calibration import OK, READ, WORK, WRITTEN, Finding
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.gpu import visible_gpus
+from dpbench.core.settings import Settings
 from dpbench.results.roofline import Roofs, find_card
-from dpbench.settings import Settings
 
 pytestmark = pytest.mark.gpu
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
 from dpbench.child.step import peak_memory
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical.counter import RunningCounter
-from dpbench.model_size import ModelSize
 from dpbench.training.base import Batch, Momentum
 from dpbench.training.gradient_sums import Sums
 from dpbench.training.phases import observed_step

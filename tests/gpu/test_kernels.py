@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpbench.model_size import ModelSize
+from dpbench.core.model_size import ModelSize
 from dpbench.training import kernels
 from dpbench.training.kernels import (
     TILINGS,

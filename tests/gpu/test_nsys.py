@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport
-from dpbench.case import PHASES
+from dpbench.core.case import PHASES
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.nsys.nsys import (
     Nsys,

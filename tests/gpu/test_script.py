@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import Script
+from dpbench.core.case import Script
+from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptRun
-from dpbench.settings import Settings
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import TRAINERS, Case
-from dpbench.case import PRECISIONS
 from dpbench.child.messages import Steps
+from dpbench.core.case import PRECISIONS
 from dpbench.instruments.timing import Timing
 from dpbench.results.report import CaseReport
 

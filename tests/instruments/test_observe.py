@@ -12,7 +12,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from dpbench import observe
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.instruments.logical.recorder import LogicalRecorder, NothingCounted
 
 

@@ -1,4 +1,4 @@
-"""The timing instrument; `tests/test_cli_run.py` runs its processes, on the CPU."""
+"""The timing instrument; `tests/commands/test_cli_run.py` runs its processes, on the CPU."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, distributed
 
-from dpbench.case import Case
 from dpbench.child.recorder import Recorder, whole_steps
+from dpbench.core.case import Case
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.base import Batch

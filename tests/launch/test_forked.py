@@ -18,12 +18,12 @@ from opacus import PrivacyEngine
 from dpbench import Case
 from dpbench.child.failures import CaseFailed, CaseTimedOut, InstrumentError
 from dpbench.child.messages import Steps
+from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.launch import forked
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.forked import Forked, ForkServer, environment_of_cases
-from dpbench.registry import TRAINERS
 from dpbench.runner import measure_at_once
 from tests.launch import misbehaving
 

@@ -15,21 +15,21 @@ import pytest
 import torch
 from torch import distributed
 
-from dpbench import gpu
-from dpbench.case import Case
 from dpbench.child.failures import CaseOutOfMemory, CaseTimedOut, InstrumentError
 from dpbench.child.messages import Steps
 from dpbench.child.step import alone
-from dpbench.errors import ConfigurationError
-from dpbench.gpu import Gpu
+from dpbench.core import gpu
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.gpu import Gpu
+from dpbench.core.registry import resolve
+from dpbench.core.settings import Settings
 from dpbench.instruments.timing import Timing
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.ranks import check_backend, observe_all
-from dpbench.registry import resolve
 from dpbench.results.rows import STEP
 from dpbench.runner import measure
 from dpbench.session import Session
-from dpbench.settings import Settings
 from tests.launch.failing_ranks import Uneven
 
 FAILING = "tests.launch.failing_ranks"

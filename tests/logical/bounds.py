@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.case import BASELINE_TRAINER, Case
-from dpbench.grid import GRIDS
-from dpbench.registry import TRAINERS
+from dpbench.core.case import BASELINE_TRAINER, Case
+from dpbench.core.grid import GRIDS
+from dpbench.core.registry import TRAINERS
 from dpbench.results.report import CaseReport
 from tests.logical.layers import TWO_DEPTHS
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.instruments.logical.logical import Logical
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.report import CaseReport

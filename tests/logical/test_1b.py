@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.results.report import CaseReport
 from dpbench.results.run import Run
 from tests.logical.layers import count_by_layers

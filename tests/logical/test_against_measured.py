@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpbench.case import Case
-from dpbench.grid import GRIDS
+from dpbench.core.case import Case
+from dpbench.core.grid import GRIDS
 from dpbench.results.frame import summarise
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpbench.registry import TRAINERS
+from dpbench.core.registry import TRAINERS
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 from dpbench.training.dpsgd import DPSGDTrainer

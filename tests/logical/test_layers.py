@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpbench.case import PRODUCTS, Case
+from dpbench.core.case import PRODUCTS, Case
 from tests.logical.layers import count, count_by_layers
 
 

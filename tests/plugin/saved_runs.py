@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.instruments.ncu.report import read
 from dpbench.results.outcome import COMPLETE, Outcome, document
 from dpbench.results.run import Run

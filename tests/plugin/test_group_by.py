@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.errors import ConfigurationError
-from dpbench.settings import Settings
+from dpbench.commands.cli import main
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.settings import Settings
 from dpbench.show.view import View, label_of
 from tests.plugin.conftest import RunSuite
 

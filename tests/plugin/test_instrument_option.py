@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
-from dpbench.metrics import METRICS
+from dpbench.commands.cli import main
+from dpbench.core.metrics import METRICS
 from tests.plugin.conftest import RunSuite
 from tests.test_instrument_from_outside import write
 

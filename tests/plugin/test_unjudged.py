@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dpbench.cli import main
+from dpbench.commands.cli import main
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import saved
 

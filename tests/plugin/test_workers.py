@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 
+from dpbench.core.gpu import Gpu
+from dpbench.core.grid import GRIDS
 from dpbench.findings import Findings
-from dpbench.gpu import Gpu
-from dpbench.grid import GRIDS
 from dpbench.plugin import whole_session
 from dpbench.plugin.scheduling import CaseScheduling
 from dpbench.plugin.whole_session import useful_workers, visible_names

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
 from dpbench.show.layout import Table

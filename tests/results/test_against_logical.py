@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.instruments.logical.logical import Logical
 from dpbench.results.frame import summarise, to_frame, with_logical
 from dpbench.results.rows import STEP, Measurement

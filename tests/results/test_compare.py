@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import Case
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
 from dpbench.results.compare import pairs
 from dpbench.results.frame import to_frame
 from dpbench.results.gate import Gate

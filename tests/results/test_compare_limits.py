@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.case import PHASES
-from dpbench.errors import ConfigurationError
-from dpbench.metrics import derived_name
+from dpbench.core.case import PHASES
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.metrics import derived_name
 from dpbench.results.compare import METRICS, Threshold
 from dpbench.results.rows import STEP
 

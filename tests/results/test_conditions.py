@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.errors import ConfigurationError
-from dpbench.grid import GRIDS
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.grid import GRIDS
 from dpbench.instruments.ncu.ncu import Ncu
 from dpbench.results.conditions import automatic_name, begun, premise_differences, resumed
 from dpbench.results.outcome import COMPLETE, INTERRUPTED

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.results.frame import (
     summarise,
     to_frame,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case
-from dpbench.metrics import METRICS
+from dpbench.core.metrics import METRICS
 from dpbench.results.account import ACCOUNT_COLUMNS, account
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dpbench.case import AXES, Case, Script
+from dpbench.core.case import AXES, Case, Script
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate, Verdict
 from dpbench.results.outcome import Outcome

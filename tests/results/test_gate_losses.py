@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case, Script
-from dpbench.metrics import unit
+from dpbench.core.case import Case, Script
+from dpbench.core.metrics import unit
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate, Verdict
 from dpbench.results.outcome import Outcome, document

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import PHASES, Case
-from dpbench.metrics import unit
+from dpbench.core.case import PHASES, Case
+from dpbench.core.metrics import unit
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from dpbench.case import Script
-from dpbench.errors import ConfigurationError
-from dpbench.metrics import METRICS, Counters, Metric
+from dpbench.core.case import Script
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.metrics import METRICS, Counters, Metric
 from dpbench.results.compare import Threshold
 from dpbench.results.frame import summarise, to_frame, with_ratios
 from dpbench.results.gate import Gate
@@ -32,7 +32,7 @@ changed = source.replace(field, field + "    host: str = ''\\n")
 sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
 exec(compile(changed, spec.origin, "exec"), vars(module))
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.results.gate import Gate
 from dpbench.results.compare import Threshold
 from dpbench.results.outcome import Outcome

@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.case import PHASES, Case
-from dpbench.metrics import METRICS
+from dpbench.core.case import PHASES, Case
+from dpbench.core.metrics import METRICS
 from dpbench.results.account import dram_bytes_of_step
 from dpbench.results.kernels import (
     KernelCount,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import AXES, Case
-from dpbench.files import write_text
-from dpbench.gpu import Gpu
+from dpbench.core.case import AXES, Case
+from dpbench.core.files import write_text
+from dpbench.core.gpu import Gpu
 from dpbench.results.conditions import environment
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import (

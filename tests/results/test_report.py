@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dpbench.case import Case
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport

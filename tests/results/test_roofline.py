@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.case import Script
+from dpbench.core.case import Script
 from dpbench.results.frame import to_frame
 from dpbench.results.roofline import (
     COUNTED_BYTES,

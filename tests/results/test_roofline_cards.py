@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.case import PRECISIONS
+from dpbench.core.case import PRECISIONS
 from dpbench.results.roofline import CARDS, Roofs, find_card
 
 every_card = pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))

@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dpbench.case import Case
-from dpbench.errors import ConfigurationError
-from dpbench.files import write_text
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import write_text
 from dpbench.results.conditions import environment
 from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount, OperatorCount

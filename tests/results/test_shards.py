@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.case import Case
-from dpbench.errors import ConfigurationError
-from dpbench.grid import GRIDS, Grid
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.grid import GRIDS, Grid
 from dpbench.results.conditions import begun
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE, Measurement

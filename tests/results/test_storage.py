@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case
-from dpbench.errors import ConfigurationError
-from dpbench.files import write_text
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import write_text
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.storage import Storage, folder_name

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.case import AXES
+from dpbench.core.case import AXES
 from dpbench.results.frame import to_frame
 from dpbench.results.roofline import Roofs, find_ceilings, read_ceilings
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement

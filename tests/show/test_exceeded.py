@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case, Script
+from dpbench.core.case import Case, Script
 from dpbench.show.comparison import exceeded_lines
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import Case
+from dpbench.core.case import Case
+from dpbench.core.settings import Settings
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import COLUMNS, STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.settings import Settings
 from dpbench.show.export import STEP_SUMMARY, append_step_summary
 from dpbench.show.layout import Table
 from dpbench.show.outputs import csv_rows, markdown_tables

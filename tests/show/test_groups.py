@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case
+from dpbench.core.case import Case
+from dpbench.core.settings import Settings
 from dpbench.results.complete import complete
 from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
-from dpbench.settings import Settings
 from dpbench.show.groups import groups
 from dpbench.show.tables import tables
 from dpbench.show.view import View

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case
-from dpbench.cli import main
+from dpbench.commands.cli import main
 from dpbench.instruments.nsys.nsys import timeline_rows
 from dpbench.instruments.nsys.timeline import Timeline, read_timeline
 from dpbench.results.frame import to_frame

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.show.export import trainer_table

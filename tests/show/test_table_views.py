@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from dpbench.core.settings import Settings
 from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
-from dpbench.settings import Settings
 from dpbench.show.layout import Table, as_text
 from dpbench.show.tables import tables
 from dpbench.show.view import View

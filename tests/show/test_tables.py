@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Script
+from dpbench.core.case import Script
 from dpbench.instruments.timing import timing_rows
 from dpbench.results.frame import to_frame
 from dpbench.show.layout import Table

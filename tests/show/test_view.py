@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dpbench.case import AXES
-from dpbench.errors import ConfigurationError
-from dpbench.settings import Settings
+from dpbench.core.case import AXES
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.settings import Settings
 from dpbench.show.view import View, column, columns, shown_by_default
 
 

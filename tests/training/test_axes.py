@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
-from dpbench.case import Case
 from dpbench.child.build import build, smoke_test
 from dpbench.child.step import run_case
 from dpbench.child.task import Task
-from dpbench.cli import main
-from dpbench.errors import ConfigurationError
-from dpbench.grid import Grid
+from dpbench.commands.cli import main
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.grid import Grid
+from dpbench.core.model_size import ModelSize
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing, TimingRecorder
-from dpbench.model_size import ModelSize
-from dpbench.registry import resolve
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.refusals import CannotTrain
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, Batch, Case, Workload
-from dpbench.errors import DpbenchError
+from dpbench.core.errors import DpbenchError
 from dpbench.training.base import Momentum
 from dpbench.verify.checks import verify
 from dpbench.verify.reference import Examples

@@ -10,7 +10,7 @@ from opacus.layers import DPLSTM
 from torch import Tensor, nn
 
 from dpbench import TRAINERS
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from tests.training.test_book_keeping import BOTH, EXAMPLES, TOKENS, FirstOf, Given
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, Case, SimpleBigModel, get_random_dataloader
+from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical.logical import Logical
-from dpbench.model_size import ModelSize
 from dpbench.training import kernels
 from dpbench.training.base import Batch
 from dpbench.training.gradient_sums import ALIGNED, one_buffer, rounded_down, scaled

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench import TRAINERS
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Momentum
 from tests.training.test_book_keeping import BOTH, EXAMPLES, TOKENS, Given, between, frozen
 

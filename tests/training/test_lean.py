@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpbench import MODEL_SIZES, TRAINERS, Case, SimpleBigModel, get_random_dataloader
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.instruments.logical.logical import Logical
 from dpbench.training import ghost_lean, lean
 

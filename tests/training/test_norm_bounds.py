@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, Batch, Workload
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.training import kernels
 from dpbench.training.norm_bounds import (
     GramSums,

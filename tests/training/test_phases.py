@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.case import OUTSIDE, PHASES
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import OUTSIDE, PHASES
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.phases import in_phase, observed_step, phase
 
 

@@ -13,12 +13,12 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, Workload
-from dpbench.case import Case
 from dpbench.child.build import smoke_test
-from dpbench.cli import main
-from dpbench.errors import DpbenchError
+from dpbench.commands.cli import main
+from dpbench.core.case import Case
+from dpbench.core.errors import DpbenchError
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
-from dpbench.registry import resolve
 from dpbench.training.base import Batch
 
 PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")

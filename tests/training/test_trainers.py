@@ -12,8 +12,8 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
 from dpbench import MODEL_SIZES, TRAINERS, SimpleBigModel, TrainerBase, get_random_dataloader
-from dpbench.case import ATTENTIONS
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import ATTENTIONS
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.phases import observed_step
 from dpbench.verify.reference import Examples

@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpbench
 from dpbench import Batch, Workload
-from dpbench.case import Case
 from dpbench.child.build import build, pick_device
 from dpbench.child.messages import RECORDS, read_records, result_of
 from dpbench.child.task import Task
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.forked import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement
-from dpbench.registry import resolve
 from dpbench.verify.checks import verify_here
 from dpbench.verify.reference import distances
 from dpbench.verify.subject import Subject

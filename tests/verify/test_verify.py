@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from dpbench.case import Case
-from dpbench.cli import main
+from dpbench.commands.cli import main
 from dpbench.commands.verify import found
-from dpbench.errors import ConfigurationError, DpbenchError
-from dpbench.registry import resolve
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.registry import resolve
 from dpbench.verify.check import Check
 
 FAULTY = "tests.verify.faulty"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case
-from dpbench.registry import resolve
+from dpbench.core.case import Case
+from dpbench.core.registry import resolve
 from dpbench.verify.checks import verify
 from tests.verify import wrong
 

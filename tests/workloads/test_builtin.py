@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, Batch, Workload
-from dpbench.case import Case
 from dpbench.child.build import workload_of
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import WORKLOADS, resolve
 from dpbench.instruments.logical.logical import Logical
-from dpbench.registry import WORKLOADS, resolve
 from dpbench.verify.reference import Examples
 from dpbench.workloads.axes import checkpoint_blocks
 from dpbench.workloads.layer import LAYERS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import TRAINERS, CaseReport
-from dpbench.cli import main
+from dpbench.commands.cli import main
 
 GUIDE = (Path(__file__).parents[2] / "docs/guide.md").read_text(encoding="utf-8")
 CHAPTER = re.split(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpbench import MODEL_SIZES, ConfigurationError, SimpleBigModel
-from dpbench.case import ATTENTIONS
+from dpbench.core.case import ATTENTIONS
 
 TINY = MODEL_SIZES["tiny"]
 

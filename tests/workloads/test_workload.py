@@ -13,17 +13,17 @@ import torch
 from torch._subclasses import fake_tensor
 
 from dpbench import TRAINERS, WORKLOADS
-from dpbench.case import Case
+from dpbench.advise.fit import needed
 from dpbench.child.build import build, smoke_test
 from dpbench.child.failures import CaseRefused
 from dpbench.child.task import Task
-from dpbench.cli import main
-from dpbench.errors import ConfigurationError
-from dpbench.fit import needed
-from dpbench.grid import Grid
+from dpbench.commands.cli import main
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.grid import Grid
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
-from dpbench.registry import resolve
 from tests.workloads import digits
 
 CPU = torch.device("cpu")

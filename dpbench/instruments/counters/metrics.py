@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dpbench.child.messages import Steps
-from dpbench.errors import ConfigurationError, unknown
-from dpbench.metrics import METRICS, Counters, Metric
-from dpbench.options import listed, option
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.metrics import METRICS, Counters, Metric
+from dpbench.core.options import listed, option
 
 ALWAYS = ("dram_read_bytes", "dram_write_bytes")
 """Metrics that are counted whatever is asked for, if the chip has them."""

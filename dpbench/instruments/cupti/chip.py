@@ -11,12 +11,12 @@ from ctypes import c_uint8
 from functools import cached_property
 from typing import Any
 
-from dpbench.errors import unknown
+from dpbench.core.errors import unknown
+from dpbench.core.metrics import METRICS, Metric
 from dpbench.instruments.counters.errors import CountersBusy, CounterUnknown
 from dpbench.instruments.counters.metrics import ALWAYS, counters, having, resolve
 from dpbench.instruments.cupti.library import CountersDoNotCombine, Library
 from dpbench.instruments.cupti.structures import COUNTER
-from dpbench.metrics import METRICS, Metric
 
 Image = ctypes.Array[c_uint8]
 """Bytes that only CUPTI can interpret."""

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dpbench.case import Case
+from dpbench.core.case import Case
+from dpbench.core.settings import Settings
 from dpbench.instruments.counters.metrics import CounterOptions
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.launch.case_process import CaseProcess
 from dpbench.results.rows import Measurement
-from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.instruments.cupti.recorder import CuptiRecorder

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dpbench.case import OUTSIDE
+from dpbench.core.case import OUTSIDE
+from dpbench.core.metrics import METRICS, Sum
 from dpbench.instruments.counters.errors import ProfilerNotLoaded
 from dpbench.instruments.counters.metrics import ALWAYS, counters
 from dpbench.instruments.cupti.chip import LINKS, Configuration, chip_of, chosen, image_fields
@@ -22,7 +23,6 @@ from dpbench.instruments.cupti.library import (
     load_library,
 )
 from dpbench.instruments.cupti.structures import USER_RANGE, USER_REPLAY
-from dpbench.metrics import METRICS, Sum
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 

@@ -8,14 +8,14 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from dpbench.case import Case
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder, whole_steps
+from dpbench.core.case import Case
+from dpbench.core.metrics import unit
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
 from dpbench.instruments.cupti.ranges import StepCounter, Target, enough_ranges
 from dpbench.instruments.timing import TimingRecorder, timing_rows
-from dpbench.metrics import unit
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.phases import PhaseListener
 

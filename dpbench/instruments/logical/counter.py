@@ -30,7 +30,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpbench.case import ALL_PHASES, OUTSIDE, Case
+from dpbench.core.case import ALL_PHASES, OUTSIDE, Case
+from dpbench.core.metrics import unit
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.costs import Cost, cost
@@ -43,7 +44,6 @@ from dpbench.instruments.logical.stand_ins import (
     UnsupportedOperation,
     from_the_first,
 )
-from dpbench.metrics import unit
 from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 

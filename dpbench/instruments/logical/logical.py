@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
-from dpbench.case import Case
 from dpbench.child.failures import CaseFailed
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import Task
-from dpbench.errors import DpbenchError, own_line
+from dpbench.core.case import Case
+from dpbench.core.errors import DpbenchError, own_line
+from dpbench.core.registry import is_builtin
+from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.forked import fork_server
 from dpbench.launch.pending import PendingMeasurement
-from dpbench.registry import is_builtin
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
-from dpbench.settings import Settings
 from dpbench.training.phases import observed_step
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from dpbench.case import Case
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder, on_cuda
+from dpbench.core.case import Case
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 

@@ -16,12 +16,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from dpbench import gpu
-from dpbench.case import Case
 from dpbench.child.failures import CaseFailed, InstrumentError
 from dpbench.child.messages import NVTX_DOMAIN, Steps
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import OF_PARENT
+from dpbench.core import gpu
+from dpbench.core.case import Case
+from dpbench.core.metrics import Metric
+from dpbench.core.settings import Settings
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,
@@ -42,10 +44,8 @@ from dpbench.instruments.ncu.report import (
 )
 from dpbench.launch.case_process import CaseProcess, log_lines
 from dpbench.launch.processes import version_of
-from dpbench.metrics import Metric
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
-from dpbench.settings import Settings
 
 
 class NcuNotFound(InstrumentError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from dpbench.case import OUTSIDE, Case
 from dpbench.child.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.child.recorder import Recorder
+from dpbench.core.case import OUTSIDE, Case
 from dpbench.results.rows import Measurement
 
 

@@ -14,16 +14,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import ALL_PHASES, OUTSIDE, Case
 from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import NVTX_DOMAIN, NVTX_END
-from dpbench.errors import ConfigurationError
-from dpbench.files import write_text
-from dpbench.gpu import chip_of
+from dpbench.core.case import ALL_PHASES, OUTSIDE, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import write_text
+from dpbench.core.gpu import chip_of
+from dpbench.core.metrics import Counters, Metric
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.counters.libraries import load_helpers_first
 from dpbench.instruments.counters.metrics import counters, having, on_chip
-from dpbench.metrics import Counters, Metric
 from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement
 

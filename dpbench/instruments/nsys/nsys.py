@@ -14,15 +14,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dpbench.case import Case
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder
+from dpbench.core.case import Case
+from dpbench.core.metrics import unit
+from dpbench.core.settings import Settings
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.processes import run, version_of
-from dpbench.metrics import unit
 from dpbench.results.rows import STEP, Measurement
-from dpbench.settings import Settings
 
 if TYPE_CHECKING:
     from dpbench.instruments.nsys.timeline import Timeline

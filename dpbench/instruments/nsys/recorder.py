@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from dpbench.case import OUTSIDE, Case
 from dpbench.child.messages import NVTX_DOMAIN
 from dpbench.child.recorder import NullListener, Recorder, whole_steps
+from dpbench.core.case import OUTSIDE, Case
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.phases import PhaseListener

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dpbench.case import Case
 from dpbench.child.failures import InstrumentError
-from dpbench.files import check_writable
+from dpbench.core.case import Case
+from dpbench.core.files import check_writable
+from dpbench.core.metrics import METRICS, OTHER_COPIES, unit
 from dpbench.instruments.torch_profiler import trace
-from dpbench.metrics import METRICS, OTHER_COPIES, unit
 from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement
 

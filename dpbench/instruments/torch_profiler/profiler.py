@@ -13,15 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from dpbench.case import Case
 from dpbench.child.messages import Schedule, Steps
-from dpbench.errors import ConfigurationError
-from dpbench.files import check_writable
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import check_writable
+from dpbench.core.options import option
+from dpbench.core.settings import Settings
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.torch_profiler.profile_folder import INSTRUMENT, own_folder
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, ScheduledRecorder
-from dpbench.options import option
-from dpbench.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.case import OUTSIDE, Case
 from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import Schedule
 from dpbench.child.recorder import NullListener, Recorder, device_and_torch, on_cuda
+from dpbench.core.case import OUTSIDE, Case
 from dpbench.instruments.torch_profiler import profile_folder, trace
 from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.results.rows import Measurement

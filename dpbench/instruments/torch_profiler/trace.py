@@ -22,8 +22,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from dpbench.case import OUTSIDE
 from dpbench.child.failures import InstrumentError
+from dpbench.core.case import OUTSIDE
 
 ANNOTATION = "dpbench."  # begins the name of a phase's annotation
 STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES
+from dpbench.core.case import ALL_PHASES
 from dpbench.results.frame import IN_CACHE_BYTES
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP

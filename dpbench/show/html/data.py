@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.case import AXES, SCRIPT
-from dpbench.metrics import METRICS, expectations
+from dpbench.core.case import AXES, SCRIPT
+from dpbench.core.metrics import METRICS, expectations
 from dpbench.results.frame import of_one_instrument, summarise, with_logical, with_ratios
 from dpbench.results.roofline import Roofs
 from dpbench.results.rows import NO_HARDWARE, STEP, summed

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpbench.case import OUTSIDE
-from dpbench.registry import TRAINERS
+from dpbench.core.case import OUTSIDE
+from dpbench.core.registry import TRAINERS
 from dpbench.results.rows import STEP
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, milliseconds
 

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.results.frame import derived
 from dpbench.results.outcome import trainer_summary
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, summed

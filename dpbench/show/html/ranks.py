@@ -6,7 +6,7 @@ from itertools import cycle
 
 import pandas as pd
 
-from dpbench.case import ALL_PHASES
+from dpbench.core.case import ALL_PHASES
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
 from dpbench.show.html.data import KEYS, MEASURED, Material, pivot, titles

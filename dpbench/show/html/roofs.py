@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.results.frame import CONFIGURATION
 from dpbench.results.roofline import (
     LAUNCH_BOUND,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dpbench.errors import ConfigurationError
-from dpbench.gpu import chip_of
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.gpu import chip_of
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.counters.metrics import counters, having, on_chip
 from dpbench.instruments.cupti.chip import BASIC, Chip, Configuration, chosen, known_chips

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpbench.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError
 from dpbench.instruments.counters import metrics as ncu
 from dpbench.instruments.cupti.chip import BASIC, LINKS, Chip, chosen, describe
 from dpbench.instruments.cupti.ranges import with_derived

@@ -16,7 +16,8 @@ from dpbench.child.failures import CaseFailed, CaseOutOfMemory, InstrumentError
 from dpbench.child.messages import Steps
 from dpbench.child.step import run_case
 from dpbench.child.task import Task
-from dpbench.cli import main
+from dpbench.commands.cli import main
+from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.counters.errors import CountersForbidden
 from dpbench.instruments.cupti.cupti import Cupti
@@ -26,7 +27,6 @@ from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
 from dpbench.launch.case_process import name_of
 from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP
-from dpbench.settings import Settings
 from dpbench.show.layout import as_text
 from dpbench.show.tables import tables
 from dpbench.workloads.transformer import SimpleBigModel

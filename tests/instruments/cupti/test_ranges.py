@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from dpbench.case import OUTSIDE
+from dpbench.core.case import OUTSIDE
+from dpbench.core.metrics import METRICS
 from dpbench.instruments.counters.errors import CountersBusy, CounterUnknown, ProfilerNotLoaded
 from dpbench.instruments.cupti import chip
 from dpbench.instruments.cupti.chip import LINKS
 from dpbench.instruments.cupti.library import CountersDoNotCombine, RangesLost, StepsDiffer
 from dpbench.instruments.cupti.ranges import StepCounter, count_ranges
-from dpbench.metrics import METRICS
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
 from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, target

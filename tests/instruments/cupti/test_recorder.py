@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Script
 from dpbench.child.failures import InstrumentError
+from dpbench.core.case import Script
 from dpbench.instruments.cupti import ranges
 from dpbench.instruments.cupti.recorder import CuptiRecorder
 from dpbench.training.phases import observed_step, phase

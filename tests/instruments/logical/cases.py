@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from dpbench.case import Case
+from dpbench.core.case import Case
+from dpbench.core.registry import MODELS, TRAINERS
 from dpbench.instruments.logical.logical import Logical
-from dpbench.registry import MODELS, TRAINERS
 from dpbench.results.outcome import Outcome
 
 DP_TRAINERS = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")

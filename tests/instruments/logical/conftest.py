@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dpbench.child.messages import Steps
-from dpbench.files import locked
+from dpbench.core.files import locked
 from dpbench.results.outcome import Outcome
 from tests.instruments.logical.ranks import Heard, Heards, case_of
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpbench.case import Case
 from dpbench.child.recorder import Recorder
+from dpbench.core.case import Case
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.logical.counter import is_distributed
 from dpbench.instruments.logical.memory import LiveMemory, resizing_seen, tensors

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.instruments.logical.as_on_cuda import LOWER, SUMS, WIDEST
 from dpbench.instruments.logical.counter import ByteCounter, without_data
 from dpbench.instruments.logical.logical import Logical

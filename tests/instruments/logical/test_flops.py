@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from dpbench.case import Case, Script
+from dpbench.core.case import Case, Script
 from dpbench.instruments.logical.counter import (
     ByteCounter,
     RunningCounter,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dpbench import phase
-from dpbench.case import PHASES
 from dpbench.child.build import build
+from dpbench.core.case import PHASES
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import (
     Logical,

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from dpbench import phase
 from dpbench.child.failures import CaseFailed
+from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical import stand_ins
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import Logical
-from dpbench.model_size import ModelSize
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch
 from dpbench.training.refusals import CannotTrain

@@ -23,15 +23,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
 from torch.testing._internal.distributed import fake_pg
 
-from dpbench.case import Case
 from dpbench.child.build import build
-from dpbench.errors import ConfigurationError
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.model_size import MODEL_SIZES
+from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical import collectives, one_rank
 from dpbench.instruments.logical.counter import RunningCounter, without_data
 from dpbench.instruments.logical.logical import Counting, Logical, new_objects_collected
 from dpbench.instruments.logical.memory import resizing_seen
-from dpbench.model_size import MODEL_SIZES
-from dpbench.registry import TRAINERS
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate
 from dpbench.results.kernels import OperatorCount

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from dpbench.case import Script
 from dpbench.child.patches import watch
 from dpbench.child.step_finder import StepFinder, Stop
+from dpbench.core.case import Script
 from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import OUTSIDE, Case
+from dpbench.core.case import OUTSIDE, Case
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.ncu.ncu import NcuKernels
 from dpbench.instruments.ncu.report import (

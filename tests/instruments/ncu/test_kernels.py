@@ -11,10 +11,10 @@ import pytest
 
 from dpbench import Case, ConfigurationError
 from dpbench.child.messages import Steps
-from dpbench.gpu import Gpu
+from dpbench.core.gpu import Gpu
+from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.ncu.ncu import NcuKernels
-from dpbench.settings import Settings
 from tests.recorded import RANGES, unpacked
 
 CASE = Case("dpsgd", 8, 256)
@@ -41,7 +41,7 @@ def test_the_whole_argument_list_for_every_phase() -> None:
 def asked_on(chip: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The counters that ncu is asked for on a chip."""
     card = Gpu("GPU-0", "a card", 10**9, "580", chip)
-    monkeypatch.setattr("dpbench.gpu.visible_gpus", lambda: [card])
+    monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: [card])
     [kernels] = choose(["ncu_kernels"], Settings(own={"ncu_path": sys.executable}))
     assert isinstance(kernels, NcuKernels)
     command = kernels.before_case(CASE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dpbench import ConfigurationError
+from dpbench.core.metrics import METRICS
 from dpbench.instruments.counters.metrics import counters, having, on_chip, resolve
-from dpbench.metrics import METRICS
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import pytest
 from dpbench import Case, ConfigurationError, InstrumentError, gpu
 from dpbench.child.failures import CaseFailed
 from dpbench.child.messages import Steps
+from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.counters import errors
 from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, diagnose, find_ncu
 from dpbench.instruments.ncu.report import NothingProfiled
 from dpbench.launch.processes import version_of
 from dpbench.runner import measure
-from dpbench.settings import Settings
 from tests.programs import program
 
 OUTPUT = Path(__file__).parents[2] / "data" / "ncu_output"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
+from dpbench.core.metrics import Counters, Metric
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.counters.metrics import on_chip, resolve
 from dpbench.instruments.ncu.report import (
@@ -19,7 +20,6 @@ from dpbench.instruments.ncu.report import (
     read_kernels,
     write_description,
 )
-from dpbench.metrics import Counters, Metric
 from dpbench.results.rows import STEP
 
 DATA = Path(__file__).parents[2] / "data" / "tiny-fp32"

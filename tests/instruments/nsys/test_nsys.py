@@ -9,13 +9,13 @@ import pytest
 from dpbench import Case
 from dpbench.child.failures import CaseFailed
 from dpbench.child.messages import Steps
+from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.nsys import nsys
 from dpbench.instruments.nsys.nsys import Nsys, timeline_of, timeline_rows
 from dpbench.instruments.nsys.timeline import NothingTraced
 from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP
-from dpbench.settings import Settings
 from tests.instruments.nsys.recording import Recording, case_recording
 from tests.programs import program
 

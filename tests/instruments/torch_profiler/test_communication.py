@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case
-from dpbench.cli import main
+from dpbench.commands.cli import main
+from dpbench.core.case import Case
 from dpbench.instruments.torch_profiler.profile_folder import profile_rows
 from dpbench.instruments.torch_profiler.trace import read
 from dpbench.results.report import CaseReport

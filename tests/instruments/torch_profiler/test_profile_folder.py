@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dpbench import Case
-from dpbench.case import OUTSIDE
 from dpbench.commands.step import write_report
+from dpbench.core.case import OUTSIDE
 from dpbench.instruments.ncu.report import read_kernels
 from dpbench.instruments.torch_profiler.profile_folder import (
     REPORT,

@@ -9,11 +9,11 @@ import pytest
 from dpbench import Case, ConfigurationError
 from dpbench.child.messages import Schedule, Steps
 from dpbench.child.task import Task
+from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.torch_profiler import profiler as torch_profiler
 from dpbench.instruments.torch_profiler.profile_folder import own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.settings import Settings
 
 CASE = Case("dpsgd", 4, 64, "tiny")
 

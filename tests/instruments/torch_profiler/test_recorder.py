@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from dpbench import Case
-from dpbench.case import OUTSIDE
 from dpbench.child.messages import Schedule
-from dpbench.cli import main
+from dpbench.commands.cli import main
+from dpbench.core.case import OUTSIDE
 from dpbench.instruments.torch_profiler.profile_folder import OPERATORS, REPORT, prepare
 from dpbench.instruments.torch_profiler.trace import read
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import OUTSIDE, Case
+from dpbench.core.case import OUTSIDE, Case
+from dpbench.core.model_size import MODEL_SIZES
 from dpbench.instruments.torch_profiler import trace
 from dpbench.instruments.torch_profiler.profile_folder import profile_rows
 from dpbench.instruments.torch_profiler.trace import Trace, TraceUnreadable, read
-from dpbench.model_size import MODEL_SIZES
 
 DATA = Path(__file__).parents[2] / "data" / "profile"
 BATCH, FLOAT = 4, 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case, Script
+from dpbench.core.case import Case, Script
 from dpbench.results.frame import with_logical
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run

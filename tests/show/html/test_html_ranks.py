@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.case import Case
+from dpbench.core.case import Case
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run

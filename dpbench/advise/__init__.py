@@ -1,0 +1,1 @@
+"""What to use: which cases fit into memory, and what another trainer would save."""

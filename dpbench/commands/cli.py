@@ -1,0 +1,164 @@
+"""The ``dpbench`` command; what each of its commands does is in `dpbench.commands`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TextIO
+
+from dpbench import __version__
+from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.files import printable
+from dpbench.launch.forked import fork_server
+
+COMMANDS = (
+    "doctor",
+    "smoke",
+    "verify",
+    "step",
+    "run",
+    "exec",
+    "show",
+    "compare",
+    "merge",
+    "list",
+    "fit",
+    "headroom",
+)
+"""Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
+the arguments, ``run(options)`` does it and returns the exit code."""
+
+TAKE_INSTRUMENTS = ("step", "run", "exec")
+"""The commands that declare the options of instruments from outside."""
+
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+PIPE_CLOSED = 141
+"""The exit status that shells give a program that SIGPIPE ended."""
+
+ENDED_BY_CTRL_C = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code (0 good, 1 a failure, 2 bad input)."""
+    name = "dpbench"
+    _open_what_is_closed()
+    try:
+        try:
+            if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal can print ÷
+                sys.stdout.reconfigure(errors="backslashreplace")
+            options = _parsed(sys.argv[1:] if argv is None else argv)
+            name += f" {options.command_name}"
+            with _ending_signals_as_ctrl_c():
+                return int(options.command(options))
+        finally:  # here, where a closed pipe can be caught, and not when the interpreter ends
+            print(end="", flush=True)
+    except DpbenchError as error:
+        code, words = error.exit_code, str(error)
+    except KeyboardInterrupt:
+        code, words = ENDED_BY_CTRL_C, "interrupted"
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _discard(sys.stdout)
+        # dpbench list | head, or >/dev/full
+        code, words = (PIPE_CLOSED, "") if isinstance(error, BrokenPipeError) else (1, str(error))
+    try:
+        print(words and printable(f"{name}: {words}\n"), end="", file=sys.stderr, flush=True)
+    except OSError:  # with 2>&1 both are the pipe
+        _discard(sys.stderr)
+    return code
+
+
+def _open_what_is_closed() -> None:
+    """Open ``/dev/null`` for each closed standard stream.
+
+    Otherwise the next file that is opened would get its number, and the output of measured
+    processes with it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r"))
+
+
+def _discard(stream: TextIO) -> None:
+    """Discard what a stream still holds, which the interpreter would write again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _parsed(written: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise ConfigurationError("the current directory no longer exists; go to another") from error
+    if [*written[:1]] == ["run"] and not {*written} & {"-h", "--help", "--cluster"}:
+        fork_server()  # imports torch, while this process reads its options and imports pandas
+    return build_parser("".join(written[:1]), written).parse_args(written)
+
+
+@contextmanager
+def _ending_signals_as_ctrl_c() -> Iterator[None]:
+    """Handle a batch system's signals as Ctrl-C, to end measured processes too; nohup's stay."""
+    heard = [s for s in ENDING_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+    handlers = {s: signal.signal(s, signal.default_int_handler) for s in heard}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of a command; without one, of all, whose docstrings are read, not imported.
+
+    Args:
+        command: its name.
+        words: the command line; the instruments from outside that it names add their options.
+    """
+    parser = argparse.ArgumentParser(
+        prog="dpbench",
+        description="Measure how many bytes differentially private training moves.",
+        epilog="`pytest -m gpu --ncu` is the same measurement with assertions.",
+    )
+    parser.add_argument("--version", action="version", version=f"dpbench {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")
+    for name in [command] if command in COMMANDS else COMMANDS:
+        text = _help_of(name)
+        described = commands.add_parser(
+            name,
+            help=text.partition("\n")[0].rstrip("."),
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if name == command:
+            module = import_module(f"dpbench.commands.{name}")
+            module.add_arguments(described)
+            if command in TAKE_INSTRUMENTS:
+                _declare_outside(described, words)
+            described.set_defaults(command=module.run)
+    return parser
+
+
+def _declare_outside(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Declare the options of instruments from outside, each in a group of its own."""
+    from dpbench.instruments import declare_outside
+
+    declare_outside(lambda *title: parser.add_argument_group(*title).add_argument, words)
+
+
+def _help_of(command: str) -> str:
+    """The docstring of a command's module, without importing it: some load pandas."""
+    source = Path(__file__).with_name(f"{command}.py")
+    return ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""

@@ -1,0 +1,201 @@
+"""The checks: packages, directories, the GPU, and whether known work is counted right."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from dpbench.commands.machine.calibration import (
+    EXAMPLE_BYTES,
+    FAILED,
+    OK,
+    REST,
+    STEPS,
+    TOLERANCE,
+    WARNING,
+    Finding,
+    judge,
+    largest_work,
+)
+from dpbench.core.case import Case
+from dpbench.core.files import check_writable
+from dpbench.core.gpu import chip_here, visible_gpus, why_no_gpu
+from dpbench.core.metrics import METRICS
+from dpbench.core.settings import Settings
+from dpbench.instruments.counters.metrics import ALWAYS, CounterOptions, on_chip
+from dpbench.instruments.cupti.cupti import Cupti
+from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, find_ncu
+from dpbench.launch.processes import version_of
+from dpbench.results.rows import STEP
+from dpbench.show.layout import gigabytes
+
+SMALL_CASE = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
+
+
+def packages(settings: Settings) -> Iterator[Finding]:
+    """All packages that dpbench requires are installed, in the required versions."""
+    installed = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
+    for package in map(Requirement, metadata.requires("dpbench") or ()):
+        if package.marker and not package.marker.evaluate({"extra": ""}):
+            continue
+        asked, version = f"{package.name}{package.specifier}", "missing"
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(package.name)
+        if version != "missing" and package.specifier.contains(version, prereleases=True):
+            installed.append(f"{package.name} {version}")
+            continue
+        detail, remedy = f"{package.name} is {version}, not {asked}", f"pip install '{asked}'"
+        yield Finding("packages", FAILED, detail, remedy)
+    yield Finding("packages", OK, ", ".join(installed))
+
+
+def logical_counting(settings: Settings) -> Iterator[Finding]:
+    """Logical bytes can be counted, which works without a GPU."""
+    from dpbench.instruments.logical.logical import Logical
+
+    rows = {(row.phase, row.metric): row.value for row in Logical().count(SMALL_CASE).rows}
+    moved = rows[STEP, "logical_read_bytes"] + rows[STEP, "logical_write_bytes"]
+    yield Finding("logical counting", OK, f"{SMALL_CASE.id}: {gigabytes(moved)} GB a step")
+
+
+def directories(settings: Settings) -> Iterator[Finding]:
+    """The directories of reports, logs and GPU locks are writable; none is created."""
+    place = settings.ncu_dir.absolute()
+    check_writable(next(path for path in (place, *place.parents) if path.exists()))
+    check_writable(Path(tempfile.gettempdir()))
+    yield Finding("directories", OK, f"{settings.ncu_dir} and {tempfile.gettempdir()}")
+
+
+def gpu(settings: Settings) -> Iterator[Finding]:
+    """There is a GPU that nothing else uses."""
+    if not visible_gpus():
+        remedy = "see that nvidia-smi lists one; logical bytes can be counted without it"
+        yield Finding("gpu", FAILED, why_no_gpu(), remedy)
+    for card in visible_gpus():
+        size = "" if card.memory_bytes is None else f", {gigabytes(card.memory_bytes)} GB"
+        yield Finding("gpu", OK, f"{card.name}{size}, driver {card.driver}, {card.uuid}")
+        if others := ", ".join(map(str, card.processes)):
+            remedy = "end it: counters are device-wide, and its bytes would be counted too"
+            yield Finding("gpu", WARNING, f"{card.uuid} is used by process {others}", remedy)
+
+
+def torch(settings: Settings) -> Iterator[Finding]:
+    """PyTorch can use the GPU, if there is one."""
+    import torch
+
+    build = torch.version.cuda
+    detail = f"torch {torch.__version__}, " + (f"CUDA {build}" if build else "a build without CUDA")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable or not visible_gpus():
+        yield Finding("torch", OK, detail)
+        return
+    reasons = [str(warning.message).partition("\n")[0] for warning in said]
+    detail = "; ".join([f"{detail}, cannot use the GPU", *reasons])
+    remedy = "install a build of torch for a CUDA version that the driver serves"
+    yield Finding("torch", FAILED, detail, f"{remedy} (nvidia-smi shows it)")
+
+
+def ncu(settings: Settings) -> Iterator[Finding]:
+    """Nsight Compute is installed, and ncu-report is not older than it."""
+    path = find_ncu(settings.of(CounterOptions).ncu_path)
+    version, reader = version_of(path), metadata.version("ncu-report")
+    detail = f"{version}, {path}"
+    if version == "unknown":
+        remedy = "name Nsight Compute's ncu with --ncu-path"
+        yield Finding("ncu", FAILED, f"{path} does not say which version it is", remedy)
+    elif Version(version).release[:2] > Version(reader).release[:2]:  # year and release
+        older = f"{detail}; its reports are read by ncu-report {reader}, which is older"
+        yield Finding("ncu", WARNING, older, "pip install --upgrade ncu-report")
+    else:
+        yield Finding("ncu", OK, detail)
+
+
+def counters(settings: Settings) -> Iterator[Finding]:
+    """Known work is counted right by every byte metric of ncu."""
+    try:
+        path = find_ncu(settings.of(CounterOptions).ncu_path)
+    except NcuNotFound:
+        path = ""
+    if not path or not visible_gpus():
+        reason = f"not tried: there is no {'ncu' if visible_gpus() else 'GPU'}"
+        yield from (Finding(c, WARNING, reason) for c in ("counters", "ncu calibration"))
+        return
+    case, chip = largest_work(), chip_here()
+    metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
+    asked = tuple(metrics.values())
+    instrument = Ncu(folder, steps=STEPS, timeout=settings.timeout, path=path, metrics=asked)
+    instrument.check()
+    rows = instrument.measure(case)
+    without = ", ".join(m.name for m in METRICS.counted("ncu") if m.name not in metrics)
+    which = f", which is all that {chip or 'this GPU'} has: no {without}" if without else ""
+    yield Finding("counters", OK, f"may be read: {', '.join(metrics)}{which}")
+    counted: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        counted[row.phase][row.metric] = row.value
+    yield judge("ncu", case.batch_size, counted)
+
+
+def cupti(settings: Settings) -> Iterator[Finding]:
+    """Known work and an idle GPU are counted right by CUPTI, in the process that works."""
+    if not visible_gpus():
+        reason = "not tried: there is no GPU"
+        yield from (Finding(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
+        return
+    case = largest_work()
+    instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
+    instrument.check()
+    record = instrument.start(case).record()
+    chip, passes = record["chip"], record["passes"]
+    names = dict.fromkeys(name for names in record["counters"].values() for name in names)
+    yield Finding(
+        "cupti",
+        OK,
+        f"libcupti {record['cupti']} counts everything on {chip} in {passes} "
+        f"step{'s' if passes > 1 else ''} by phase: {', '.join(names)}",
+    )
+    counted = record["counted"][0]
+    finding = judge(Cupti.name, case.batch_size, counted)
+    resting = sum(counted.get(REST, {}).get(metric, 0.0) for metric in ALWAYS)
+    finding = replace(
+        finding, detail=f"{finding.detail}; {gigabytes(resting)} GB while the GPU did nothing"
+    )
+    if finding.status == OK and resting > TOLERANCE * 2 * case.batch_size * EXAMPLE_BYTES:
+        remedy = "end everything else that uses the GPU: its bytes are counted too"
+        finding = replace(finding, status=FAILED, remedy=remedy)
+    yield finding
+
+
+Check = Callable[[Settings], Iterable[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    packages,
+    logical_counting,
+    directories,
+    gpu,
+    torch,
+    ncu,
+    counters,
+    cupti,
+)
+"""The checks, each after those on which it depends, and named as its findings are."""
+
+
+def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
+    """Yield findings one by one; an error in one check does not stop the others."""
+    for check in checks:
+        try:
+            yield from check(settings)
+        except Exception as error:  # a broken machine can raise anything
+            yield Finding.of_error(check.__name__.replace("_", " "), error)

@@ -1,0 +1,49 @@
+"""The work of known size that calibrates the counters.
+
+It is a trainer, so that it runs through the same command, process, ranges and reader as a case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpbench.commands.machine.calibration import EXAMPLE_BYTES, REST, WORK
+from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.phases import phase
+
+IDLE_SECONDS = 0.05
+"""How long the GPU idles in each step."""
+
+
+class KnownWork(TrainerBase):
+    """Copies, fills and reads ``batch_size * EXAMPLE_BYTES`` bytes on its device, then idles.
+
+    The copy changes signs, so that SMs do it: the driver may give a plain copy to a copy engine.
+    """
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        device = next(model.parameters()).device
+        # Random numbers, because some GPUs compress zeros in memory.
+        self.source = torch.rand(batch_size * EXAMPLE_BYTES // 4, device=device)
+        self.copy = torch.empty_like(self.source)
+        self.loss = torch.zeros((), device=device)
+        self.work: Mapping[str, Callable[[], object]] = {
+            "copy": lambda: torch.neg(self.source, out=self.copy),
+            "fill": lambda: self.copy.fill_(0.5),
+            "read": lambda: torch.sum(self.source),
+        }
+
+    def train_step(self, batch: Batch) -> Tensor:
+        for name, (work, *_) in WORK.items():
+            self.work[work]()  # leaves as many unwritten bytes in the L2 as the next run will
+            with phase(name):
+                self.work[work]()
+        with phase(REST):
+            time.sleep(IDLE_SECONDS)
+        return self.loss

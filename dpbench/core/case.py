@@ -1,0 +1,350 @@
+"""What is measured: one configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
+from dpbench.core.names import joined, parameters_text, parted, quoted, read_parameters, unquoted
+
+PRODUCTS = ("fp32", "tf32", "bf16")
+"""``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
+products. ``bf16``: parameters, activations and gradients are bfloat16."""
+
+MIXED = ("bf16-amp", "fp16-amp")
+"""Parameters are float32, ``torch.autocast`` chooses by operator; fp16 with a ``GradScaler``."""
+
+PRECISIONS = (*PRODUCTS, *MIXED)
+_PRECISION = "|".join(sorted(PRECISIONS, key=len, reverse=True))
+
+CHECKPOINTING = ("off", "on")
+"""Whether backward computes the activations inside blocks again instead of keeping them."""
+
+ATTENTIONS = ("sdpa", "dp_mha")
+"""``sdpa``: ``scaled_dot_product_attention``. ``dp_mha``: Opacus's ``DPMultiheadAttention``."""
+
+PARALLELS = ("none", "ddp", "fsdp2")
+"""How ranks, processes of one GPU each, share a step. ``ddp``: each has the whole model, and
+gradients are reduced over them. ``fsdp2``: each has a shard of every parameter."""
+
+TRANSFORMER = "transformer"
+"""The workload that has four of its parameters as axes."""
+
+BASELINE_TRAINER = "standard"
+
+PHASES = ("forward", "backward", "clip", "noise", "optimizer")
+"""The phases of a training step, in the order in which they usually come."""
+
+OUTSIDE = "outside"
+"""The part of a step that is in no phase; measured too, so that phases add up to the step."""
+
+ALL_PHASES = (*PHASES, OUTSIDE)
+"""The parts of a step, in the order of tables."""
+
+
+def axis(
+    help: str, default: Any = MISSING, *, count: str = "", choices: tuple[str, ...] = ()
+) -> Any:
+    """A field of a case, one axis of a grid, with what its option says.
+
+    Args:
+        help: for the options; ``{names}`` stands for the short names along the axis.
+        default: the value if none is given.
+        count: what a positive integer counts, in words; empty for other axes.
+        choices: all values that there are; empty if others are possible.
+    """
+    return field(default=default, metadata={"help": help, "count": count, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration to measure; each field is an axis, which its metadata describe.
+
+    Trainer, workload, model and optimizer are short names, with or without parameters
+    (``dpsgd:clip=per_layer``). Other spellings become short names in
+    `dpbench.core.registry.resolve`, which also checks that they exist: the case of a saved run
+    may name what is unknown here.
+
+    The transformer's parameters are fields, empty for other workloads, whose parameters are in
+    ``set``, a mapping or text. Both can also be given as parameters of the workload:
+    ``transformer:seq_len=128``, ``resnet:depth=50,image_size=64``.
+    """
+
+    trainer: str = axis("{names}, their class names, or package.module:Class")
+    batch_size: int = axis("examples in a step", count="batch size")
+    seq_len: int = axis("tokens in an example of the transformer", 0, count="sequence length")
+    model_size: str = axis(
+        f"the transformer's: {', '.join(MODEL_SIZES)}, or VOCABULARYxHIDDENxLAYERSxHEADS", "1b"
+    )
+    precision: str = axis("{names}", "fp32", choices=PRECISIONS)
+    attention: str = axis("the transformer's: {names}", "sdpa", choices=ATTENTIONS)
+    model: str = axis("the transformer's: {names}, or package.module:Class", "simple")
+    workload: str = axis("{names}, or package.module:Class", TRANSFORMER)
+    set: str | Mapping[str, object] = axis("a parameter of the workload, NAME=VALUE", "")
+    optimizer: str = axis("{names}, or package.module:Class", "sgd")
+    micro_batches: int = axis(
+        "equal parts in which a batch is trained, gradients accumulating",
+        1,
+        count="number of micro-batches",
+    )
+    trainable: str = axis(
+        "all, a pattern of parameters' names such as '*.bias', or lora:RANK", "all"
+    )
+    activation_checkpointing: str = axis(
+        "{names}: whether blocks run again in backward", "off", choices=CHECKPOINTING
+    )
+    parallel: str = axis(
+        "{names}: how processes of one GPU each share a step", "none", choices=PARALLELS
+    )
+    gpus: int = axis("GPUs that share a batch in equal parts", 1, count="number of GPUs")
+
+    def __post_init__(self) -> None:
+        axes: dict[str, Any] = {**vars(self)}
+        self._take_parameters(axes)
+        checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else OF_TRANSFORMER.keys())
+        for axis, what in COUNTS.items():
+            if axis in checked:
+                axes[axis] = positive(what, axes[axis])
+        for axis, known in CHOICES.items():
+            if axis in checked and axes[axis] not in known:
+                raise unknown(axis.replace("_", " "), axes[axis], known)
+        for axis, value in axes.items():
+            object.__setattr__(self, axis, value)
+        if "model_size" in checked:
+            ModelSize.parse(self.model_size)
+        lora_rank(self.trainable)  # refuses what is no rank
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        if (self.parallel == "none") != (self.gpus == 1):
+            raise ConfigurationError(
+                f"gpus={self.gpus} with parallel={self.parallel}: several GPUs train in parallel, "
+                f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
+            )
+        parts = self.gpus * self.micro_batches
+        if self.batch_size % parts:
+            whose = f"is that of all {self.gpus} GPUs, and " * (self.gpus > 1)
+            raise ConfigurationError(
+                f"batch size {self.batch_size} {whose}cannot be trained in {parts} parts of equal "
+                f"size: take a multiple of {parts}"
+            )
+
+    def _take_parameters(self, axes: dict[str, Any]) -> None:
+        """Write parameters in one way, and those of the workload where they belong."""
+        for axis in ("trainer", "model", "optimizer"):
+            if isinstance(axes[axis], str):  # a class has a name once it is resolved
+                axes[axis] = joined(*parted(axes[axis]))
+        text = ""
+        if isinstance(self.workload, str):
+            axes["workload"], text = parted(self.workload)
+        axes["set"] = parameters_text([text, parameters_text(self.set)])
+        if axes["workload"] != TRANSFORMER:
+            given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
+            check_belongs(given, [str(axes["workload"])])
+            axes |= OF_TRANSFORMER
+            return
+        for axis, value in read_parameters(axes["set"]).items():
+            if axis not in OF_TRANSFORMER:
+                raise unknown(f"parameter of workload {TRANSFORMER}", axis, OF_TRANSFORMER)
+            if axes[axis] not in (USUAL[axis], value):
+                raise ConfigurationError(f"{axis} is given twice, as {axes[axis]} and as {value}")
+            axes[axis] = value
+        axes["set"] = ""
+
+    @classmethod
+    def from_row(cls, row: Mapping[Any, Any]) -> Case:
+        """The case that a row is about, made once however many rows it has."""
+        known = {**ADDED, **row}
+        return subject(**{axis: known[axis] for axis in AXES})
+
+    @classmethod
+    def from_report_path(cls, path: Path) -> Case:
+        """The case whose `report_path` this is."""
+        if path.parent.name == SCRIPT and path.stem.startswith("report_"):
+            return Script(unquoted(path.stem.removeprefix("report_")))
+        name = re.fullmatch(r"report_(.+)_bs(\d+)(?:_seq(\d+))?", path.stem)
+        folder = re.fullmatch(rf"(.+?)-({_PRECISION})((?:-.+)?)", path.parent.name)
+        if name is None or folder is None:
+            raise ConfigurationError("expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
+        axes: dict[str, Any] = {"trainer": unquoted(name[1]), "batch_size": int(name[2])}
+        if name[3] is not None:
+            axes |= {"seq_len": int(name[3]), "model_size": folder[1]}
+        else:
+            workload, _, parameters = unquoted(folder[1]).partition(",")
+            axes |= {"workload": workload, "set": parameters}
+        named, *others = re.split(rf"-(?={'|'.join(f'{axis}=' for axis in LATER)})", folder[3])
+        for part in filter(None, named.split("-")):
+            axes["attention" if part in ATTENTIONS else "model"] = unquoted(part)
+        for axis, _, value in (part.partition("=") for part in others):
+            axes[axis] = int(value) if axis in COUNTS else unquoted(value)
+        return cls(**axes, precision=folder[2])
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What the workload is built with."""
+        if self.workload == TRANSFORMER:
+            return {name: getattr(self, name) for name in OF_TRANSFORMER}
+        return dict(read_parameters(str(self.set)))
+
+    @property
+    def size(self) -> ModelSize:
+        """The dimensions behind ``model_size``."""
+        return ModelSize.parse(self.model_size)
+
+    @property
+    def baseline(self) -> Case:
+        """The same configuration under the standard trainer."""
+        return self.under(BASELINE_TRAINER)
+
+    def under(self, trainer: str) -> Case:
+        """The same configuration under another trainer."""
+        return replace(self, trainer=trainer)
+
+    @property
+    def id(self) -> str:
+        """A name for test ids and messages, e.g. ``dpsgd-bs8-seq256-1b-fp32``."""
+        length = f"-seq{self.seq_len}" if self.seq_len else ""
+        return f"{self.trainer}-bs{self.batch_size}{length}-{self.configuration}"
+
+    @property
+    def file_name(self) -> str:
+        """The id as the name of a file or folder."""
+        return self.id.replace("/", "@2F")
+
+    @property
+    def configuration(self) -> str:
+        """Everything but trainer, batch size and sequence length, e.g. ``1b-fp32``."""
+        return self._configuration(str, str)
+
+    def _configuration(self, written: Callable[[str], str], name: Callable[[str], str]) -> str:
+        named = {axis: getattr(self, axis) for axis in ("attention", "model")}
+        rest = [name(said) for axis, said in named.items() if said not in ("", USUAL[axis])]
+        rest += [f"{axis}={written(value)}" for axis, value in unusual(vars(self)).items()]
+        return "-".join([written(trained_in(vars(self))), self.precision, *rest])
+
+    @property
+    def report_path(self) -> Path:
+        """Where this case's report lies below the report directory."""
+        length = f"_seq{self.seq_len}" if self.seq_len else ""
+        name = f"report_{_name_for_path(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
+        return Path(self._configuration(_for_path, _name_for_path)) / name
+
+
+def own_axes(workload: str) -> Mapping[str, Any]:
+    """The axes that a workload's name already gives; the transformer's for all other workloads."""
+    name, parameters = parted(workload)
+    return read_parameters(parameters) if name == TRANSFORMER else OF_TRANSFORMER
+
+
+def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
+    """Refuse axes that cannot be given by themselves for any of the workloads."""
+    for axis in given:
+        if all(axis in own_axes(workload) for workload in workloads):
+            raise ConfigurationError(
+                f"{axis} is given twice: by itself and as a parameter"
+                if (name := parted(workloads[0])[0]) == TRANSFORMER
+                else f"{axis} is the transformer's: {name} takes its own parameters (set)"
+            )
+
+
+def trained_in(axes: Mapping[Any, Any]) -> str:
+    """What is trained, in short: the transformer's size, or the workload and its parameters."""
+    if axes.get("workload", TRANSFORMER) == TRANSFORMER:
+        return str(axes.get("model_size", ""))
+    return ",".join(filter(None, (str(axes["workload"]), str(axes.get("set", "")))))
+
+
+AXES = tuple(f.name for f in fields(Case))
+
+USUAL: dict[str, Any] = {field.name: field.default for field in fields(Case)}
+"""The default along each axis; `MISSING` for those that must be given."""
+
+DECLARED = {field.name: field.metadata for field in fields(Case)}
+"""What `axis` was given for each."""
+
+COUNTS: dict[str, str] = {name: said["count"] for name, said in DECLARED.items() if said["count"]}
+"""The axes that are positive integers, and what each counts."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    name: said["choices"] for name, said in DECLARED.items() if said["choices"]
+}
+"""The axes that have few values, and these values."""
+
+LATER = AXES[AXES.index("optimizer") :]
+"""Axes that ids and titles name only where the value is not the default."""
+
+OF_TRANSFORMER = {
+    axis: type(USUAL[axis])() for axis in ("seq_len", "model_size", "attention", "model")
+}
+"""The transformer's parameters, and their values in cases of other workloads."""
+
+
+def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
+    """The values along `LATER` that are known and not the default."""
+    known = {axis: axes[axis] for axis in LATER if axes.get(axis)}
+    return {axis: str(value) for axis, value in known.items() if value != ADDED[axis]}
+
+
+def _for_path(text: str) -> str:
+    """A text as part of a file's name, apart from the parts that are joined by hyphens."""
+    return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(LATER)})=)", "@2D", quoted(text))
+
+
+def _name_for_path(name: str) -> str:
+    """A name as part of a file's name: itself, then its parameters."""
+    name, parameters = parted(name)
+    return name + (_for_path(f":{parameters}").replace("-", "@2D") if parameters else "")
+
+
+ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}
+"""Axes that files of older versions lack, and the value that they had then."""
+
+SCRIPT = "script"
+"""What the rows of a `Script` have for their workload."""
+
+
+@dataclass(frozen=True, init=False)
+class Script(Case):
+    """A script, a loop or a step of one's own, by its name.
+
+    Its rows have the columns of a case: the name for the trainer, and nothing along the other
+    axes, for only who wrote it knows how it trains. The batch size is 0 unless it is given.
+    """
+
+    def __init__(self, name: str, batch_size: int = 0) -> None:
+        unknown = {axis: type(USUAL[axis])() for axis in AXES}
+        super().__init__(
+            **unknown | {"trainer": name, "batch_size": batch_size, "workload": SCRIPT}
+        )
+
+    def __post_init__(self) -> None:
+        if self.batch_size:
+            object.__setattr__(self, "batch_size", positive("batch size", self.batch_size))
+
+    def under(self, trainer: str) -> Script:
+        """Another script with the same batch size."""
+        return Script(trainer, self.batch_size)
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.trainer
+
+    @property
+    def report_path(self) -> Path:
+        """Where its report lies below the report directory."""
+        return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
+
+
+@lru_cache(maxsize=None, typed=True)
+def subject(**axes: Any) -> Case:
+    """The case or the script that these axes are of."""
+    if axes.get("workload") == SCRIPT:
+        return Script(axes["trainer"], axes["batch_size"])
+    return Case(**axes)

@@ -1,0 +1,209 @@
+"""Files: what can be written, written whole, locked where the file system can."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from dpbench.core.errors import ConfigurationError
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters of terminals, those that change the direction of writing included; not tab
+and line feed."""
+
+
+_OPEN_FILE = re.compile(r"/dev/std(out|err)|/(?:dev|proc/self)/fd/(\d+)")
+"""The names of files that this process has open."""
+
+
+def printable(text: str) -> str:
+    """A text from outside with its control characters replaced."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def in_words(error: OSError) -> str:
+    """One line about a file that could not be read or written."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def mode_of(path: Path) -> int:
+    """The mode of what a user named, for `stat.S_ISDIR` and its like; 0 if nothing is there.
+
+    Instead of ``path.exists()`` and its like, which raise some errors, or hide all, as the version
+    of Python has it.
+    """
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:  # e.g. below a directory that one may not enter
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+
+
+def check_is_file(path: Path) -> None:
+    """Refuse a file that does not exist, or is a directory, a pipe or a device."""
+    mode = mode_of(path)
+    if stat.S_ISDIR(mode):
+        raise ConfigurationError(f"{path} is a directory; name a file")
+    if not mode:
+        raise ConfigurationError(f"{path}: no such file")
+    if not stat.S_ISREG(mode):
+        raise ConfigurationError(f"{path} is a pipe or a device; name a file")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file; `OSError` for a pipe or a device, which may never end."""
+    if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
+    return path.read_bytes()
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path cannot be written twice: a pipe, a device, ``/dev/fd/3``."""
+    mode = mode_of(path)
+    return bool(_OPEN_FILE.fullmatch(str(path))) or bool(mode and not stat.S_ISREG(mode))
+
+
+def is_standard_output(path: Path) -> bool:
+    """Whether a path names this process's standard output."""
+    named = _OPEN_FILE.fullmatch(str(path))
+    return named is not None and (named[1] or named[2]) in ("out", "1")
+
+
+def check_writable_file(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is measured."""
+    check_is_path(path)
+    if not path.name or stat.S_ISDIR(mode_of(path)):
+        raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
+    if not is_stream(path):
+        check_writable(Path(os.path.realpath(path)).parent)
+    elif not os.access(path, os.W_OK):
+        raise ConfigurationError(f"{path} cannot be written")
+
+
+def check_is_path(path: Path) -> None:
+    """Refuse a URL, which would become a directory named ``file:``."""
+    for part in path.parts:
+        if re.fullmatch("[a-z][a-z0-9+]+:", part):
+            raise ConfigurationError(f"{path} is a URL; name a path, without {part}//")
+
+
+def check_writable(directory: Path) -> None:
+    """Make a directory, and refuse it if files in it cannot be written."""
+    check_is_path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"\0" * 65536)
+    except OSError as error:
+        raise ConfigurationError(
+            f"directory {directory} cannot be written: {error.strerror}"
+        ) from error
+
+
+def check_distinct_files(files: Mapping[str, Path]) -> None:
+    """Refuse two options that name the same file; ``files`` has the file of each option."""
+    options: dict[Path, str] = {}
+    for option, path in files.items():
+        first = options.setdefault(Path(os.path.realpath(path)), option)
+        if first != option:
+            raise ConfigurationError(f"{first} and {option} name the same file, {path.name!r}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8, see `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file completely or not at all; an `OSError` has its name, even if the disk is full.
+
+    Devices, pipes and the targets of links are written to, not replaced.
+    """
+    try:
+        if is_stream(path):
+            _write_stream(path, data)
+            return
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+        try:
+            with partial.open("xb") as file:  # never through a link that somebody has put there
+                file.write(data)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def _write_stream(path: Path, data: bytes) -> None:
+    """Write to a pipe or device without a buffer, so that a signal can interrupt it."""
+    if named := _OPEN_FILE.fullmatch(str(path)):  # opened by name, it would be overwritten
+        descriptor = os.dup(int(named[2] or {"out": 1, "err": 2}[named[1]]))
+    else:  # a pipe without a reader is an error at once
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        os.set_blocking(descriptor, True)
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)
+
+
+class Locked(Exception):
+    """Another process holds a lock."""
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
+    """Hold a lock file; the system releases it if the process dies.
+
+    Yields its descriptor. It is None on file systems without locks (ENOLCK, EOPNOTSUPP, EIO), where
+    measuring goes on unlocked. (Some versions of filelock wait there for ever.) Without ``wait``,
+    `Locked` is raised if another process holds the lock, with what that wrote into the file.
+    """
+    descriptor: int | None = None
+    with ExitStack() as ending:
+        try:
+            # Its last holder may have removed the file: then open it again.
+            while descriptor is None or not os.fstat(descriptor).st_nlink:
+                descriptor = _open(path)
+                ending.callback(os.close, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError as error:
+                    raise Locked(os.pread(descriptor, 1000, 0).decode(errors="replace")) from error
+        except OSError:
+            descriptor = None
+        yield descriptor
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a file that every user can open, whatever the umask is.
+
+    `OSError` for a link or a pipe: in a shared folder anybody can put one there.
+    """
+    flags, descriptor = os.O_RDWR | os.O_NOFOLLOW, None
+    while descriptor is None:
+        try:
+            descriptor = os.open(path, flags)  # O_CREAT, Linux may refuse for another's
+        except FileNotFoundError:
+            with suppress(FileExistsError):  # another process was faster: open that one's
+                descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+                with suppress(PermissionError):  # a file system without modes
+                    os.fchmod(descriptor, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return descriptor

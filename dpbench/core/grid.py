@@ -1,0 +1,204 @@
+"""Many cases: every combination of some values, by name or from a file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from dpbench.core.case import (
+    AXES,
+    BASELINE_TRAINER,
+    COUNTS,
+    OF_TRANSFORMER,
+    TRANSFORMER,
+    USUAL,
+    Case,
+    check_belongs,
+    own_axes,
+    subject,
+)
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.files import read_file
+from dpbench.core.names import Parameter, combinations, joined, parameter_grid, parted
+from dpbench.core.registry import NAMED, TRAINERS
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every combination of the values along each axis of a `Case`.
+
+    Args:
+        name: of the grid, or of its file.
+        axes: the values along fields of a case; other fields have their default.
+        baseline: the trainer whose numbers ratios divide by.
+    """
+
+    name: str
+    axes: Mapping[str, tuple[Any, ...]]
+    baseline: str = BASELINE_TRAINER
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if not self.values(axis):
+                raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
+        self.cases()  # refuses impossible values
+
+    def values(self, axis: str) -> tuple[Any, ...]:
+        """The values along an axis."""
+        usual = USUAL[axis]
+        return self.axes.get(axis, () if usual is MISSING else (usual,))
+
+    def cases(self) -> list[Case]:
+        """The cases, each once; those with the same baseline are together, trainers in order."""
+        _, *outer = AXES
+        trainers, *others = map(self.values, AXES)
+        combinations(f"grid {self.name!r}", [trainers, *others])
+        every = (dict(zip(outer, values, strict=True)) for values in product(*others))
+        left_out = self._left_out()
+        cells = [_cell(axes) for axes in every if (axes["parallel"], axes["gpus"]) not in left_out]
+        cases = (subject(trainer=name, **cell) for cell in cells for name in trainers)
+        return list(dict.fromkeys(cases))
+
+    def _left_out(self) -> list[tuple[str, int]]:
+        """The combinations of parallel and gpus of which there is no case.
+
+        Several GPUs train in parallel, and one alone. Others are left out, unless a value would
+        have no case at all: then the grid is refused.
+        """
+        every = [*product(self.values("parallel"), self.values("gpus"))]
+        possible = [(way, gpus) for way, gpus in every if (way == "none") == (gpus == 1)]
+        if [*map(set, zip(*every, strict=True))] != [*map(set, zip(*possible, strict=True))]:
+            return []
+        return [pair for pair in every if pair not in possible]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a session says of the grid: the combinations that it leaves out."""
+        said = ", ".join(f"parallel={way} with gpus={gpus}" for way, gpus in self._left_out())
+        return [f"left out: {said}"] if said else []
+
+    def with_axes(self, baseline: object = None, **axes: Iterable[Any]) -> Grid:
+        """The grid with the values along these axes replaced, each once and by its short name."""
+        # First, because one of the trainers may be given by the short name of the baseline.
+        name = TRAINERS.canonical(self.baseline if baseline is None else baseline)
+        if "set" in axes:
+            axes["set"] = parameter_grid(axes["set"])
+        every = {**self.axes, **axes}
+        short = {a: map(known.canonical, every[a]) for a, known in NAMED.items() if a in every}
+        once = {axis: tuple(dict.fromkeys(values)) for axis, values in {**every, **short}.items()}
+        grid = replace(self, axes=once, baseline=name)
+        check_belongs(axes, grid.values("workload"))
+        return grid
+
+    def as_json(self) -> dict[str, Any]:
+        """The grid as a saved run describes it: an entry for each axis."""
+        axes = {axis: self.values(axis) for axis in AXES}
+        return {"name": self.name, **axes, "baseline": self.baseline}
+
+    @classmethod
+    def named(cls, name_or_file: str) -> Grid:
+        """A grid by name, or from TOML: one key per `Case` field, a value or a list.
+
+        Names of trainers and the like are the short ones, whichever spelling the file has.
+        """
+        if name_or_file in GRIDS:
+            return GRIDS[name_or_file]
+        if not name_or_file.endswith(".toml"):
+            raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
+        path = Path(name_or_file)
+        try:
+            table = tomllib.loads(read_file(path).decode())
+            baseline = table.pop("baseline", BASELINE_TRAINER)
+            if not isinstance(baseline, str):
+                raise ConfigurationError(
+                    f"baseline must be the name of a trainer, not {baseline!r}"
+                )
+            return cls(path.stem, _axes(table), baseline).with_axes()
+        except OSError as error:
+            raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
+        except (ConfigurationError, ValueError, RecursionError) as error:  # no TOML, no UTF-8
+            raise ConfigurationError(f"grid file {path}: {error}") from error
+
+
+def _cell(axes: dict[str, Any]) -> dict[str, Any]:
+    """A cell, with the default along axes that its workload lacks or gives in its name."""
+    own = own_axes(axes["workload"])
+    return axes | {axis: USUAL[axis] for axis in own if axis in OF_TRANSFORMER}
+
+
+def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The axes of a grid file's table."""
+    axes: dict[str, tuple[Any, ...]] = {}
+    for key, value in table.items():
+        wanted = int if key in COUNTS else str
+        values = value if isinstance(value, list) else [value]
+        if key not in AXES:
+            raise unknown("key", key, (*AXES, "baseline"))
+        if key == "set":
+            values = [*_parameters("set", value)]
+        elif key in NAMED:
+            values = [name for each in values for name in _names(key, each)]
+        if not values or any(type(v) is not wanted for v in values):
+            raise ConfigurationError(
+                f"{key} must be {wanted.__name__} or a list of {wanted.__name__}, not {value!r}"
+            )
+        axes[key] = tuple(values)
+    workloads = axes.get("workload", (TRANSFORMER,))
+    check_belongs(axes, workloads)
+    needed = ("trainer", "batch_size", *(("seq_len",) if TRANSFORMER in workloads else ()))
+    if missing := [key for key in needed if key not in axes]:
+        raise ConfigurationError(f"missing {', '.join(missing)}")
+    return axes
+
+
+def _names(key: str, entry: object) -> list[Any]:
+    """The names with parameters in a table such as ``{name = "dpsgd", clip = […]}``."""
+    if not isinstance(entry, dict):
+        return [entry]
+    if not isinstance(name := entry.get("name"), str):
+        raise ConfigurationError(
+            f'{key}: a table has a name beside its parameters, {{name = "…", …}}, not {entry!r}'
+        )
+    name, said = parted(name)
+    parameters = {other: value for other, value in entry.items() if other != "name"}
+    return [joined(name, [said, each]) for each in _parameters(key, parameters)]
+
+
+def _parameters(key: str, table: object) -> tuple[str, ...]:
+    """The combinations of a grid file's ``{image_size = [64, 224]}``."""
+    values = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in (table.items() if isinstance(table, dict) else [(key, [])])
+    }
+    if not all(v and all(isinstance(each, Parameter) for each in v) for v in values.values()):
+        raise ConfigurationError(
+            f"{key} must be a table of numbers, strings or lists of them, not {table!r}"
+        )
+    return parameter_grid(f"{name}={each}" for name, value in values.items() for each in value)
+
+
+_ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
+
+# Without grad_sample=ew, whose logical bytes cannot be counted; --trainer takes it.
+_OPACUS_WAYS = ("standard", "dpsgd", "dpsgd:grad_sample=functorch", "dpsgd_ghost")
+_LAYERS = "linear conv layernorm groupnorm instancenorm embedding mha rnn lstm gru"
+
+GRIDS = {
+    name: Grid(name, {"trainer": _ALL_TRAINERS, "batch_size": batch_sizes, "seq_len": seq_lens})
+    for name, batch_sizes, seq_lens in (
+        ("grid1", (8, 16), (256, 1024)),
+        ("grid2", (4, 8), (512, 1024)),
+    )
+}
+GRIDS["opacus-layers"] = Grid(  # as ``benchmarks/`` of Opacus's repository does
+    "opacus-layers",
+    {
+        "trainer": _OPACUS_WAYS,
+        "batch_size": (16, 64, 256),
+        "workload": tuple(f"layer:layer={layer}" for layer in _LAYERS.split()),
+    },
+)

@@ -1,0 +1,308 @@
+r"""Every metric, once: its name, where its numbers come from, how it is shown and judged.
+
+A new metric is one more `Metric` in `METRICS`, whether dpbench's or a project's own::
+
+    METRICS.register(Metric("l1_bytes", "L1", ("ncu",), Counters(("l1tex__t_bytes.sum",))))
+
+in a ``conftest.py``, or as an entry point of the group ``dpbench.metrics``, which is a `Metric` or
+several in a list. A saved run holds the definitions of its metrics. Counters of Nsight Compute by
+their own names (``lts__t_sectors.sum``) need no declaration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any
+
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.metric import SHOWN, Aggregate, Shown, is_counter
+from dpbench.core.metric import Counters as Counters
+from dpbench.core.metric import Metric as Metric
+from dpbench.core.metric import Peak as Peak
+from dpbench.core.metric import Share as Share
+from dpbench.core.metric import Sum as Sum
+from dpbench.core.metric import Timed as Timed
+from dpbench.core.metric import derived_name as derived_name
+from dpbench.core.metric import unit as unit
+
+SECTOR_BYTES = 32
+"""An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
+
+RATIO = "_ratio"
+"""The end of the name of a metric's ratio to the baseline's."""
+
+
+class Metrics(Mapping[str, Metric]):
+    """Metrics by name, in the order in which tables show them; entry points are read on use."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._known = {metric.name: metric for metric in metrics}
+        self.built_in = frozenset(self._known)
+        self._every: dict[str, Metric] = {}
+        self._complete = False
+
+    def register(self, *metrics: Metric) -> None:
+        """Add metrics; a name cannot be defined twice."""
+        self._every = {}
+        for metric in metrics:
+            if self._known.setdefault(metric.name, metric) != metric:
+                raise ConfigurationError(f"metric {metric.name!r} exists; choose another name")
+
+    def _all(self) -> dict[str, Metric]:
+        if not self._complete:
+            self._complete = True
+            for entry in entry_points(group="dpbench.metrics"):
+                named = entry.load()
+                self.register(*([named] if isinstance(named, Metric) else named))
+        return self._known
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    @contextmanager
+    def including(self, *sides: Iterable[Metric]) -> Iterator[None]:
+        """Know the metrics of saved runs, too, inside a block.
+
+        Metrics that are registered here keep their own definitions.
+        """
+        known = self._all()
+        lent = {each.name: each for side in sides for each in side if each.name not in known}
+        if not lent:
+            yield
+            return
+        self._known, self._every = known | lent, {}
+        try:
+            yield
+        finally:
+            registered = {name: m for name, m in self._known.items() if name not in lent}
+            self._known, self._every = known | registered, {}
+
+    def behind(self, names: Collection[str]) -> list[Metric]:
+        """The definitions of these metrics, and of the sums and shares that they make."""
+        known = {*names}
+        return [m for m in self.values() if m.name in known or (m.parts and known >= {*m.parts})]
+
+    def definitions(self, names: Collection[str]) -> list[dict[str, Any]]:
+        """The same as plain JSON types, for those who do not know them."""
+        return [metric.as_json() for metric in self.behind(names)]
+
+    def had_by(self, instrument: str) -> list[Metric]:
+        """Those of an instrument."""
+        return [metric for metric in self.values() if instrument in metric.by]
+
+    def in_table(self, table: str) -> list[Metric]:
+        """Those that have a column in tables of this kind."""
+        return [metric for metric in self.values() if metric.table == table]
+
+    def counted(self, instrument: str) -> list[Metric]:
+        """The metrics that an instrument has as sums of hardware counters."""
+        return [metric for metric in self.had_by(instrument) if metric.spellings]
+
+    def every(self) -> dict[str, Metric]:
+        """These metrics and those derived from them, by name, and the largest spread of a case."""
+        if not self._every:
+            every = (each for metric in self.values() for each in (metric, *metric.derived()))
+            self._every = {each.name: each for each in (*every, LARGEST_SPREAD)}
+        return self._every
+
+    def find(self, name: str) -> Metric | None:
+        """The metric that a user names: one of `every`, or a hardware counter by its own name.
+
+        ``l2_bytes`` is ``l2_served_bytes``, ``dram_bytes_ratio`` the same as ``dram_ratio``, and
+        nvprof's ``gld_throughput`` is ``global_load_throughput``.
+        """
+        every, own = self.every(), name.removesuffix(RATIO)
+        nvprof = [derived_name(m.name, "throughput") for m in self.values() if m.nvprof == name]
+        spellings = [*nvprof, name, re.sub("^l2_bytes$", "l2_served_bytes", name)]
+        spellings += [derived_name(own)] if own != name else []
+        for spelling in spellings:
+            if spelling in every:
+                return every[spelling]
+        ends: dict[str, Aggregate] = {"sum": "sum", "max": "max"}
+        counter = Metric(own, own, ranks=ends.get(own.rpartition(".")[2], "mean"), shown=())
+        known = (each for each in (counter, *counter.derived()) if each.name == name)
+        return next(known, None) if is_counter(name) else None
+
+
+LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread", shown=())
+"""The largest of the spreads of a row's metrics, of those that count for it."""
+
+
+def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return (("GB20[0-9]", (f"dram__bytes_op_{operation}.sum",)), ("G[AB]?0B", ()))
+
+
+def _global(operation: str) -> Counters:
+    return Counters((f"l1tex__t_bytes_pipe_lsu_mem_global_op_{operation}.sum",))
+
+
+_hidden = partial(Metric, shown=())
+"""A metric that tables show only on request."""
+
+
+def _cycles(name: str, counter: str) -> Metric:
+    return _hidden(name, "", ("cupti",), Counters((counter,)))
+
+
+_DIVIDED = ("GA100", "GH100", "GB1[01][02]")
+"""Chips that count what crosses between the two halves of their L2."""
+
+_UNDIVIDED = ("GV1*", "TU1*", "GA10[!0]", "AD1*", "GB20*", "GB10B")
+"""Chips that do not. Which counters other chips have is unknown."""
+
+_CROSSINGS = "lts__t_sectors_srcunit_ltcfabric.sum"
+
+
+def _l2(counter: str, less: str = "", undivided: bool = True) -> Counters:
+    """A counter of the L2, less that of crossings on chips that have it."""
+    named = f"lts__t_sectors{counter}.sum"
+    others = ((chip, (named,) if undivided else ()) for chip in _UNDIVIDED)
+    divided = (named, less) if less else (named,)
+    chips = (*((chip, divided) for chip in _DIVIDED), *others)
+    return Counters((), SECTOR_BYTES, chips, less)
+
+
+_COUNTED, _LOGICAL, _TIMED = ("ncu", "cupti"), ("logical",), ("timing", "cupti")
+_CUPTI = ("cupti",)  # under ncu the CPU does not run ahead of the GPU: no time, no busy share
+_TENSOR, _PEAK = "sm__pipe_tensor_cycles_active.sum", ".peak_sustained_elapsed"
+_kernels = partial(_hidden, by=("ncu_kernels",), table="kernels")
+_profiler = partial(_hidden, by=("torch_profiler",), table="PyTorch profiler")
+_nsys = partial(_hidden, by=("nsys",), table="Nsight Systems")
+_VALUE: tuple[Shown, ...] = ("value",)
+_AND_RATIO: tuple[Shown, ...] = (*SHOWN, "ratio")
+
+OTHER_COPIES = "memcpy_other_bytes"
+"""Copies in no direction that a trace names, between two GPUs, say; rows only if there are any."""
+
+# fmt: off
+METRICS = Metrics((
+    Metric("dram_read_bytes", "DRAM\nread", _COUNTED,
+           Counters(("dram__bytes_read.sum",), chips=_dram("read")),
+           nvprof="dram_read_throughput", logical="logical_read_bytes", shown=_VALUE),
+    Metric("dram_write_bytes", "DRAM\nwrite", _COUNTED,
+           Counters(("dram__bytes_write.sum",), chips=_dram("write")),
+           nvprof="dram_write_throughput", logical="logical_write_bytes", shown=_VALUE),
+    Metric("dram_bytes", "DRAM\ntotal", _COUNTED, Sum(("dram_read_bytes", "dram_write_bytes")),
+           logical="logical_bytes", shown=_AND_RATIO, expected=(2.0, 5.0), spread=True),
+    # What SMs ask the L2 for. Atomics and reductions are left out of reads and writes; nvprof
+    # counted them in both.
+    _hidden("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, _l2("_srcunit_tex_op_read"),
+            nvprof="l2_read_throughput"),
+    _hidden("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, _l2("_srcunit_tex_op_write"),
+            nvprof="l2_write_throughput"),
+    # A sector whose home is the other half of the L2 is asked for there, and counted in both.
+    _hidden("l2_crossing_bytes", "L2\ncrossing", _COUNTED,
+            _l2("_srcunit_ltcfabric", undivided=False), throughput=False),
+    # All sectors, whoever asked, SMs or copy engines; without crossings where they are counted.
+    Metric("l2_served_bytes", "L2\nserved", _COUNTED, _l2("", _CROSSINGS), shown=_AND_RATIO,
+           expected=(1.5, 3.0), throughput=False, spread=True),
+    _hidden("l2_atomic_bytes", "L2\natomic", _COUNTED,
+            Counters(("lts__t_sectors_op_atom.sum", "lts__t_sectors_op_red.sum"), SECTOR_BYTES),
+            throughput=False),
+    # Misses loads by TMA and LDGSTS on Hopper.
+    _hidden("global_load_bytes", "global\nload", _COUNTED, _global("ld"), nvprof="gld_throughput"),
+    _hidden("global_store_bytes", "global\nstore", _COUNTED, _global("st"),
+            nvprof="gst_throughput"),
+    Metric("logical_read_bytes", "logical\nread", _LOGICAL, shown=_VALUE),
+    Metric("logical_write_bytes", "logical\nwrite", _LOGICAL, shown=_VALUE),
+    Metric("logical_bytes", "logical\ntotal", _LOGICAL,
+           Sum(("logical_read_bytes", "logical_write_bytes")), shown=_AND_RATIO),
+    # What one rank sends to others, by the ring of each collective's algorithm.
+    Metric("collective_bytes", "sent by\na rank", _LOGICAL, ranks="mean", shown=_AND_RATIO,
+           throughput=False, source="collective_bytes"),
+    Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), Peak(), throughput=False,
+           logical="peak_memory_bytes"),
+    # Of those that a step makes: the allocator needs a free block of that size at once.
+    _hidden("largest_tensor_bytes", "largest\ntensor", _LOGICAL, Peak(), throughput=False),
+    _hidden("flops", "GFLOP", _LOGICAL, giga=True),
+    Metric("step_time_seconds", "step\nms", _TIMED, Timed(), spread=True),
+    Metric("gpu_busy_share", "busy", _CUPTI, Share(("gpu_busy_cycles", "gpu_elapsed_cycles")),
+           shown=_VALUE, higher_is_better=True),
+    _hidden("samples_per_second", "samples\nper s", _TIMED, Timed(), ranks="sum",
+            higher_is_better=True),
+    # How long a range took by the GPU's clock, synchronized at its borders.
+    _hidden("range_time_seconds", "range\nms", _CUPTI,
+            Counters(("gpu__time_duration.sum",), 1e-9), repeats="median", ranks="max"),
+    # Of the range's time, when anything ran; of all SMs' time, when an SM had a warp; of what
+    # tensor cores, and the slots for warps, could do in that time, what they did.
+    _cycles("gpu_busy_cycles", "gr__cycles_active.sum"),
+    _cycles("gpu_elapsed_cycles", "gr__cycles_elapsed.sum"),
+    _hidden("sm_busy_share", "SMs\nbusy", _CUPTI, Share(("sm_busy_cycles", "sm_elapsed_cycles")),
+            higher_is_better=True),
+    _cycles("sm_busy_cycles", "sm__cycles_active.sum"),
+    _cycles("sm_elapsed_cycles", "sm__cycles_elapsed.sum"),
+    _hidden("tensor_pipe_share", "tensor\npipe", _CUPTI,
+            Share(("tensor_pipe_cycles", "tensor_pipe_peak_cycles")), higher_is_better=True),
+    _cycles("tensor_pipe_cycles", _TENSOR),
+    _cycles("tensor_pipe_peak_cycles", _TENSOR + _PEAK),
+    _hidden("warps_active_share", "warps\nactive", _CUPTI,
+            Share(("warp_cycles", "warp_peak_cycles")), higher_is_better=True),
+    _cycles("warp_cycles", "sm__warps_active.sum"),
+    _cycles("warp_peak_cycles", "sm__warps_active.sum" + _PEAK),
+    # By Nsight Systems, between the first and last moment of a range, under its recording.
+    _nsys("timeline_seconds", "ms", how=Timed()),
+    _nsys("timeline_busy_seconds", "GPU busy\nms", how=Timed()),
+    _nsys("timeline_busy_share", "busy", how=Share(("timeline_busy_seconds", "timeline_seconds")),
+          higher_is_better=True),
+    _nsys("timeline_launches", "launches", repeats="median"),
+    # What a GPU exchanges with others and with the host; counted where there are others.
+    _hidden("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, Counters(("nvlrx__bytes.sum",))),
+    _hidden("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, Counters(("nvltx__bytes.sum",))),
+    _hidden("pcie_read_bytes", "PCIe\nread", _CUPTI, Counters(("pcie__read_bytes.sum",))),
+    _hidden("pcie_write_bytes", "PCIe\nwrite", _CUPTI, Counters(("pcie__write_bytes.sum",))),
+    # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
+    _kernels("kernel_launches", source="launches"),
+    _kernels("kernel_dram_read_bytes", source="read_bytes"),
+    _kernels("kernel_dram_write_bytes", source="write_bytes"),
+    _kernels("kernel_l2_total_bytes", source="l2_bytes"),
+    _kernels("kernel_time_seconds", ranks="max", source="seconds"),
+    _profiler("cpu_time_seconds", "CPU\nms", ranks="max"),
+    _profiler("device_time_seconds", "GPU\nms", ranks="max"),
+    # From when a collective begins in a rank until it ends: moving data, and waiting for ranks that
+    # come later. Exposed is what of that nothing else of the rank's ran beside.
+    _profiler("communication_seconds", "in collec-\ntives ms", ranks="max"),
+    _profiler("exposed_communication_seconds", "exposed\nms", ranks="max"),
+    _profiler("exposed_communication_share", "exposed",
+              how=Share(("exposed_communication_seconds", "communication_seconds"))),
+    _profiler("phase_peak_memory_bytes", "peak\nmemory", how=Peak()),
+    _profiler("memory_growth_bytes", "memory\ngrowth", how=Peak(), signed=True),
+    _profiler("memcpy_device_to_device_bytes", "device\nto device", source="Memcpy DtoD"),
+    _profiler("memcpy_host_to_device_bytes", "host\nto device", source="Memcpy HtoD"),
+    _profiler("memcpy_device_to_host_bytes", "device\nto host", source="Memcpy DtoH"),
+    _profiler(OTHER_COPIES, "other"),
+    _profiler("memset_bytes", "memset", source="Memset"),
+))
+# fmt: on
+"""What can be in a run besides counters by their own names, which have ``__`` in them."""
+
+
+def expectations(texts: Iterable[str] = ()) -> dict[str, tuple[float, float]]:
+    """Expected ranges of ratios by metric: the usual ones, and what ``RATIO:LOW-HIGH`` sets.
+
+    ``none`` drops the usual ones.
+    """
+    texts = list(texts)
+    usual = {metric.name: metric.expected for metric in METRICS.values() if metric.expected}
+    expected = {} if "none" in texts else usual
+    for text in texts:
+        if text == "none":
+            continue
+        number = r"\s*(\d+\.?\d*|\.\d+)\s*"
+        match = re.fullmatch(rf"\s*(\w+)\s*:{number}-{number}", text)
+        if match is None or float(match[2]) > float(match[3]):
+            raise ConfigurationError(f"expectation {text!r}: write dram_ratio:2-5, or none")
+        ratio = METRICS.find(match[1])
+        if ratio is None or ratio.kind != "ratio":
+            raise unknown("ratio", match[1], map(derived_name, METRICS))
+        expected[ratio.of] = float(match[2]), float(match[3])
+    return expected

@@ -1,0 +1,350 @@
+"""Trainers, models, workloads, optimizers and instruments by name, resolved only when used.
+
+Names map to import targets (``package.module:Class``), so that a command can check a name,
+or hand it to a child process, without importing torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from dpbench.core.case import Case, Script
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.names import joined, parted, read_parameters
+
+
+class Registry(Mapping[str, Any]):
+    """A mapping of names to classes that are imported on first use.
+
+    A class can be named in five ways: its short name (``dpsgd``), its class name
+    (``DPSGDTrainer``), an import target (``package.module:Class``), a target with the short
+    name it shall have (``mine=package.module:Class``), or by itself. An object can be named so too,
+    by itself if it is at the top level of the module that defines its class. Each can be followed
+    by parameters (``dpsgd:clip=per_layer``): arguments of the class, except those that are
+    ``given``, which its caller passes.
+    """
+
+    def __init__(self, kind: str, targets: Mapping[str, str], given: Iterable[str] = ()) -> None:
+        self.kind, self.given = kind, {*given}
+        self._targets, self._builtin = dict(targets), dict(targets)
+        self._installed: set[str] = set()
+
+    def register(self, name: str, target: object) -> None:
+        """Give a class, or an import target ``package.module:Class``, a short name."""
+        if not isinstance(target, str):
+            target = self._target(target)
+        module, _, attribute = target.partition(":")
+        parts = f"{module}.{attribute}".split(".")
+        if module == "__main__" or not all(part.isidentifier() for part in parts):
+            raise ConfigurationError(
+                f"{self.kind} {name!r}: {target!r} cannot be imported by the process that "
+                f"measures it; define it at the top level of a module: package.module:Class"
+            )
+        if not name.isidentifier():
+            raise ConfigurationError(f"{self.kind} name {name!r} must be a Python identifier")
+        classes = {builtin.split(":")[-1]: builtin for builtin in self._builtin.values()}
+        if (meant := (classes | self._targets).get(name, target)) != target:
+            raise ConfigurationError(
+                f"{self.kind} name {name!r} already means {meant}; "
+                f"choose another with NAME={target}"
+            )
+        self._targets[name] = target
+
+    def register_installed(self) -> None:
+        """Register the entry points of installed packages in the group ``dpbench.KINDs``."""
+        for entry in entry_points(group=f"dpbench.{self.kind}s"):
+            if entry.name not in self:
+                self.register(entry.name, entry.value)
+                self._installed.add(entry.name)
+
+    def canonical(self, spelling: object) -> str:
+        """The short name of any spelling, parameters in order; import targets are registered."""
+        if not isinstance(spelling, str):
+            spelling = self._target(spelling)
+        name, parameters = parted(spelling)
+        return joined(self._short(name), parameters)
+
+    def _name(self, spelling: object) -> str:
+        """The short name alone."""
+        return parted(self.canonical(spelling))[0]
+
+    def _short(self, spelling: str) -> str:
+        if spelling in self._targets:
+            return spelling
+        for name, target in self._targets.items():
+            if spelling in (target, target.split(":")[-1]):
+                return name
+        name, separator, target = spelling.rpartition("=")
+        if ":" not in target:
+            raise unknown(self.kind, spelling, self, "or package.module:Class")
+        name = name if separator else target.split(":")[-1].rpartition(".")[2]
+        self.register(name, target)
+        return name
+
+    def _target(self, named: Any) -> str:
+        """The import target of a class, a function, or an object at the top level of a module."""
+        if named is None or isinstance(named, int | float):  # which modules have, too
+            return str(named)
+        for target in self._targets.values():  # it may be elsewhere than it says
+            module, _, attribute = target.partition(":")
+            if getattr(sys.modules.get(module), attribute, None) is named:
+                return target
+        if hasattr(named, "__qualname__"):
+            return f"{named.__module__}:{named.__qualname__}"
+        module = type(named).__module__
+        for attribute, value in getattr(sys.modules.get(module), "__dict__", {}).items():
+            if value is named:
+                return f"{module}:{attribute}"
+        raise ConfigurationError(
+            f"{self.kind} {named!r} is not at the top level of {module}, which defines its class: "
+            f"assign it there, or name it package.module:NAME, for the process that measures"
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets  # the mapping's own would import the class
+
+    def __getitem__(self, spelling: object) -> Any:
+        """The class of a name; with parameters, a partial call with these arguments."""
+        with self._importing(spelling) as (module, attribute):
+            imported = import_module(module)
+        try:
+            named = attrgetter(attribute)(imported)
+        except AttributeError as error:
+            kinds = {n: v for n, v in vars(imported).items() if isinstance(v, type)}
+            own = [n for n, v in kinds.items() if v.__module__ == module and n[0] != "_"]
+            raise ConfigurationError(
+                f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}; "
+                f"its classes are {', '.join(own) or 'none'}"
+            ) from error
+        name, text = parted(self.canonical(spelling))
+        if not text:
+            return named
+        if not callable(named):
+            raise ConfigurationError(
+                f"{self.kind} {name} is an object, which has its parameters: drop {text}"
+            )
+        parameters, keywords = read_parameters(text), _keywords(named)
+        taken = [n for n in (parameters if keywords is None else keywords) if n not in self.given]
+        if wrong := [each for each in parameters if each not in taken]:
+            raise unknown(f"parameter of {self.kind} {name}", wrong[0], taken or ["none"])
+        return partial(named, **parameters)
+
+    def locate(self, spelling: str) -> None:
+        """Refuse a class whose module is missing; imports only the packages around it."""
+        if self.is_builtin(spelling):  # around some lies torch
+            return
+        with self._importing(spelling) as (module, _):
+            if module not in sys.modules and find_spec(module) is None:
+                raise ModuleNotFoundError(name=module)
+
+    @contextmanager
+    def _importing(self, spelling: object) -> Iterator[tuple[str, str]]:
+        """The module and attribute of a spelling; if it is missing, an error with a remedy.
+
+        Only where the user's own code is named is the current directory on ``sys.path``, and last:
+        libraries import what they can find there.
+        """
+        module, _, attribute = self._targets[name := self._name(spelling)].partition(":")
+        if name not in {*self._builtin, *self._installed} and str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))
+        try:
+            yield module, attribute
+        except ModuleNotFoundError as error:
+            if needed := _PACKAGES.get(str(error.name)):
+                raise ConfigurationError(f"{self.kind} {spelling!r} needs {needed}") from error
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module is there, and what it imports is not
+            remedy = "run from its directory or put that on PYTHONPATH"
+            if module in self._builtin:
+                remedy = f"a parameter is written {module}:NAME=VALUE"
+            raise ConfigurationError(
+                f"{self.kind} {spelling!r}: no module named {error.name!r}; {remedy}"
+            ) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def rank(self, name: str) -> int:
+        """The place of a name in tables: by registration, unknown names last."""
+        return [*self._targets, parted(name)[0]].index(parted(name)[0])
+
+    def is_builtin(self, name: str) -> bool:
+        """Whether a name is built in."""
+        return self._name(name) in self._builtin
+
+    def argument(self, name: str) -> str:
+        """The spelling that a process understands in which nothing was registered."""
+        name, parameters = parted(self.canonical(name))
+        named = name if name in self._builtin else f"{name}={self._targets[name]}"
+        return joined(named, parameters)
+
+    def import_path(self, name: str) -> Path | None:
+        """The directory that a named class was imported from; None if it was not imported."""
+        module = self._targets[self._name(name)].partition(":")[0]
+        if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
+            return None
+        return Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
+
+
+_PACKAGES = {
+    "opacus": "Opacus: pip install opacus",
+    "transformers": "Transformers: pip install 'dpbench[huggingface]'",
+    "plotly": "Plotly: pip install 'dpbench[report]'",
+    "jinja2": "Jinja: pip install 'dpbench[report]'",
+}
+"""Packages that may be missing, and how to install them."""
+
+
+def _keywords(named: Any) -> list[str] | None:
+    """The keyword arguments of a class and of the bases it hands others on to; None if any."""
+    classes = getattr(named, "__mro__", ())[:-1]  # without object
+    inits = [init for each in classes if (init := vars(each).get("__init__"))]
+    taken: list[str] = []
+    for function in inits if classes else [named]:
+        known = inspect.signature(function).parameters.values()
+        taken += [p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if all(p.kind is not p.VAR_KEYWORD for p in known):
+            return [name for name in dict.fromkeys(taken) if name != "self"]
+    return None if inits or not classes else []
+
+
+TRAINERS = Registry(
+    "trainer",
+    {
+        "standard": "dpbench.training.standard:StandardTrainer",
+        "dpsgd": "dpbench.training.dpsgd:DPSGDTrainer",
+        "dpsgd_ghost": "dpbench.training.fast_gradient_clipping:DPGhostClippingTrainer",
+        "dpsgd_fgc": "dpbench.training.fast_gradient_clipping:DPFastGradientClippingTrainer",
+        "lean": "dpbench.training.lean:LeanTrainer",
+        "ghost_lean": "dpbench.training.ghost_lean:GhostLeanTrainer",
+        "mixed_ghost": "dpbench.training.mixed_ghost:MixedGhostTrainer",
+        "micro_batch": "dpbench.training.micro_batch:MicroBatchTrainer",
+        "book_keeping": "dpbench.training.book_keeping:BookKeepingTrainer",
+        "fused": "dpbench.training.fused:FusedTrainer",
+    },
+    ("model", "batch_size", "optimizer", "workload", "micro_batches", "autocast"),
+)
+"""Trainers by short name; the first is the usual baseline of ratios."""
+
+MODELS = Registry(
+    "model",
+    {"simple": "dpbench.workloads.transformer:SimpleBigModel"},
+    ("size", "attention", "max_seq_len"),
+)
+"""Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
+
+WORKLOADS = Registry(
+    "workload",
+    {
+        "transformer": "dpbench.workloads.transformer:Transformer",
+        "resnet": "dpbench.workloads.resnet:ResNet",
+        "layer": "dpbench.workloads.layer:Layer",
+        "hf-causal-lm": "dpbench.workloads.huggingface:CausalLM",
+        "hf-sequence-classification": "dpbench.workloads.huggingface:SequenceClassification",
+        "hf-image-classification": "dpbench.workloads.huggingface:ImageClassification",
+    },
+)
+"""Workloads by short name: subclasses of `dpbench.workloads.base.Workload`, or such objects."""
+
+OPTIMIZERS = Registry(
+    "optimizer",
+    {
+        "sgd": "torch.optim:SGD",
+        "momentum": "dpbench.training.base:Momentum",
+        "adamw": "torch.optim:AdamW",
+    },
+    ("params", "lr"),
+)
+"""Optimizers by short name; one is called as ``Optimizer(parameters, lr=…)``."""
+
+INSTRUMENTS = Registry(
+    "instrument",
+    {
+        "timing": "dpbench.instruments.timing:Timing",
+        "ncu": "dpbench.instruments.ncu.ncu:Ncu",
+        "cupti": "dpbench.instruments.cupti.cupti:Cupti",
+        "ncu_kernels": "dpbench.instruments.ncu.ncu:NcuKernels",
+        "logical": "dpbench.instruments.logical.logical:Logical",
+        "torch_profiler": "dpbench.instruments.torch_profiler.profiler:TorchProfiler",
+        "nsys": "dpbench.instruments.nsys.nsys:Nsys",
+    },
+)
+"""Instruments by name, in the order in which they measure. Others are named by import target, or
+by an entry point; see `dpbench.instruments.choose`."""
+
+OUTPUTS = Registry(
+    "output",
+    {
+        "json": "dpbench.show.outputs:json_document",
+        "md": "dpbench.show.outputs:markdown_tables",
+        "csv": "dpbench.show.outputs:csv_rows",
+        "html": "dpbench.show.html.page:page",
+    },
+)
+"""What a run is written as, by the ending of the file: functions of runs and a view, to text or
+bytes; see `dpbench.show.outputs`."""
+
+
+NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
+"""The axes of a case that are names, and the registry of each."""
+
+
+def names_of(case: Case) -> Iterator[tuple[str, Registry, str]]:
+    """Each name in a case: its axis, its registry, the name."""
+    for axis, registry in NAMED.items():
+        if not isinstance(case, Script) and (axis != "model" or case.model):
+            name = getattr(case, axis)
+            if axis == "workload" and case.set:
+                name = joined(registry.canonical(name), str(case.set))
+            yield axis, registry, name
+
+
+def resolve(case: Case) -> Case:
+    """The case with short names, whichever spelling it has."""
+    names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
+    case = replace(case, **names) if names else case
+    import_named(case, if_parameters=True)
+    return case
+
+
+def locate(cases: Iterable[Case]) -> None:
+    """Refuse cases that name a missing module, or parameters that a class does not take."""
+    for case in cases:
+        for _, registry, name in names_of(case):
+            registry.locate(name)
+        import_named(case, if_parameters=True)
+
+
+def import_named(case: Case, *, if_parameters: bool = False) -> None:
+    """Import the classes that a case names, or those with parameters alone, to check these."""
+    for _, registry, name in names_of(case):
+        if parted(name)[1] or not if_parameters:
+            registry[name]
+
+
+def is_builtin(case: Case) -> bool:
+    """Whether every name in a case is built in."""
+    return all(registry.is_builtin(name) for _, registry, name in names_of(case))
+
+
+def called(what: str, named: Any, needs: str, *given: object, **options: object) -> Any:
+    """What a named class makes of these arguments, if it is one that takes them."""
+    try:
+        inspect.signature(named).bind(*given, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{what} cannot be called so: {error}; {needs}") from error
+    return named(*given, **options)

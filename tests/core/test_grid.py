@@ -1,0 +1,317 @@
+"""Grids: every combination of some values, by name or from a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpbench.core.case import AXES, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.grid import GRIDS, Grid
+from dpbench.workloads.layer import LAYERS
+from tests.core.test_case import ALL_TRAINERS, VALUES, quickly, refusal
+
+
+def several(values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(values, min_size=1, max_size=2, unique=True).map(tuple)
+
+
+ALONG = {axis: several(values) for axis, values in VALUES.items()}
+GRID = st.builds(Grid, name=st.just("mine"), axes=st.fixed_dictionaries(ALONG))
+GRID1 = GRIDS["grid1"]
+
+
+def with_values(**axes: tuple[Any, ...]) -> Grid:
+    """Grid 1 with other values along some axes."""
+    return replace(GRID1, axes={**GRID1.axes, **axes})
+
+
+@quickly
+@given(GRID)
+def test_grid_has_every_combination_once(grid: Grid) -> None:
+    cases = list(grid.cases())
+    assert len(cases) == len(set(cases)) == prod(len(grid.values(axis)) for axis in AXES)
+    for axis in AXES:
+        assert {getattr(case, axis) for case in cases} == set(grid.values(axis))
+
+
+def test_grid_leaves_out_several_gpus_alone_and_one_in_parallel_and_says_so() -> None:
+    grid = with_values(parallel=("none", "ddp"), gpus=(1, 2), seq_len=(8,))
+    ways = {(case.parallel, case.gpus) for case in grid.cases()}
+    assert ways == {("none", 1), ("ddp", 2)}
+    assert grid.notes == ["left out: parallel=none with gpus=2, parallel=ddp with gpus=1"]
+    assert not GRID1.notes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "gpus"), [(("none",), (1, 2)), (("none", "ddp"), (2,)), (("ddp",), (1, 2))]
+)
+def test_grid_is_refused_that_would_leave_a_value_without_a_case(
+    parallel: tuple[str, ...], gpus: tuple[int, ...]
+) -> None:
+    assert "several GPUs train in parallel" in refusal(
+        lambda: with_values(parallel=parallel, gpus=gpus)
+    )
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_grid_without_a_value_along_an_axis_is_refused(axis: str) -> None:
+    assert f"'grid1': {axis} has no value" in refusal(lambda: with_values(**{axis: ()}))
+
+
+def test_grid_with_an_impossible_case_is_refused_when_it_is_made() -> None:
+    assert "'fp8'" in refusal(lambda: with_values(precision=("fp32", "fp8")))
+    assert "batch size" in refusal(lambda: with_values(batch_size=(8, 0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_sizes", "seq_lens"),
+    [("grid1", (8, 16), (256, 1024)), ("grid2", (4, 8), (512, 1024))],
+)
+def test_named_grid_is_the_experiment_of_that_name(
+    name: str, batch_sizes: tuple[int, ...], seq_lens: tuple[int, ...]
+) -> None:
+    cases = list(Grid.named(name).cases())
+    assert len(cases) == 16
+    assert set(cases) == {
+        Case(trainer, batch_size, seq_len, model_size="1b", precision="fp32")
+        for trainer in ALL_TRAINERS
+        for batch_size in batch_sizes
+        for seq_len in seq_lens
+    }
+
+
+def test_opacus_layers_are_all_layers_each_way() -> None:
+    cases = Grid.named("opacus-layers").cases()
+    assert len(cases) == 120
+    assert {case.set for case in cases} == {f"layer={layer}" for layer in LAYERS}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_baseline_comes_first_among_the_cases_of_its_cell(name: str) -> None:
+    cases = list(Grid.named(name).cases())
+    cells = list(dict.fromkeys(case.baseline for case in cases))
+    assert cases == [
+        case
+        for cell in cells
+        for case in (cell, *(c for c in cases if c.baseline == cell and c != cell))
+    ]
+
+
+def test_unknown_grid_is_refused_with_the_named_ones() -> None:
+    message = refusal(lambda: Grid.named("grid3"))
+    assert "unknown grid 'grid3'; choose from grid1, grid2, opacus-layers (or a .toml" in message
+
+
+# --- grid files ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def grid_file(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a grid file and says where it is."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "mine.toml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def test_grid_file_takes_a_value_or_a_list_for_each_axis(grid_file: Callable[[str], str]) -> None:
+    path = grid_file(
+        """
+        trainer = ["standard", "DPSGDTrainer"]
+        batch_size = [8, 16]
+        seq_len = 256
+        model_size = "medium"
+        """
+    )
+    grid = Grid.named(path)
+    assert grid.name == "mine"
+    assert list(grid.cases()) == [
+        Case(trainer, batch_size, 256, model_size="medium")
+        for batch_size in (8, 16)
+        for trainer in ("standard", "dpsgd")
+    ]
+
+
+def test_grid_file_can_say_every_axis(grid_file: Callable[[str], str]) -> None:
+    case = Case("dpsgd_ghost", 4, 32, "tiny", "bf16", "dp_mha", "simple")
+    axes = {axis: repr(value) for axis, value in asdict(case).items()} | {"set": "{}"}
+    path = grid_file("\n".join(f"{axis} = {value}" for axis, value in axes.items()))
+    assert list(Grid.named(path).cases()) == [case]
+
+
+def test_grid_file_takes_names_with_parameters_as_text_and_as_tables(
+    grid_file: Callable[[str], str],
+) -> None:
+    path = grid_file(
+        """
+        batch_size = 8
+        baseline = "dpsgd:grad_sample=hooks"
+        workload = {name = "resnet", depth = [18, 34], image_size = 32}
+
+        [[trainer]]
+        name = "standard"
+
+        [[trainer]]
+        name = "DPSGDTrainer"
+        clip = ["flat", "per_layer"]
+        noise_multiplier = 0.5
+        """
+    )
+    grid = Grid.named(path)
+    assert grid.baseline == "dpsgd:grad_sample=hooks"
+    dpsgd = [f"dpsgd:clip={clip},noise_multiplier=0.5" for clip in ("flat", "per_layer")]
+    assert grid.cases() == [
+        Case(trainer, 8, workload="resnet", set={"depth": depth, "image_size": 32})
+        for depth in (18, 34)
+        for trainer in ("standard", *dpsgd)
+    ]
+    text = grid_file("trainer = ['standard', 'dpsgd:clip=per_layer']\nbatch_size = 8\nseq_len = 8")
+    assert Grid.named(text).values("trainer") == ("standard", "dpsgd:clip=per_layer")
+
+
+def test_workloads_of_one_grid_have_their_own_parameters(grid_file: Callable[[str], str]) -> None:
+    path = grid_file(
+        """
+        trainer = "dpsgd"
+        batch_size = 8
+        workload = [
+            {name = "transformer", seq_len = [8, 16], model_size = "tiny"},
+            {name = "resnet", depth = 18},
+        ]
+        """
+    )
+    assert Grid.named(path).cases() == [
+        Case("dpsgd", 8, 8, "tiny"),
+        Case("dpsgd", 8, 16, "tiny"),
+        Case("dpsgd", 8, workload="resnet", set={"depth": 18}),
+    ]
+
+
+def test_parameters_of_the_workload_replace_the_axes_of_a_grid() -> None:
+    grid = Grid.named("grid1").with_axes(workload=["transformer:seq_len=8,model_size=tiny"])
+    assert {(case.seq_len, case.model_size) for case in grid.cases()} == {(8, "tiny")}
+    with pytest.raises(ConfigurationError, match="seq_len is given twice"):
+        Grid.named("grid1").with_axes(workload=["transformer:seq_len=8"], seq_len=[16])
+
+
+def test_saved_grid_has_an_entry_for_each_axis() -> None:
+    saved = GRID1.as_json()
+    assert [*saved] == ["name", *AXES, "baseline"]
+    assert saved["seq_len"] == (256, 1024)
+    assert saved["precision"] == ("fp32",)
+
+
+GOOD = {"trainer": '"dpsgd"', "batch_size": "8", "seq_len": "256"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("batchsize", "8", "unknown key 'batchsize'; choose from trainer, batch_size, seq_len"),
+        ("batch_size", '"8"', "batch_size must be int or a list of int, not '8'"),
+        ("batch_size", "8.5", "batch_size must be int"),
+        ("batch_size", "true", "batch_size must be int"),
+        ("batch_size", '[8, "16"]', "batch_size must be int"),
+        ("seq_len", "[]", "seq_len must be int or a list of int, not []"),
+        ("seq_len", "[[256]]", "seq_len must be int"),
+        ("trainer", "1", "trainer must be str or a list of str, not 1"),
+        ("trainer", "[]", "trainer must be str"),
+        ("trainer", '{clip = "flat"}', "trainer: a table has a name beside its parameters"),
+        ("trainer", '{name = "dpsgd", clip = []}', "trainer must be a table of numbers"),
+        ("trainer", '{name = "dpsgd:a=1", a = 2}', "a is given twice, as 1 and as 2"),
+        ("trainer", '"dpsgd:clip=flat,clip=x"', "clip is given twice, as flat and as x"),
+        ("workload", '"transformer:seq_len=8"', "seq_len is given twice"),
+        ("model_size", "{ hidden = 64 }", "model_size must be str"),
+        ("precision", "16", "precision must be str"),
+        ("batch_size", "0", "batch size must be a positive integer, not 0"),
+        ("seq_len", "[256, -1]", "sequence length must be a positive integer, not -1"),
+        ("model_size", '"2b"', "unknown model size '2b'; choose from tiny, small, medium, 1b"),
+        ("attention", '"flash"', "unknown attention 'flash'; choose from sdpa, dp_mha"),
+    ],
+)
+def test_bad_grid_file_is_refused_by_file_and_key(
+    grid_file: Callable[[str], str], key: str, value: str, said: str
+) -> None:
+    path = grid_file("\n".join(f"{k} = {v}" for k, v in {**GOOD, key: value}.items()))
+    message = refusal(lambda: Grid.named(path))
+    assert message.startswith(f"grid file {path}: ")
+    assert said in message
+
+
+@pytest.mark.parametrize("missing", [["trainer"], ["batch_size", "seq_len"], list(GOOD)])
+def test_grid_file_must_have_trainer_batch_size_and_sequence_length(
+    grid_file: Callable[[str], str], missing: list[str]
+) -> None:
+    path = grid_file("\n".join(f"{k} = {v}" for k, v in GOOD.items() if k not in missing))
+    message = refusal(lambda: Grid.named(path))
+    assert message == f"grid file {path}: missing {', '.join(missing)}"
+
+
+def test_grid_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "absent.toml"
+    assert refusal(lambda: Grid.named(str(path))) == f"grid file {path}: No such file or directory"
+
+
+def test_grid_file_that_is_a_directory_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "directory.toml"
+    path.mkdir()
+    assert str(path) in refusal(lambda: Grid.named(str(path)))
+
+
+def test_grid_file_that_is_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.toml"
+    os.mkfifo(path)
+    assert refusal(lambda: Grid.named(str(path))) == f"grid file {path}: it is a pipe or a device"
+
+
+@pytest.mark.parametrize(
+    "content", [b"trainer = [", b"trainer: dpsgd", b"a = 1\na = 2", b"trainer = '\xff'"]
+)
+def test_grid_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    assert refusal(lambda: Grid.named(str(path))).startswith(f"grid file {path}: ")
+
+
+MANY = tuple(range(1, 201))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: with_values(batch_size=MANY, seq_len=MANY, micro_batches=MANY, gpus=MANY),
+        lambda: with_values(trainer=("standard",) * 10, batch_size=MANY, seq_len=MANY),
+        lambda: GRID1.with_axes(set=[f"{name}={n}" for name in "abcd" for n in MANY]),
+    ],
+)
+def test_a_grid_that_nobody_can_measure_is_refused_at_once(make: Callable[[], Grid]) -> None:
+    with pytest.raises(ConfigurationError, match="combinations of values; at most 100000"):
+        make()
+
+
+def test_parameters_of_a_name_that_nobody_can_measure_are_refused_at_once(tmp_path: Path) -> None:
+    listed = ", ".join(map(str, MANY))
+    each = ", ".join(f"{name} = [{listed}]" for name in "abcd")
+    path = tmp_path / "grid.toml"
+    path.write_text(f"trainer = {{name = 'dpsgd', {each}}}\nbatch_size = 1\nseq_len = 1\n")
+    with pytest.raises(ConfigurationError, match="a table of parameters has 1600000000 comb"):
+        Grid.named(str(path))
+
+
+def test_a_grid_file_that_is_nested_without_end_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text(f"trainer = {'[' * 5000}{']' * 5000}\n")
+    with pytest.raises(ConfigurationError, match=r"^grid file .*deep\.toml: maximum recursion"):
+        Grid.named(str(path))
