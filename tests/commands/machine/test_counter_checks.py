@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench import Case, gpu
+from dpbench import Case
 from dpbench.child.build import build
 from dpbench.child.step import run_case
 from dpbench.commands.machine import calibration, checks
@@ -30,6 +30,7 @@ from dpbench.commands.machine.calibration import (
     table,
 )
 from dpbench.commands.machine.known_work import KnownWork
+from dpbench.core import gpu
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
 from dpbench.instruments.logical.logical import Logical
