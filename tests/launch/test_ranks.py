@@ -73,8 +73,8 @@ def test_a_refusal_is_one_line_that_names_the_rank(tmp_path: Path) -> None:
     [
         ("Killed", "rank 1: killed by SIGKILL"),
         ("Exits", "rank 1: ended with exit code 3"),
-        ("Leaves", "rank 1: the trainer ended it with exit status 0"),
-        ("Vanishes", "rank 0: no connection to another rank (RuntimeError: "),
+        ("Leaves", "rank 1: the trainer exited with status 0"),
+        ("Vanishes", "rank 0: lost the connection to another rank (RuntimeError: "),
         ("Raises", "rank 1: ValueError: the loss is not finite"),
         ("FillsMemory", "rank 1: CUDA out of memory. Tried to allocate 2.00 GiB."),
     ],
