@@ -1,4 +1,4 @@
-"""Verifies several trainers in one group of ranks; each group takes a second to start."""
+"""Verifies several trainers in one process group, because a group takes a second to start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS, WIDTH, LENGTH = 12, 64, 4
 
 
 class Small(Workload):
-    """A layer of each kind that private trainers know; FSDP2 takes its time for each."""
+    """One layer of each kind that private trainers know, and no more: FSDP2 is slow per layer."""
 
     def model(self) -> nn.Module:
         layers = OrderedDict[str, nn.Module](
@@ -62,12 +62,12 @@ class Small(Workload):
 
 
 Wrong = dict[str, list[str]]
-"""What is wrong by check, or the words of a refusal under ``refused``."""
+"""Messages by failed check, or that of a refusal under ``refused``."""
 
 
 @dataclass(frozen=True)
 class Verified(Instrument):
-    """Takes no steps of the case: it verifies trainers over the case's ranks."""
+    """Verifies other trainers over the ranks of its case, and takes no step of the case."""
 
     name: ClassVar[str] = "verified"
     by_rank: ClassVar[bool] = True
@@ -98,7 +98,7 @@ class Verified(Instrument):
 
 
 class Counts(TorchDispatchMode):
-    """Calls of collectives, bytes that they take or give, and normal numbers drawn."""
+    """Counts calls and bytes of collectives, and normal numbers drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Counts(TorchDispatchMode):
 
 
 def second_step(case: Case, trainer: str, parallel: str) -> dict[str, int]:
-    """What one rank sends and draws in a step that is like those after it."""
+    """The counts of one rank in its second step, which later steps equal."""
     case = resolve(replace(case, trainer=trainer, parallel=parallel, micro_batches=1))
     made, batches = build(case, CPU, 2)
     made.train_step(batches[0])
@@ -126,7 +126,7 @@ def second_step(case: Case, trainer: str, parallel: str) -> dict[str, int]:
 
 
 def unclipped(case: Case) -> Wrong:
-    """What is wrong with the gradients of the standard trainer: the means over the joint batch."""
+    """What is wrong with the standard trainer's gradients, which must be means over the batch."""
     subject = Subject(case, CPU, STEPS)
     examples = subject.examples()
     means = [each.mean(each.norms.new_ones(each.norms.shape)) for each in examples]
@@ -144,9 +144,9 @@ def small(trainer: str, ranks: int) -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> tuple[int, str]:
-    """The exit code and the output of a ``dpbench`` command on the CPU.
+    """Run a ``dpbench`` command on the CPU; return its exit code and output.
 
-    It is a fork of a server: forks of a test's own process have the threads of what it has run.
+    It is forked from the fork server, because a fork of the test process would lack its threads.
     """
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     said = {RECORDS: str(folder / "records"), "PYTHONPATH": os.pathsep.join(paths)}
@@ -159,7 +159,7 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
 
 
 def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -> dict[str, Any]:
-    """What is ``wrong`` with trainers, written ``TRAINER@PARALLEL``, and the ``counts`` of some."""
+    """Verify ``pairs``, each ``TRAINER@PARALLEL``; return ``wrong``, and ``counts`` of others."""
     workload, gpus = f"{__name__}:{Small.__name__}", {"parallel": "ddp", "gpus": ranks}
     case = Case("standard", 4 * ranks, workload=workload, micro_batches=2, **gpus)  # type: ignore[arg-type]
     Task(case, Verified(" ".join(pairs), " ".join(counted))).write(folder / "task.json")

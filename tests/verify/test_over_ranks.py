@@ -41,7 +41,7 @@ SOME_CHANGES = [
     "ghost_lean:changes=noise@ddp",
     "ghost_lean:changes=reduce+taken@ddp",
 ]
-"""Those that meet another of Opacus's optimizers than all of them together do."""
+"""Subsets of changes that use other Opacus optimizers than all changes together."""
 
 THREE_RANKS = [
     "standard@fsdp2",
@@ -57,10 +57,10 @@ RIGHT = {
     "of ours": (2, [*OF_OURS, *SOME_CHANGES, f"{FAULTY}:OverRanks@ddp"]),
     "three ranks": (3, THREE_RANKS),
 }
-"""Those that are verified in the same processes, and in how many: these take a second to start."""
+"""Number of ranks, and the trainers verified in one launch, which takes a second."""
 
 OPACUS_NORMS = ("dpsgd_ghost", "dpsgd_fgc", "ghost_lean:changes=")
-"""Trainers with Opacus's norms, which tokens that are alike cancel."""
+"""Trainers with Opacus's ghost norms, in which similar tokens cancel."""
 
 REFUSED = {
     "dpsgd:clip=per_layer,grad_sample=functorch@ddp": "Unexpected grad_sample_mode: functorch",
@@ -104,7 +104,7 @@ PARAMETERS = 2 * ROWS * WIDTH + WIDTH**2 + 3 * WIDTH
 
 
 def wrong(pairs: Iterable[str], ranks: int, folder: Path) -> dict[str, dict[str, list[str]]]:
-    """What is wrong with trainers, by check."""
+    """Verify trainers; return the messages of each by failed check."""
     found: dict[str, dict[str, list[str]]] = over_ranks([*pairs], [], ranks, folder)["wrong"]
     return found
 
@@ -139,7 +139,7 @@ def test_the_command_compares_ranks_with_those_of_another_run(tmp_path: Path) ->
     assert code == 1
     assert re.search(r"^noise: parameters, steps, runs, processes +ok ", text, re.MULTILINE)
     assert re.search(r"^ranks agree +ok +2 ranks", text, re.MULTILINE)
-    assert "noise: deviation: head.weight: 2." in text  # ranks are seeded alike in that run
+    assert "noise: deviation: head.weight: 2." in text  # that run seeds ranks alike
 
 
 def test_each_change_saves_what_it_says(tmp_path: Path) -> None:
@@ -147,13 +147,13 @@ def test_each_change_saves_what_it_says(tmp_path: Path) -> None:
     calls, sent, drawn = (
         {pair: counts[pair][what] for pair in COUNTED} for what in ("calls", "bytes", "drawn")
     )
-    # Under DDP ranks share the drawing, and small gradients one reduction.
-    assert drawn["dpsgd@ddp"] == PARAMETERS  # in rank 0 alone
+    # Under DDP ranks share the drawing, and small gradients share one reduction.
+    assert drawn["dpsgd@ddp"] == PARAMETERS  # by rank 0 only
     for trainer in ("lean:changes=noise@ddp", "lean@ddp", "book_keeping@ddp"):
-        assert PARAMETERS / 2 <= drawn[trainer] < 0.6 * PARAMETERS  # some for alignment
+        assert PARAMETERS / 2 <= drawn[trainer] < 0.6 * PARAMETERS  # with padding
     assert calls["dpsgd@ddp"] == calls["lean:changes=noise@ddp"] == 6
     assert calls["lean@ddp"] == calls["book_keeping@ddp"] == calls["fused@ddp"] == 1
-    # Under FSDP2 Opacus gathers three times, reduces twice, and draws for all shards in each rank.
+    # Under FSDP2 Opacus gathers three times, reduces twice, and each rank draws all noise.
     opacus, all_changes = "dpsgd_ghost@fsdp2", "ghost_lean@fsdp2"
     assert (sent[opacus], drawn[opacus]) == (5 * 4 * PARAMETERS, PARAMETERS)
     assert sent["ghost_lean:changes=unused@fsdp2"] == 4 * 4 * PARAMETERS

@@ -1,4 +1,4 @@
-"""Every trainer of a zoo is told: sixty wrong ones fail, thirty right ones pass."""
+"""Sixty wrong trainers fail verify, and thirty right ones pass."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("tests.verify.right:MeanOfNoisyParameters", {}),
 ]
 NORMS_BY_PRODUCTS = ("ghost_lean", "mixed_ghost", "book_keeping", "fused")
-"""Right where the norm that clips is an upper bound of the true one."""
+"""Trainers with norms by products, whose clipping norm is an upper bound of the true one."""
 
 
 def names_of_failed(trainer: str, **axes: Any) -> list[str]:
