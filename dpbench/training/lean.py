@@ -169,7 +169,7 @@ def in_one(parameters: Sequence[Any]) -> Tensor:
     if not others:
         gradient: Tensor = only.grad
         return gradient
-    buffer, places = one_buffer(parameters)
+    buffer, places, _ = one_buffer(parameters)
     torch._foreach_copy_([*places.values()], [parameter.grad for parameter in parameters])
     for parameter in parameters:
         parameter.grad = places[parameter]
@@ -199,7 +199,7 @@ class NoiseAtOnce(DPOptimizer):  # type: ignore[misc]
             parameter.grad = kept_of(self, parameter)["summed_grad"]
         for parameters in of_kinds(self.params) if deviation else ():
             gradients = [own_part(p.grad, self.parallel) for p in parameters]
-            flat, noise = one_buffer(gradients)
+            flat, noise, _ = one_buffer(gradients)
             flat.normal_(std=deviation, generator=self.generator)
             torch._foreach_add_(gradients, [noise[gradient] for gradient in gradients])
 
