@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -76,6 +76,7 @@ class FusedTrainer(BookKeepingTrainer):
     """
 
     scaled = staticmethod(scaled)
+    graphs_under: ClassVar[Collection[str]] = ("none", "ddp")
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -89,6 +90,7 @@ class FusedTrainer(BookKeepingTrainer):
         self._seed_buffers()
         device = self.trained[0].device
         self._graphs: Graphs | None = None  # before the first step
+        self._recorded_reductions: list[Reduction] = []
         self._loss = torch.zeros((), device=device)
         self._layers = [*self.model.modules()]
 
@@ -161,7 +163,7 @@ class FusedTrainer(BookKeepingTrainer):
 
     def train_step(self, batch: Batch) -> Tensor:
         graphs = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
-        graphs = graphs and self.parallel != "fsdp2"
+        graphs = graphs and self.parallel in self.graphs_under
         # Whoever listens to operators does not hear those of a graph.
         graphs = graphs and _get_current_dispatch_mode() is None
         if self._graphs is None:
@@ -179,7 +181,7 @@ class FusedTrainer(BookKeepingTrainer):
                     for buffer in complete:
                         self.reduce(buffer)
         with phase("optimizer"):
-            self._descend(self._reductions)
+            self._descend(self._reductions or self._recorded_reductions)
         return self._loss.clone()
 
     def _signature(self, batch: Batch) -> tuple[object, ...]:
@@ -224,6 +226,10 @@ class FusedTrainer(BookKeepingTrainer):
         self._loss.copy_(self._live.detach())
 
     def _backward(self) -> None:
+        if self.parallel == "fsdp2" and torch.cuda.is_current_stream_capturing():
+            # FSDP2's own streams are not in this graph before they wait for something in it.
+            last: Any = [*self.workload.blocks(self.model)][-1]
+            last.unshard(async_op=True)
         (self._live * self.batch_size).backward()
         del self._live
 
@@ -231,8 +237,19 @@ class FusedTrainer(BookKeepingTrainer):
         yield from self.clipped(last=True)
         yield from self.take_sums().close()
 
+    def _sum_over_ranks(self) -> list[Reduction]:
+        self._reductions = []
+        for buffer in self._sum_clipped():
+            self.reduce(buffer)
+        for each in self._reductions:
+            each.wait()
+        return self._reductions
+
     def _recorded_clip(self, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]:
         """Over ranks as several graphs, with the buffers that can be reduced after each."""
+        if self.parallel == "fsdp2":
+            graph, self._recorded_reductions = recorded(self._sum_over_ranks, pool)
+            return [(graph, [])]
         buffers, left = self._sum_clipped(), len(in_buffers(self.trained))
         least = REDUCED_TOGETHER if self.parallel == "ddp" else math.inf
         graphs = []
