@@ -138,15 +138,12 @@ class Case:
     def _take_parameters(self, axes: dict[str, Any]) -> None:
         """Write parameters in one way, and those of the workload where they belong."""
         for axis in ("trainer", "model", "optimizer"):
-            if isinstance(axes[axis], str):  # a class has a name once it is resolved
-                axes[axis] = joined(*parted(axes[axis]))
-        text = ""
-        if isinstance(self.workload, str):
-            axes["workload"], text = parted(self.workload)
+            axes[axis] = joined(*parted(axes[axis]))
+        axes["workload"], text = parted(self.workload)
         axes["set"] = parameters_text([text, parameters_text(self.set)])
         if axes["workload"] != TRANSFORMER:
             given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
-            check_belongs(given, [str(axes["workload"])])
+            check_belongs(given, [axes["workload"]])
             axes |= OF_TRANSFORMER
             return
         for axis, value in read_parameters(axes["set"]).items():

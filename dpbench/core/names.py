@@ -21,6 +21,8 @@ In ``mine=package.module:Class:depth=2`` it is the second colon."""
 
 def parted(spelling: str) -> tuple[str, str]:
     """The name and the parameters in a spelling such as ``dpsgd:clip=per_layer``."""
+    if not isinstance(spelling, str):
+        raise ConfigurationError(f"{spelling!r} is no name; write it as package.module:Class")
     name, *parameters = _PARAMETERS.split(spelling, maxsplit=1)
     return name, "".join(parameters)
 

@@ -182,7 +182,7 @@ def test_a_step_that_fails_says_why_in_its_record(
         (["step", "--trainer", "dpsgd", "--seq-len", "-4"], "sequence length must be a positive"),
         (["step", "--trainer", "dpsgd", "--model-size", "10x10x1x3"], "not divisible by heads 3"),
         (["step", "--trainer", "no.such:Absent"], "no module named 'no'"),
-        (["step", "--trainer", "json:Nothing"], "module 'json' has no 'Nothing'"),
+        (["step", "--trainer", "json:Nothing"], "unknown class of json 'Nothing'"),
         (["run", "--grid", "grid9"], "unknown grid 'grid9'; choose from grid1, grid2"),
         (["run", "--instrument", "ncu", "--ncu-metrics", "dram"], "unknown metric 'dram'"),
         (["run", "--trainer", "no.such:Absent"], "no module named 'no'; run from its directory"),

@@ -295,7 +295,7 @@ def test_ratios_are_to_the_baseline_with_the_same_axes(
 
 
 def test_own_optimizer_is_named_by_target() -> None:
-    grid = Grid.named("grid1").with_axes(optimizer=["torch.optim:Adagrad", torch.optim.AdamW])
+    grid = Grid.named("grid1").with_axes(optimizer=["torch.optim:Adagrad", "torch.optim:AdamW"])
     assert grid.values("optimizer") == ("Adagrad", "adamw")
     task = Task(grid.cases()[0], Timing(Path())).as_json()
     assert task["case"]["optimizer"] == "Adagrad=torch.optim:Adagrad"
