@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from dpbench.core.errors import ConfigurationError
 
@@ -102,8 +102,3 @@ def _written(value: object) -> str:
 def quoted(text: str) -> str:
     """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
     return quote(text, safe="=,+").replace("%", "@")
-
-
-def unquoted(text: str) -> str:
-    """The inverse of `quoted`."""
-    return unquote(text.replace("@", "%"))

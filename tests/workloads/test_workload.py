@@ -120,7 +120,6 @@ def test_parameters_are_part_of_id_report_and_row() -> None:
     case = case_of(digits.Digits, "dpsgd", set={"image_size": 9, "hidden": 2})
     assert case.id == "dpsgd-bs4-Digits,hidden=2,image_size=9-fp32"
     assert case.report_path == Path("Digits,hidden=2,image_size=9-fp32/report_dpsgd_bs4.ncu-rep")
-    assert Case.from_report_path(case.report_path) == case
     assert (case.seq_len, case.model_size, case.attention, case.model) == (0, "", "", "")
     assert case != case_of(digits.Digits, "dpsgd", set={"image_size": 9, "hidden": 3})
     assert case.baseline.set == case.set
@@ -141,7 +140,6 @@ def test_text_of_parameters_is_the_same_however_they_are_given() -> None:
 @pytest.mark.parametrize("value", ["configs/small-fp32.json", "a-fp32-b", "x y", "50%", "ü"])
 def test_any_value_stands_in_a_report_path(value: str) -> None:
     case = Case("dpsgd", 4, workload="w", set={"file": value}, precision="bf16")
-    assert Case.from_report_path(case.report_path) == case
     assert len(case.report_path.parts) == 2
 
 
