@@ -17,7 +17,7 @@ from typing import TextIO
 from dpbench import __version__
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import printable
-from dpbench.launch.forked import fork_server
+from dpbench.launch.fork_server import fork_server
 
 COMMANDS = (
     "doctor",
