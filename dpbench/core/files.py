@@ -34,14 +34,17 @@ def in_words(error: OSError) -> str:
 
 
 def mode_of(path: Path) -> int:
-    """The mode of what a user named, for `stat.S_ISDIR` and its like; 0 if nothing is found there.
+    """The mode of what a user named, for `stat.S_ISDIR` and its like; 0 if nothing is there.
 
     Instead of ``path.exists()`` and its like, which raise some errors, or hide all, as the version
     of Python has it.
     """
-    with suppress(OSError):
+    try:
         return path.stat().st_mode
-    return 0
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:  # e.g. below a directory that one may not enter
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
 
 
 def check_is_file(path: Path) -> None:

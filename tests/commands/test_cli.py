@@ -206,7 +206,7 @@ def test_a_step_that_fails_says_why_in_its_record(
         (["show", "absent"], "no run file absent; dpbench list"),
         (["show", "7", "--storage", "absent"], "no run number 0007 in absent; there is none"),
         (["show", "/"], "no run file /; dpbench list"),
-        (["show", "9" * 5000], "no run file 999"),
+        (["show", "9" * 5000], "File name too long"),
         (["show", __file__, "--html", __file__], "and --html name the same file, 'test_cli.py'"),
         (["show", "absent.json", "r.ncu-rep"], "no run file absent.json"),
         (["show", "nothing.ncu-rep"], "nothing.ncu-rep: no such file"),
