@@ -24,7 +24,6 @@ OF_OPACUS = [
     "dpsgd_ghost@fsdp2",
 ]
 OF_OURS = [
-    "lean@ddp",
     "lean:changes=noise@ddp",
     "lean:changes=reduce@ddp",
     "ghost_lean@ddp",
@@ -32,15 +31,12 @@ OF_OURS = [
     "book_keeping@ddp",
     "micro_batch@ddp",
     "micro_batch:vmap=true@ddp",
-    "fused@ddp",
-    "fused@ddp@adamw",
-    "fused@fsdp2",
-    "fused@fsdp2@adamw",
-    "ghost_lean@fsdp2",
     f"{APART}@ddp",
+    f"{APART}@ddp@adamw",
     f"{APART}@fsdp2",
     f"{APART}@fsdp2@adamw",
     f"{LEAN_APART}@ddp",
+    "ghost_lean@fsdp2",
 ]
 SOME_CHANGES = [
     "ghost_lean:changes=unused+none@fsdp2",
