@@ -11,7 +11,7 @@ from typing import Any
 
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
-from dpbench.core.names import joined, parameters_text, parted, quoted, read_parameters, unquoted
+from dpbench.core.names import joined, parameters_text, parted, quoted, read_parameters
 
 PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
@@ -138,15 +138,12 @@ class Case:
     def _take_parameters(self, axes: dict[str, Any]) -> None:
         """Write parameters in one way, and those of the workload where they belong."""
         for axis in ("trainer", "model", "optimizer"):
-            if isinstance(axes[axis], str):  # a class has a name once it is resolved
-                axes[axis] = joined(*parted(axes[axis]))
-        text = ""
-        if isinstance(self.workload, str):
-            axes["workload"], text = parted(self.workload)
+            axes[axis] = joined(*parted(axes[axis]))
+        axes["workload"], text = parted(self.workload)
         axes["set"] = parameters_text([text, parameters_text(self.set)])
         if axes["workload"] != TRANSFORMER:
             given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
-            check_belongs(given, [str(axes["workload"])])
+            check_belongs(given, [axes["workload"]])
             axes |= OF_TRANSFORMER
             return
         for axis, value in read_parameters(axes["set"]).items():
@@ -162,28 +159,6 @@ class Case:
         """The case that a row is about, made once however many rows it has."""
         known = {**ADDED, **row}
         return subject(**{axis: known[axis] for axis in AXES})
-
-    @classmethod
-    def from_report_path(cls, path: Path) -> Case:
-        """The case whose `report_path` this is."""
-        if path.parent.name == SCRIPT and path.stem.startswith("report_"):
-            return Script(unquoted(path.stem.removeprefix("report_")))
-        name = re.fullmatch(r"report_(.+)_bs(\d+)(?:_seq(\d+))?", path.stem)
-        folder = re.fullmatch(rf"(.+?)-({_PRECISION})((?:-.+)?)", path.parent.name)
-        if name is None or folder is None:
-            raise ConfigurationError("expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
-        axes: dict[str, Any] = {"trainer": unquoted(name[1]), "batch_size": int(name[2])}
-        if name[3] is not None:
-            axes |= {"seq_len": int(name[3]), "model_size": folder[1]}
-        else:
-            workload, _, parameters = unquoted(folder[1]).partition(",")
-            axes |= {"workload": workload, "set": parameters}
-        named, *others = re.split(rf"-(?={'|'.join(f'{axis}=' for axis in LATER)})", folder[3])
-        for part in filter(None, named.split("-")):
-            axes["attention" if part in ATTENTIONS else "model"] = unquoted(part)
-        for axis, _, value in (part.partition("=") for part in others):
-            axes[axis] = int(value) if axis in COUNTS else unquoted(value)
-        return cls(**axes, precision=folder[2])
 
     @property
     def parameters(self) -> dict[str, Any]:
