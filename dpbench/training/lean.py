@@ -6,7 +6,7 @@ https://github.com/meta-pytorch/opacus), and can be had alone: ``lean:changes=ke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from dpbench.training.dpsgd import OpacusTrainer
 from dpbench.training.gradient_sums import in_buffers, one_buffer, rounded_down
 from dpbench.training.norm_bounds import clipping_factors, squared_norms_of_samples, total
 from dpbench.training.parallel import own_generator, own_part, summed
+from dpbench.training.phases import phase
 
 T = TypeVar("T", bound=Tensor)
 
@@ -49,7 +50,8 @@ class LeanTrainer(OpacusTrainer):
       clipping factors make a mean; per-sample gradients are freed as they are summed. In parallel
       each rank draws it for its share; of Opacus's, rank 0 for all.
     - ``reduce``: under DDP small parameters are reduced together, and none is waited for before
-      the next begins; Opacus reduces one after the other.
+      the next begins; Opacus reduces one after the other. With ``noise`` each is as soon as its
+      gradient is summed, while the next is.
 
     Args:
         changes: the names of some, joined by ``+``; all by default.
@@ -151,16 +153,22 @@ def changed_optimizer(
             trainer.labels = {**trainer.labels, DRAWN_BY: "each rank, for its share"}
     if trainer.parallel == "ddp" and "reduce" in changes:
         optimizer.reduce_gradients = partial(reduce_together, optimizer)
+        if isinstance(optimizer, LeanOptimizer):
+            optimizer.reduces_early = True
+            optimizer.reduce_gradients = optimizer.wait_for_ranks
     return optimizer
 
 
 def reduce_together(optimizer: DPOptimizer) -> None:
     """Reduce gradients under DDP, in buffers: those of small parameters share one."""
-    kinds = of_kinds(optimizer.params)
-    buffers = [in_one(sharing) for parameters in kinds for sharing in in_buffers(parameters)]
-    for buffer in summed(buffers):
+    for buffer in summed([in_one(sharing) for sharing in sharing_buffers(optimizer.params)]):
         if optimizer.loss_reduction == "mean":
             buffer /= distributed.get_world_size()
+
+
+def sharing_buffers(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Parameters by the buffer in which they are reduced."""
+    return [sharing for alike in of_kinds(parameters) for sharing in in_buffers(alike)]
 
 
 def in_one(parameters: Sequence[Any]) -> Tensor:
@@ -169,7 +177,7 @@ def in_one(parameters: Sequence[Any]) -> Tensor:
     if not others:
         gradient: Tensor = only.grad
         return gradient
-    buffer, places = one_buffer(parameters)
+    buffer, places, _ = one_buffer(parameters)
     torch._foreach_copy_([*places.values()], [parameter.grad for parameter in parameters])
     for parameter in parameters:
         parameter.grad = places[parameter]
@@ -193,13 +201,16 @@ class NoiseAtOnce(DPOptimizer):  # type: ignore[misc]
     parallel = "none"
 
     def add_noise(self) -> None:
+        self.make_private(self.params)
+
+    def make_private(self, parameters: Sequence[Any]) -> None:
         """Draw noise for all parameters of a kind, and add it to their gradients in place."""
         deviation = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        for parameter in self.params:
+        for parameter in parameters:
             parameter.grad = kept_of(self, parameter)["summed_grad"]
-        for parameters in of_kinds(self.params) if deviation else ():
-            gradients = [own_part(p.grad, self.parallel) for p in parameters]
-            flat, noise = one_buffer(gradients)
+        for alike in of_kinds(parameters) if deviation else ():
+            gradients = [own_part(p.grad, self.parallel) for p in alike]
+            flat, noise, _ = one_buffer(gradients)
             flat.normal_(std=deviation, generator=self.generator)
             torch._foreach_add_(gradients, [noise[gradient] for gradient in gradients])
 
@@ -207,15 +218,40 @@ class NoiseAtOnce(DPOptimizer):  # type: ignore[misc]
 class LeanOptimizer(NoiseAtOnce):
     """Clips as `DPOptimizer` does, each per-sample gradient freed as soon as it is summed."""
 
+    reduces_early = False
+    """Whether gradients get their noise and are reduced over the ranks while others are summed."""
+    reductions: Sequence[distributed.Work] = ()
+
     def clip_and_accumulate(self) -> None:
         squares = [squared_norms_of_samples(g, g[0].dtype) for g in of_kinds(self.grad_samples)]
         factors = clipping_factors(total(squares), self.max_grad_norm, self.expected_batch_size)
         rounded = {dtype: rounded_down(factors, dtype) for dtype in {p.dtype for p in self.params}}
-        for parameter in self.params:
+        early = self.reduces_early and not self._check_skip_next_step(pop_next=False)
+        self.reductions = []
+        for sharing in sharing_buffers(self.params):
+            self.sum_up(sharing, rounded)
+            if early:
+                with phase("noise"):
+                    self.make_private(sharing)
+                self.reductions.append(distributed.all_reduce(in_one(sharing), async_op=True))
+
+    def sum_up(self, parameters: Sequence[Any], factors: Mapping[torch.dtype, Tensor]) -> None:
+        """Add the clipped gradients of some parameters to those of earlier micro-batches."""
+        for parameter in parameters:
             samples = self._get_flat_grad_sample(parameter).to(parameter.dtype)
             parameter.grad_sample = None
-            clipped = torch.einsum("i,i...", rounded[parameter.dtype], samples)
+            clipped = torch.einsum("i,i...", factors[parameter.dtype], samples)
             if parameter.summed_grad is None:
                 parameter.summed_grad = clipped
             else:
                 parameter.summed_grad += clipped
+
+    def add_noise(self) -> None:
+        if not self.reductions:
+            super().add_noise()
+
+    def wait_for_ranks(self) -> None:
+        """Let what follows wait for the gradients of all ranks."""
+        for reduction in self.reductions:
+            reduction.wait()
+        self.reductions = []  # which hold gradients

@@ -28,8 +28,11 @@ PAIRS = (
     ("dpsgd_ghost", "ddp"),
     ("dpsgd_ghost", "fsdp2"),
     ("dpsgd_fgc", "ddp"),
+    ("lean", "ddp"),
+    ("fused", "ddp"),
+    ("fused", "fsdp2"),
 )
-"""Pairs of trainer and parallelism that PyTorch and Opacus train on several ranks."""
+"""Pairs of trainer and parallelism, with every kind of operator and collective over ranks."""
 
 
 Heards = list[list[Outcome]]
