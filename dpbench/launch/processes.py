@@ -1,4 +1,4 @@
-"""Starts programs whose whole process group ends with them, and with this process."""
+"""Starts programs in process groups. A group ends with its program, or with this process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ends first, the parent died, e.g. by ``kill -9``, and the script ends the group.
 def ctrl_c_later() -> Iterator[None]:
     """Delay SIGINT, SIGTERM and SIGHUP until the end of this context.
 
-    Otherwise Python could handle one between the start of a program and the assignment of its
-    handle, and nobody could end the program.
+    Python may handle a signal between the start of a program and the assignment of its handle. Then
+    nobody could end the program.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread handles signals

@@ -153,7 +153,7 @@ def log_chance_of_count(k: int, n: int, least: float, most: float) -> float:
 
 
 Comparisons = tuple[list[Finding], int]
-"""The findings of a test, and the number of comparisons of which they are the least likely."""
+"""The findings of a test, and how many comparisons it made."""
 
 
 def _test(check: str, findings: Sequence[Finding], comparisons: int) -> Check:

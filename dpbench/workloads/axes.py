@@ -5,7 +5,7 @@ PyTorch's reentrant variant: it runs a block first without autograd, where Opacu
 silent, and again with autograd in backward. With ``use_reentrant=False`` hooks would see each layer
 twice in forward and once in backward, and Opacus fails.
 
-Trained are all parameters, those whose name matches a pattern, or low-rank adapters: two narrow
+A case trains all parameters, those whose name matches a pattern, or low-rank adapters: two narrow
 layers beside each frozen linear layer (Hu et al., "LoRA", 2021, https://arxiv.org/abs/2106.09685).
 """
 
@@ -32,7 +32,7 @@ def checkpoint_blocks(workload: Workload, model: nn.Module) -> None:
 
 def _checkpointed(forward: Any, first: Tensor, *others: Any, **options: Any) -> Any:
     """Run a block under a checkpoint; ``first`` is the activations ``[B, …]`` of the one before."""
-    if not first.requires_grad:  # else a block after frozen layers would not train
+    if not first.requires_grad:  # a block after frozen layers would not train otherwise
         first = first.detach().requires_grad_()
     return checkpoint(partial(forward, **options), first, *others, use_reentrant=True)
 

@@ -173,10 +173,10 @@ def test_each_change_saves_what_it_says(tmp_path: Path) -> None:
     for trainer in ("ghost_lean:changes=noise@fsdp2", all_changes):
         assert PARAMETERS / 2 <= drawn[trainer] < 0.6 * PARAMETERS
     assert sent[all_changes] < 0.8 * sent[opacus]
-    # Of fused only the sums are reduced, and as evenly as FSDP2 does it.
+    # `fused` reduces only the sums, in as even parts as FSDP2.
     for trainer in ("fused@fsdp2", f"{APART}@fsdp2"):
         assert sent[trainer] == sent["standard@fsdp2"]
-    # Sums are reduced while others are computed, but for those of small parameters, which are one.
+    # A sum is reduced while the next is computed; those of small parameters are reduced as one.
     orders = {pair: counts[pair]["order"].lstrip("m") for pair in COUNTED}
     assert orders["dpsgd@ddp"].strip("r") == orders["fused@ddp"].strip("r") == ""
     for trainer in (f"{APART}@ddp", f"{APART}@fsdp2", f"{LEAN_APART}@ddp"):

@@ -68,7 +68,8 @@ MESSAGE_EXAMPLES = 64
 """The size of the message, in `EXAMPLE_BYTES` (1.07 GB)."""
 
 WITH_PROTOCOL = ("nvlink_sent_bytes", "pcie_write_bytes")
-"""Metrics of the sender that are not judged: headers are in them, and the message takes one way."""
+"""Metrics of the sender that are not judged: they include headers, and only one of the two ways
+carries the message."""
 
 READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
 WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
@@ -143,7 +144,7 @@ def _line(
 
 
 def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) -> Finding:
-    """Find whether NVML counted a message on NVLink, by the metrics of its two ends."""
+    """Judge whether NVML counted a message on NVLink, from the metrics of both GPUs."""
     size = MESSAGE_EXAMPLES * EXAMPLE_BYTES
     known = {SENT: sender, RECEIVED: receiver, **dict.fromkeys(WITH_PROTOCOL, sender)}
     lines = tuple(

@@ -182,7 +182,7 @@ def cupti(settings: Settings) -> Iterator[Finding]:
 
 
 def links(settings: Settings) -> Iterator[Finding]:
-    """A message of known size to another GPU is counted right by NVML; nothing without another."""
+    """Check that NVML counts a message to another GPU right, if there is another."""
     if len(visible_gpus()) < 2:
         return
     case = Case(MESSAGE, 2 * MESSAGE_EXAMPLES, 1, "tiny", parallel="ddp", gpus=2)

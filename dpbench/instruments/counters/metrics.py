@@ -25,8 +25,8 @@ def having(
 ) -> dict[str, Metric]:
     """The metrics whose counters ``are_there``, with the first spelling of these that exists.
 
-    A metric without general counters uses those of this chip only: on another chip the same
-    counters would add up to something else.
+    A metric without general counters needs the counters defined for this chip. Counters of another
+    chip would add up to something else.
     """
     spelled = [
         metric.counted_by(names)

@@ -153,7 +153,7 @@ class ByteCounter(TorchDispatchMode):
         try:
             return self._run_or_assume(func, args, kwargs)
         finally:
-            for memo in self._memos:  # else `module.to(dtype)` fails on their weak references
+            for memo in self._memos:  # `module.to(dtype)` fails on their weak references
                 if memo:
                     memo.clear()
 

@@ -6,11 +6,11 @@ not halved.
 
 Convolutions
     Each of the two gradients takes as many operations as forward, also with groups. (PyTorch's
-    formula multiplies those of the weight's gradient by the number of groups, and ``vmap`` makes
-    each example a group.) Products with padding count.
+    formula multiplies the FLOPs of the weight's gradient by the number of groups, and ``vmap``
+    makes each example a group.) Products with padding count.
 Recurrent layers
-    Each token is multiplied by each matrix of the layer. Backward has two products for each of
-    forward: for the gradient of the input, and for that of the matrix.
+    Each token is multiplied by each matrix of the layer. Backward has two products for each
+    product of forward: one for the input's gradient, one for the matrix's.
 Attention, operators of other libraries
     PyTorch's formulas, and those registered with `torch.utils.flop_counter`.
 

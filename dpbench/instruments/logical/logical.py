@@ -225,7 +225,7 @@ def untouched_torch() -> Iterator[None]:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         # Errors are reported in one line; do not log their tracebacks.
         stack.enter_context(patch.object(fake_tensor.log, "disabled", True))
-        if torch.get_default_device().type != "cpu":  # else skip it: it costs a call per operator
+        if torch.get_default_device().type != "cpu":  # only then: it costs a call per operator
             stack.enter_context(torch.device("cpu"))
         # Opacus's fast gradient clipping deep-copies gradients, which reads their address.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")

@@ -125,7 +125,7 @@ def answer(out: Any, given: Given) -> Answer | None:
             return FakeTensor(mode, data, device)
 
     same_size = make(given).untyped_storage().nbytes() == storage.nbytes()
-    return make if same_size else None  # else results share a storage
+    return make if same_size else None  # None: parts of a result share a storage
 
 
 def _is_plain(tensor: FakeTensor) -> bool:

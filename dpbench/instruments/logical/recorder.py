@@ -42,7 +42,7 @@ class LogicalRecorder(Recorder):
 
         counter = RunningCounter()
         self.held.enter_context(counter)
-        # Under a dispatch mode Dynamo would not compile, and raise for ``fullgraph``.
+        # Dynamo cannot compile under a dispatch mode, and raises an error for ``fullgraph``.
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return counter
 

@@ -162,7 +162,7 @@ class ScheduledRecorder(ProfileRecorder):
         if self.heard == self.schedule.steps:
             torch.cuda.memory._dump_snapshot(str(self.directory / profile_folder.SNAPSHOT))
         else:
-            if on_cuda():  # else running work would count in the next step
+            if on_cuda():  # running work must not count in the next step
                 torch.cuda.synchronize()
             self._profiler.step()
         self.heard += 1

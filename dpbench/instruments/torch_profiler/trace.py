@@ -67,8 +67,8 @@ class Trace:
     maximum within the phase minus the memory at the start of the step; it may be negative.
 
     The time of a collective runs from its start in this rank to its end, so it includes waiting for
-    other ranks. It is exposed while nothing else runs: no other kernel or copy on the device, or on
-    the CPU no ``aten`` operator.
+    other ranks. It is exposed while nothing else runs: no other kernel or copy on the device, or in
+    a run on the CPU no ``aten`` operator.
     """
 
     launches: list[Launch]  # in launch order; empty on the CPU
@@ -210,7 +210,8 @@ def _communication(
 ) -> list[dict[str, dict[str, float]]]:
     """Seconds in collectives, by step, metric and phase.
 
-    A gloo collective belongs to the phase in which it starts, an NCCL one to that of its launch.
+    A gloo collective belongs to the phase in which it starts; an NCCL kernel, to the phase of
+    its launch.
     """
     if device := _on_device(by_category):
         collectives = [event for event in device if event["name"].startswith(NCCL)]
