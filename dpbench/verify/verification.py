@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from dpbench.core.case import Case
 from dpbench.training.parallel import rank_and_ranks
-from dpbench.verify.check import Check
+from dpbench.verify.check import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import Draw, check_noise
 from dpbench.verify.reference import Examples, Gradients, distances, thresholds
 from dpbench.verify.subject import ALONE, Subject
@@ -105,6 +105,8 @@ class Verification:
         if self.judges_noise:
             runs = "parameters, steps, runs" + ", processes" * bool(elsewhere)
             yield from check_noise(draws, self.subject.dtype, runs)
+        else:
+            yield Check("noise", NOT_JUDGED, "", IN_RANK_0)
         yield self.buffers()
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]
         frozen = len(self.subject.start) - len(self.subject.trained)

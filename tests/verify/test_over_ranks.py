@@ -140,9 +140,13 @@ def test_what_cannot_be_parallel_is_refused_with_what_can(tmp_path: Path) -> Non
 
 
 def test_a_fault_between_ranks_is_named(tmp_path: Path) -> None:
-    found = wrong([f"{FAULTY}:{name}" for name in FAULTS], 2, tmp_path)
+    record = over_ranks([f"{FAULTY}:{name}" for name in FAULTS], [], 2, tmp_path)
     for name, (check, said) in FAULTS.items():
-        assert said in "\n".join(found[f"{FAULTY}:{name}"][check]), name
+        pair = f"{FAULTY}:{name}"
+        assert said in "\n".join(record["wrong"][pair][check]), name
+        # Rank 0 judges the noise for all.
+        in_rank_1 = record["ranks"][1]["wrong"][pair]
+        assert [*in_rank_1] == [c for c in record["wrong"][pair] if not c.startswith("noise")], name
 
 
 def test_the_command_compares_ranks_with_those_of_another_run(tmp_path: Path) -> None:

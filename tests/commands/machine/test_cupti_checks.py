@@ -51,7 +51,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(printed: dict[str, Any]) -> list[Finding]:
         text = (
             "import json, sys; from dpbench.child.messages import hand_over; "
-            "assert json.load(open(sys.argv[-1]))['instrument'] == 'cupti'; "
+            "assert json.load(open(sys.argv[-1]))['instrument'].endswith(':Cupti'); "
             f"hand_over(**json.loads({json.dumps(printed)!r}))"
         )
         monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))
