@@ -338,7 +338,7 @@ def _pairs(draws: Sequence[Draw]) -> Comparisons:
 
 
 def _along(draws: Sequence[Draw]) -> Comparisons:
-    """Test that the clipped gradient is in the update, by the noise left along its direction."""
+    """Test that the noise has no unusual component along the clipped gradient."""
     found = []
     for (run, name), group in _groups(draws).items():
         if run and (known := [draw for draw in group if name in draw.along]):

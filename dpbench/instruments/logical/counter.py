@@ -222,7 +222,7 @@ class RunningCounter(ByteCounter):
         out = func(*args, **kwargs)
         try:
             self._record(phase, func, cost(func, args, kwargs, out))
-        except Exception as error:  # of the counter; the operator itself has run
+        except Exception as error:  # only the counter failed: the script goes on
             self._leave_out(func, args, out, error)
         return out
 
