@@ -23,7 +23,7 @@ NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
 
 ONLY_GHOST = (
     "norms need whole gradients of parameters, unless they are ghost norms; use dpsgd_ghost, "
-    "ghost_lean or mixed_ghost, or parallel=ddp"
+    "ghost_lean, or parallel=ddp"
 )
 """Why other private trainers are refused under FSDP2, and what to use."""
 

@@ -14,10 +14,10 @@ from tests.plugin import conftest as sessions
 
 imports = sessions.imports  # a fixture: what a session imported stays
 
-CHOSEN = "layers2 and 16x1024 and not mixed_ghost and not micro_batch"
+CHOSEN = "layers2 and 16x1024 and not micro_batch"
 """The trainers in the largest cell. The operators of a case are the same in all cells; all the
 others are held to the committed run by the command in `bounds`, and so is what takes others'
-operators: ghost_lean's, or standard's of one example at a time."""
+operators: standard's of one example at a time."""
 
 CLONES_BEFORE_IT_CLIPS = """
 from dpbench.training.dpsgd import DPSGDTrainer
@@ -54,7 +54,7 @@ def test_training_moves_what_is_committed(
 ) -> None:
     result = compared(pytester, imports, CHOSEN)
     assert result.ret == pytest.ExitCode.OK
-    trainers = len(TRAINERS) - 2
+    trainers = len(TRAINERS) - 1
     result.assert_outcomes(passed=trainers, deselected=2 * len(bounds.CASES) - trainers)
     result.stdout.fnmatch_lines(["dpbench: compared with bounds", "dpbench: not asked for*"])
 
