@@ -8,10 +8,12 @@ not wait for Python.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -23,10 +25,11 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
 from dpbench.training.ghost_norms import squared_norms_of_alike
-from dpbench.training.gradient_sums import in_buffers, one_buffer
+from dpbench.training.gradient_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.kernels import layer_norm_samples, noisy_descent, scaled
 from dpbench.training.known_model import KnownModel
 from dpbench.training.norm_bounds import squared_sample_norms
+from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.per_layer import (
     EmbeddingRule,
     Gradients,
@@ -38,12 +41,24 @@ from dpbench.training.per_layer import (
     three_dimensional,
 )
 from dpbench.training.phases import phase
+from dpbench.training.reductions import Reduction
+
+T = TypeVar("T")
+
+Graphs = dict[str, list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]]
+"""By phase the graphs of its parts, and of each the buffers that are complete after it."""
+
+REDUCED_TOGETHER = 2**26
+"""Bytes of buffers after which they are reduced, while the next graph is computed."""
 
 
 class LayerNormRule(SampledRule):
     """The small gradients of each example, from one pass over what the layer has seen."""
 
     layer: nn.LayerNorm
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        Rule.__init__(self, layer, name)  # it needs no sampler
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
         samples = layer_norm_samples(three_dimensional(x), three_dimensional(g), self.layer.eps)
@@ -56,31 +71,44 @@ class FusedTrainer(BookKeepingTrainer):
 
     With plain SGD the parameters become parts of buffers, and the update draws the noise as it
     adds it: there is no phase ``noise``. Other optimizers update as `BookKeepingTrainer` does.
-    In parallel all ranks draw the same, which costs no bytes: every rank knows the noise.
+    Under DDP all ranks draw the same, which costs no bytes: every rank knows the noise. Under FSDP2
+    each draws it for its shards, which stay where they are.
 
     The first step makes the graphs, and only it. A batch of other shapes than its is trained
-    without them, as are micro-batches, steps whose operators somebody counts, and a model some
-    layers of which have gone over to `eval`, or back.
+    without them, as are micro-batches, steps whose operators somebody counts, a model some layers
+    of which have gone over to `eval`, or back, and one under FSDP2.
     """
 
     scaled = staticmethod(scaled)
+    graphs_under: ClassVar[Collection[str]] = ("none", "ddp")
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         self.merged = is_plain(self.plain_optimizer)
         if self.merged:
             self.labels = {**self.labels, "noise": "in the update"}
+        if self.merged and self.parallel != "fsdp2":
             self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
             self.known = KnownModel(self.model, in_place=True)
+        self.draws_in_update = self.merged
+        self._seed_buffers()
         device = self.trained[0].device
-        number = len(in_buffers(self.trained))
-        self.seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(device)
-        if self.merged and self.parallel == "ddp":
-            distributed.broadcast(self.seeds, 0)
-            self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
-        self._graphs: dict[str, torch.cuda.CUDAGraph] | None = None  # before the first step
+        self._graphs: Graphs | None = None  # before the first step
+        self._recorded_reductions: list[Reduction] = []
         self._loss = torch.zeros((), device=device)
         self._layers = [*self.model.modules()]
+
+    def _seed_buffers(self) -> None:
+        """Give each buffer a seed; under FSDP2 others in each rank."""
+        number, (rank, ranks) = len(in_buffers(self.trained)), rank_and_ranks()
+        seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(self.trained[0].device)
+        if self.parallel != "none":
+            distributed.broadcast(seeds, 0)
+        if self.parallel == "ddp" and self.merged:
+            self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
+        self.seeds, self._seeds_of_a_step = seeds, number
+        if self.parallel == "fsdp2":
+            self.seeds, self._seeds_of_a_step = seeds + rank * number, ranks * number
 
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
         usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
@@ -113,22 +141,33 @@ class FusedTrainer(BookKeepingTrainer):
             super().update()
             return
         with phase("optimizer"):
-            self._descend(self.take_sums().finish())
+            self._descend(self.all_reductions())
 
     @torch.no_grad()
-    def _descend(self, gradients: list[Tensor]) -> None:
+    def _descend(self, reductions: Iterable[Reduction]) -> None:
         """Noise and update in one pass over gradients and parameters."""
         rate = self.plain_optimizer.param_groups[0]["lr"] / self.joint_batch_size
         deviation = self.noise_multiplier * self.max_grad_norm
-        self.seeds += len(self.seeds)  # none was there before, in any step or buffer
-        reduced = self.over_ranks(gradients)
-        for flat, gradient, seed in zip(self.flats, reduced, self.seeds.unbind(), strict=True):
-            noisy_descent(flat, gradient, seed, deviation, rate)
+        self.seeds += self._seeds_of_a_step  # seeds are never reused
+        seeds = self.seeds.unbind()
+        for each in reductions:
+            gradient, seed = each.wait(), seeds[each.number]
+            if self.parallel != "fsdp2":
+                noisy_descent(self.flats[each.number], gradient, seed, deviation, rate)
+                continue
+            shards = [parameter.to_local() for parameter in each.parameters]
+            if len(shards) > 1:  # small ones, whose shards lie apart
+                change = torch.zeros_like(gradient)
+                noisy_descent(change, gradient, seed, deviation, rate)
+                torch._foreach_add_(shards, each.parts(change))
+            elif length := shards[0].numel():
+                noisy_descent(shards[0].view(-1), gradient[:length], seed, deviation, rate)
 
     # --- graphs ------------------------------------------------------------------------------
 
     def train_step(self, batch: Batch) -> Tensor:
         graphs = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
+        graphs = graphs and self.parallel in self.graphs_under
         # Whoever listens to operators does not hear those of a graph.
         graphs = graphs and _get_current_dispatch_mode() is None
         if self._graphs is None:
@@ -139,11 +178,14 @@ class FusedTrainer(BookKeepingTrainer):
             return super().train_step(batch)
         self.begin_step()
         pytree.tree_map(lambda mine, given: mine.copy_(given), self._batch, batch)
-        for name, graph in self._graphs.items():
+        for name, graphs_of_phase in self._graphs.items():
             with phase(name):
-                graph.replay()
+                for graph, complete in graphs_of_phase:
+                    graph.replay()
+                    for buffer in complete:
+                        self.reduce(buffer)
         with phase("optimizer"):
-            self._descend(self._gradients)
+            self._descend(self._reductions or self._recorded_reductions)
         return self._loss.clone()
 
     def _signature(self, batch: Batch) -> tuple[object, ...]:
@@ -152,7 +194,7 @@ class FusedTrainer(BookKeepingTrainer):
         kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
         return structure, self.max_grad_norm, kinds, [layer.training for layer in self._layers]
 
-    def _recorded(self, batch: Batch) -> dict[str, torch.cuda.CUDAGraph]:
+    def _recorded(self, batch: Batch) -> Graphs:
         """The graphs of a step by phase, after it was taken once, without update, to warm up."""
         self._batch = pytree.tree_map(torch.clone, batch)
         self._recorded_signature = self._signature(batch)
@@ -162,19 +204,19 @@ class FusedTrainer(BookKeepingTrainer):
             waits = waits_for_the_gpu(self._forward)
             self._backward()
         with torch.cuda.stream(side):
-            self._sum_clipped()
+            for _ in self._sum_clipped():
+                pass  # the graphs have buffers of their own
         torch.cuda.current_stream().wait_stream(side)
-        del self._gradients  # the graph makes its own
-        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        graphs: Graphs = {}
         pool = torch.cuda.graph_pool_handle()
         try:
             with self.without_parameter_gradients():
                 # Hugging Face's attention makes a mask where a stream is being captured, and runs
                 # other kernels then. Only a model that would read from the GPU has to know.
                 with nullcontext() if waits else unnoticed_capture():
-                    graphs["forward"] = recorded(self._forward, pool)
-                graphs["backward"] = recorded(self._backward, pool)
-            graphs["clip"] = recorded(self._sum_clipped, pool)
+                    graphs["forward"] = [(recorded(self._forward, pool)[0], [])]
+                graphs["backward"] = [(recorded(self._backward, pool)[0], [])]
+            graphs["clip"] = self._recorded_clip(pool)
         except RuntimeError as error:
             what = str(error).partition("\n")[0]
             raise ConfigurationError(
@@ -188,29 +230,64 @@ class FusedTrainer(BookKeepingTrainer):
         self._loss.copy_(self._live.detach())
 
     def _backward(self) -> None:
+        if self.parallel == "fsdp2" and torch.cuda.is_current_stream_capturing():
+            # FSDP2's own streams are not in this graph before they wait for something in it.
+            last: Any = [*self.workload.blocks(self.model)][-1]
+            last.unshard(async_op=True)
         (self._live * self.batch_size).backward()
         del self._live
 
-    def _sum_clipped(self) -> None:
-        self.clip()
-        self._gradients = self.take_sums().finish()
+    def _sum_clipped(self) -> Iterator[Buffer]:
+        yield from self.clipped(last=True)
+        yield from self.take_sums().close()
+
+    def _sum_over_ranks(self) -> list[Reduction]:
+        self._reductions = []
+        for buffer in self._sum_clipped():
+            self.reduce(buffer)
+        for each in self._reductions:
+            each.wait()
+        return self._reductions
+
+    def _recorded_clip(self, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]:
+        """Over ranks as several graphs, with the buffers that can be reduced after each."""
+        if self.parallel == "fsdp2":
+            graph, self._recorded_reductions = recorded(self._sum_over_ranks, pool)
+            return [(graph, [])]
+        buffers, left = self._sum_clipped(), len(in_buffers(self.trained))
+        least = REDUCED_TOGETHER if self.parallel == "ddp" else math.inf
+        graphs = []
+        while left:
+            graphs.append(recorded(partial(taken, buffers, least), pool))
+            left -= len(graphs[-1][1])
+        return graphs
 
 
 def moved_together(parameters: list[Tensor]) -> Tensor:
     """One buffer that the parameters become parts of."""
-    flat, places = one_buffer(parameters)
+    flat, places, _ = one_buffer(parameters)
     for parameter, place in places.items():
         place.copy_(parameter.data)
         parameter.data = place
     return flat
 
 
-def recorded(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    """A graph of what a part of a step does, with its memory in a pool."""
+def recorded(part: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of what a part of a step does, with its memory in a pool; and what it returned."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        part()
-    return graph
+        returned = part()
+    return graph, returned
+
+
+def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
+    """The next of some buffers, which have so many bytes together, or the last ones."""
+    some: list[Buffer] = []
+    for buffer in buffers:
+        some.append(buffer)
+        if sum(each.flat.nbytes for each in some) >= least:
+            break
+    return some
 
 
 def waits_for_the_gpu(part: Callable[[], object]) -> bool:

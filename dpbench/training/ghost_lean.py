@@ -97,11 +97,6 @@ class GhostLeanTrainer(ClippedMeanTrainer):
                 layer.set_unshard_in_backward(False)
         return model
 
-    def begin_step(self) -> None:
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # a forward without backward leaves the outermost gathered
-        super().begin_step()
-
     def train_step(self, batch: Batch) -> Tensor:
         self.begin_step()
         means = []

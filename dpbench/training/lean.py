@@ -17,14 +17,14 @@ from opacus.grad_sample.grad_sample_module import (
     create_or_accumulate_grad_sample,
     promote_current_grad_sample,
 )
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
 from dpbench.training.ghost_norms import GhostNorms
 from dpbench.training.gradient_sums import in_buffers, one_buffer, rounded_down
 from dpbench.training.norm_bounds import clipping_factors, total
-from dpbench.training.parallel import own_part, summed
+from dpbench.training.parallel import own_part
 from dpbench.training.phases import phase
 from dpbench.training.refusals import refusals
 
@@ -33,12 +33,13 @@ class ClippedMeanTrainer(ClippedSumTrainer):
     """Flat clipping whose factors make means of the sums.
 
     A subclass gives the clipped mean of each parameter to `add`. Noise of all parameters is drawn
-    at once and added in place. Under DDP small parameters are reduced together.
+    at once and added in place; under DDP, of those that are reduced together.
     """
 
     def begin_step(self) -> None:
         super().begin_step()
         self._means: dict[Tensor, Tensor] = {}
+        self._works: list[distributed.Work] = []
 
     def add(self, parameter: Tensor, mean: Tensor) -> None:
         """Add what a micro-batch adds to the mean of the clipped gradients of a parameter."""
@@ -47,21 +48,33 @@ class ClippedMeanTrainer(ClippedSumTrainer):
         else:
             self._means[parameter] = mean
 
+    def take_means(self, parameters: Sequence[Tensor]) -> None:
+        """Give parameters their means as gradients, with noise."""
+        for parameter in parameters:
+            parameter.grad = self._means.pop(parameter)
+        deviation = self.noise_multiplier * self.max_grad_norm / self.joint_batch_size
+        if deviation:
+            gradients = [own_part(p.grad, self.parallel) for p in parameters]
+            flat, noise, _ = one_buffer(gradients)
+            flat.normal_(std=deviation, generator=self.generator)
+            torch._foreach_add_(gradients, [noise[gradient] for gradient in gradients])
+
+    def reduce_means(self, parameters: Sequence[Tensor]) -> None:
+        """Begin to add up the means of parameters that share a buffer, under DDP."""
+        with phase("noise"):
+            self.take_means(parameters)
+        self._works.append(distributed.all_reduce(in_one(parameters), async_op=True))
+
     @torch.no_grad()
     def update(self) -> None:
-        for parameter in self.trained:
-            parameter.grad = self._means.pop(parameter)
-        with phase("noise"):
-            deviation = self.noise_multiplier * self.max_grad_norm / self.joint_batch_size
-            if deviation:
-                gradients = [own_part(p.grad, self.parallel) for p in self.trained]
-                flat, noise = one_buffer(gradients)
-                flat.normal_(std=deviation, generator=self.generator)
-                torch._foreach_add_(gradients, [noise[gradient] for gradient in gradients])
+        if self.parallel != "ddp":
+            with phase("noise"):
+                self.take_means(self.trained)
         with phase("optimizer"):
-            if self.parallel == "ddp":
-                for _ in summed([in_one(sharing) for sharing in in_buffers(self.trained)]):
-                    pass
+            for sharing in in_buffers([p for p in self.trained if p in self._means]):
+                self.reduce_means(sharing)
+            for work in self._works:
+                work.wait()
             self.plain_optimizer.step()
             self.plain_optimizer.zero_grad(set_to_none=True)
 
@@ -76,8 +89,8 @@ class LeanTrainer(ClippedMeanTrainer):
     - Noise of all parameters is drawn at once and added in place, to a sum that the clipping
       factors make a mean; per-sample gradients are freed as they are summed. In parallel each rank
       draws it for its share; of Opacus's, rank 0 for all.
-    - Under DDP small parameters are reduced together, and none is waited for before the next
-      begins; Opacus reduces one after the other.
+    - Under DDP small parameters are reduced together, and each is as soon as its gradient is
+      summed, while the next is; Opacus reduces one after the other.
 
     Arguments as `TrainerBase`.
     """
@@ -91,33 +104,41 @@ class LeanTrainer(ClippedMeanTrainer):
         self.begin_step()
         losses = []
         with refusals(self.model):
-            for _, part in self.parts(batch):
+            for last, part in self.parts(batch):
                 with phase("forward"):
                     loss = self.mean_loss(self.grad_sample_module, part)
                 with phase("backward"):
                     (loss * self.part_size).backward()
                 losses.append(loss.detach())
                 with phase("clip"):
-                    self.clip()
+                    self.clip(last)
         self.update()
         return mean_of(losses)
 
     @torch.no_grad()
-    def clip(self) -> None:
-        """Clip per-sample gradients, each freed as soon as it is summed."""
-        norms = GhostNorms()
+    def clip(self, last: bool) -> None:
+        """Clip per-sample gradients, each freed as soon as it is summed; reduce the last sums."""
         trained: list[Any] = self.trained
+        norms = GhostNorms()
         for parameter in trained:
             if getattr(parameter, "grad_sample", None) is None:
                 raise AttributeError("Per sample gradient is not initialized")
             norms.add_samples(parameter.grad_sample, parameter.dtype)
         squares = total(norms.squared_norms())
         factors = clipping_factors(squares, self.max_grad_norm, self.joint_batch_size)
-        rounded = rounded_down(factors, self.trained[0].dtype)
-        for parameter in trained:
-            samples = parameter.grad_sample.to(parameter.dtype)
-            parameter.grad_sample = parameter.grad = None
-            self.add(parameter, torch.einsum("i,i...", rounded, samples))
+        rounded = rounded_down(factors, trained[0].dtype)
+        for sharing in in_buffers(trained):
+            for parameter in sharing:
+                self.add(parameter, sum_up(parameter, rounded))
+            if last and self.parallel == "ddp":
+                self.reduce_means(sharing)
+
+
+def sum_up(parameter: Any, factors: Tensor) -> Tensor:
+    """Take a parameter's per-sample gradients; returns their sum, each times its factor."""
+    samples = parameter.grad_sample.to(parameter.dtype)
+    parameter.grad_sample = parameter.grad = None
+    return torch.einsum("i,i...", factors, samples)
 
 
 class KeepingModule(GradSampleModule):  # type: ignore[misc]
@@ -195,7 +216,7 @@ def in_one(parameters: Sequence[Any]) -> Tensor:
     if not others:
         gradient: Tensor = only.grad
         return gradient
-    buffer, places = one_buffer(parameters)
+    buffer, places, _ = one_buffer(parameters)
     torch._foreach_copy_([*places.values()], [parameter.grad for parameter in parameters])
     for parameter in parameters:
         parameter.grad = places[parameter]

@@ -154,7 +154,7 @@ def test_an_example_is_scaled_by_the_whole_factor_and_rounded_once(
 
 def test_each_part_of_a_buffer_begins_where_matrix_products_want_it() -> None:
     given_ = [torch.empty(3, 5), torch.empty(()), torch.empty(ALIGNED), torch.empty(2)]
-    flat, places = one_buffer(given_)
+    flat, places, _ = one_buffer(given_)
     assert [place.shape for place in places.values()] == [each.shape for each in given_]
     starts = [place.storage_offset() for place in places.values()]
     assert starts == [0, ALIGNED, 2 * ALIGNED, 3 * ALIGNED]

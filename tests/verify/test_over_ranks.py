@@ -11,6 +11,7 @@ import pytest
 from tests.verify.over_ranks import ROWS, WIDTH, over_ranks, run, small
 
 FAULTY = "tests.verify.faulty_ranks"
+APART, LEAN_APART = (f"tests.verify.over_ranks:{each}" for each in ("Apart", "LeanApart"))
 
 OF_OPACUS = [
     "dpsgd@ddp",
@@ -23,13 +24,16 @@ OF_OPACUS = [
     "dpsgd_ghost@fsdp2",
 ]
 OF_OURS = [
-    "lean@ddp",
     "ghost_lean@ddp",
     "ghost_lean:norms=cheaper@ddp",
     "book_keeping@ddp",
     "micro_batch@ddp",
     "micro_batch:vmap=true@ddp",
-    "fused@ddp",
+    f"{APART}@ddp",
+    f"{APART}@ddp@adamw",
+    f"{APART}@fsdp2",
+    f"{APART}@fsdp2@adamw",
+    f"{LEAN_APART}@ddp",
     "ghost_lean@fsdp2",
 ]
 THREE_RANKS = [
@@ -38,6 +42,7 @@ THREE_RANKS = [
     "dpsgd_ghost@fsdp2",
     "lean@ddp",
     "fused@ddp",
+    f"{APART}@fsdp2",
     "ghost_lean@fsdp2",
 ]
 
@@ -53,10 +58,10 @@ OPACUS_NORMS = ("dpsgd_ghost", "dpsgd_fgc")
 
 REFUSED = {
     "dpsgd:clip=per_layer,grad_sample=functorch@ddp": "Unexpected grad_sample_mode: functorch",
-    "dpsgd@fsdp2": "use dpsgd_ghost, ghost_lean, or parallel=ddp",
-    "dpsgd_fgc@fsdp2": "use dpsgd_ghost, ghost_lean, or parallel=ddp",
-    "lean@fsdp2": "use dpsgd_ghost, ghost_lean, or parallel=ddp",
-    "fused@fsdp2": "use dpsgd_ghost, ghost_lean, or parallel=ddp",
+    "dpsgd@fsdp2": "use fused, book_keeping, dpsgd_ghost or ghost_lean, or parallel",
+    "dpsgd_fgc@fsdp2": "use fused, book_keeping, ",
+    "lean@fsdp2": "use fused, book_keeping, ",
+    "micro_batch@fsdp2": "use fused, book_keeping, ",
     f"{FAULTY}:Looped@ddp": "its spread(model) must say how ranks share a model",
 }
 FAULTS = {
@@ -73,6 +78,7 @@ FAULTS = {
     "FirstPassKept@fsdp2": ("gradient, half clipped", "head.weight: off by 0."),
     "ShardsOfOneSeed@fsdp2": ("noise: elements", "elements further on in"),
     "ShardsOfDefaultGenerator@fsdp2": ("noise: elements", "elements further on in"),
+    "FusedShardsOfOneSeed@fsdp2": ("noise: elements", "elements further on in"),
 }
 
 
@@ -83,6 +89,11 @@ COUNTED = [
     "fused@ddp",
     "dpsgd_ghost@fsdp2",
     "ghost_lean@fsdp2",
+    "standard@fsdp2",
+    "fused@fsdp2",
+    f"{APART}@ddp",
+    f"{APART}@fsdp2",
+    f"{LEAN_APART}@ddp",
 ]
 PARAMETERS = 2 * ROWS * WIDTH + WIDTH**2 + 3 * WIDTH
 
@@ -144,3 +155,11 @@ def test_less_is_drawn_sent_and_called(tmp_path: Path) -> None:
     assert calls[ours] < calls[opacus]
     # One reduction less, and the embedding twice not gathered.
     assert sent[ours] <= 4 * 4 * PARAMETERS - 2 * 4 * ROWS * WIDTH
+    # Of fused only the sums are reduced, and as evenly as FSDP2 does it.
+    for trainer in ("fused@fsdp2", f"{APART}@fsdp2"):
+        assert sent[trainer] == sent["standard@fsdp2"]
+    # Sums are reduced while others are computed, but for those of small parameters, which are one.
+    orders = {pair: counts[pair]["order"].lstrip("m") for pair in COUNTED}
+    assert orders["dpsgd@ddp"].strip("r") == orders["fused@ddp"].strip("r") == ""
+    for trainer in (f"{APART}@ddp", f"{APART}@fsdp2", f"{LEAN_APART}@ddp"):
+        assert re.fullmatch("r(m+r)+", orders[trainer]), (trainer, orders[trainer])

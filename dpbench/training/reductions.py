@@ -1,0 +1,86 @@
+"""Sums over ranks that run while others are still computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+
+from dpbench.training.gradient_sums import Buffer, part_size
+
+# PyTorch 2.13 says that the old name will go.
+reduce_scatter: Any = (
+    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+)
+
+
+class Reduction:
+    """The sum of a buffer over the ranks, which begins at once.
+
+    Under DDP each rank gets all of it, in place. Under FSDP2 each gets the rows of its shards: a
+    large parameter lies alone in its buffer, its rows in the order of the ranks, and is sent from
+    there; small ones are copied together first.
+
+    Args:
+        buffer: with room for `dpbench.training.gradient_sums.one_buffer`'s ``ranks``.
+        parallel: see `dpbench.core.case.PARALLELS`; with ``none`` there is nothing to wait for.
+    """
+
+    def __init__(self, buffer: Buffer, parallel: str) -> None:
+        self.number = buffer.number
+        self.parameters: list[Any] = [*buffer.places]
+        self._flat, self._places = buffer.flat, [*buffer.places.values()]
+        self._sharded = parallel == "fsdp2"
+        self._work: Any = None
+        self._sent: Tensor | None = None  # until nobody reads it
+        if parallel == "ddp":
+            self._work = distributed.all_reduce(self._flat, async_op=True)
+        elif self._sharded:
+            self._scatter()
+
+    def _scatter(self) -> None:
+        group = self.parameters[0].device_mesh.get_group()
+        ranks = group.size()
+        self._sizes = [part_size(p, ranks) for p in self.parameters]
+        begins = [place.storage_offset() for place in self._places]
+        rows = [
+            self._flat[begin : begin + ranks * size].view(ranks, size)
+            for begin, size in zip(begins, self._sizes, strict=True)
+        ]
+        self._sent = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).flatten()
+        self._flat = self._sent.new_empty(sum(self._sizes))
+        self._work = reduce_scatter(self._flat, self._sent, group=group, async_op=True)
+        self._places = []
+
+    def wait(self) -> Tensor:
+        """All that this rank has of the sum; on a GPU, the work that follows waits for it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._sent = None
+        return self._flat
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Of a tensor that is like the sum, what each parameter has, or its shard."""
+        if not self._sharded:
+            return self._places
+        pieces = zip(self.parameters, flat.split(self._sizes), strict=True)
+        shards = [(parameter.to_local().shape, piece) for parameter, piece in pieces]
+        return [piece[: shape.numel()].view(shape) for shape, piece in shards]
+
+
+def as_gradient(part: Tensor, parameter: Any) -> Tensor:
+    """What a parameter has of a sum as the gradient that its optimizer wants."""
+    part = part.to(parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return part
+    gradient: Tensor = DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return gradient
