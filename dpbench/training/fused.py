@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
+from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.gradient_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.kernels import layer_norm_samples, noisy_descent, scaled
 from dpbench.training.known_model import KnownModel
-from dpbench.training.norm_bounds import squared_norms_of_alike, squared_sample_norms
+from dpbench.training.norm_bounds import squared_sample_norms
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.per_layer import (
     EmbeddingRule,

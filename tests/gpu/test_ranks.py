@@ -35,7 +35,7 @@ pytestmark = [
 
 CASE = Case("standard", batch_size=8, seq_len=16, model_size="99x64x2x2", parallel="ddp", gpus=2)
 
-SHARDED = {"standard", "dpsgd_ghost", "ghost_lean", "mixed_ghost"}
+SHARDED = {"standard", "dpsgd_ghost", "ghost_lean", "book_keeping", "fused"}
 """Trainers that train under FSDP2."""
 
 

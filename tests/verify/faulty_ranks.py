@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opacus.optimizers import DPOptimizer
 from torch import Tensor, distributed, nn
 
 from dpbench import BookKeepingTrainer
@@ -87,19 +86,17 @@ class SharesOfOneSeed(BookKeepingTrainer):
 class ShardsOfOneSeed(GhostLeanTrainer):
     """Each rank draws noise for its shards, all from one seed."""
 
-    def private_optimizer(self) -> DPOptimizer:
-        optimizer = super().private_optimizer()
-        optimizer.generator.manual_seed(int(torch.randint(2**60, ())))
-        return optimizer
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.generator = torch.Generator().manual_seed(int(torch.randint(2**60, ())))
 
 
 class ShardsOfDefaultGenerator(GhostLeanTrainer):
     """Each rank draws noise for its shards from PyTorch's default generator."""
 
-    def private_optimizer(self) -> DPOptimizer:
-        optimizer = super().private_optimizer()
-        optimizer.generator = None
-        return optimizer
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.generator = None
 
 
 class FusedShardsOfOneSeed(FusedTrainer):

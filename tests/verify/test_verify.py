@@ -277,7 +277,9 @@ def test_the_seed_of_whoever_asks_stays_as_it_was() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("trainer", ["ghost_lean", "dpsgd_ghost", "dpsgd_fgc", "mixed_ghost"])
+@pytest.mark.parametrize(
+    "trainer", ["ghost_lean", "dpsgd_ghost", "dpsgd_fgc", "ghost_lean:norms=cheaper"]
+)
 def test_a_weight_that_is_used_by_hand_is_told_from_one_that_is_not_used(trainer: str) -> None:
     with pytest.raises(ConfigurationError, match="whose layer its hooks did not hear") as by_hand:
         checks_of(trainer, workload="tests.verify.right:ByHand")
