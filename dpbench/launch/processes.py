@@ -6,12 +6,9 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
-from types import FrameType
 from typing import Any
 
 from dpbench.child.hang_report import ASKED
@@ -32,37 +29,9 @@ ncu starts further processes, so a signal at the parent's death for its own chil
 (``PR_SET_PDEATHSIG``) is not enough."""
 
 
-@contextmanager
-def ctrl_c_later() -> Iterator[None]:
-    """Handle Ctrl-C, and signals that end a process as it does, when what is in here is done.
-
-    Python handles a signal between any two instructions, so also between a program's start and the
-    assignment that keeps it; whoever does not know of the program cannot end it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are handled in the main thread
-        return
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers: dict[int, Any] = {n: h for n in heard if callable(h := signal.getsignal(n))}
-    arrived: list[tuple[int, FrameType | None]] = []
-    inside = True
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if inside:
-            arrived.append((number, frame))
-        else:  # before the handler was restored
-            handlers[number](number, frame)
-
-    try:
-        for number in handlers:
-            signal.signal(number, handle)
-        yield
-    finally:
-        inside = False
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in arrived:
-            handlers[number](number, frame)
+STARTER = 'echo $$ >&0; exec "$@" </dev/null'
+"""A shell that tells the guard, its input, its number, and becomes the program: whoever starts it
+may be interrupted before it knows that number."""
 
 
 class ProcessGroup:
@@ -82,11 +51,12 @@ class ProcessGroup:
         try:
             self.process: Any = fork(command, options, self._announce)
             if self.process is None:
-                with ctrl_c_later():  # or nobody would know of the program
-                    self.process = subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, start_new_session=True, **options
-                    )
-                    self._announce(self.process.pid)
+                self.process = subprocess.Popen(
+                    ["/bin/sh", "-c", STARTER, "sh", *command],
+                    stdin=self._guard.stdin,
+                    start_new_session=True,
+                    **options,
+                )
         except BaseException:
             assert self._guard.stdin
             self._guard.stdin.close()  # it ends what it knows of
@@ -97,8 +67,7 @@ class ProcessGroup:
 
     def poll(self) -> int | None:
         """The exit code, negative if a signal ended it; None as long as the program runs."""
-        with ctrl_c_later():  # which could leave the lock of `subprocess.Popen.poll` taken
-            code: int | None = self.process.poll()
+        code: int | None = self.process.poll()
         return code
 
     def ask_ranks(self) -> None:
