@@ -49,21 +49,15 @@ class ProcessGroup:
         )
         self._ended = False
         try:
-            self.process: Any = fork(command, options, self._announce)
-            if self.process is None:
-                self.process = subprocess.Popen(
-                    ["/bin/sh", "-c", STARTER, "sh", *command],
-                    stdin=self._guard.stdin,
-                    start_new_session=True,
-                    **options,
-                )
+            options |= {"stdin": self._guard.stdin}
+            started = ["/bin/sh", "-c", STARTER, "sh", *command]
+            self.process: Any = fork(command, options) or subprocess.Popen(
+                started, start_new_session=True, **options
+            )
         except BaseException:
             assert self._guard.stdin
             self._guard.stdin.close()  # it ends what it knows of
             raise
-
-    def _announce(self, process_id: int) -> None:
-        print(process_id, file=self._guard.stdin, flush=True)
 
     def poll(self) -> int | None:
         """The exit code, negative if a signal ended it; None as long as the program runs."""
