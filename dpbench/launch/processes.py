@@ -6,12 +6,9 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
-from types import FrameType
 from typing import Any
 
 from dpbench.child.hang_report import ASKED
@@ -31,37 +28,9 @@ ends first, the parent died, e.g. by ``kill -9``, and the script ends the group.
 ``PR_SET_PDEATHSIG`` is not enough: it reaches children only, and ncu starts further processes."""
 
 
-@contextmanager
-def ctrl_c_later() -> Iterator[None]:
-    """Delay SIGINT, SIGTERM and SIGHUP until the end of this context.
-
-    Python may handle a signal between the start of a program and the assignment of its handle. Then
-    nobody could end the program.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread handles signals
-        return
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers: dict[int, Any] = {n: h for n in heard if callable(h := signal.getsignal(n))}
-    arrived: list[tuple[int, FrameType | None]] = []
-    inside = True
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if inside:
-            arrived.append((number, frame))
-        else:  # not yet restored
-            handlers[number](number, frame)
-
-    try:
-        for number in handlers:
-            signal.signal(number, handle)
-        yield
-    finally:
-        inside = False
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in arrived:
-            handlers[number](number, frame)
+STARTER = 'echo $$ >&0; exec "$@" </dev/null'
+"""A shell script that tells the guard its own process number and then becomes the program. So the
+guard knows the number even if the parent is interrupted while it starts the program."""
 
 
 class ProcessGroup:
@@ -79,25 +48,19 @@ class ProcessGroup:
         )
         self._ended = False
         try:
-            self.process: Any = fork(command, options, self._announce)
-            if self.process is None:
-                with ctrl_c_later():
-                    self.process = subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, start_new_session=True, **options
-                    )
-                    self._announce(self.process.pid)
+            options |= {"stdin": self._guard.stdin}
+            started = ["/bin/sh", "-c", STARTER, "sh", *command]
+            self.process: Any = fork(command, options) or subprocess.Popen(
+                started, start_new_session=True, **options
+            )
         except BaseException:
             assert self._guard.stdin
             self._guard.stdin.close()  # the guard ends the group
             raise
 
-    def _announce(self, process_id: int) -> None:
-        print(process_id, file=self._guard.stdin, flush=True)
-
     def poll(self) -> int | None:
         """The exit code, negative after a signal; None while the program runs."""
-        with ctrl_c_later():  # an interrupted `poll` could leave its lock taken
-            code: int | None = self.process.poll()
+        code: int | None = self.process.poll()
         return code
 
     def ask_ranks(self) -> None:

@@ -186,9 +186,10 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     said = {RECORDS: str(folder / "records"), "PYTHONPATH": os.pathsep.join(paths)}
     log, command = folder / "log.txt", [*COMMAND, *words, "--device", "cpu"]
-    with log.open("w") as output:
-        kept: dict[str, Any] = {"stdout": output, "env": environment_of_cases() | said}
-        process = fork(command, kept, str) or subprocess.Popen(command, stderr=output, **kept)
+    with log.open("w") as output, Path(os.devnull).open("w") as nothing:
+        kept: dict[str, Any] = {"stdout": output, "stdin": nothing}
+        kept["env"] = environment_of_cases() | said
+        process = fork(command, kept) or subprocess.Popen(command, stderr=output, **kept)
         code = process.wait()
     return code, log.read_text()
 
