@@ -25,7 +25,7 @@ def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> l
     Steps(settings.warmup, settings.active)
     for options in _options():
         settings.of(options)
-    asked = {_canonical(name) for name in names}
+    asked = {INSTRUMENTS.canonical(name) for name in names}
     if settings.profiles_kernels:
         asked.add("ncu_kernels")
     chosen = [_class(name) for name in INSTRUMENTS if name in asked]
@@ -83,14 +83,6 @@ def declare_outside(
             declare_own(add, instrument, of_pytest=option != "--instrument")
         except (ArgumentError, ValueError) as error:
             raise ConfigurationError(f"instrument {name}: {error}; rename its field") from error
-
-
-def _canonical(spelling: str) -> str:
-    try:
-        return INSTRUMENTS.canonical(spelling)
-    except ConfigurationError:  # nothing of dpbench's own: look what else is installed
-        INSTRUMENTS.register_installed()
-        return INSTRUMENTS.canonical(spelling)
 
 
 def _class(name: str) -> type[Instrument]:

@@ -198,7 +198,7 @@ CLIPPED = [
 
 def clipped_mean(workload: Workload, model: nn.Module, batch: Batch) -> tuple[list[Tensor], float]:
     """By a loop over examples: the mean of the clipped gradients, and a threshold for half."""
-    examples = Examples.of(model, batch, workload.losses)
+    examples = Examples.computed(model, batch, workload.losses)
     threshold = float(examples.norms.norm(dim=1).median())
     return [*examples.mean(examples.factors("flat", threshold)).values()], threshold
 

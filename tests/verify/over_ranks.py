@@ -26,7 +26,7 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.forked import COMMAND, environment_of_cases, fork
+from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.training import fused, gradient_sums, reductions
 from dpbench.training.fused import FusedTrainer

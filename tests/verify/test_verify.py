@@ -121,7 +121,7 @@ def test_they_pass_with_other_optimizers_precisions_and_parameters(
 
 def test_the_reference_is_in_float32_where_the_model_has_to_be() -> None:
     first, *others = checks_of("dpsgd", workload=f"{FAULTY}:OnlyFloat32")
-    assert "float32, because float64 fails: " in first.far
+    assert "float32, because float64 fails: " in first.how_far
     assert not wrong(others)
 
 
@@ -260,7 +260,7 @@ def test_what_there_is_nothing_to_verify_of_is_refused_in_the_trainers_words(
 
 
 def test_a_model_whose_losses_are_random_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="other losses each time that they are computed"):
+    with pytest.raises(ConfigurationError, match="losses of a batch change each time"):
         checks_of("dpsgd", workload=f"{FAULTY}:Random")
 
 
@@ -290,4 +290,4 @@ def test_a_weight_that_is_used_by_hand_is_told_from_one_that_is_not_used(trainer
 def test_a_trainer_of_another_model_is_not_judged_by_a_layer_and_says_so() -> None:
     [alike] = [check for check in own("LeavesOneOut") if check.name == "tokens alike"]
     assert (alike.verdict, alike.passed) == ("not judged", True)
-    assert alike.far == "trains no linear layer: 'head.weight'"
+    assert alike.how_far == "trains no linear layer: 'head.weight'"

@@ -1,4 +1,4 @@
-"""Findings of checks, and the calibration of counters by a copy, a fill and a read."""
+"""Findings of checks, and the calibration of counters by work and a message of known size."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dpbench.child.messages import Steps
 from dpbench.core.case import Case
 from dpbench.core.errors import DpbenchError
 from dpbench.core.gpu import visible_gpus
+from dpbench.instruments.cupti.target import RECEIVED, SENT
 from dpbench.show.layout import ABSENT, Table, gigabytes
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -60,6 +61,17 @@ WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 
 
 REST = "noise"
 """The phase in which the GPU does nothing."""
+
+MESSAGE = "dpbench.commands.machine.known_work:KnownMessage"
+
+SENT_IN = "optimizer"
+"""The phase in which the first of two ranks sends the other a message."""
+
+MESSAGE_EXAMPLES = 64
+"""The size of the message, in `EXAMPLE_BYTES` (1.07 GB)."""
+
+WITH_PROTOCOL = ("nvlink_sent_bytes", "pcie_write_bytes")
+"""Metrics of the sender that are not judged: headers are in them, and the message takes one way."""
 
 READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
 WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
@@ -115,14 +127,40 @@ def _compared(
         expected = dict.fromkeys(READ, read) | dict.fromkeys(WRITTEN, written)
         for metric, times in (expected | dict.fromkeys(BOTH, read + written)).items():
             if (value := counted.get(phase, {}).get(metric)) is not None:
-                yield {
-                    "work": work,
-                    "metric": metric,
-                    "instrument": instrument,
-                    "expected": times * size,
-                    "counted": value,
-                    "off": value / size - times,
-                }
+                yield _line(work, metric, instrument, size, value, times)
+
+
+def _line(
+    work: str, metric: str, instrument: str, size: int, counted: float, times: int
+) -> dict[str, Any]:
+    return {
+        "work": work,
+        "metric": metric,
+        "instrument": instrument,
+        "expected": times * size,
+        "counted": counted,
+        "off": counted / size - times,
+    }
+
+
+def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) -> Finding:
+    """Find whether NVML counted a message on NVLink, by the metrics of its two ends."""
+    size = MESSAGE_EXAMPLES * EXAMPLE_BYTES
+    known = {SENT: sender, RECEIVED: receiver, **dict.fromkeys(WITH_PROTOCOL, sender)}
+    lines = tuple(
+        _line("message", metric, "cupti", size, values[metric], 1)
+        for metric, values in known.items()
+        if metric in values
+    )
+    of = f"a message of {gigabytes(size)} GB from one GPU to another"
+    said = ", ".join(f"{line['metric']} {gigabytes(line['counted'])} GB" for line in lines)
+    judged = [line["off"] for line in lines if line["metric"] not in WITH_PROTOCOL]
+    if not judged:
+        return Finding("links", WARNING, f"{of}: {said}", counted=lines)
+    if max(map(abs, judged)) <= TOLERANCE:
+        return Finding("links", OK, f"{of}: {said}", counted=lines)
+    remedy = "where GPUs exchange data by PCIe nothing crosses NVLink; else end what uses them"
+    return Finding("links", WARNING, f"{of}: {said}", remedy, lines)
 
 
 def table(findings: Iterable[Finding]) -> Table | None:
@@ -139,5 +177,8 @@ def table(findings: Iterable[Finding]) -> Table | None:
     headers = ["work", "metric", "known\nGB"]
     headers += [f"{name}\n{what}" for name in names for what in ("GB", "off")]
     off = f"Off: relative to the work's size; more than {TOLERANCE:.0%} fails."
-    unjudged = f"Not judged: {', '.join(BOTH)}, which includes traffic that no SM asked for."
+    unjudged = (
+        f"Not judged: {', '.join(BOTH)}, which includes traffic that no SM asked for, and of the "
+        f"message {' and '.join(WITH_PROTOCOL)}, which include headers of packets."
+    )
     return Table("Bytes of known work", headers, cells, (off, unjudged)) if cells else None

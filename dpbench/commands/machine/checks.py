@@ -18,13 +18,17 @@ from packaging.version import Version
 from dpbench.commands.machine.calibration import (
     EXAMPLE_BYTES,
     FAILED,
+    MESSAGE,
+    MESSAGE_EXAMPLES,
     OK,
     REST,
+    SENT_IN,
     STEPS,
     TOLERANCE,
     WARNING,
     Finding,
     judge,
+    judge_message,
     largest_work,
 )
 from dpbench.core.case import Case
@@ -177,6 +181,18 @@ def cupti(settings: Settings) -> Iterator[Finding]:
     yield finding
 
 
+def links(settings: Settings) -> Iterator[Finding]:
+    """A message of known size to another GPU is counted right by NVML; nothing without another."""
+    if len(visible_gpus()) < 2:
+        return
+    case = Case(MESSAGE, 2 * MESSAGE_EXAMPLES, 1, "tiny", parallel="ddp", gpus=2)
+    instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
+    record = instrument.start(case).record()
+    finding = judge_message(*(rank["counted"][0].get(SENT_IN, {}) for rank in record["ranks"]))
+    why = "".join(f"; {note}" for note in record["notes"])
+    yield replace(finding, detail=f"{finding.detail}{why}")
+
+
 Check = Callable[[Settings], Iterable[Finding]]
 
 CHECKS: tuple[Check, ...] = (
@@ -188,6 +204,7 @@ CHECKS: tuple[Check, ...] = (
     ncu,
     counters,
     cupti,
+    links,
 )
 """The checks, each after those on which it depends, and named as its findings are."""
 

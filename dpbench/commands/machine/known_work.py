@@ -1,6 +1,6 @@
-"""The work of known size that calibrates the counters.
+"""The work and the message of known size that calibrate the counters.
 
-It is a trainer, so that it runs through the same command, process, ranges and reader as a case.
+They are trainers, so that they run through the same command, process, ranges and reader as a case.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from dpbench.commands.machine.calibration import EXAMPLE_BYTES, REST, WORK
+from dpbench.commands.machine.calibration import EXAMPLE_BYTES, REST, SENT_IN, WORK
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import phase
 
@@ -46,4 +46,22 @@ class KnownWork(TrainerBase):
                 self.work[work]()
         with phase(REST):
             time.sleep(IDLE_SECONDS)
+        return self.loss
+
+
+class KnownMessage(TrainerBase):
+    """The first rank sends ``batch_size * EXAMPLE_BYTES`` bytes to the others."""
+
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
+        device = next(model.parameters()).device
+        self.message = torch.rand(batch_size * EXAMPLE_BYTES // 4, device=device)
+        self.loss = torch.zeros((), device=device)
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with phase(SENT_IN):
+            distributed.broadcast(self.message, 0)
         return self.loss

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from ctypes import c_uint8
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from dpbench.core.case import OUTSIDE
 from dpbench.core.metrics import METRICS, Sum
-from dpbench.instruments.counters.errors import ProfilerNotLoaded
 from dpbench.instruments.counters.metrics import ALWAYS, counters
 from dpbench.instruments.cupti.chip import LINKS, Configuration, chip_of, chosen, image_fields
 from dpbench.instruments.cupti.library import (
@@ -20,9 +18,9 @@ from dpbench.instruments.cupti.library import (
     Library,
     RangesLost,
     StepsDiffer,
-    load_library,
 )
 from dpbench.instruments.cupti.structures import USER_RANGE, USER_REPLAY
+from dpbench.instruments.cupti.target import FIELDS, Target
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 
@@ -41,30 +39,6 @@ MAX_RANGES = 64
 
 On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and 1.1 GB with 1024.
 """
-
-
-@dataclass(frozen=True)
-class Target:
-    """The GPU whose work is counted: a CUDA context of this process."""
-
-    library: Library
-    device: int  # its CUDA index
-    context: int  # the handle
-    synchronize: Callable[[], None]  # waits for all work on the GPU
-    peers: bool = False  # whether this process sees other GPUs
-
-    @classmethod
-    def of_torch(cls) -> Target:
-        """The GPU that torch uses in this thread."""
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ProfilerNotLoaded(f"torch {torch.__version__} finds no CUDA GPU")
-        torch.cuda.synchronize()  # makes its context this thread's
-        library = load_library()
-        context = library.driver.current_context()
-        device, peers = torch.cuda.current_device(), torch.cuda.device_count() > 1
-        return cls(library, device, context, torch.cuda.synchronize, peers)
 
 
 class RangeProfiler:
@@ -177,7 +151,8 @@ class StepCounter:
     A round is one step, or several equal ones if the metrics need several passes: each step then
     counts one group of counters. The GPU is synchronized at the borders of phases, so that the CPU
     cannot run ahead. Times and busy shares by phase therefore only say how a step's time is
-    divided; those of a step counted as a whole are undisturbed.
+    divided; those of a step counted as a whole are undisturbed. NVML's counters of NVLink are read
+    at the same borders, in every step.
 
     Args:
         names: what to count beside DRAM bytes, time and busy shares; None for everything.
@@ -210,6 +185,7 @@ class StepCounter:
             self._configurations = opened.pop_all()
         self.steps = len(self._plan)  # how many must be heard
         self._phases: list[str] = []  # of each range in the current step
+        self._crossed: list[dict[str, float]] = []  # NVLink in each, so far in the open one
         self._counted: list[ByPhase] = []
 
     def start_step(self) -> None:
@@ -218,7 +194,7 @@ class StepCounter:
             self._profiler.close()
             self._profiler = self._open(configuration)
         self._profiler.start()
-        self._phases = []
+        self._phases, self._crossed = [], []
         self._begin(OUTSIDE if self._by_phase else STEP)
 
     def switch(self, phase: str) -> None:
@@ -229,18 +205,27 @@ class StepCounter:
     def end_step(self) -> None:
         self._end()
         counted: ByPhase = {}
-        for phase, values in zip(self._phases, self._profiler.stop(), strict=True):
+        ranges = zip(self._phases, self._profiler.stop(), self._crossed, strict=True)
+        for phase, read, crossed in ranges:
+            values = read | crossed
             counted[phase] = _sum([counted[phase], values]) if phase in counted else values
         self._counted.append(counted)
 
     def _begin(self, phase: str) -> None:
         self._target.synchronize()
+        before = self._payload()
         self._profiler.push()
         self._phases.append(phase)
+        self._crossed.append(before)
 
     def _end(self) -> None:
         self._target.synchronize()
         self._profiler.pop()
+        before = self._crossed[-1]
+        self._crossed[-1] = {name: total - before[name] for name, total in self._payload().items()}
+
+    def _payload(self) -> dict[str, float]:
+        return self._target.payload() if self._target.payload else {}
 
     def rounds(self) -> list[ByPhase]:
         """The metrics of each completed round, by phase or of the whole step."""
@@ -261,6 +246,7 @@ class StepCounter:
                 for metric in self.metrics
                 if counted.keys() >= {*metric.counters} or metric.name not in LINKS
             }
+            | {name: counted[name] for name in FIELDS if name in counted}
             for phase, counted in values.items()
         }
 

@@ -16,6 +16,7 @@ from dpbench.instruments.cupti import chip
 from dpbench.instruments.cupti.chip import LINKS
 from dpbench.instruments.cupti.library import CountersDoNotCombine, RangesLost, StepsDiffer
 from dpbench.instruments.cupti.ranges import StepCounter, count_ranges
+from dpbench.instruments.cupti.target import RECEIVED, SENT
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
 from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, target
@@ -127,6 +128,30 @@ def test_bytes_between_gpus_come_from_one_step_more_or_are_absent(linked: bool) 
     backward = by_phase["backward"]
     assert backward["dram_read_bytes"] == backward["pcie_read_bytes"] == GB
     assert backward.get("nvlink_sent_bytes") == (GB if linked else None)
+
+
+def test_the_payload_of_nvlink_is_read_at_each_border_in_any_pass() -> None:
+    cupti, sent = FakeCupti(), [7.0]  # what had crossed before is not counted
+    gpu = target(cupti, peers=True, payload=lambda: {SENT: sent[0], RECEIVED: 2 * sent[0]})
+    with closing(StepCounter([], gpu, [True, False])) as counter:
+        for _ in range(counter.steps):
+            with observed_step(counter):
+                for name, size in (("forward", 0), ("backward", 3), ("clip", 1), ("backward", 4)):
+                    with phase(name):
+                        sent[0] += size * GB
+    by_phase, whole = counter.rounds()
+    assert {name: values[SENT] / GB for name, values in by_phase.items()} == {
+        OUTSIDE: 0,
+        "forward": 0,
+        "backward": 7,
+        "clip": 1,
+    }
+    assert whole[STEP][RECEIVED] == 16 * GB
+
+
+def test_where_nvml_counts_no_payload_there_is_no_row_of_it() -> None:
+    counter = count_steps(FakeCupti(), [1], rounds=[False])
+    assert not {SENT, RECEIVED} & counter.rounds()[0][STEP].keys()
 
 
 def test_links_are_counted_though_a_virtual_machine_calls_their_counters_unavailable() -> None:
