@@ -35,6 +35,9 @@ pytestmark = [
 
 CASE = Case("standard", batch_size=8, seq_len=16, model_size="99x64x2x2", parallel="ddp", gpus=2)
 
+WIDE = replace(CASE, model_size="99x512x1x2")
+"""Has matrices that are reduced apart, while others are summed up."""
+
 SHARDED = {"standard", "dpsgd_ghost", "ghost_lean", "book_keeping", "fused"}
 """Trainers that train under FSDP2."""
 
@@ -61,7 +64,7 @@ def pick() -> torch.device:
 def distances_from_one_process(case: Case) -> dict[str, Any]:
     """How far the update of two steps is from that of the joint batch, by trainer and parallel."""
     far: dict[str, float] = {}
-    for trainer in TRAINERS:
+    for trainer in TRAINERS if case.model_size == CASE.model_size else ("lean", "fused"):
         alone = replace(case, trainer=trainer, parallel="none", gpus=1)
         before, expected = trained(alone, alone=True)
         for parallel in ("ddp", "fsdp2"):
@@ -80,6 +83,13 @@ def test_updates_over_ranks_are_those_of_one_process_with_the_joint_batch() -> N
     for rank in record["ranks"]:
         assert {f"{name}@ddp" for name in TRAINERS} <= rank["far"].keys()
         assert {f"{name}@fsdp2" for name in SHARDED} <= rank["far"].keys()
+        assert {pair: far for pair, far in rank["far"].items() if not far < 1e-4} == {}
+
+
+def test_sums_that_are_reduced_while_others_are_computed_are_those_of_one_process() -> None:
+    record = observe_all(distances_from_one_process, WIDE, "cuda")
+    for rank in record["ranks"]:
+        assert {*rank["far"]} == {"lean@ddp", "fused@ddp", "fused@fsdp2"}
         assert {pair: far for pair, far in rank["far"].items() if not far < 1e-4} == {}
 
 
