@@ -36,13 +36,13 @@ def busy(place: Place, trainer: str) -> str:
 
 
 @table
-def ranks_measured(parallel: str) -> str:
+def ranks_measured(parallel: str, *trainers: str) -> str:
     """Time, bytes of both ranks, peak memory of one: of standard, and of the others ÷ it; busy."""
     places = PLACES[parallel]
     cells = (joined((m(p, "standard") for m in (ms, gb, peak)), 1) for p in places)
     busy_too = (busy(p, "standard") for p in places)
     rows = [["standard: ms, GB, GB", *map("; ".join, zip(cells, busy_too, strict=True))]]
-    for trainer in TRAINERS[parallel]:
+    for trainer in trainers or TRAINERS[parallel]:
         ratios = (joined(ratio(m, p, trainer) for m in (ms, gb, peak)) for p in places)
         busy_too = (busy(p, trainer) for p in places)
         rows.append([trainer, *map("; ".join, zip(ratios, busy_too, strict=True))])
