@@ -105,58 +105,13 @@ class Case:
     gpus: int = axis("GPUs that share a batch in equal parts", 1, count="number of GPUs")
 
     def __post_init__(self) -> None:
-        axes: dict[str, Any] = {**vars(self)}
-        self._take_parameters(axes)
-        checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else OF_TRANSFORMER.keys())
-        for axis, what in COUNTS.items():
-            if axis in checked:
-                axes[axis] = positive(what, axes[axis])
-        for axis, known in CHOICES.items():
-            if axis in checked and axes[axis] not in known:
-                raise unknown(axis.replace("_", " "), axes[axis], known)
-        for axis, value in axes.items():
+        given = {**vars(self), "set": parameters_text(self.set)}
+        for axis, value in _checked(**given).items():
             object.__setattr__(self, axis, value)
-        if "model_size" in checked:
-            ModelSize.parse(self.model_size)
-        lora_rank(self.trainable)  # refuses what is no rank
-        self._check_parts()
-
-    def _check_parts(self) -> None:
-        if (self.parallel == "none") != (self.gpus == 1):
-            raise ConfigurationError(
-                f"gpus={self.gpus} with parallel={self.parallel}: several GPUs train in parallel, "
-                f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
-            )
-        parts = self.gpus * self.micro_batches
-        if self.batch_size % parts:
-            whose = f"is that of all {self.gpus} GPUs, and " * (self.gpus > 1)
-            raise ConfigurationError(
-                f"batch size {self.batch_size} {whose}cannot be trained in {parts} parts of equal "
-                f"size: take a multiple of {parts}"
-            )
-
-    def _take_parameters(self, axes: dict[str, Any]) -> None:
-        """Write parameters in one way, and those of the workload where they belong."""
-        for axis in ("trainer", "model", "optimizer"):
-            axes[axis] = joined(*parted(axes[axis]))
-        axes["workload"], text = parted(self.workload)
-        axes["set"] = parameters_text([text, parameters_text(self.set)])
-        if axes["workload"] != TRANSFORMER:
-            given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
-            check_belongs(given, [axes["workload"]])
-            axes |= OF_TRANSFORMER
-            return
-        for axis, value in read_parameters(axes["set"]).items():
-            if axis not in OF_TRANSFORMER:
-                raise unknown(f"parameter of workload {TRANSFORMER}", axis, OF_TRANSFORMER)
-            if axes[axis] not in (USUAL[axis], value):
-                raise ConfigurationError(f"{axis} is given twice, as {axes[axis]} and as {value}")
-            axes[axis] = value
-        axes["set"] = ""
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
-        """The case that a row is about, made once however many rows it has."""
+        """The case that a row is about."""
         known = {**ADDED, **row}
         return subject(**{axis: known[axis] for axis in AXES})
 
@@ -209,6 +164,56 @@ class Case:
         length = f"_seq{self.seq_len}" if self.seq_len else ""
         name = f"report_{_name_for_path(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
         return Path(self._configuration(_for_path, _name_for_path)) / name
+
+
+@lru_cache(maxsize=None, typed=True)
+def _checked(**given: Any) -> dict[str, Any]:
+    """The axes of a case, written in one way; each case is checked once in a process."""
+    axes = _with_parameters(given)
+    checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else OF_TRANSFORMER.keys())
+    for axis, what in COUNTS.items():
+        if axis in checked:
+            axes[axis] = positive(what, axes[axis])
+    for axis, known in CHOICES.items():
+        if axis in checked and axes[axis] not in known:
+            raise unknown(axis.replace("_", " "), axes[axis], known)
+    if "model_size" in checked:
+        ModelSize.parse(axes["model_size"])
+    lora_rank(axes["trainable"])  # refuses what is no rank
+    gpus, size = axes["gpus"], axes["batch_size"]
+    if (axes["parallel"] == "none") != (gpus == 1):
+        raise ConfigurationError(
+            f"gpus={gpus} with parallel={axes['parallel']}: several GPUs train in parallel, "
+            f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
+        )
+    parts = gpus * axes["micro_batches"]
+    if size % parts:
+        whose = f"is that of all {gpus} GPUs, and " * (gpus > 1)
+        raise ConfigurationError(
+            f"batch size {size} {whose}cannot be trained in {parts} parts of equal size: take a "
+            f"multiple of {parts}"
+        )
+    return axes
+
+
+def _with_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The axes with parameters written in one way, and those of the workload where they belong."""
+    axes = {**given}
+    for axis in ("trainer", "model", "optimizer"):
+        axes[axis] = joined(*parted(axes[axis]))
+    axes["workload"], text = parted(axes["workload"])
+    axes["set"] = parameters_text([text, axes["set"]])
+    if axes["workload"] != TRANSFORMER:
+        own = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
+        check_belongs(own, [axes["workload"]])
+        return axes | OF_TRANSFORMER
+    for axis, value in read_parameters(axes["set"]).items():
+        if axis not in OF_TRANSFORMER:
+            raise unknown(f"parameter of workload {TRANSFORMER}", axis, OF_TRANSFORMER)
+        if axes[axis] not in (USUAL[axis], value):
+            raise ConfigurationError(f"{axis} is given twice, as {axes[axis]} and as {value}")
+        axes[axis] = value
+    return axes | {"set": ""}
 
 
 def own_axes(workload: str) -> Mapping[str, Any]:
@@ -317,7 +322,6 @@ class Script(Case):
         return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
 
 
-@lru_cache(maxsize=None, typed=True)
 def subject(**axes: Any) -> Case:
     """The case or the script that these axes are of."""
     if axes.get("workload") == SCRIPT:

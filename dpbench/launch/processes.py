@@ -16,7 +16,7 @@ from typing import Any
 
 from dpbench.child.hang_report import ASKED
 from dpbench.child.messages import POLL_SECONDS
-from dpbench.launch.forked import fork
+from dpbench.launch.fork_server import fork
 
 ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
 FRAMES_SECONDS = 0.5  # a rank has to write down where it is, which takes milliseconds

@@ -99,7 +99,8 @@ class ClippedSumTrainer(TrainerBase):
         """Those of all buffers; reduce what is left."""
         for buffer in self.take_sums().close():
             self.reduce(buffer)
-        return self._reductions
+        reductions, self._reductions = self._reductions, []
+        return reductions
 
     def make_private(self, gradient: Tensor) -> None:
         """Add noise to a sum, or to this rank's share of it, and make it a mean."""

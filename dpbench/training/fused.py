@@ -56,6 +56,9 @@ class LayerNormRule(SampledRule):
 
     layer: nn.LayerNorm
 
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        Rule.__init__(self, layer, name)  # it needs no sampler
+
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
         samples = layer_norm_samples(three_dimensional(x), three_dimensional(g), self.layer.eps)
         made = zip((self.layer.weight, self.layer.bias), samples, strict=True)

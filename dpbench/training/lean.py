@@ -254,3 +254,4 @@ class LeanOptimizer(NoiseAtOnce):
         """Let what follows wait for the gradients of all ranks."""
         for reduction in self.reductions:
             reduction.wait()
+        self.reductions = []  # which hold gradients

@@ -18,6 +18,7 @@ from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare_layer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.gradient_sums import Factors, Sums
@@ -182,6 +183,8 @@ class SampledRule(Rule[nn.Module]):
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
         """Each example's gradient of each parameter, ``[B, …]``, of one call."""
         sampler: Any = self._sampler or ft_compute_per_sample_gradient
+        if not self._sampler and any(isinstance(p, DTensor) for p in self.layer.parameters()):
+            raise self.refusal("its block returns what it returned, so FSDP2 gathers it too late")
         made = sampler(self.layer, [as_computed(x, g)], g)
         return {parameter: each for parameter, each in made.items() if parameter.requires_grad}
 

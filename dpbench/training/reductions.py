@@ -10,6 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from dpbench.training.gradient_sums import Buffer, part_size
 
+# PyTorch 2.13 says that the old name will go.
+reduce_scatter: Any = (
+    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+)
+
 
 class Reduction:
     """The sum of a buffer over the ranks, which begins at once.
@@ -46,9 +51,7 @@ class Reduction:
         ]
         self._sent = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).flatten()
         self._flat = self._sent.new_empty(sum(self._sizes))
-        self._work = distributed.reduce_scatter_tensor(
-            self._flat, self._sent, group=group, async_op=True
-        )
+        self._work = reduce_scatter(self._flat, self._sent, group=group, async_op=True)
         self._places = []
 
     def wait(self) -> Tensor:

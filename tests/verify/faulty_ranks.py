@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 
 from dpbench import BookKeepingTrainer
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
+from dpbench.training.fused import FusedTrainer
 from dpbench.training.ghost_lean import GhostLeanTrainer
 from tests.verify.faulty import Gradients, Looped
 
@@ -99,6 +100,14 @@ class ShardsOfDefaultGenerator(GhostLeanTrainer):
         optimizer = super().private_optimizer()
         optimizer.generator = None
         return optimizer
+
+
+class FusedShardsOfOneSeed(FusedTrainer):
+    """Shards of all ranks have the seeds of the first rank's."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.seeds -= distributed.get_rank() * len(self.seeds)
 
 
 class FirstPassKept(DPGhostClippingTrainer):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,11 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.forked import COMMAND, environment_of_cases, fork
+from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement
+from dpbench.training import gradient_sums
+from dpbench.training.fused import FusedTrainer
+from dpbench.training.lean import LeanTrainer
 from dpbench.verify.checks import verify_here
 from dpbench.verify.reference import distances
 from dpbench.verify.subject import Subject
@@ -65,13 +69,33 @@ Wrong = dict[str, list[str]]
 """What is wrong by check, or the words of a refusal under ``refused``."""
 
 
+class Apart(FusedTrainer):
+    """Has matrices apart and the rest together, as if matrices were large."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
+            super().__init__(model, **options)
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
+            return super().train_step(batch)
+
+
+class LeanApart(LeanTrainer):
+    """The same of `LeanTrainer`."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
+            return super().train_step(batch)
+
+
 @dataclass(frozen=True)
 class Verified(Instrument):
     """Takes no steps of the case: it verifies trainers over the case's ranks."""
 
     name: ClassVar[str] = "verified"
     by_rank: ClassVar[bool] = True
-    pairs: str = dpbench.option("trainers, written TRAINER@PARALLEL", "", metavar="PAIRS")
+    pairs: str = dpbench.option("written TRAINER@PARALLEL, or with @OPTIMIZER", "", metavar="PAIRS")
     counted: str = dpbench.option("those of which a step is counted", "", metavar="PAIRS")
 
     @classmethod
@@ -86,8 +110,8 @@ class Verified(Instrument):
         counts = {pair: second_step(case, *pair.split("@")) for pair in self.counted.split()}
         return {"wrong": wrong, "counts": counts}
 
-    def wrong(self, case: Case, trainer: str, parallel: str) -> Wrong:
-        case = resolve(replace(case, trainer=trainer, parallel=parallel))
+    def wrong(self, case: Case, trainer: str, parallel: str, optimizer: str = "sgd") -> Wrong:
+        case = resolve(replace(case, trainer=trainer, parallel=parallel, optimizer=optimizer))
         try:
             if trainer == "standard":
                 return unclipped(case)
@@ -97,16 +121,27 @@ class Verified(Instrument):
             return {"refused": [str(error)]}
 
 
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.mv}
+
+
 class Counts(TorchDispatchMode):
-    """Calls of collectives, bytes that they take or give, and normal numbers drawn."""
+    """Calls of collectives, bytes that they take or give, and normal numbers drawn.
+
+    ``order`` has an r for each reduction over ranks, and an m for each product of matrices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = {"calls": 0, "bytes": 0, "drawn": 0}
+        self.found: dict[str, Any] = {"calls": 0, "bytes": 0, "drawn": 0, "order": ""}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         tensors = [t for t in pytree.tree_leaves((args, made)) if isinstance(t, Tensor)]
+        packet = func.overloadpacket
+        if "reduce" in str(packet):
+            self.found["order"] += "r"
+        elif packet in PRODUCTS:
+            self.found["order"] += "m"
         if func.namespace == "c10d":
             self.found["calls"] += 1
             self.found["bytes"] += max(t.nbytes for t in tensors)
@@ -115,7 +150,7 @@ class Counts(TorchDispatchMode):
         return made
 
 
-def second_step(case: Case, trainer: str, parallel: str) -> dict[str, int]:
+def second_step(case: Case, trainer: str, parallel: str) -> dict[str, Any]:
     """What one rank sends and draws in a step that is like those after it."""
     case = resolve(replace(case, trainer=trainer, parallel=parallel, micro_batches=1))
     made, batches = build(case, CPU, 2)

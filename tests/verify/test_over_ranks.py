@@ -11,6 +11,7 @@ import pytest
 from tests.verify.over_ranks import ROWS, WIDTH, over_ranks, run, small
 
 FAULTY = "tests.verify.faulty_ranks"
+APART, LEAN_APART = (f"tests.verify.over_ranks:{each}" for each in ("Apart", "LeanApart"))
 
 OF_OPACUS = [
     "dpsgd@ddp",
@@ -23,7 +24,6 @@ OF_OPACUS = [
     "dpsgd_ghost@fsdp2",
 ]
 OF_OURS = [
-    "lean@ddp",
     "lean:changes=noise@ddp",
     "lean:changes=reduce@ddp",
     "ghost_lean@ddp",
@@ -31,7 +31,11 @@ OF_OURS = [
     "book_keeping@ddp",
     "micro_batch@ddp",
     "micro_batch:vmap=true@ddp",
-    "fused@ddp",
+    f"{APART}@ddp",
+    f"{APART}@ddp@adamw",
+    f"{APART}@fsdp2",
+    f"{APART}@fsdp2@adamw",
+    f"{LEAN_APART}@ddp",
     "ghost_lean@fsdp2",
 ]
 SOME_CHANGES = [
@@ -49,6 +53,7 @@ THREE_RANKS = [
     "dpsgd_ghost@fsdp2",
     "lean@ddp",
     "fused@ddp",
+    f"{APART}@fsdp2",
     "ghost_lean@fsdp2",
 ]
 
@@ -64,10 +69,10 @@ OPACUS_NORMS = ("dpsgd_ghost", "dpsgd_fgc", "ghost_lean:changes=")
 
 REFUSED = {
     "dpsgd:clip=per_layer,grad_sample=functorch@ddp": "Unexpected grad_sample_mode: functorch",
-    "dpsgd@fsdp2": "use dpsgd_ghost, ghost_lean or mixed_ghost, or parallel=ddp",
-    "dpsgd_fgc@fsdp2": "use dpsgd_ghost, ghost_lean or mixed_ghost, or parallel=ddp",
-    "lean@fsdp2": "use dpsgd_ghost, ghost_lean or mixed_ghost, or parallel=ddp",
-    "fused@fsdp2": "use dpsgd_ghost, ghost_lean or mixed_ghost, or parallel=ddp",
+    "dpsgd@fsdp2": "use fused, book_keeping, dpsgd_ghost, ghost_lean or mixed_ghost, or parallel",
+    "dpsgd_fgc@fsdp2": "use fused, book_keeping, ",
+    "lean@fsdp2": "use fused, book_keeping, ",
+    "micro_batch@fsdp2": "use fused, book_keeping, ",
     f"{FAULTY}:Looped@ddp": "its spread(model) must say how ranks share a model",
 }
 FAULTS = {
@@ -84,6 +89,7 @@ FAULTS = {
     "FirstPassKept@fsdp2": ("gradient, half clipped", "head.weight: off by 0."),
     "ShardsOfOneSeed@fsdp2": ("noise: elements", "elements further on in"),
     "ShardsOfDefaultGenerator@fsdp2": ("noise: elements", "elements further on in"),
+    "FusedShardsOfOneSeed@fsdp2": ("noise: elements", "elements further on in"),
 }
 
 
@@ -99,6 +105,11 @@ COUNTED = [
     "ghost_lean:changes=gather@fsdp2",
     "ghost_lean:changes=blocks@fsdp2",
     "ghost_lean@fsdp2",
+    "standard@fsdp2",
+    "fused@fsdp2",
+    f"{APART}@ddp",
+    f"{APART}@fsdp2",
+    f"{LEAN_APART}@ddp",
 ]
 PARAMETERS = 2 * ROWS * WIDTH + WIDTH**2 + 3 * WIDTH
 
@@ -162,3 +173,11 @@ def test_each_change_saves_what_it_says(tmp_path: Path) -> None:
     for trainer in ("ghost_lean:changes=noise@fsdp2", all_changes):
         assert PARAMETERS / 2 <= drawn[trainer] < 0.6 * PARAMETERS
     assert sent[all_changes] < 0.8 * sent[opacus]
+    # Of fused only the sums are reduced, and as evenly as FSDP2 does it.
+    for trainer in ("fused@fsdp2", f"{APART}@fsdp2"):
+        assert sent[trainer] == sent["standard@fsdp2"]
+    # Sums are reduced while others are computed, but for those of small parameters, which are one.
+    orders = {pair: counts[pair]["order"].lstrip("m") for pair in COUNTED}
+    assert orders["dpsgd@ddp"].strip("r") == orders["fused@ddp"].strip("r") == ""
+    for trainer in (f"{APART}@ddp", f"{APART}@fsdp2", f"{LEAN_APART}@ddp"):
+        assert re.fullmatch("r(m+r)+", orders[trainer]), (trainer, orders[trainer])

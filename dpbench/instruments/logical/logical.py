@@ -31,7 +31,7 @@ from dpbench.core.registry import is_builtin
 from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess
-from dpbench.launch.forked import fork_server
+from dpbench.launch.fork_server import fork_server
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome

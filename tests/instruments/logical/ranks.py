@@ -28,8 +28,11 @@ PAIRS = (
     ("dpsgd_ghost", "ddp"),
     ("dpsgd_ghost", "fsdp2"),
     ("dpsgd_fgc", "ddp"),
+    ("lean", "ddp"),
+    ("fused", "ddp"),
+    ("fused", "fsdp2"),
 )
-"""What PyTorch and Opacus train on several ranks."""
+"""What is trained on several ranks, and whose operators and collectives are all kinds there."""
 
 
 Heards = list[list[Outcome]]
