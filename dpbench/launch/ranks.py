@@ -80,8 +80,7 @@ def check_backend(device: torch.device) -> str:
 
 
 def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, Record]:
-    # A fork cannot use a GPU that its parent has initialized.
-    forks = sys.platform == "linux" and not torch.cuda.is_initialized()
+    forks = sys.platform == "linux" and _forks_can_use_cuda()
     with _launcher_effects_undone(), tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         # A store on a free port: the rendezvous for several machines would take seconds.
         store = TCPStore("localhost", 0, is_master=True, multi_tenant=True)
@@ -106,6 +105,13 @@ def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, 
                 raise KeyboardInterrupt from None
             raise RankFailed(_where_ranks_were(Path(folder))) from None
     return records
+
+
+def _forks_can_use_cuda() -> bool:
+    """Whether a fork of this process can: not once it has asked CUDA whether there is a GPU."""
+    if not (fork := os.fork()):  # only a fork can tell
+        os._exit(torch.cuda._is_in_bad_fork())
+    return os.waitpid(fork, 0)[1] == 0
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -152,6 +153,20 @@ def test_ranks_of_a_process_that_has_trained_leave_it_as_it_was() -> None:
     assert [each["sum"] for each in record["ranks"]] == [pytest.approx(expected["sum"])] * 2
     assert [signal.getsignal(number) for number in signal.valid_signals()] == handlers
     assert dict(os.environ) == environment
+
+
+def inherits(case: Case) -> dict[str, bool]:
+    return {"fork": hasattr(sys, "inherited")}
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_ranks_are_no_forks_of_a_process_whose_forks_cannot_use_cuda(
+    poisoned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: poisoned)
+    monkeypatch.setattr(sys, "inherited", True, raising=False)
+    record = observe_all(inherits, ranks("standard"), "cpu")
+    assert [each["fork"] for each in record["ranks"]] == [not poisoned] * 2
 
 
 # --- several GPUs ----------------------------------------------------------------------------
