@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,12 +23,51 @@ Asked = Sequence[tuple[Case, str]]
 
 Made = TypeVar("Made")
 
-OUTCOME, PAYLOAD = ".json", ".told"
-"""The endings of files with what was measured, and with what was shared."""
+OUTCOME, REQUESTS = ".json", ".asked"
+"""The endings of files with what was measured, and with what tests asked for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a test asks for.
+
+    Args:
+        test: its id; empty for a hook that asks outside of every test.
+        case: None if the test takes a fixture, and its parameters do not say for which case.
+        instruments: those that shall measure the case.
+        limits: the test's own, as written; None if those of the command line are for it.
+        params: its parameters as text; None as long as it has not called its fixture.
+        extra_info: what it adds to the run's document.
+    """
+
+    test: str
+    case: Case | None = None
+    instruments: tuple[str, ...] = ()
+    limits: tuple[str, ...] | None = None
+    params: Mapping[str, str] | None = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> list[tuple[Case, str]]:
+        """The case by each of the instruments."""
+        return [(self.case, name) for name in self.instruments] if self.case else []
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Request:
+        """The request whose fields these are."""
+        known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
+        return cls(**known | {"case": Case.from_row(data["case"]) if data["case"] else None})
+
+    def as_outcome(self) -> Outcome:
+        """An outcome without rows: which test asked for a case, and what it added."""
+        assert self.case is not None
+        tests = ({"test": self.test, "params": self.params},) if self.test else ()
+        extra = self.extra_info
+        return Outcome(self.case, (), instruments=self.instruments, extra_info=extra, tests=tests)
 
 
 class Findings:
-    """What the processes of a session have found, a file for each case and for each payload.
+    """What the processes of a session know: a file for each outcome, and for what a test asks for.
 
     What a process has written survives it. What cannot be written (a full disk) stays with the
     process that found it, in `unwritten`, by the name of its file.
@@ -41,7 +81,6 @@ class Findings:
         self._owner = os.getpid()
         self.unwritten: dict[str, dict[str, Any]] = {}
         self._read: dict[str, Any] = {}
-        self._tests: Mapping[str, Asked] = {}
 
     @property
     def directory(self) -> Path:
@@ -69,10 +108,10 @@ class Findings:
         for outcome in outcomes:
             self.once(outcome.case, {outcome.case: outcome}.__getitem__, by=outcome.instruments)
 
-    def share(self, **payload: Any) -> None:
-        """Let all processes know what was found, each kind under its name; objects as fields."""
-        name = f"{time.monotonic_ns():020}-{os.getpid()}{PAYLOAD}"
-        self.take({name: json.loads(json.dumps(payload, default=vars))})
+    def ask(self, requests: Iterable[Request]) -> None:
+        """Let all processes know what tests ask for."""
+        name = f"{time.monotonic_ns():020}-{os.getpid()}{REQUESTS}"
+        self.take({name: json.loads(json.dumps({"requests": [*requests]}, default=vars))})
 
     def take(self, files: Mapping[str, dict[str, Any]]) -> None:
         """Write these files, which may be what another process could not write."""
@@ -103,55 +142,20 @@ class Findings:
         known: Made = self._read[name]
         return known
 
-    def shared(self, name: str) -> list[Any]:
-        """What was shared under a name, by any process."""
-        payloads = [self._load(file, dict) for file in sorted(self._names(PAYLOAD))]
-        return [payload[name] for payload in payloads if payload.get(name) is not None]
-
-    def _distinct(self, name: str) -> list[dict[str, Any]]:
-        """The entries of all lists that were shared under a name, each once."""
-        known: list[dict[str, Any]] = []
-        for entry in (entry for entries in self.shared(name) for entry in entries):
-            known += [entry] if entry not in known else []
-        return known
+    @property
+    def requests(self) -> list[Request]:
+        """What tests are known to ask for, in order: before they run, and when they do ask."""
+        files = (self._load(name, _requests) for name in sorted(self._names(REQUESTS)))
+        return [request for requests in files for request in requests]
 
     def outcomes(self) -> list[Outcome]:
-        """Outcomes of cases in the order in which they were finished, and of tests that asked."""
+        """Outcomes of cases in the order in which they were finished, with tests that asked."""
         measured = [self._load(name, Outcome.from_json) for name in self._names(OUTCOME)]
         there = {(outcome.case, outcome.instruments) for outcome in measured}
-        of_tests = [Outcome.from_json(entry) for e in self.shared("outcomes") for entry in e]
         # A test says what it asks for before that is measured, which may never end.
-        of_tests = [each for each in of_tests if (each.case, each.instruments) in there]
+        asked = [each for each in self.requests if (each.case, each.instruments) in there]
+        of_tests = [each.as_outcome() for each in asked if each.params is not None]
         return [*each_once([*measured, *of_tests])]
-
-    @property
-    def tests(self) -> Mapping[str, Asked]:
-        """What each test, by its id, is known to ask for."""
-        if not self._tests:
-            for payload in self.shared("tests")[:1]:
-                self._tests = {test: _read(asked) for test, asked in payload.items()}
-        return self._tests
-
-    @property
-    def limited(self) -> Asked | None:
-        """What tests without limits of their own have asked for; None if there is no such test."""
-        payloads = self.shared("limited")
-        return [key for asked in payloads for key in _read(asked)] if payloads else None
-
-    @property
-    def reference(self) -> str | None:
-        """The file of the reference by which a test was judged first."""
-        return next(iter(self.shared("reference")), None)
-
-    @property
-    def regressions(self) -> list[dict[str, Any]]:
-        """Rows of what got worse by more than a limit."""
-        return self._distinct("regressions")
-
-    @property
-    def unjudged(self) -> list[dict[str, Any]]:
-        """What limits could not judge: the fields of each `dpbench.results.gate.Unjudged`."""
-        return self._distinct("unjudged")
 
     def close(self) -> None:
         """Remove the directory, unless this is a fork of the process that made it."""
@@ -159,5 +163,5 @@ class Findings:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _read(asked: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[Case, str]]:
-    return [(Case.from_row(axes), name) for axes, name in asked]
+def _requests(payload: Mapping[str, Any]) -> list[Request]:
+    return [*map(Request.from_json, payload["requests"])]

@@ -7,20 +7,21 @@ resume an interrupted run, and compares at its end.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpbench.child.imported import digest
 from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.registry import OUTPUTS
-from dpbench.findings import Asked, Findings
+from dpbench.findings import Findings
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
-from dpbench.results.storage import Reference
+from dpbench.results.storage import Storage, check_comparable, reference
 from dpbench.saving import Files, Hook, reporting
 from dpbench.show.view import View
 
@@ -30,8 +31,19 @@ if TYPE_CHECKING:
     from dpbench.core.settings import Settings
     from dpbench.instruments.interface import Instrument
     from dpbench.results.compare import Threshold
-    from dpbench.results.gate import Verdict
+    from dpbench.results.gate import Unjudged, Verdict
     from dpbench.show.layout import Table
+
+
+Keys = list[tuple[Case, str]]
+"""Cases, each by an instrument."""
+
+
+class Failure(NamedTuple):
+    """Why a test fails: the rows of what got worse, and what its own limits did not judge."""
+
+    regressions: list[dict[str, Any]]
+    unjudged: Sequence[Unjudged] = ()
 
 
 class Session:
@@ -79,8 +91,10 @@ class Session:
         """Lines that are printed at the end of the session."""
         self.problems: list[str] = []
         """Lines that are printed as errors; a session with one has failed."""
-        self.tables: list[Table] = []
-        """What changed since the reference."""
+        self.verdict: Verdict | None = None
+        """How the session differs from its reference, once it is judged."""
+        self._judged = 0
+        """How many outcomes there were then."""
         self._planned = [(case, instrument.name) for case, instrument in plan]
         self._on_environment = on_environment
         shared = shared or {}
@@ -89,7 +103,6 @@ class Session:
         self.files = Files(
             settings, self.view, self.notes, self.problem, on_document, shared.get("path")
         )
-        self._reference = Reference(settings, self.sources, self.notes, shared.get("reference"))
         if begun := shared.get("begun"):
             self.begun = Run.of("this session", (), *begun)
 
@@ -106,8 +119,7 @@ class Session:
         for instrument in self.instruments:
             instrument.check()
         if self.settings.compares:
-            first_run_ok = self.settings.compare_first_run_ok
-            self._reference.find(self._planned, must_exist=bool(self.limits) and not first_run_ok)
+            self._check_reference()
         if self.settings.saves:  # last: no number is taken if anything else fails
             device = device_of(self.instruments, self.settings, self.gpu)
             self.begun = self.files.open(device, self.begun, self._stands(()))
@@ -118,9 +130,10 @@ class Session:
                 self.notes.append(f"measured again, for their code has changed: {', '.join(again)}")
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> Keys:
         """What the session is known to ask for."""
-        return [*self._planned, *(key for asked in self.findings.tests.values() for key in asked)]
+        of_tests = (key for request in self.findings.requests for key in request.asked)
+        return [*dict.fromkeys([*self._planned, *of_tests])]
 
     @cached_property
     def begun(self) -> Run:
@@ -148,7 +161,6 @@ class Session:
             "began": self.began,
             "path": str(self.files.path) if self.files.path else None,
             "begun": [self.begun.environment, self.begun.session] if writes else None,
-            "reference": self._reference.files,
         }
 
     # --- measuring ---------------------------------------------------------------------------
@@ -171,18 +183,116 @@ class Session:
 
     # --- judging -----------------------------------------------------------------------------
 
-    @property
+    def _check_reference(self) -> None:
+        """Find a run to compare with before anything is measured, if limits need one."""
+        settings, across = self.settings, self.settings.compare_across
+        if settings.compare:
+            option = "--dpbench-compare-across" if settings.of_pytest else ""
+            whose = "this session measures"
+            check_comparable(self.reference, self.sources, whose, across=across, option=option)
+            return
+        if not self.limits or settings.compare_first_run_ok:
+            return
+        if self.reference.frame.empty if self._planned else not self._candidates:
+            devices = " or ".join(sorted({device for device, _ in self.sources}))
+            with_cases = " has any of these cases" if self._planned else ""
+            raise ConfigurationError(
+                f"no saved run on {devices} in {settings.storage}{with_cases} to judge by; if this "
+                f"is the first, say {settings.option('compare_first_run_ok')}"
+            )
+
+    @cached_property
+    def _candidates(self) -> list[Path]:
+        """The files of which one may be the reference, the newest first."""
+        devices = {device for device, _ in self.sources}
+        paths = Storage(self.settings.storage).candidates(devices)
+        return [path for path in paths if path != self.files.path]
+
+    @cached_property
     def reference(self) -> Run:
-        """The run that the session is compared with; without rows if there is none."""
-        by_name = [test for test, asked in self.findings.tests.items() if not asked]
-        return self._reference.run(self.asked, by_name)
+        """The run that was named, or the latest that can be one; without rows if none can."""
+        settings, notes = self.settings, list[str]()
+        if settings.compare:
+            is_number = settings.compare.isdecimal()
+            named = settings.compare if is_number else str(settings.directory / settings.compare)
+            return Run.load(Storage(settings.storage).find(named))
+        run = reference(self._candidates, self.sources, self.asked, notes)
+        if run is None and settings.compare_first_run_ok:
+            for note in (note for note in notes if note.startswith("skipped")):
+                option = settings.option("compare_first_run_ok")
+                raise ConfigurationError(f"{option}: this is not the first; {note}")
+        self.notes += notes
+        return run or Run.of("the storage")
 
-    def judge(self, after: Run, limits: Sequence[Threshold], asked: Asked) -> Verdict:
-        """The verdict of these limits on a run, compared with the reference."""
-        from dpbench.results.gate import Gate
+    def judge(self, *, complete: bool, passed: Collection[str] = ()) -> dict[str, Failure]:
+        """Compare the session with its reference, and apply each limit to what it is for.
 
-        across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
-        return Gate(self.reference, after, {*asked}, across, first_run_ok).judge(limits)
+        Args:
+            complete: whether all that was asked for has ended.
+            passed: the tests that have passed so far.
+
+        Returns:
+            Why tests fail, by their ids: what they asked for got worse by more than a limit, or
+            their own limits judged nothing.
+        """
+        failures: dict[str, Failure] = {}
+        with reporting(self.problem):
+            limited, own = self._limited(passed)
+            outcomes = self.findings.outcomes()
+            if not (own or (self.settings.compares and (outcomes or self.limits))):
+                return {}
+            from dpbench.results.gate import Gate, Verdict
+
+            across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
+            run = Run.of("this session", outcomes, self.begun.environment, self.begun.session)
+            asked = {*self.asked, *(key for outcome in outcomes for key in outcome.asked)}
+            gate = Gate(self.reference, run, asked, across, first_run_ok)
+            verdict = gate.judge(self.limits, {key for keys in limited.values() for key in keys})
+            if self.limits and not complete:
+                verdict.unjudged.clear()
+                self.problem(
+                    f"the session ended early, so {self.settings.option('compare_fail')} has not "
+                    f"judged all that was asked for"
+                )
+            for test, keys in limited.items():
+                rows = [
+                    r for r in verdict.regressions if (Case.from_row(r), r["instrument"]) in keys
+                ]
+                failures[test] = Failure(rows)
+            verdicts = [verdict]
+            for (test, limits), keys in own.items():
+                verdicts.append(gate.judge(read_limits(limits), {*keys}))
+                failures[test] = Failure(verdicts[-1].regressions, verdicts[-1].unjudged)
+            self.verdict = Verdict.merge(verdicts)
+            self._judged = len(outcomes)
+            self._report(self.verdict)
+        measured = {r.test for r in self.findings.requests if r.params is not None} | {*passed}
+        return {
+            test: failures[test] for test in failures if test in measured and any(failures[test])
+        }
+
+    def _limited(self, passed: Collection[str]) -> tuple[dict[str, Keys], dict[Any, Keys]]:
+        """What the limits of the command line are for, by test; and each test's own limits."""
+        limited: dict[str, Keys] = {"": [*self._planned]}
+        own: dict[tuple[str, tuple[str, ...]], Keys] = {}
+        for request in self.findings.requests:
+            if request.limits is None:
+                limited.setdefault(request.test, []).extend(request.asked)
+            elif request.limits and (request.asked or request.test in passed):
+                own.setdefault((request.test, request.limits), []).extend(request.asked)
+        return limited, own
+
+    def _report(self, verdict: Verdict) -> None:
+        """Note what was compared; list as problems what was not judged, and what got worse."""
+        from dpbench.show.comparison import exceeded_lines
+
+        if not self.reference.frame.empty:
+            self.notes.append(f"compared with {self.reference.name}")
+        self.notes += verdict.notes
+        for missing in verdict.unjudged:
+            self.problem(f"{missing}{self.remedy}")
+        for line in exceeded_lines(verdict.regressions):
+            self.problem(line)
 
     @property
     def remedy(self) -> str:
@@ -191,53 +301,6 @@ class Session:
             return ""
         option = self.settings.option("compare_first_run_ok")
         return f" (if this is the first run, say {option})"
-
-    def _compare(self, outcomes: Sequence[Outcome], limited: Asked, complete: bool) -> None:
-        """Make the tables of changes, and judge by the limits what they apply to."""
-        # Tests may have limits of their own.
-        compares = self.settings.compares or self.findings.reference or self.findings.unjudged
-        if not (compares and (outcomes or self.limits)):
-            return
-        from dpbench.show.comparison import comparison_tables
-
-        run = Run.of("this session", outcomes, self.begun.environment, self.begun.session)
-        asked = [*self.asked, *limited, *(key for outcome in outcomes for key in outcome.asked)]
-        every = self.judge(run, self.limits, asked)
-        if not self.reference.frame.empty:
-            self.notes.append(f"compared with {self.reference.name}")
-        self.notes += every.notes
-        self.tables = comparison_tables(every, "Change: ", self.reference.name)
-        verdict = self.judge(run, self.limits, limited)
-        unjudged = verdict.unjudged
-        if self.limits and not complete:
-            unjudged = []
-            self.problem(
-                f"the session ended early, so {self.settings.option('compare_fail')} has not "
-                f"judged all that was asked for"
-            )
-        self.findings.share(regressions=verdict.regressions, unjudged=unjudged)
-
-    def _fail_without_measuring(self) -> None:
-        """Fail because no test was run that the command line's limits are for."""
-        from dpbench.results.gate import Unjudged
-
-        option, self.limits = self.settings.option("compare_fail"), []
-        missing = Unjudged(option, [], "no test that was selected measures anything for it")
-        self.findings.share(unjudged=[missing])
-        self.problem(str(missing))
-
-    def _list_failures(self) -> None:
-        """List as problems what could not be judged, and then what exceeded its limit."""
-        unjudged, regressions = self.findings.unjudged, self.findings.regressions
-        if not (unjudged or regressions):
-            return
-        from dpbench.results.gate import Unjudged
-        from dpbench.show.comparison import exceeded_lines
-
-        for row in unjudged:
-            self.problem(f"{Unjudged(**row)}{self.remedy if row['cases'] else ''}")
-        for line in exceeded_lines(regressions):
-            self.problem(line)
 
     # --- files -------------------------------------------------------------------------------
 
@@ -252,20 +315,22 @@ class Session:
 
     def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
         """The run's description of the session so far: ``interrupted`` until it is complete."""
-        began, findings = self.begun.session, self.findings
+        began, verdict = self.begun.session, self.verdict
+        unjudged = [vars(missing) for missing in verdict.unjudged] if verdict else []
         return began | {
             "cases_asked": max(began["cases_asked"], self._cases_of(outcomes)),
             "seconds": round(began["seconds"] + time.monotonic() - self.began, 1),
             "status": COMPLETE if complete else INTERRUPTED,
-            "regressed": bool(findings.regressions),
-            "regressions": findings.regressions,
-            "unjudged": findings.unjudged,
+            "regressed": bool(verdict and verdict.regressions),
+            "regressions": verdict.regressions if verdict else [],
+            "unjudged": unjudged,
         }
 
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
         """The number of cases that are asked for, or are in the grid and measured."""
         measured = {outcome.case for outcome in outcomes}.intersection(self.grid.cases())
-        return len(measured.union(case for case, _ in self.asked))
+        known = {request.case for request in self.findings.requests if request.params is None}
+        return len(measured.union(case for case, _ in self._planned) | known - {None})
 
     def problem(self, text: str) -> None:
         """Add a problem, once."""
@@ -274,19 +339,18 @@ class Session:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def finish(self, *, complete: bool, limited: Asked | None = None) -> None:
-        """Compare, write everything for the last time, release the run's file.
+    def finish(self, *, complete: bool) -> None:
+        """Judge what is not judged yet, write everything for the last time, release the run's file.
 
         Args:
             complete: whether every case that was asked for has an outcome, or a reason why not.
-            limited: what the limits of the command line apply to; None if they apply to nothing.
         """
-        outcomes, is_for_none = self.findings.outcomes(), limited is None and complete
-        with reporting(self.problem):
-            if self.limits and is_for_none:
-                self._fail_without_measuring()
-            self._compare(outcomes, limited or (), complete)
-            self._list_failures()
+        if self.verdict is None:
+            self.judge(complete=complete)
+        outcomes = self.findings.outcomes()
+        if self.verdict is not None and (late := outcomes[self._judged :]):
+            names = ", ".join(outcome.case.id for outcome in late)
+            self.problem(f"measured after the last test, and so judged by no limit: {names}")
         if self.files.path is not None:  # a run that it resumes may have been asked for more
             complete = complete and self._cases_of(outcomes) >= self.begun.cases_asked
         self.write(complete=complete, last=True)
@@ -294,9 +358,13 @@ class Session:
 
     def summary(self) -> list[Table]:
         """Every table of the session, the comparison's last."""
+        from dpbench.show.comparison import comparison_tables
         from dpbench.show.export import summary_tables
 
-        return [*summary_tables(self.findings.outcomes(), self.view), *self.tables]
+        listed = summary_tables(self.findings.outcomes(), self.view)
+        if self.verdict is not None:
+            listed += comparison_tables(self.verdict, "Change: ", self.reference.name)
+        return listed
 
     @property
     def failed(self) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.core.case import Case, Script
-from dpbench.findings import Findings
+from dpbench.findings import Findings, Request
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 
@@ -108,24 +108,36 @@ def test_what_cannot_be_written_stays_with_who_measured_it(
     assert store.once(CASE, measured) == measured(CASE)
     assert store.once(CASE, never) == measured(CASE)
     assert store.outcomes() == [measured(CASE)]
-    store.share(test="it")
-    assert store.shared("test") == ["it"]
+    store.ask([Request("it", CASE)])
+    assert store.requests == [Request("it", CASE)]
     monkeypatch.undo()
     other = Findings(tmp_path)
     other.take(store.unwritten)
     assert (other.unwritten, other.outcomes()) == ({}, store.outcomes())
-    assert other.shared("test") == ["it"]
+    assert other.requests == [Request("it", CASE)]
 
 
-def test_what_is_told_is_known_to_all_in_its_order(tmp_path: Path) -> None:
+def test_what_tests_ask_for_is_known_to_all_in_its_order(tmp_path: Path) -> None:
     one, other = Findings(tmp_path), Findings(tmp_path)
-    one.share(tests={"it": [(CASE, "ncu")]})
-    other.share(regressions=[{"value": 0.1}])
-    one.share(regressions=[{"value": 0.1}, {"value": 0.2}])
+    known = Request("it", CASE, ("ncu",), limits=("dram_bytes:5%",))
+    asks = replace(known, params={"size": "1"}, extra_info={"why": "size"})
+    one.ask([known, Request("by name")])
+    other.ask([asks])
     for each in (one, other):
-        assert each.tests == {"it": [(CASE, "ncu")]}
-        assert each.regressions == [{"value": 0.1}, {"value": 0.2}]
+        assert each.requests == [known, Request("by name"), asks]
+        assert each.requests[0].asked == [(CASE, "ncu")]
         assert each.outcomes() == []
+    one.once(CASE, measured, by=("ncu",))
+    [outcome] = other.outcomes()
+    assert outcome.tests == ()  # it was measured by no instrument of that name
+
+
+def test_an_outcome_has_the_tests_that_asked_for_it(tmp_path: Path) -> None:
+    store = Findings(tmp_path)
+    store.ask([Request("skipped", CASE, ("ncu",)), Request("it", CASE, ("ncu",), params={})])
+    store.once(CASE, lambda case: replace(measured(case), instruments=("ncu",)), by=("ncu",))
+    [outcome] = store.outcomes()
+    assert outcome.tests == ({"test": "it", "params": {}},)
 
 
 def test_outcomes_come_in_the_order_in_which_they_were_finished(tmp_path: Path) -> None:

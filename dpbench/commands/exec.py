@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
             outcomes = session.findings.outcomes()
             failed = any(outcome.error for outcome in outcomes)  # so it becomes no reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
-            session.finish(complete=complete, limited=session.asked)
+            session.finish(complete=complete)
             if session.limits or baseline:
                 with reporting(session.problem):
                     judged = session.reference.outcomes if session.limits else ()

@@ -101,7 +101,7 @@ def measured(settings: Settings) -> int:
             _measure(session, cases)
         finally:  # an interrupted run keeps and shows what it has
             complete = {*cases} <= {outcome.case for outcome in session.findings.outcomes()}
-            session.finish(complete=complete, limited=session.asked)
+            session.finish(complete=complete)
             show(session, "run")
         return 1 if session.failed else 0
 
@@ -155,7 +155,7 @@ def show(session: Session, command: str) -> None:
     to = session.settings.tables_to
     try:
         print(as_text(tables, terminal_width()), file=to)
-        if grown := grown_text(session.findings.regressions):
+        if session.verdict and (grown := grown_text(session.verdict.regressions)):
             print(f"\n{grown}", file=to)
         to.flush()
     finally:  # at last why the session has failed, if it has; also if nobody reads the tables

@@ -1,33 +1,36 @@
-"""The hooks around each test: its fixtures measure; what they measured is judged and shared."""
+"""The hooks around each test: its fixtures measure, and the session knows what they ask for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import pytest
 
 from dpbench.child.messages import Steps
 from dpbench.core.case import Case, Script
-from dpbench.plugin.fixtures import NEEDS, asked_case, case_of, limits_of, measuring, takes
+from dpbench.findings import Request
+from dpbench.plugin.fixtures import (
+    NEEDS,
+    asked_case,
+    case_of,
+    limits_of,
+    measuring,
+    takes,
+    texts_of,
+)
 from dpbench.session import Session
 
 if TYPE_CHECKING:
-    from dpbench.findings import Asked
     from dpbench.instruments.interface import Instrument
-    from dpbench.results.compare import Threshold
-    from dpbench.results.gate import Verdict
     from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
 
-    Measured = tuple[Outcome, Sequence[Instrument], CaseReport]
+    Measured = tuple[Outcome, CaseReport]
 
 Step = Callable[[], object]
 """One training step, of a test's own."""
-
-NO_PARAMETERS = "[NOTSET]"
-"""How pytest ends the id of a test that has an empty list of parameters, and skips it."""
 
 NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
 
@@ -46,7 +49,7 @@ class Unmeasured:
 
 
 class EachTest:
-    """The fixtures, and the judging of what a test measured, in each process that runs tests."""
+    """The fixtures, and what each test asks for, in each process that runs tests."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -54,11 +57,7 @@ class EachTest:
         # of the test that is running:
         self._item: pytest.Item | None = None
         self._steps: list[Step] = []
-        self._runs = False
-        """Whether its body runs: subtests have their reports meanwhile."""
         self._measured: list[Measured] = []
-        self._shared = 0
-        """How many of these have been shared with the session."""
 
     # --- its fixtures ------------------------------------------------------------------------
 
@@ -125,27 +124,34 @@ class EachTest:
             return cast("CaseReport", Unmeasured(case))
         if step:
             instruments = self._of_step(step, instruments)
-        self._share_asked(case, instruments)
+        self._ask(case, [instrument.name for instrument in instruments])
         outcome = self.session.measure(case, instruments)
+        if not (step or outcome.error) and self._limits_ratios():
+            self.session.measure(case.under(self.session.grid.baseline), instruments)
         from dpbench.results.report import CaseReport
 
         report = CaseReport.of_outcome(outcome)
-        self._measured.append((outcome, instruments, report))
+        self._measured.append((outcome, report))
         if outcome.error:
             tail = f"\n--- end of {outcome.log}\n{outcome.log_tail}" if outcome.log_tail else ""
             pytest.fail(f"{outcome.error}: {outcome.message}{tail}", pytrace=False)
         return report
 
-    def _share_asked(self, case: Case, instruments: Sequence[Instrument]) -> None:
+    def _ask(
+        self, case: Case, instruments: Sequence[str], extra_info: Mapping[str, Any] | None = None
+    ) -> None:
         """Let the session know what is asked for before it is measured, maybe in a fork.
 
         What no test asks for (a hook, after the last one) is limited, too.
         """
-        names, item = [instrument.name for instrument in instruments], self._item
-        asked = {**vars(case), "instruments": names, "tests": [_as_test(item)] if item else []}
-        marked = item is not None and item.get_closest_marker("dpbench") is not None
-        limited = None if marked else [(case, name) for name in names]
-        self.session.findings.share(outcomes=[asked], limited=limited)
+        item, extra = self._item, json.loads(json.dumps(extra_info or {}, default=str))
+        if item is None:
+            self.session.findings.ask([Request("", case, (*instruments,))])
+            return
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        params = {name: v.id if isinstance(v, Case) else str(v) for name, v in given.items()}
+        request = Request(item.nodeid, case, (*instruments,), texts_of(item), params, extra)
+        self.session.findings.ask([request])
 
     def _subject(self, step: Step) -> Script:
         """A step of the running test as a subject, named after the test and the function."""
@@ -186,28 +192,25 @@ class EachTest:
                 pytest.fail(f"{outcome.error}: {outcome.message}", pytrace=False)
             self._tried_out.add(case)
 
-    # --- judging it --------------------------------------------------------------------------
+    def _limits_ratios(self) -> bool:
+        """Whether a limit on what the running test measures needs the baseline, too."""
+        own = limits_of(self._item) if self._item else None
+        return any(limit.of for limit in (self.session.limits if own is None else own))
 
-    def asked_by(self, item: pytest.Item) -> list[tuple[Case, str]]:
-        """The cases that a test asks for, as its parameters and fixtures say, by instruments."""
-        case = case_of(item)
-        return [(case, name) for name in self._instruments_of(item)] if case else []
+    # --- what it asks for --------------------------------------------------------------------
 
-    def _instruments_of(self, item: pytest.Item) -> list[str]:
-        """The instruments of the fixtures that a test takes."""
+    def known(self, item: pytest.Item) -> Request | None:
+        """What a test asks for, as its parameters, fixtures and marker say before it runs.
+
+        None if it asks for nothing of dpbench. A marker of its class or module may be meant for
+        other tests.
+        """
+        if not (takes(item) or "dpbench" in [marker.name for marker in item.own_markers]):
+            return None
         measures = takes(item, measuring(self.session.settings))
         names = [i.name for i in self.session.instruments] if measures else []
-        return names + (["logical"] if takes(item, ["logical_io"]) else [])
-
-    def _asked_before(self, item: pytest.Item) -> Asked:
-        """What a test had asked for in the reference: it must not lose a case unseen."""
-        if not self.session.limits:
-            return []
-        every = [name for _, name in self.session.sources]  # a test may request a fixture by name
-        return self.session.reference.asked_by(
-            item.nodeid.removesuffix(NO_PARAMETERS),
-            self._instruments_of(item) if takes(item) else every,
-        )
+        names += ["logical"] if takes(item, ["logical_io"]) else []
+        return Request(item.nodeid, case_of(item), (*names,), texts_of(item))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -215,7 +218,6 @@ class EachTest:
         self._item = item
         self._steps.clear()
         self._measured.clear()
-        self._shared = 0
         return (yield)
 
     def pytest_runtest_logfinish(self) -> None:
@@ -225,121 +227,25 @@ class EachTest:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Fail a test with a wrong marker before it measures anything."""
-        limits_of(item)
-        self._runs = True
-        try:
-            return (yield)
-        finally:
-            self._runs = False
+        own = limits_of(item)
+        result = yield
+        if own and self.session.settings.disable:
+            pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
+        return result
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which handles xfail
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Judge what a test has measured, however it ends, and share it with the session.
-
-        What its fixtures measured during setup is judged with the test itself, if it runs.
-        """
-        fresh = self._measured[self._shared :]
-        is_due = {"setup": call.excinfo, "call": not self._runs, "teardown": fresh}[call.when]
-        marked = item.get_closest_marker("dpbench") is not None
-        before = self._asked_before(item) if is_due and not marked else []
-        if not (is_due and (takes(item) or self._measured or marked or before)):
-            return (yield)
-        self._shared = len(self._measured)
-        payload: dict[str, Any] = {}
-        judged = pytest.CallInfo.from_call(
-            lambda: self._judge(item, call, payload),
-            call.when,
-            reraise=(pytest.exit.Exception, KeyboardInterrupt),
-        )
-        if not marked:
-            payload["limited"] = [*self.asked_by(item), *before]
-        self.session.findings.share(outcomes=self._of_test(item, fresh), **payload)
-        if call.excinfo is None or _is_skip(call):
-            call.excinfo = judged.excinfo or call.excinfo
+        """Share what a test added to its reports, once it has ended."""
+        if call.when == "teardown":
+            for outcome, measured in self._measured:
+                if measured.extra_info:
+                    self._ask(outcome.case, outcome.instruments, measured.extra_info)
         report = yield
         if unwritten := self.session.findings.unwritten:  # goes with the report to the controller
             vars(report)["dpbench"] = unwritten
-        if judged.excinfo and not (_is_skip(judged) or report.failed):
-            # An xfail mark or another plugin may have expected a failure, but not this one.
-            report.outcome, report.longrepr = "failed", item.repr_failure(judged.excinfo)
-            vars(report).pop("wasxfail", None)
         return report
-
-    def _judge(
-        self, item: pytest.Item, call: pytest.CallInfo[None], payload: dict[str, Any]
-    ) -> None:
-        """Fail a test if what it measured got worse by more than a limit, or was not judged.
-
-        What was found is added to the payload that the session's other processes get.
-        """
-        failure = call.excinfo or getattr(item, "_excinfo", None)  # of a unittest.TestCase
-        passed = call.when == "call" and not failure
-        if not (self._measured or passed):
-            return
-        own = limits_of(item)
-        if own and self.session.settings.disable:
-            pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
-        chosen = self.session.limits if own is None else own
-        # A marker of its class or module may be meant for other tests.
-        is_meant = takes(item) or "dpbench" in [marker.name for marker in item.own_markers]
-        if not (chosen and (self._measured or (own and is_meant))):
-            return
-        from dpbench.show.comparison import regression_text
-
-        verdict = self._verdict(chosen)
-        reference = self.session.reference
-        unjudged = [u for u in verdict.unjudged if u.cases or (own and not _is_skip(call))]
-        payload["regressions"] = verdict.regressions
-        payload["unjudged"] = unjudged
-        payload["reference"] = None if reference.frame.empty else str(reference.path)
-        reasons = [f"{missing}{self.session.remedy}" for missing in unjudged]
-        if worse := len(verdict.regressions):
-            text = regression_text(verdict.regressions)
-            item.add_report_section("call", "dpbench comparison", text)
-            count = f"{worse} regression{'s' if worse > 1 else ''}"
-            section = "see the section 'dpbench comparison'"
-            reasons.insert(0, f"{count} against {reference.name}; {section}")
-        if reasons:
-            pytest.fail("\n".join(f"dpbench: {reason}" for reason in reasons), pytrace=False)
-
-    def _verdict(self, chosen: Sequence[Threshold]) -> Verdict:
-        """The verdict on the running test; measures the baselines that limits of ratios need."""
-        from dpbench.results.run import Run
-
-        outcomes = [outcome for outcome, *_ in self._measured]
-        asked, baseline = [key for o in outcomes for key in o.asked], self.session.grid.baseline
-        for outcome, instruments, _ in self._measured if any(limit.of for limit in chosen) else ():
-            if not (outcome.error or isinstance(outcome.case, Script)):  # scripts have no baseline
-                case = outcome.case.under(baseline)
-                outcomes.append(self.session.measure(case, instruments))
-        each = {(outcome.case, outcome.instruments): outcome for outcome in outcomes}.values()
-        run = Run.of("this session", each, session={"grid": {"baseline": baseline}})
-        return self.session.judge(run, chosen, asked)
-
-    def _of_test(self, item: pytest.Item, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-        """Outcomes without rows: which test asked for each case, and what it added."""
-        return [
-            {
-                **vars(outcome.case),
-                "instruments": outcome.instruments,
-                "tests": [_as_test(item)],
-                "extra_info": json.loads(json.dumps(report.extra_info, default=str)),
-            }
-            for outcome, _, report in measured
-        ]
-
-
-def _as_test(item: pytest.Item) -> dict[str, Any]:
-    """A test as outcomes name it."""
-    given = item.callspec.params if hasattr(item, "callspec") else {}
-    params = {name: v.id if isinstance(v, Case) else str(v) for name, v in given.items()}
-    return {"test": item.nodeid, "params": params}
-
-
-def _is_skip(call: pytest.CallInfo[None]) -> bool:
-    return call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
 
 
 def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[Step]:

@@ -96,6 +96,15 @@ def case_of(item: pytest.Item) -> Case | None:
     return case if isinstance(case, Case) else None
 
 
+def texts_of(item: pytest.Item) -> tuple[str, ...] | None:
+    """A test's own limits as they are written; None if it has no marker."""
+    try:
+        limits = limits_of(item)
+    except pytest.fail.Exception:  # it fails for that, before it measures
+        return ()
+    return None if limits is None else tuple(map(str, limits))
+
+
 def limits_of(item: pytest.Item) -> list[Threshold] | None:
     """A test's own limits, if it has a marker; a wrong marker fails the test."""
     marker = item.get_closest_marker("dpbench")

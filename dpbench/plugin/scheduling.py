@@ -23,8 +23,8 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid not in self.scopes:
-            asked = self.findings.tests.get(nodeid, ())
-            self.scopes[nodeid] = next((case.id for case, _ in asked), nodeid)
+            asked = (r.case.id for r in self.findings.requests if r.test == nodeid and r.case)
+            self.scopes[nodeid] = next(asked, nodeid)
         return self.scopes[nodeid]
 
     def _reschedule(self, node: Any) -> None:

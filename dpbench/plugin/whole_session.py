@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,8 +24,8 @@ from dpbench.session import Session
 
 if TYPE_CHECKING:
     from dpbench.core.grid import Grid
-    from dpbench.findings import Asked
     from dpbench.results.outcome import Outcome
+    from dpbench.session import Failure
 
 SHARED = "dpbench"
 """The key of what the controller passes to xdist workers."""
@@ -94,10 +95,8 @@ class WholeSession:
         self.each_test = EachTest(self.session)
         self.over: set[str] = set()
         """The ids of the tests that have ended, their teardown included."""
-        self.died: set[str] = set()
-        """The ids of those whose worker died."""
-        self.skipped: set[str] = set()
-        """The ids of modules that were skipped during collection."""
+        self.reports: dict[str, pytest.TestReport] = {}
+        """What became of each test, by its id."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
             self.session.findings.directory  # noqa: B018  # for forks: made now, they share it
@@ -158,26 +157,16 @@ class WholeSession:
 
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker sends what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Share what the tests are known to ask for; nothing yet of those that ask by name."""
-        tests: dict[str, list[tuple[Case, str]]] = {module: [] for module in self.skipped}
-        for item in session.items:
-            asked = self.each_test.asked_by(item)
-            if asked or (takes(item) and case_of(item) is None):
-                tests[item.nodeid] = asked
-        if tests:
-            self.session.findings.share(tests=tests)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note a module that was skipped as a whole: a reference may have cases of its tests."""
-        if report.skipped:
-            self.skipped.add(report.nodeid)
+        """Share what the tests are known to ask for."""
+        if self.runs_tests and (known := [*filter(None, map(self.each_test.known, session.items))]):
+            self.session.findings.ask(known)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note which tests have ended, and store what a worker could not write."""
+        """Note which tests have ended and how, and store what a worker could not write."""
         if report.when in ("teardown", CRASHED):
             self.over.add(report.nodeid)
-        if report.when == CRASHED:
-            self.died.add(report.nodeid)
+        if report.when != "teardown":
+            self.reports[report.nodeid] = report
         if unwritten := getattr(report, "dpbench", None):
             self.session.findings.take(unwritten)
 
@@ -222,9 +211,49 @@ class WholeSession:
         where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
         return [f"dpbench: {self.session.grid.name}, {count} cases, {where}"]
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Judge the session once all tests have run, and report tests as failed that got worse."""
+        try:
+            return (yield)
+        finally:
+            if not self.is_worker and self.runs_tests:
+                passed = [test for test, report in self.reports.items() if report.passed]
+                complete = self._is_complete(session)
+                failures = self.session.judge(complete=complete, passed=passed)
+                for test in [test for test in self.reports if test in failures]:
+                    self._fail(test, failures[test])
+
+    def _is_complete(self, session: pytest.Session) -> bool:
+        stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
+        return len(self.over) >= session.testscollected and not stopped
+
+    def _fail(self, test: str, failure: Failure) -> None:
+        """Report a test as failed in place of what was reported of it when it ended."""
+        report = self.reports.get(test)
+        if report is None or report.failed:
+            return
+        from dpbench.show.comparison import regression_text
+
+        reasons = [f"dpbench: {missing}{self.session.remedy}" for missing in failure.unjudged]
+        failed = copy(report)
+        if worse := len(failure.regressions):
+            text = regression_text(failure.regressions)
+            failed.sections = [*report.sections, ("dpbench comparison", text)]
+            count = f"{worse} regression{'s' if worse > 1 else ''}"
+            section = "see the section 'dpbench comparison'"
+            reasons.insert(0, f"dpbench: {count} against {self.session.reference.name}; {section}")
+        failed.outcome, failed.longrepr = "failed", "\n".join(reasons)
+        vars(failed).pop("wasxfail", None)  # an xfail mark expects another failure
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        for listed in terminal.stats.values() if terminal else ():
+            if report in listed:
+                listed.remove(report)
+        self.config.hook.pytest_runtest_logreport(report=failed)
+
     @pytest.hookimpl(wrapper=True, trylast=True)  # within the terminal's, which shows what it finds
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
-        """Compare and write the files, once no other plugin measures any more.
+        """Write the files, once no other plugin measures any more.
 
         A session that was asked to measure and measured nothing must not pass.
         """
@@ -235,11 +264,7 @@ class WholeSession:
                 self._finish(session, exitstatus)
 
     def _finish(self, session: pytest.Session, exitstatus: int) -> None:
-        stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
-        self.session.finish(
-            complete=len(self.over) >= session.testscollected and not stopped,
-            limited=self._limited(),
-        )
+        self.session.finish(complete=self._is_complete(session))
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
         # A problem fails the session even if no test failed: a test may have been skipped while
@@ -248,18 +273,6 @@ class WholeSession:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif self.measures and not self._has_measured():
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
-
-    def _limited(self) -> Asked | None:
-        """What the command line's limits are for; None if no test that they are for is known."""
-        findings = self.session.findings
-        limited = findings.limited
-        if self.died:  # before their processes could say that these tests have ended
-            planned = [key for test in self.died for key in findings.tests.get(test, ())]
-            limited = [*(limited or ()), *planned]
-        names = [name for _, name in self.session.sources]
-        for module in self.skipped if self.session.limits else ():
-            limited = [*(limited or ()), *self.session.reference.asked_by(module, names)] or limited
-        return limited
 
     def _has_measured(self) -> bool:
         """Whether the session has measured, which it was asked to; if not, a problem says so."""

@@ -1,14 +1,14 @@
 """The gate: holds a run to limits against its reference, and says what they could not judge.
 
-With a limit given, `Verdict.passed` means that it judged every case, instrument, metric and phase
-that the reference has and the session was asked for. What was not asked for is noted and is no
-failure; what was asked for and is missing is one. pytest, ``dpbench run`` and ``dpbench compare``
-all use `Gate`.
+A limit judges every case, instrument, metric and phase that the session was asked for and the
+reference has. What was not asked for is noted and is no failure; what was asked for and is missing
+is one, and so is a limit that judged nothing. A session judges once, at its end; ``dpbench
+compare`` does the same with two saved runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -65,6 +65,20 @@ class Verdict:
     unjudged: list[Unjudged]
     notes: list[str]
 
+    @classmethod
+    def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
+        """The verdicts of several limits on the same two runs as one, each finding once."""
+        first, *others = verdicts
+        if not others:
+            return first
+        return cls(
+            first.changes,
+            pd.concat([each.judged for each in verdicts if len(each.judged)] or [first.judged]),
+            _distinct(row for each in verdicts for row in each.regressions),
+            _distinct(row for each in verdicts for row in each.unjudged),
+            first.notes,
+        )
+
     @property
     def passed(self) -> bool:
         """Whether the limits judged everything that they had to, and nothing exceeds one."""
@@ -78,7 +92,7 @@ class Gate:
     Args:
         before: the reference; one without rows if there is none.
         after: a saved run, or a session so far.
-        asked: what the session was asked to measure; None stands for all that the reference has.
+        asked: what is compared; None stands for all that either run has.
         across: compare also what different devices measured.
         first_run_ok: what the reference lacks may be measured for the first time.
     """
@@ -89,20 +103,26 @@ class Gate:
     across: bool = False
     first_run_ok: bool = False
 
-    def judge(self, limits: Sequence[Threshold] = ()) -> Verdict:
-        """Compare the two, and apply the limits."""
-        with METRICS.including(self.after.metrics, self.before.metrics):
-            return self._judge(limits)
+    def judge(self, limits: Sequence[Threshold] = (), asked: CasesAsked | None = None) -> Verdict:
+        """Compare the two, and apply the limits.
 
-    def _judge(self, limits: Sequence[Threshold]) -> Verdict:
-        inside, after, judged, unjudged = self.inside, self.after, [], list[Unjudged]()
+        Args:
+            limits: the largest changes that are allowed.
+            asked: what the limits are for; None stands for all that is compared.
+        """
+        with METRICS.including(self.after.metrics, self.before.metrics):
+            return self._judge(limits, self.asked if asked is None else asked)
+
+    def _judge(self, limits: Sequence[Threshold], asked: CasesAsked | None) -> Verdict:
+        compared, after, judged, unjudged = self.compared, self.after, [], list[Unjudged]()
+        inside = compared if asked is self.asked else _of(compared, asked)
         for limit in limits:
             about = inside[(inside.metric == limit.metric) & (inside.phase == limit.phase)]
             rows = about.dropna(subset=["before", "after"])
             allowed = limit.exceeded(rows.before, rows.after)
             judged.append(rows[[*CHANGES, "of"]].join(allowed).assign(threshold=str(limit)))
             unjudged += self._unjudged(limit, about)
-        unjudged += self._without_rows() if limits else ()
+        unjudged += self._without_rows(asked) if limits else ()
         if limits and after.status != COMPLETE and self.asked is None:
             counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
             why = f"{after.name} was interrupted, with {counted}"
@@ -110,10 +130,10 @@ class Gate:
         nothing = pd.DataFrame(columns=[*CHANGES, "of", "limit", "regressed", "threshold"])
         table = pd.concat(judged, ignore_index=True) if judged else nothing
         # A ratio that only one of the two has is not shown.
-        is_shown = inside.before.notna() & inside.shared
-        is_shown &= inside.after.notna() | (inside.of == "")
+        is_shown = compared.before.notna() & compared.shared
+        is_shown &= compared.after.notna() | (compared.of == "")
         return Verdict(
-            inside.loc[is_shown, CHANGES].reset_index(drop=True),
+            compared.loc[is_shown, CHANGES].reset_index(drop=True),
             table,
             self._regressions(table),
             unjudged,
@@ -121,14 +141,9 @@ class Gate:
         )
 
     @cached_property
-    def inside(self) -> pd.DataFrame:
+    def compared(self) -> pd.DataFrame:
         """The numbers of either run that were asked for, side by side."""
-        both = pairs(self.before, self.after, across=self.across)
-        if self.asked is None:
-            return both
-        asked = {(*vars(case).values(), name) for case, name in self.asked}
-        names = as_tuples(both, [*AXES, "instrument"])
-        return both.loc[[name in asked for name in names]]
+        return _of(pairs(self.before, self.after, across=self.across), self.asked)
 
     def _unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
         """What a limit had to judge and could not, by reason, or that it judged nothing at all."""
@@ -144,11 +159,11 @@ class Gate:
         other = other_baseline(self.before, self.after) if limit.of else ""
         yield Unjudged(str(limit), [], other or nothing)
 
-    def _without_rows(self) -> Iterator[Unjudged]:
+    def _without_rows(self, asked: CasesAsked | None) -> Iterator[Unjudged]:
         """Cases of which neither run has a number, though one tried."""
         tried = [*self.before.outcomes, *self.after.outcomes]
         known = {case for run in (self.before, self.after) for case, _ in run.places}
-        of_asked = [o for o in tried if self.asked is None or not {*o.asked}.isdisjoint(self.asked)]
+        of_asked = [o for o in tried if asked is None or not {*o.asked}.isdisjoint(asked)]
         if names := {outcome.case.id: None for outcome in of_asked if outcome.case not in known}:
             yield Unjudged("a limit", [*names], "neither run has a number of it")
 
@@ -256,6 +271,21 @@ class Gate:
             largest = [change for changes in by_case for change in changes]
             regressions.append(row | {"reference": self.before.name, "largest_changes": largest})
         return regressions
+
+
+def _of(pairs: pd.DataFrame, asked: CasesAsked | None) -> pd.DataFrame:
+    """Those of the numbers that were asked for."""
+    if asked is None:
+        return pairs
+    names = {(*vars(case).values(), name) for case, name in asked}
+    return pairs.loc[[name in names for name in as_tuples(pairs, [*AXES, "instrument"])]]
+
+
+def _distinct(entries: Iterable[Any]) -> list[Any]:
+    known: list[Any] = []
+    for entry in entries:
+        known += [entry] if entry not in known else []
+    return known
 
 
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:

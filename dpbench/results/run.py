@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
@@ -230,21 +230,6 @@ class Run:
             outcomes.append(Outcome.from_json({**data, **lists, "instruments": names}))
         left = [{**own[0], "rows": own} for by in rows.values() for own in by.values()]
         return (*outcomes, *map(Outcome.from_json, left))
-
-    @cached_property
-    def tests(self) -> set[str]:
-        """The ids of the tests that asked for its cases."""
-        return {str(test.get("test")) for outcome in self.outcomes for test in outcome.tests}
-
-    def asked_by(self, tests: str, by: Collection[str]) -> list[tuple[Case, str]]:
-        """The cases that a test asked these instruments for, by any parameters, or a module's."""
-        return [
-            (outcome.case, name)
-            for outcome in self.outcomes
-            for name in outcome.instruments
-            for test in outcome.tests
-            if name in by and f"{test.get('test')}::".startswith((f"{tests}::", f"{tests}["))
-        ]
 
 
 def _common(mappings: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:

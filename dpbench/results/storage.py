@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import accumulate, islice
 from pathlib import Path
 
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import Locked, check_writable, in_words, locked, mode_of
-from dpbench.core.settings import Settings
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
 LOGICAL = "cpu-logical"
 """The folder of runs that counted without hardware."""
-
-LOOKED_AT = 20
-"""How many comparable runs are read, from the newest on, to find the reference."""
 
 _FILE = re.compile(r"(\d{4,})_([^\x00-\x1f\x7f-\x9f]+)\.json")
 
@@ -174,108 +169,30 @@ def readable(
 # --- which run a session is compared with ----------------------------------------------------
 
 
-class Reference:
-    """The run that a session is compared with: the one that was named, or what `fullest` finds.
+def reference(
+    newest_first: Iterable[Path],
+    sources: Collection[tuple[str, str]],
+    asked: Collection[tuple[Case, str]],
+    notes: list[str],
+) -> Run | None:
+    """The latest complete run that passed its own comparison, if there is one.
 
     Args:
-        settings: what was asked for.
-        sources: each (device, instrument) that the session can have rows of.
-        notes: lines for the end of the session; files that could not be read are added.
-        files: the candidates that another process of the session has found.
+        newest_first: the candidates.
+        sources: each (device, instrument) that the session can have rows of: a reference has one.
+        asked: if there are any, a reference has one of these cases by its instrument.
+        notes: why files cannot be read is added, and if there is no reference why another is none.
     """
-
-    def __init__(
-        self,
-        settings: Settings,
-        sources: Collection[tuple[str, str]],
-        notes: list[str],
-        files: Sequence[str] | None = None,
-    ) -> None:
-        self.settings, self.sources, self.notes = settings, sources, notes
-        self.files = files
-        """The run that was named, or all that may be the reference, newest first."""
-        self._run: Run | None = None
-
-    def find(self, asked: Collection[tuple[Case, str]], *, must_exist: bool) -> None:
-        """Find the run that was named, or the candidates.
-
-        Args:
-            asked: the cases that the session measures, each by an instrument, as far as known.
-            must_exist: whether limits need it.
-        """
-        settings, across = self.settings, self.settings.compare_across
-        if settings.compare:
-            option = "--dpbench-compare-across" if settings.of_pytest else ""
-            run, whose = self.run(), "this session measures"
-            check_comparable(run, self.sources, whose, across=across, option=option)
-        elif must_exist and (self.run(asked).frame.empty if asked else not self._files()):
-            devices = " or ".join(sorted({device for device, _ in self.sources}))
-            with_cases = " has any of these cases" if asked else ""
-            raise ConfigurationError(
-                f"no saved run on {devices} in {settings.storage}{with_cases} to judge by; if this "
-                f"is the first, say {settings.option('compare_first_run_ok')}"
-            )
-
-    def _files(self) -> Sequence[str]:
-        settings, storage = self.settings, Storage(self.settings.storage)
-        if self.files is None and settings.compare:
-            is_number = settings.compare.isdecimal()
-            path = settings.directory / settings.compare
-            self.files = [str(storage.find(settings.compare if is_number else str(path)))]
-        elif self.files is None:
-            self.files = [*map(str, storage.candidates({device for device, _ in self.sources}))]
-        return self.files
-
-    def run(self, asked: Collection[tuple[Case, str]] = (), tests: Collection[str] = ()) -> Run:
-        """The run, chosen when it is needed first; without rows if there is none.
-
-        Args:
-            asked: the cases that it should have, each by an instrument.
-            tests: the ids of tests and modules that it should have measured for.
-        """
-        if self._run is None:
-            files, skipped, passed_over = map(Path, self._files()), list[str](), list[str]()
-            if self.settings.compare:
-                self._run = Run.load(next(files))
-            else:
-                comparable = self._comparable(readable(files, Run.load, skipped), passed_over)
-                best = fullest(comparable, {*asked}, {*tests})
-                if skipped and not best and self.settings.compare_first_run_ok:
-                    option = self.settings.option("compare_first_run_ok")
-                    raise ConfigurationError(f"{option}: this is not the first; {skipped[0]}")
-                self._run = best or Run.of("the storage")
-                self.notes += skipped if best else [*skipped, *passed_over[:1]]
-        return self._run
-
-    def _comparable(self, runs: Iterable[Run], passed_over: list[str]) -> Iterator[Run]:
-        """The runs that have a common source, are complete, and passed their own comparison."""
-        for run in (run for run in runs if {*self.sources} & {*run.sources}):
-            if run.verdict == COMPLETE:
-                yield run
-            else:
-                passed_over.append(f"{run.name} is {run.verdict}: no reference unless it is named")
-
-
-def fullest(
-    newest_first: Iterable[Run], asked: set[tuple[Case, str]], tests: set[str]
-) -> Run | None:
-    """The run that has most of what is asked for, the newest of equals.
-
-    A newer run of fewer ``tests`` does not replace a whole one: what it lacks could not be judged.
-    If cases are ``asked`` for, a run with nothing of them is no reference.
-    """
-
-    def shared(run: Run) -> int:
-        of_tests = sum(not _with_modules(test).isdisjoint(tests) for test in run.tests)
-        return len(asked & run.places.keys()) + of_tests
-
-    best = max(islice(newest_first, LOOKED_AT), key=shared, default=None)
-    return None if best and asked and not shared(best) else best
-
-
-def _with_modules(test: str) -> set[str]:
-    """The ids of a test, and of the module and classes that it is in."""
-    return {*accumulate(test.split("::"), "{}::{}".format)}
+    skipped, passed_over, wanted = list[str](), list[str](), {*asked}
+    for run in readable(newest_first, Run.load, skipped):
+        if {*sources}.isdisjoint(run.sources) or (wanted and wanted.isdisjoint(run.places)):
+            continue
+        if run.verdict == COMPLETE:
+            notes += skipped
+            return run
+        passed_over.append(f"{run.name} is {run.verdict}: no reference unless it is named")
+    notes += [*skipped, *passed_over[:1]]
+    return None
 
 
 def check_comparable(

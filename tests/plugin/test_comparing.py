@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from xml.etree import ElementTree
 
 import pytest
 
@@ -58,8 +59,8 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
             "dpbench: compared with 0001_good",
             "PASSED*test_may_do_anything*",
             "PASSED*test_may_do_a_little*",
-            "FAILED*test_needs_a_baseline_that_no_test_asks_for*",
             "FAILED*test_has_a_wrong_marker*",
+            "FAILED*test_needs_a_baseline_that_no_test_asks_for*",
             "FAILED*test_in_a_fixture*",
         ]
     )
@@ -188,7 +189,7 @@ def test_a_case_that_another_test_measured_is_judged_for_the_test_that_was_skipp
     )
 
 
-def test_an_error_while_judging_is_no_failure_that_a_test_expects(
+def test_a_reference_that_cannot_be_looked_for_fails_the_session(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:
     test = "@pytest.mark.xfail\n@pytest.mark.dpbench(compare_fail=['logical_bytes:1%'])\n"
@@ -196,5 +197,20 @@ def test_an_error_while_judging_is_no_failure_that_a_test_expects(
     pytester.makepyfile(test_suite=f"import pytest\n{test}")
     (pytester.path / ".dpbench").touch()
     result = project("-n0", replayed=False)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*ConfigurationError: storage cannot be read: *"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["ERROR: dpbench: storage cannot be read: *"])
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n1"])
+def test_a_test_that_got_worse_has_failed_in_every_report(
+    project: RunSuite, pytester: pytest.Pytester, workers: str
+) -> None:
+    save(pytester.path, "good", recorded_document(less))
+    limit = "--dpbench-compare-fail=global_load_bytes:5%"
+    result = project(workers, limit, "--junitxml=report.xml")
+    result.assert_outcomes(passed=2, failed=2)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    cases = ElementTree.parse(pytester.path / "report.xml").iter("testcase")
+    failed = {case.get("name") for case in cases if case.find("failure") is not None}
+    of_dpsgd = ("test_more_than_standard", "test_dram")
+    assert failed == {f"{test}[dpsgd-bs4-seq64-tiny-fp32]" for test in of_dpsgd}

@@ -83,14 +83,6 @@ SUITES: dict[str, tuple[str, str]] = {
         KEPT,
         "def pytest_runtest_logfinish(): in_fork(lambda: kept[-1](step))",
     ),
-    "a fork after all tests": (
-        KEPT,
-        "def pytest_sessionfinish(): in_fork(lambda: kept[-1](step))",
-    ),
-    "after all tests": (
-        KEPT,
-        "@pytest.hookimpl(trylast=True)\ndef pytest_sessionfinish(): kept[-1](step)",
-    ),
     "the first of two tries": (
         "from measures import step\n"
         "tries = []\n"
@@ -124,6 +116,22 @@ def test_it_is_judged(
         ["ERROR: dpbench: logical_bytes@step of *: 1.2e-06 GB -> 1.2e-05 GB, +900.00%, limit 5%"]
     )
     assert saved(pytester.path, 3).verdict == "regressed"
+
+
+@pytest.mark.parametrize("how", ["in_fork(lambda: kept[-1](step))", "kept[-1](step)"])
+def test_what_is_measured_after_the_session_was_judged_fails_it(
+    project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    test = "from measures import step\ndef test_it(counts, logical_io): logical_io(step)"
+    pytester.makepyfile(test_suite=test, measures=MEASURES)
+    pytester.makeconftest(f"{LATER}def pytest_sessionfinish(): {how}")
+    pytester.syspathinsert()
+    monkeypatch.setenv("SIZE", "100")
+    alone = ("-n0", "-p", "no:faulthandler")
+    assert project(*alone, "--dpbench-save=good", replayed=False).ret == 0
+    result = project(*alone, "--dpbench-compare-fail=logical_bytes:5%", replayed=False)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["ERROR: dpbench: measured after the last test, and so judged*"])
 
 
 def test_what_a_fork_did_not_live_to_measure_is_unjudged(

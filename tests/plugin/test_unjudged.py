@@ -153,7 +153,7 @@ def test_what_a_test_measures_is_judged_wherever_it_does(
     for test, outcome in {
         "test_in_a_fixture_that_skips": {"errors": 1},
         "test_marked_in_a_fixture_that_skips": {"errors": 1},
-        "test_in_a_fixture_after_the_test": {"passed": 1, "errors": 1},
+        "test_in_a_fixture_after_the_test": {"failed": 1},
         "not TestMarked and test_by_name": {"failed": 1},
         "TestMarked": {"failed": 2},
     }.items():
@@ -226,7 +226,7 @@ def test_nobody_forgives_what_a_limit_did_not_judge(
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     told = "dpbench: {} judged nothing: 0001_good has no*"
     metrics = ["dram_bytes:1%", "global_load_bytes:1%", "global_store_bytes:1%"]
-    result.stdout.fnmatch_lines([f"ERROR: {told.format(metric)}" for metric in metrics])
-    result.stdout.fnmatch_lines([told.format(metric) for metric in metrics])
-    result.stdout.fnmatch_lines(["FAILED*test_fails_as_expected - Failed: dpbench: global_load*"])
+    result.stdout.fnmatch_lines_random([f"ERROR: {told.format(metric)}" for metric in metrics])
+    result.stdout.fnmatch_lines_random([told.format(metric) for metric in metrics])
+    result.stdout.fnmatch_lines(["FAILED*test_fails_as_expected - dpbench: global_load*"])
     assert len(saved(pytester.path, 2).session["unjudged"]) == 3

@@ -9,7 +9,7 @@ import pytest
 
 from dpbench.core.gpu import Gpu
 from dpbench.core.grid import GRIDS
-from dpbench.findings import Findings
+from dpbench.findings import Findings, Request
 from dpbench.plugin import whole_session
 from dpbench.plugin.scheduling import CaseScheduling
 from dpbench.plugin.whole_session import useful_workers, visible_names
@@ -89,11 +89,10 @@ def test_tests_of_a_case_stay_together(pytester: pytest.Pytester) -> None:
     case, other = GRIDS["grid1"].cases()[:2]
     config = pytester.parseconfigure("--tx=popen", "--dpbench-disable")
     with closing(Findings()) as findings:
-        tests = {"test_first": [(case, "ncu")], "test_again": [(case, "logical")]}
-        tests |= {"test_other": [(other, "ncu")], "test_by_name": []}
-        findings.share(tests=tests)
+        tests = {"test_first": case, "test_again": case, "test_other": other, "test_by_name": None}
+        findings.ask([Request(test, of) for test, of in tests.items()])
         scheduling = CaseScheduling(config, None, findings)
-        scopes = {test: scheduling._split_scope(test) for test in (*findings.tests, "test_plain")}
+        scopes = {test: scheduling._split_scope(test) for test in (*tests, "test_plain")}
     assert scopes == {
         "test_first": case.id,
         "test_again": case.id,
