@@ -21,18 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
+from dpbench.training.ghost_norms import GhostNorms
 from dpbench.training.gradient_sums import Buffer, Factors, scaled
-from dpbench.training.norm_bounds import (
-    grouped,
-    products_are_smaller,
-    squared_gradient_norms,
-    squared_norms_of_biases,
-    squared_norms_of_products,
-    squared_norms_of_samples,
-)
 from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import EmbeddingRule, LinearRule, Rule, Seen, rule_of
 from dpbench.training.phases import phase
+from dpbench.training.reductions import taken
 
 
 class BookKeepingTrainer(ClippedSumTrainer):
@@ -139,12 +133,13 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     def clip(self, last: bool) -> None:
         """Add the clipped gradients to those of earlier micro-batches; reduce the last ones."""
-        for buffer in self.clipped(last):
-            self.reduce(buffer)
+        layers = self.clipped(last)
+        while complete := taken(layers):
+            self.reduce(complete)
 
     @torch.no_grad()
-    def clipped(self, last: bool) -> Iterator[Buffer]:
-        """Clip, and over ranks take out each buffer once the last micro-batch is in it.
+    def clipped(self, last: bool) -> Iterator[list[Buffer]]:
+        """Clip, and over ranks take out each layer's buffers once the last micro-batch is in them.
 
         All ranks do so in the order of the model's layers, also of those that one has not called.
         """
@@ -155,45 +150,25 @@ class BookKeepingTrainer(ClippedSumTrainer):
             if layer in seen:
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
             if early:
-                yield from self.sums.close(rule.trained)
+                yield [*self.sums.close(rule.trained)]
 
     def clipping_factors(self, seen: dict[nn.Module, Seen]) -> Tensor:
         """What each example's gradient is multiplied by, ``[B]``, float32 at least."""
         return self.factors_for(self.squared_norms(seen))
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
-        """Of parts of each example's gradient, each ``[B]``, float32 at least.
-
-        Those of a linear layer by whichever is cheaper, products T × T or the gradients: mixed
-        ghost clipping (Bu et al., "Scalable and Efficient Training of Large Convolutional Neural
-        Networks with Differential Privacy", 2022, https://arxiv.org/abs/2205.10683).
-        """
-        products: list[tuple[Tensor, Tensor]] = []
-        gradients: list[tuple[Tensor, Tensor]] = []
-        biases: list[Tensor] = []
-        samples: list[tuple[torch.dtype, Tensor]] = []
+        """Of parts of each example's gradient, each ``[B]``, float32 at least."""
+        norms = GhostNorms()
         for layer, rule in self.rules.items():
             if layer not in seen:
                 continue
-            if not isinstance(rule, LinearRule | EmbeddingRule):
-                samples += [(p.dtype, each) for p, each in seen[layer][0].items()]
-                continue
-            x, g = rule.joined(seen[layer])
-            if rule.layer.weight.requires_grad:
-                weights = x.shape[-1] * g.shape[2]
-                by_products = x.dim() == 2 or products_are_smaller(x.shape[1], weights)
-                (products if by_products else gradients).append((x, g))
-            if rule.trains_bias:
-                biases.append(g)
-        return [
-            *squared_norms_of_products(products),
-            *(squared_gradient_norms(x, g) for x, g in gradients),
-            *squared_norms_of_biases(biases),
-            *(
-                squared_norms_of_samples([each for _, each in alike], alike[0][0])
-                for alike in grouped(samples, lambda sample: (sample[0], sample[1].dtype))
-            ),
-        ]
+            if isinstance(rule, LinearRule | EmbeddingRule):
+                trained = rule.layer.weight.requires_grad
+                norms.add(*rule.joined(seen[layer]), weight=trained, bias=rule.trains_bias)
+            else:
+                for parameter, samples in seen[layer][0].items():
+                    norms.add_samples(samples, parameter.dtype)
+        return norms.squared_norms()
 
 
 class ChangeableInPlace(torch.autograd.Function):

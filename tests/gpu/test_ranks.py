@@ -34,7 +34,10 @@ pytestmark = [
 
 CASE = Case("standard", batch_size=8, seq_len=16, model_size="99x64x2x2", parallel="ddp", gpus=2)
 
-SHARDED = {"standard", "dpsgd_ghost", "ghost_lean", "mixed_ghost", "book_keeping", "fused"}
+WIDE = replace(CASE, model_size="99x512x1x2")
+"""Has matrices that are reduced one by one, while others are summed up."""
+
+SHARDED = {"standard", "dpsgd_ghost", "ghost_lean", "book_keeping", "fused"}
 """Trainers that train under FSDP2."""
 
 
@@ -49,10 +52,12 @@ class Asked(Timing):
         return found
 
 
-def ask(function: Callable[[Case], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What a function returns in each rank of `CASE`."""
+def ask(
+    function: Callable[[Case], dict[str, Any]], folder: Path, case: Case = CASE
+) -> list[dict[str, Any]]:
+    """What a function returns in each rank of a case."""
     asked = Asked(folder, timeout=120, function=function.__name__)
-    ranks: list[dict[str, Any]] = asked.start(CASE).record()["ranks"]
+    ranks: list[dict[str, Any]] = asked.start(case).record()["ranks"]
     return ranks
 
 
@@ -78,7 +83,7 @@ def trained(case: Case, *, alone: bool = False) -> tuple[Tensor, Tensor]:
 def distances_from_one_process(case: Case) -> dict[str, Any]:
     """How far the update of two steps is from that of the joint batch, by trainer and parallel."""
     far: dict[str, float] = {}
-    for trainer in TRAINERS:
+    for trainer in TRAINERS if case.model_size == CASE.model_size else ("lean", "fused"):
         alone = replace(case, trainer=trainer, parallel="none", gpus=1)
         before, expected = trained(alone, alone=True)
         for parallel in ("ddp", "fsdp2"):
@@ -96,6 +101,14 @@ def test_updates_over_ranks_are_those_of_one_process_with_the_joint_batch(tmp_pa
     for rank in ask(distances_from_one_process, tmp_path):
         assert {f"{name}@ddp" for name in TRAINERS} <= rank["far"].keys()
         assert {f"{name}@fsdp2" for name in SHARDED} <= rank["far"].keys()
+        assert {pair: far for pair, far in rank["far"].items() if not far < APART} == {}
+
+
+def test_sums_that_are_reduced_while_others_are_computed_are_those_of_one_process(
+    tmp_path: Path,
+) -> None:
+    for rank in ask(distances_from_one_process, tmp_path, WIDE):
+        assert {*rank["far"]} == {"lean@ddp", "fused@ddp", "fused@fsdp2"}
         assert {pair: far for pair, far in rank["far"].items() if not far < APART} == {}
 
 
