@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from dpbench import ConfigurationError, gpu
+from dpbench import ConfigurationError
 from dpbench.child.build import pick_device
 from dpbench.child.step import alone
+from dpbench.core import gpu
 from dpbench.results.rows import SCHEMA
 
 DTYPES = {

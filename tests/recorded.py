@@ -10,11 +10,13 @@ RANGES = DATA / "tiny-fp32"
 
 
 def unpacked(name: str, directory: Path) -> Path:
-    """A recorded report below `RANGES`, e.g. ``kernels/report_dpsgd_bs4_seq64.ncu-rep``, and
-    ncu's log of it, in the same place below ``directory``."""
+    """A recorded report below `RANGES`, e.g. ``kernels/report_dpsgd_bs4_seq64.ncu-rep``, with
+    ncu's log of it and the file that says its case, in the same place below ``directory``."""
     path = directory / "tiny-fp32" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     for file in (path, path.with_suffix(".log")):
         packed = RANGES / Path(name).parent / f"{file.name}.xz"
         file.write_bytes(lzma.decompress(packed.read_bytes()))
+    described = RANGES / Path(name).with_suffix(".json")
+    path.with_suffix(".json").write_bytes(described.read_bytes())
     return path

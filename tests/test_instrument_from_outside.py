@@ -166,7 +166,7 @@ def test_what_is_no_instrument_is_named(capsys: pytest.CaptureFixture[str]) -> N
     for name, words in {
         "meter:Reading": "instrument 'Reading' is no subclass of dpbench.Instrument",
         "metre": "unknown instrument 'metre'; choose from timing, ncu",
-        "meter:Metre": "has no 'Metre'",
+        "meter:Metre": "unknown class of meter 'Metre'",
     }.items():
         assert main(["run", f"--instrument={name}", *CELL]) == 2
         assert words in capsys.readouterr().err
@@ -241,7 +241,7 @@ def test_a_recorder_with_an_option_hears_the_steps_of_a_case(
     said = capfd.readouterr()
     [line] = [line for line in said.err.splitlines() if line.startswith("$ ")]
     task = json.loads(Path(line.rpartition(" ")[2]).read_text())
-    assert (task["instrument"], task["fields"]["pace_times"]) == ("Pace=pace:Pace", 3)
+    assert (task["instrument"], task["fields"]["pace_times"]) == ("pace:Pace", 3)
     assert "standard 12.0 " in " ".join(said.out.split())
     assert values("run.json") == [12.0, 12.0]
     settings = json.loads(Path("run.json").read_text())["session"]["settings"]

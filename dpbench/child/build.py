@@ -29,6 +29,9 @@ TRAINER = (
 )
 """What is said of what is no trainer."""
 
+WORKLOAD = "a workload is a subclass of dpbench.Workload, with its parameters by --set"
+"""What is said of what is no workload."""
+
 
 def pick_device(name: str) -> torch.device:
     """``auto``, ``cpu`` or ``cuda`` as a device."""
@@ -136,13 +139,10 @@ def labels_of(trainer: TrainerBase) -> dict[str, str]:
 def workload_of(case: Case) -> Workload:
     """The workload of a case, with its parameters."""
     named = WORKLOADS[case.workload]
-    workload = named
-    if isinstance(named, type) and issubclass(named, Workload):
-        workload = called(f"workload {case.workload}", named, "give it by --set", **case.parameters)
+    workload = called(f"workload {case.workload}", named, WORKLOAD, **case.parameters)
     if not isinstance(workload, Workload):
-        raise ConfigurationError(
-            f"workload {case.workload} must be a subclass of dpbench.Workload, or an object of one"
-        )
+        kind = type(workload).__name__
+        raise ConfigurationError(f"workload {case.workload} is a {kind}; {WORKLOAD}")
     return workload
 
 

@@ -29,7 +29,7 @@ def watch_elsewhere(finder: StepFinder) -> None:
         keep()
 
     def saw() -> None:
-        if not shared.closed and (shared[0] or not finder.idle):
+        if not shared.closed and (shared[0] or finder.counts):
             shared[1] = True
 
     def start_seen(thread: Any) -> None:

@@ -126,20 +126,13 @@ class _Watching:
 
     def phase(self, phase: str) -> Replacement:
         """Wrap a function whose calls are in one phase; see `StepFinder.within`."""
-        finder, is_backward, begins = self.finder, phase == "backward", phase in BEGIN_STEPS
+        finder, begins = self.finder, phase in BEGIN_STEPS
         compiles = is_compiling()
 
         def made(function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **options: Any) -> Any:
                 if compiles():
                     return function(*args, **options)
-                if (finder.quiet and not is_backward) or (finder.idle and not begins):
-                    return function(*args, **options)
-                if finder.idle and (before := finder.begin(in_backward=is_backward)):
-                    try:
-                        return function(*args, **options)
-                    finally:
-                        finder.end(before)
                 # A loss may contain a gradient; one by torch.func is all of a backward.
                 resumes = bool(options.get("create_graph")) and not in_transform()
                 with finder.within(phase, begins=begins, resumes=resumes):
@@ -189,15 +182,10 @@ class _Watching:
         def called(module: Any, /, *args: Any, **options: Any) -> Any:
             if compiles():
                 return call(module, *args, **options)
-            if (finder.quiet or finder.settled) and module._compiled_call_impl is None:
+            if finder.settled and module._compiled_call_impl is None:
                 return module._call_impl(*args, **options)  # all that the original does
-            if finder.quiet or finder.settled or not finder.begins_forward(module):
+            if finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
-            if finder.idle and (before := finder.begin(in_backward=False)):
-                try:
-                    return call(module, *args, **options)
-                finally:
-                    finder.end(before)
             with finder.forward():
                 return call(module, *args, **options)
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 
 def run_program(program: Sequence[str], *, is_module: bool) -> None:
@@ -38,7 +39,7 @@ def print_error(error: BaseException) -> None:
     shown.print()
 
 
-def end(code: int, *, wait: bool = True) -> None:
+def end(code: int, *, wait: bool = True) -> NoReturn:
     """End a process as `multiprocessing` does, without taking the interpreter apart.
 
     ``wait`` for its threads.

@@ -13,19 +13,19 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from dpbench.child.optimizers import MOST_TURNS, AlternatingOptimizers
 from dpbench.core.case import OUTSIDE, Case
 from dpbench.training.phases import OpenPhase, PhaseListener, Step, set_current_step
 
-MOST_STOPS = 20
-"""How often `Stop` is raised in a script that catches it; after that it runs unobserved."""
-
 
 class Stop(SystemExit):
-    """Ends a script where its next step would begin; its exit code is 0."""
+    """Ends a script where its next step would begin, with exit code 0.
+
+    A script that catches it runs on, unobserved.
+    """
 
 
 class StepRecorder(PhaseListener, Protocol):
@@ -72,7 +72,7 @@ class StepFinder:
         keep: Callable[[], object] = lambda: None,
     ) -> None:
         self.recorder, self.keep = recorder, keep
-        self.skip, self.by_hand = skip, by_hand
+        self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
         self.steps = 0  # that are over
         self.steps_elsewhere = 0  # of optimizers in other threads, which are not seen
         self.evaluations = 0  # calls of modules without gradients, within steps that count
@@ -80,16 +80,12 @@ class StepFinder:
         self.notes: list[str] = []  # what a reader should know
         self.turns = AlternatingOptimizers()
         self.settled = False  # in a module, a backward or a batch: modules begin nothing
-        self.idle = True  # in no step that counts: only borders are looked for
-        self.quiet = False  # idle, and no optimizer has stepped: no step can begin or end
         self.undo = ExitStack()  # what `close` takes back
         self._thread = threading.get_ident()
         self._children = page_faults_of_children()
         self._closed = False
         self._begun = False  # a step
         self._updated = False  # an optimizer has stepped: what begins next is another turn
-        self._stopped = False
-        self._stops = 0 if go_on else MOST_STOPS  # how often it is still told to end
         self._step = Step()
         self._forward: OpenPhase | None = None  # that of a module which has returned, maybe
         self._in_backward = False
@@ -104,8 +100,7 @@ class StepFinder:
         """Begin a step; its phases are recorded unless it is skipped."""
         self._begun = True
         counts = self.steps >= self.skip and not (self.recorder.finished or self.failure)
-        self._step = Step(self if counts else None)
-        self.idle = self.quiet = not counts
+        self._step, self._forward = Step(self if counts else None), None
         if counts:
             self._tell(self.recorder.start_step)
             set_current_step(self._step)
@@ -113,12 +108,12 @@ class StepFinder:
     def end_step(self) -> None:
         """End the step."""
         set_current_step(None)
-        if self._step.listener:
+        if self.counts:
             self._tell(self.recorder.end_step)
             self._tell(self.keep)
         self.steps += 1
-        self._step, self._forward, self.idle = Step(), None, True
-        self._begun = self._updated = self.quiet = False
+        self._step, self._forward = Step(), None
+        self._begun = self._updated = False
 
     def give_up_step(self) -> None:
         """Abandon the step, which did not end; nothing more is recorded."""
@@ -140,10 +135,10 @@ class StepFinder:
 
     def _end_turn(self) -> None:
         """End the training step if all optimizers that take turns have stepped."""
-        self._updated, self.quiet = False, self.idle
+        self._updated = False
         if not self.turns.over():
             return
-        if self._step.listener is None:
+        if not self.counts:
             steps = self.turns.start()
             if steps > 1:
                 self.notes.append(
@@ -169,39 +164,22 @@ class StepFinder:
         """
         import torch
 
-        inside = self.by_hand or torch.is_inference_mode_enabled()
-        if inside or (self._updating and not self._stopped):
+        if self.by_hand or self._updating or torch.is_inference_mode_enabled():
             return
         if self._updated:
             self._end_turn()
-            self._stopped = self.recorder.finished or self.failure is not None
-        if self._stopped:
-            self._stops -= 1
-            if self._stops >= 0:
-                raise Stop(0)
-            self.close()
-        elif not self._begun:
+            if self.recorder.finished or self.failure is not None:
+                self.close()
+                if not self.go_on:
+                    raise Stop(0)
+                return
+        if not self._begun:
             self.start_step()
 
-    def begin(self, *, in_backward: bool) -> tuple[bool, bool] | None:
-        """Look for the border of a step where a batch, a backward or a module begins.
-
-        Called outside observed steps. Returns what `end` takes; None if an observed step has begun
-        now, or in other threads than the loop's: then `within` marks the call's phase.
-        """
-        if self._closed or threading.get_ident() != self._thread:
-            return None
-        if not self._in_backward:
-            self._border()
-            if not self.idle:
-                return None
-        before = self.settled, self._in_backward
-        self.settled, self._in_backward = True, in_backward or self._in_backward
-        return before
-
-    def end(self, before: tuple[bool, bool]) -> None:
-        """Leave a call that `begin` has returned a state for."""
-        self.settled, self._in_backward = before
+    @property
+    def counts(self) -> bool:
+        """Whether a step is under way that is recorded."""
+        return self._step.listener is not None
 
     # --- phases ------------------------------------------------------------------------------
 
@@ -255,7 +233,7 @@ class StepFinder:
             if torch.is_grad_enabled():
                 self._forward = self._step.enter("forward")
             else:
-                self.evaluations += self._step.listener is not None
+                self.evaluations += self.counts
                 evaluation = self._step.enter(OUTSIDE) if self._step.phase != OUTSIDE else None
         step, self.settled = self._step, True
         try:
@@ -273,19 +251,19 @@ class StepFinder:
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
             self._border()  # nothing was called since its last step: its closure does that
-        within = nullcontext() if self.idle else self.within("optimizer")
+        within = self.within("optimizer")
         within.__enter__()
         self._updating += 1
         self._updates += 1
         if optimizer is not None:
             self._has_updated(optimizer)
             infinite = getattr(optimizer, "found_inf", None)
-            if self._step.listener and infinite is not None:
+            if self.counts and infinite is not None:
                 self._infinite.append(infinite)
         return within
 
     def _has_updated(self, optimizer: Any) -> None:
-        self._updated, self.quiet = True, False
+        self._updated = True
         self.turns.add(optimizer)
 
     def end_update(self, within: Any) -> None:
@@ -303,7 +281,7 @@ class StepFinder:
             self.end_update(within)
         if within is not None and self._updates == updates:
             self._has_updated(getattr(optimizer, "original_optimizer", optimizer))
-            self._skipped += self._step.listener is not None
+            self._skipped += self.counts
 
     def remarks(self) -> Iterator[str]:
         """Notes about the observed steps."""
@@ -339,7 +317,7 @@ class StepFinder:
         """Stop recording: this process is a fork of the one that trains."""
         self._closed = True
         set_current_step(None)
-        if self._step.listener:
+        if self.counts:
             self.recorder.forked()
 
 

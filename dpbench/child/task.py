@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from dpbench.core.case import Case, subject
 from dpbench.core.files import write_text
-from dpbench.core.registry import INSTRUMENTS, names_of, resolve
+from dpbench.core.registry import folder_of, names_of, resolve
 
 OF_PARENT = {"parent": True}
 """The metadata of an instrument's field that the measured process does not need."""
@@ -43,11 +44,11 @@ class Task:
         case: dict[str, Any] = asdict(self.case)
         for axis, known, spelled in names_of(self.case):
             case |= {axis: known.argument(spelled), "set": ""}  # it is with the workload's name
-        name = INSTRUMENTS.canonical(type(self.instrument))
-        folder = INSTRUMENTS.import_path(name)
+        kind = type(self.instrument)
+        folder = folder_of(kind.__module__)
         return {
             "case": case,
-            "instrument": INSTRUMENTS.argument(name),
+            "instrument": f"{kind.__module__}:{kind.__qualname__}",
             "folder": str(folder) if folder else None,
             "fields": plain(self.instrument),
             "program": self.program and plain(self.program, Program),
@@ -59,7 +60,7 @@ class Task:
         before = [*sys.path]
         sys.path += filter(None, [task["folder"]])
         try:
-            kind = INSTRUMENTS[task["instrument"]]
+            kind = resolve_name(task["instrument"])
         finally:
             sys.path[:] = before
         program = task["program"] and typed(Program, task["program"])

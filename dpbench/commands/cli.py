@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TextIO
 
 from dpbench import __version__
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import printable
-from dpbench.launch.forked import fork_server
+from dpbench.launch.fork_server import fork_server
 
 COMMANDS = (
     "doctor",
@@ -50,7 +49,6 @@ ENDED_BY_CTRL_C = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 good, 1 a failure, 2 bad input)."""
     name = "dpbench"
-    _open_what_is_closed()
     try:
         try:
             if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal can print ÷
@@ -65,35 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, words = error.exit_code, str(error)
     except KeyboardInterrupt:
         code, words = ENDED_BY_CTRL_C, "interrupted"
-    except OSError as error:
+    except OSError as error:  # dpbench list | head, or >/dev/full
         if error.filename is not None:
             raise
-        _discard(sys.stdout)
-        # dpbench list | head, or >/dev/full
-        code, words = (PIPE_CLOSED, "") if isinstance(error, BrokenPipeError) else (1, str(error))
-    try:
-        print(words and printable(f"{name}: {words}\n"), end="", file=sys.stderr, flush=True)
-    except OSError:  # with 2>&1 both are the pipe
-        _discard(sys.stderr)
+        # Discard what is left, which the interpreter would write again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return PIPE_CLOSED
+        code, words = 1, str(error)
+    print(printable(f"{name}: {words}"), file=sys.stderr)
     return code
-
-
-def _open_what_is_closed() -> None:
-    """Open ``/dev/null`` for each closed standard stream.
-
-    Otherwise the next file that is opened would get its number, and the output of measured
-    processes with it.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r"))
-
-
-def _discard(stream: TextIO) -> None:
-    """Discard what a stream still holds, which the interpreter would write again when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parsed(written: Sequence[str]) -> argparse.Namespace:

@@ -13,10 +13,10 @@ With --time the time of each phase is held against the least time for its arithm
 bytes, and the part in which the GPU was idle; and of a private step, the time that it takes more
 than the standard one. The ceilings are measured ones, of this card or of a FILE, also with --html.
 
-The reports are Nsight Compute's. Of ranges, they are those that dpbench made: the case is read off
-the path, .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep. Of kernels (in each configuration's
-folder kernels, or of any program profiled in kernel replay with the same metrics), they say which
-kernels move the bytes; what was launched outside dpbench's phases is "outside".
+The reports are Nsight Compute's. Of ranges, they are those that dpbench made: their case is in the
+JSON file beside them; without that file they are called by their path. Of kernels (in each
+configuration's folder kernels, or of any program profiled in kernel replay with the same metrics),
+they say which kernels move the bytes; what was launched outside dpbench's phases is "outside".
 
 A timeline is a report of Nsight Systems (.nsys-rep, which needs nsys) or an SQLite file exported
 from one: how busy the GPU was in each phase, and the statistics of nsys, if it is on PATH.
@@ -40,7 +40,6 @@ from __future__ import annotations
 import argparse
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -264,7 +263,5 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     if path.resolve().parent.name == ncu.KERNELS and ranges.exists():
         rows = to_frame(ncu.read(ranges, ncu.case_of(ranges)))
         step_bytes = dram_bytes_of_step(summary(rows))
-    name = path.name
-    with suppress(ncu.ForeignReport):  # dpbench did not make it
-        name = ncu.case_of(path).id
+    name = ncu.case_of(path).id
     return kernel_tables(fold(chosen), name, report.device, step_bytes, options.top)

@@ -1,18 +1,19 @@
 """Check that a trainer clips and adds noise as it says, parameter by parameter.
 
-Without noise, what each step takes off the parameters must be the mean of the clipped gradients of
-the examples, computed one example at a time: with a threshold that half of them exceed and with one
-that all do, for the batch as a whole, in micro-batches, and in parts of one example. Noise must be
-normal also in its tails, of deviation σC/B for several σ, C and B whatever the gradients are, and
-not repeat anywhere, moved, mirrored or in another order, between elements, parameters, steps, runs
-and processes: right noise fails with a chance of at most 1e-6. On a linear layer, 240 steps of
-noise are drawn, and an example must be clipped whose tokens cancel in products of them, or whose
-norm is no number. Over ranks all this holds for the batch of all together.
+Without noise, each step must subtract the mean of the examples' clipped gradients. The reference is
+a loop over the examples. Two clipping thresholds are tried, which half and all of the norms exceed:
+with the whole batch, in micro-batches, and with another batch size in micro-batches of one example.
 
-What differs is said in a line for each parameter. The exit code is 1 if anything is wrong, 2 if the
-case is refused. Not found is what begins after 240 steps (noise that ends), what the trainer keeps
-outside of its model, noise that only its author can predict, and in 16-bit numbers, noise that
-comes again in another order.
+Noise must have the deviation σC/B for several σ, C and B, whatever the gradients are, and be normal
+up to its tails. It must not repeat between elements, parameters, steps, runs and processes, even if
+shifted, mirrored or reordered. Right noise fails with a probability of at most 1e-6.
+
+A linear layer is trained for 240 steps with noise. On it, an example must be clipped even if the
+products of its tokens cancel or its norm is NaN. Over ranks all this holds for the joint batch.
+
+A line for each parameter says what is wrong. The exit code is 1 if anything is wrong, 2 if the case
+is refused. Not found: noise that ends after 240 steps, what the trainer keeps outside its model,
+noise that only its author can predict, and 16-bit noise that returns in another order.
 
 Examples:
   dpbench verify --trainer dpsgd
@@ -39,17 +40,17 @@ if TYPE_CHECKING:
     from dpbench.verify.check import Check
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
-ONE_LINE = 300
-"""Columns, so that each check stays one line: names of parameters are long."""
+WIDTH = 300
+"""Columns of the table. Names of parameters are long, and each check shall stay on one line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the options of this command."""
     add_case(parser, AXES, device="auto", **SMALL)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what the checks found; 1 if anything is wrong."""
+    """Print the checks; return 1 if anything is wrong."""
     case = chosen_case(options, **SMALL)
     locate([case])
     checks = found(case, options.device, processes=True)
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
-    """What the checks found; whatever a trainer fails with is said with its name."""
+    """Run the checks; any error of the trainer becomes a `DpbenchError` with the trainer's name."""
     from dpbench.child.build import pick_device
     from dpbench.training.refusals import CannotTrain
     from dpbench.verify.checks import verify  # which imports torch
@@ -66,7 +67,7 @@ def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     on_gpu = pick_device(device).type == "cuda"
     card = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None  # ranks take their own
     try:
-        # Work beside a measured process would be counted there.
+        # A process that measures this GPU would count our work.
         with gpu.exclusive(card, f"verify {case.id}") if card else nullcontext():
             return verify(case, device, processes=processes)
     except CannotTrain as error:
@@ -79,9 +80,9 @@ def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
 
 
 def as_text(case: Case, checks: Sequence[Check]) -> str:
-    """A table of the checks, and a line for each thing that is wrong."""
-    lines = [[check.name, check.verdict, check.far, check.worst] for check in checks]
+    """The checks as a table, and one line for each thing that is wrong."""
+    lines = [[check.name, check.verdict, check.how_far, check.worst] for check in checks]
     headers = ["check", "verdict", "how far", "worst parameter"]
-    table = Table(f"verify {case.id}", headers, lines).as_text(ONE_LINE)
+    table = Table(f"verify {case.id}", headers, lines).as_text(WIDTH)
     wrong = [f"{check.name}: {line}" for check in checks for line in check.wrong]
     return "\n".join([table, *([""] if wrong else []), *wrong])

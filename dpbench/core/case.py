@@ -11,7 +11,7 @@ from typing import Any
 
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
-from dpbench.core.names import joined, parameters_text, parted, quoted, read_parameters, unquoted
+from dpbench.core.names import joined, parameters_text, parted, quoted, read_parameters
 
 PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 with IEEE float32 matrix products. ``tf32``: float32 tensors, TF32 matrix
@@ -105,85 +105,15 @@ class Case:
     gpus: int = axis("GPUs that share a batch in equal parts", 1, count="number of GPUs")
 
     def __post_init__(self) -> None:
-        axes: dict[str, Any] = {**vars(self)}
-        self._take_parameters(axes)
-        checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else OF_TRANSFORMER.keys())
-        for axis, what in COUNTS.items():
-            if axis in checked:
-                axes[axis] = positive(what, axes[axis])
-        for axis, known in CHOICES.items():
-            if axis in checked and axes[axis] not in known:
-                raise unknown(axis.replace("_", " "), axes[axis], known)
-        for axis, value in axes.items():
+        given = {**vars(self), "set": parameters_text(self.set)}
+        for axis, value in _checked(**given).items():
             object.__setattr__(self, axis, value)
-        if "model_size" in checked:
-            ModelSize.parse(self.model_size)
-        lora_rank(self.trainable)  # refuses what is no rank
-        self._check_parts()
-
-    def _check_parts(self) -> None:
-        if (self.parallel == "none") != (self.gpus == 1):
-            raise ConfigurationError(
-                f"gpus={self.gpus} with parallel={self.parallel}: several GPUs train in parallel, "
-                f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
-            )
-        parts = self.gpus * self.micro_batches
-        if self.batch_size % parts:
-            whose = f"is that of all {self.gpus} GPUs, and " * (self.gpus > 1)
-            raise ConfigurationError(
-                f"batch size {self.batch_size} {whose}cannot be trained in {parts} parts of equal "
-                f"size: take a multiple of {parts}"
-            )
-
-    def _take_parameters(self, axes: dict[str, Any]) -> None:
-        """Write parameters in one way, and those of the workload where they belong."""
-        for axis in ("trainer", "model", "optimizer"):
-            if isinstance(axes[axis], str):  # a class has a name once it is resolved
-                axes[axis] = joined(*parted(axes[axis]))
-        text = ""
-        if isinstance(self.workload, str):
-            axes["workload"], text = parted(self.workload)
-        axes["set"] = parameters_text([text, parameters_text(self.set)])
-        if axes["workload"] != TRANSFORMER:
-            given = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
-            check_belongs(given, [str(axes["workload"])])
-            axes |= OF_TRANSFORMER
-            return
-        for axis, value in read_parameters(axes["set"]).items():
-            if axis not in OF_TRANSFORMER:
-                raise unknown(f"parameter of workload {TRANSFORMER}", axis, OF_TRANSFORMER)
-            if axes[axis] not in (USUAL[axis], value):
-                raise ConfigurationError(f"{axis} is given twice, as {axes[axis]} and as {value}")
-            axes[axis] = value
-        axes["set"] = ""
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
-        """The case that a row is about, made once however many rows it has."""
+        """The case that a row is about."""
         known = {**ADDED, **row}
         return subject(**{axis: known[axis] for axis in AXES})
-
-    @classmethod
-    def from_report_path(cls, path: Path) -> Case:
-        """The case whose `report_path` this is."""
-        if path.parent.name == SCRIPT and path.stem.startswith("report_"):
-            return Script(unquoted(path.stem.removeprefix("report_")))
-        name = re.fullmatch(r"report_(.+)_bs(\d+)(?:_seq(\d+))?", path.stem)
-        folder = re.fullmatch(rf"(.+?)-({_PRECISION})((?:-.+)?)", path.parent.name)
-        if name is None or folder is None:
-            raise ConfigurationError("expected .../SIZE-PRECISION/report_TRAINER_bsB_seqT.ncu-rep")
-        axes: dict[str, Any] = {"trainer": unquoted(name[1]), "batch_size": int(name[2])}
-        if name[3] is not None:
-            axes |= {"seq_len": int(name[3]), "model_size": folder[1]}
-        else:
-            workload, _, parameters = unquoted(folder[1]).partition(",")
-            axes |= {"workload": workload, "set": parameters}
-        named, *others = re.split(rf"-(?={'|'.join(f'{axis}=' for axis in LATER)})", folder[3])
-        for part in filter(None, named.split("-")):
-            axes["attention" if part in ATTENTIONS else "model"] = unquoted(part)
-        for axis, _, value in (part.partition("=") for part in others):
-            axes[axis] = int(value) if axis in COUNTS else unquoted(value)
-        return cls(**axes, precision=folder[2])
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -234,6 +164,56 @@ class Case:
         length = f"_seq{self.seq_len}" if self.seq_len else ""
         name = f"report_{_name_for_path(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
         return Path(self._configuration(_for_path, _name_for_path)) / name
+
+
+@lru_cache(maxsize=None, typed=True)
+def _checked(**given: Any) -> dict[str, Any]:
+    """The axes of a case, written in one way; each case is checked once in a process."""
+    axes = _with_parameters(given)
+    checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else OF_TRANSFORMER.keys())
+    for axis, what in COUNTS.items():
+        if axis in checked:
+            axes[axis] = positive(what, axes[axis])
+    for axis, known in CHOICES.items():
+        if axis in checked and axes[axis] not in known:
+            raise unknown(axis.replace("_", " "), axes[axis], known)
+    if "model_size" in checked:
+        ModelSize.parse(axes["model_size"])
+    lora_rank(axes["trainable"])  # refuses what is no rank
+    gpus, size = axes["gpus"], axes["batch_size"]
+    if (axes["parallel"] == "none") != (gpus == 1):
+        raise ConfigurationError(
+            f"gpus={gpus} with parallel={axes['parallel']}: several GPUs train in parallel, "
+            f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
+        )
+    parts = gpus * axes["micro_batches"]
+    if size % parts:
+        whose = f"is that of all {gpus} GPUs, and " * (gpus > 1)
+        raise ConfigurationError(
+            f"batch size {size} {whose}cannot be trained in {parts} parts of equal size: take a "
+            f"multiple of {parts}"
+        )
+    return axes
+
+
+def _with_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The axes with parameters written in one way, and those of the workload where they belong."""
+    axes = {**given}
+    for axis in ("trainer", "model", "optimizer"):
+        axes[axis] = joined(*parted(axes[axis]))
+    axes["workload"], text = parted(axes["workload"])
+    axes["set"] = parameters_text([text, axes["set"]])
+    if axes["workload"] != TRANSFORMER:
+        own = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
+        check_belongs(own, [axes["workload"]])
+        return axes | OF_TRANSFORMER
+    for axis, value in read_parameters(axes["set"]).items():
+        if axis not in OF_TRANSFORMER:
+            raise unknown(f"parameter of workload {TRANSFORMER}", axis, OF_TRANSFORMER)
+        if axes[axis] not in (USUAL[axis], value):
+            raise ConfigurationError(f"{axis} is given twice, as {axes[axis]} and as {value}")
+        axes[axis] = value
+    return axes | {"set": ""}
 
 
 def own_axes(workload: str) -> Mapping[str, Any]:
@@ -342,7 +322,6 @@ class Script(Case):
         return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
 
 
-@lru_cache(maxsize=None, typed=True)
 def subject(**axes: Any) -> Case:
     """The case or the script that these axes are of."""
     if axes.get("workload") == SCRIPT:

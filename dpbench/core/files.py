@@ -19,9 +19,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 """Control characters of terminals, those that change the direction of writing included; not tab
 and line feed."""
 
-
-_OPEN_FILE = re.compile(r"/dev/std(out|err)|/(?:dev|proc/self)/fd/(\d+)")
-"""The names of files that this process has open."""
+STANDARD_OUTPUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+"""The names of this process's standard output."""
 
 
 def printable(text: str) -> str:
@@ -49,14 +48,9 @@ def mode_of(path: Path) -> int:
 
 
 def check_is_file(path: Path) -> None:
-    """Refuse a file that does not exist, or is a directory, a pipe or a device."""
-    mode = mode_of(path)
-    if stat.S_ISDIR(mode):
-        raise ConfigurationError(f"{path} is a directory; name a file")
-    if not mode:
-        raise ConfigurationError(f"{path}: no such file")
-    if not stat.S_ISREG(mode):
-        raise ConfigurationError(f"{path} is a pipe or a device; name a file")
+    """Refuse what is not a file."""
+    if not stat.S_ISREG(mode := mode_of(path)):
+        raise ConfigurationError(f"{path}: {'not a file' if mode else 'no such file'}")
 
 
 def read_file(path: Path) -> bytes:
@@ -66,39 +60,27 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def is_stream(path: Path) -> bool:
-    """Whether a path cannot be written twice: a pipe, a device, ``/dev/fd/3``."""
-    mode = mode_of(path)
-    return bool(_OPEN_FILE.fullmatch(str(path))) or bool(mode and not stat.S_ISREG(mode))
-
-
 def is_standard_output(path: Path) -> bool:
     """Whether a path names this process's standard output."""
-    named = _OPEN_FILE.fullmatch(str(path))
-    return named is not None and (named[1] or named[2]) in ("out", "1")
+    return str(path) in STANDARD_OUTPUT
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is written to, not replaced: standard output, a pipe, a device."""
+    mode = mode_of(path)
+    return is_standard_output(path) or bool(mode and not stat.S_ISREG(mode))
 
 
 def check_writable_file(path: Path) -> None:
     """Refuse a file that cannot be written, before anything is measured."""
-    check_is_path(path)
     if not path.name or stat.S_ISDIR(mode_of(path)):
         raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
     if not is_stream(path):
         check_writable(Path(os.path.realpath(path)).parent)
-    elif not os.access(path, os.W_OK):
-        raise ConfigurationError(f"{path} cannot be written")
-
-
-def check_is_path(path: Path) -> None:
-    """Refuse a URL, which would become a directory named ``file:``."""
-    for part in path.parts:
-        if re.fullmatch("[a-z][a-z0-9+]+:", part):
-            raise ConfigurationError(f"{path} is a URL; name a path, without {part}//")
 
 
 def check_writable(directory: Path) -> None:
     """Make a directory, and refuse it if files in it cannot be written."""
-    check_is_path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:
@@ -126,11 +108,12 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file completely or not at all; an `OSError` has its name, even if the disk is full.
 
-    Devices, pipes and the targets of links are written to, not replaced.
+    Streams and the targets of links are written to, not replaced.
     """
     try:
         if is_stream(path):
-            _write_stream(path, data)
+            with os.fdopen(os.dup(1), "wb") if is_standard_output(path) else path.open("wb") as out:
+                out.write(data)
             return
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,21 +127,6 @@ def write_bytes(path: Path, data: bytes) -> None:
     except OSError as error:
         error.filename = str(path)
         raise
-
-
-def _write_stream(path: Path, data: bytes) -> None:
-    """Write to a pipe or device without a buffer, so that a signal can interrupt it."""
-    if named := _OPEN_FILE.fullmatch(str(path)):  # opened by name, it would be overwritten
-        descriptor = os.dup(int(named[2] or {"out": 1, "err": 2}[named[1]]))
-    else:  # a pipe without a reader is an error at once
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        os.set_blocking(descriptor, True)
-    rest = memoryview(data)
-    try:
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-    finally:
-        os.close(descriptor)
 
 
 class Locked(Exception):

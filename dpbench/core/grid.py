@@ -81,7 +81,7 @@ class Grid:
         said = ", ".join(f"parallel={way} with gpus={gpus}" for way, gpus in self._left_out())
         return [f"left out: {said}"] if said else []
 
-    def with_axes(self, baseline: object = None, **axes: Iterable[Any]) -> Grid:
+    def with_axes(self, baseline: str | None = None, **axes: Iterable[Any]) -> Grid:
         """The grid with the values along these axes replaced, each once and by its short name."""
         # First, because one of the trainers may be given by the short name of the baseline.
         name = TRAINERS.canonical(self.baseline if baseline is None else baseline)

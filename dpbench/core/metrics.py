@@ -154,6 +154,10 @@ def _cycles(name: str, counter: str) -> Metric:
     return _hidden(name, "", ("cupti",), Counters((counter,)))
 
 
+_link = partial(_hidden, by=("cupti",), ranks="mean")
+"""A metric of what one rank sends or receives, as `collective_bytes` is."""
+
+
 _DIVIDED = ("GA100", "GH100", "GB1[01][02]")
 """Chips that count what crosses between the two halves of their L2."""
 
@@ -255,11 +259,15 @@ METRICS = Metrics((
     _nsys("timeline_busy_share", "busy", how=Share(("timeline_busy_seconds", "timeline_seconds")),
           higher_is_better=True),
     _nsys("timeline_launches", "launches", repeats="median"),
-    # What a GPU exchanges with others and with the host; counted where there are others.
-    _hidden("nvlink_received_bytes", "NVLink\nreceived", _CUPTI, Counters(("nvlrx__bytes.sum",))),
-    _hidden("nvlink_sent_bytes", "NVLink\nsent", _CUPTI, Counters(("nvltx__bytes.sum",))),
-    _hidden("pcie_read_bytes", "PCIe\nread", _CUPTI, Counters(("pcie__read_bytes.sum",))),
-    _hidden("pcie_write_bytes", "PCIe\nwrite", _CUPTI, Counters(("pcie__write_bytes.sum",))),
+    # What a GPU exchanges with others and with the host, by CUPTI with the headers of packets;
+    # counted where there are others. NVML counts the payload alone, which is what is sent on
+    # purpose.
+    _link("nvlink_payload_sent_bytes", "payload\nsent", logical="collective_bytes"),
+    _link("nvlink_payload_received_bytes", "payload\nreceived"),
+    _link("nvlink_received_bytes", "NVLink\nreceived", how=Counters(("nvlrx__bytes.sum",))),
+    _link("nvlink_sent_bytes", "NVLink\nsent", how=Counters(("nvltx__bytes.sum",))),
+    _link("pcie_read_bytes", "PCIe\nread", how=Counters(("pcie__read_bytes.sum",))),
+    _link("pcie_write_bytes", "PCIe\nwrite", how=Counters(("pcie__write_bytes.sum",))),
     # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
     _kernels("kernel_launches", source="launches"),
     _kernels("kernel_dram_read_bytes", source="read_bytes"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from dpbench.core.errors import ConfigurationError
 
@@ -21,6 +21,8 @@ In ``mine=package.module:Class:depth=2`` it is the second colon."""
 
 def parted(spelling: str) -> tuple[str, str]:
     """The name and the parameters in a spelling such as ``dpsgd:clip=per_layer``."""
+    if not isinstance(spelling, str):
+        raise ConfigurationError(f"{spelling!r} is no name; write it as package.module:Class")
     name, *parameters = _PARAMETERS.split(spelling, maxsplit=1)
     return name, "".join(parameters)
 
@@ -100,8 +102,3 @@ def _written(value: object) -> str:
 def quoted(text: str) -> str:
     """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
     return quote(text, safe="=,+").replace("%", "@")
-
-
-def unquoted(text: str) -> str:
-    """The inverse of `quoted`."""
-    return unquote(text.replace("@", "%"))

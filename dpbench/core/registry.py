@@ -27,12 +27,11 @@ from dpbench.core.names import joined, parted, read_parameters
 class Registry(Mapping[str, Any]):
     """A mapping of names to classes that are imported on first use.
 
-    A class can be named in five ways: its short name (``dpsgd``), its class name
-    (``DPSGDTrainer``), an import target (``package.module:Class``), a target with the short
-    name it shall have (``mine=package.module:Class``), or by itself. An object can be named so too,
-    by itself if it is at the top level of the module that defines its class. Each can be followed
-    by parameters (``dpsgd:clip=per_layer``): arguments of the class, except those that are
-    ``given``, which its caller passes.
+    A class is named by its short name (``dpsgd``), which may be an entry point of an installed
+    package; by an import target (``package.module:Class``); or by a target with the short name
+    that it shall have (``mine=package.module:Class``). Each can be followed by parameters
+    (``dpsgd:clip=per_layer``): arguments of the class, except those that are ``given``, which its
+    caller passes.
     """
 
     def __init__(self, kind: str, targets: Mapping[str, str], given: Iterable[str] = ()) -> None:
@@ -40,10 +39,10 @@ class Registry(Mapping[str, Any]):
         self._targets, self._builtin = dict(targets), dict(targets)
         self._installed: set[str] = set()
 
-    def register(self, name: str, target: object) -> None:
+    def register(self, name: str, target: Any) -> None:
         """Give a class, or an import target ``package.module:Class``, a short name."""
         if not isinstance(target, str):
-            target = self._target(target)
+            target = f"{target.__module__}:{target.__qualname__}"
         module, _, attribute = target.partition(":")
         parts = f"{module}.{attribute}".split(".")
         if module == "__main__" or not all(part.isidentifier() for part in parts):
@@ -53,8 +52,7 @@ class Registry(Mapping[str, Any]):
             )
         if not name.isidentifier():
             raise ConfigurationError(f"{self.kind} name {name!r} must be a Python identifier")
-        classes = {builtin.split(":")[-1]: builtin for builtin in self._builtin.values()}
-        if (meant := (classes | self._targets).get(name, target)) != target:
+        if (meant := self._targets.get(name, target)) != target:
             raise ConfigurationError(
                 f"{self.kind} name {name!r} already means {meant}; "
                 f"choose another with NAME={target}"
@@ -68,72 +66,43 @@ class Registry(Mapping[str, Any]):
                 self.register(entry.name, entry.value)
                 self._installed.add(entry.name)
 
-    def canonical(self, spelling: object) -> str:
+    def canonical(self, spelling: str) -> str:
         """The short name of any spelling, parameters in order; import targets are registered."""
-        if not isinstance(spelling, str):
-            spelling = self._target(spelling)
         name, parameters = parted(spelling)
         return joined(self._short(name), parameters)
 
-    def _name(self, spelling: object) -> str:
+    def _name(self, spelling: str) -> str:
         """The short name alone."""
         return parted(self.canonical(spelling))[0]
 
     def _short(self, spelling: str) -> str:
-        if spelling in self._targets:
-            return spelling
-        for name, target in self._targets.items():
-            if spelling in (target, target.split(":")[-1]):
-                return name
-        name, separator, target = spelling.rpartition("=")
+        name, _, target = spelling.rpartition("=")
+        if spelling not in self._targets and ":" not in target:
+            self.register_installed()
+        for known in self._targets:
+            if spelling in (known, self._targets[known]):
+                return known
         if ":" not in target:
             raise unknown(self.kind, spelling, self, "or package.module:Class")
-        name = name if separator else target.split(":")[-1].rpartition(".")[2]
+        name = name or target.split(":")[-1].rpartition(".")[2]
         self.register(name, target)
         return name
-
-    def _target(self, named: Any) -> str:
-        """The import target of a class, a function, or an object at the top level of a module."""
-        if named is None or isinstance(named, int | float):  # which modules have, too
-            return str(named)
-        for target in self._targets.values():  # it may be elsewhere than it says
-            module, _, attribute = target.partition(":")
-            if getattr(sys.modules.get(module), attribute, None) is named:
-                return target
-        if hasattr(named, "__qualname__"):
-            return f"{named.__module__}:{named.__qualname__}"
-        module = type(named).__module__
-        for attribute, value in getattr(sys.modules.get(module), "__dict__", {}).items():
-            if value is named:
-                return f"{module}:{attribute}"
-        raise ConfigurationError(
-            f"{self.kind} {named!r} is not at the top level of {module}, which defines its class: "
-            f"assign it there, or name it package.module:NAME, for the process that measures"
-        )
 
     def __contains__(self, name: object) -> bool:
         return name in self._targets  # the mapping's own would import the class
 
-    def __getitem__(self, spelling: object) -> Any:
+    def __getitem__(self, spelling: str) -> Any:
         """The class of a name; with parameters, a partial call with these arguments."""
         with self._importing(spelling) as (module, attribute):
             imported = import_module(module)
         try:
             named = attrgetter(attribute)(imported)
         except AttributeError as error:
-            kinds = {n: v for n, v in vars(imported).items() if isinstance(v, type)}
-            own = [n for n, v in kinds.items() if v.__module__ == module and n[0] != "_"]
-            raise ConfigurationError(
-                f"{self.kind} {spelling!r}: module {module!r} has no {attribute!r}; "
-                f"its classes are {', '.join(own) or 'none'}"
-            ) from error
+            classes = [name for name, value in vars(imported).items() if isinstance(value, type)]
+            raise unknown(f"class of {module}", attribute, classes or ["none"]) from error
         name, text = parted(self.canonical(spelling))
         if not text:
             return named
-        if not callable(named):
-            raise ConfigurationError(
-                f"{self.kind} {name} is an object, which has its parameters: drop {text}"
-            )
         parameters, keywords = read_parameters(text), _keywords(named)
         taken = [n for n in (parameters if keywords is None else keywords) if n not in self.given]
         if wrong := [each for each in parameters if each not in taken]:
@@ -149,7 +118,7 @@ class Registry(Mapping[str, Any]):
                 raise ModuleNotFoundError(name=module)
 
     @contextmanager
-    def _importing(self, spelling: object) -> Iterator[tuple[str, str]]:
+    def _importing(self, spelling: str) -> Iterator[tuple[str, str]]:
         """The module and attribute of a spelling; if it is missing, an error with a remedy.
 
         Only where the user's own code is named is the current directory on ``sys.path``, and last:
@@ -194,10 +163,14 @@ class Registry(Mapping[str, Any]):
 
     def import_path(self, name: str) -> Path | None:
         """The directory that a named class was imported from; None if it was not imported."""
-        module = self._targets[self._name(name)].partition(":")[0]
-        if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
-            return None
-        return Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
+        return folder_of(self._targets[self._name(name)].partition(":")[0])
+
+
+def folder_of(module: str) -> Path | None:
+    """The directory that a module was imported from; None if it was not imported from a file."""
+    if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
+        return None
+    return Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
 
 
 _PACKAGES = {
@@ -231,7 +204,6 @@ TRAINERS = Registry(
         "dpsgd_fgc": "dpbench.training.fast_gradient_clipping:DPFastGradientClippingTrainer",
         "lean": "dpbench.training.lean:LeanTrainer",
         "ghost_lean": "dpbench.training.ghost_lean:GhostLeanTrainer",
-        "mixed_ghost": "dpbench.training.mixed_ghost:MixedGhostTrainer",
         "micro_batch": "dpbench.training.micro_batch:MicroBatchTrainer",
         "book_keeping": "dpbench.training.book_keeping:BookKeepingTrainer",
         "fused": "dpbench.training.fused:FusedTrainer",
@@ -258,7 +230,7 @@ WORKLOADS = Registry(
         "hf-image-classification": "dpbench.workloads.huggingface:ImageClassification",
     },
 )
-"""Workloads by short name: subclasses of `dpbench.workloads.base.Workload`, or such objects."""
+"""Workloads by short name: subclasses of `dpbench.workloads.base.Workload`."""
 
 OPTIMIZERS = Registry(
     "optimizer",

@@ -32,7 +32,7 @@ from dpbench.child.messages import (
 )
 from dpbench.child.task import Task
 from dpbench.core.gpu import child_environment, environment_of
-from dpbench.launch.forked import COMMAND, UNKNOWN, environment_of_cases
+from dpbench.launch.fork_server import COMMAND, environment_of_cases
 from dpbench.launch.imports import python_path
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.launch.processes import ProcessGroup
@@ -190,8 +190,6 @@ def _error_named(name: str) -> type[InstrumentError]:
 
 def describe_exit(returncode: int) -> str:
     """An exit status in words."""
-    if returncode == UNKNOWN:
-        return "was ended because the server that forked it was killed"
     if returncode < 0:  # a real-time signal has no name
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

@@ -1,28 +1,42 @@
-"""A process that has imported what every case needs, and forks one process a case.
+"""Starts processes of cases in an instant, as forks of a server that has imported torch already.
 
-`dpbench.launch.forked` starts it and asks it for forks. It has run no operator and has not opened
-a GPU, so a fork can do all that a new process can; it imports none of the user's code.
+The server has run no operator, has not opened a GPU and imports none of the user's code, so a fork
+of it can do all that a new process can. Where it could not, because a variable differs that Python
+or a library reads when it is loaded, or because there is no server, nothing is forked.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from select import select
-from typing import Any
+from typing import Any, NoReturn
 
+from dpbench.child.messages import RECORDS
 from dpbench.child.program import end
+from dpbench.core.gpu import child_environment
 from dpbench.core.registry import INSTRUMENTS, TRAINERS
-from dpbench.launch.forked import BEGUN, GO
+
+COMMAND = [sys.executable, "-P", "-m", "dpbench"]  # -P: without the current directory
+"""What the commands begin with that can be forked; others start a program first."""
+
+PER_FORK_ENV = {
+    *(RECORDS, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"),
+    "CUDA_VISIBLE_DEVICES",  # read when a GPU is opened, which the server never does
+}
+"""Variables that may differ from the server's: a fork is told them, or they are read late."""
 
 IMPORTED = (
     "dpbench.commands.cli",
@@ -34,7 +48,114 @@ IMPORTED = (
     "pynvml",
 )
 
-REQUEST_BYTES = 1 << 17  # of which a socket takes 200 KB at once
+MESSAGE_BYTES = 1 << 17  # of which a socket takes 200 KB at once
+PATIENCE_SECONDS = 60.0  # for the server's imports, which take about 5
+
+
+class Forked:
+    """A process that the server has forked, with the part of `subprocess.Popen` that is needed."""
+
+    stdout = None
+
+    def __init__(self, process_id: int, channel: socket.socket) -> None:
+        self.pid = process_id
+        self.returncode: int | None = None
+        self._channel = channel
+
+    def poll(self) -> int | None:
+        """The exit code, as `subprocess.Popen` has it; None if the process has not ended."""
+        with suppress(BlockingIOError):
+            return self.wait(socket.MSG_DONTWAIT)
+        return None
+
+    def wait(self, flags: int = 0) -> int:
+        """Wait for the exit code."""
+        if self.returncode is None:
+            code = self._channel.recv(16, flags)
+            self._channel.close()
+            self.returncode = int(code or -signal.SIGKILL)
+        return self.returncode
+
+
+class ForkServer:
+    """The server of this process; it ends when this process does, or closes it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._requests, requests = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._requests.settimeout(PATIENCE_SECONDS)
+        with requests:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dpbench.launch.fork_server"],
+                stdin=requests.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    def fork(self, command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
+        """Run a command of ``dpbench``; see `fork`."""
+        environment = options["env"]
+        names = {*environment, *self._environment}
+        differ = {n for n in names if environment.get(n) != self._environment.get(n)}
+        if not differ <= PER_FORK_ENV:
+            return None
+        request = {
+            "arguments": command[len(COMMAND) :],
+            "directory": str(Path.cwd()),
+            "environment": {name: environment.get(name) for name in PER_FORK_ENV},
+        }
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with ExitStack() as failing, suppress(OSError):  # no server any more, or it does not answer
+            failing.callback(ours.close)
+            files = [theirs.fileno(), *(options[name].fileno() for name in ("stdout", "stdin"))]
+            with theirs:
+                socket.send_fds(self._requests, [json.dumps(request).encode()], files)
+            ours.settimeout(PATIENCE_SECONDS)
+            if process_id := ours.recv(16):
+                ours.settimeout(None)
+                failing.pop_all()
+                return Forked(int(process_id), ours)
+        return None
+
+    def close(self) -> None:
+        """End the server, which is this process's child. Its forks go on."""
+        self.process.kill()
+        self.process.wait()
+        self._requests.close()
+
+
+def environment_of_cases() -> dict[str, str]:
+    """The environment of a case's process: this one's, without what pytest says in its own."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    return inherited | child_environment()
+
+
+@cache
+def fork_server() -> ForkServer | None:
+    """The server, which is started by the first call; None where processes are not forked."""
+    if sys.platform.startswith("linux"):
+        with suppress(OSError):
+            return ForkServer(environment_of_cases())
+    return None
+
+
+def fork(command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
+    """Start a command of ``dpbench`` as a fork; None if it must be started as a new process.
+
+    Args:
+        command: an argument list.
+        options: of `subprocess.Popen`: ``env``; ``stdout``, where its errors go as well; ``stdin``,
+            a pipe that is told the process id.
+    """
+    if [*command[: len(COMMAND)]] != COMMAND or (server := fork_server()) is None:
+        return None
+    return server.fork(command, options)
+
+
+# --- in the server --------------------------------------------------------------------------------
 
 
 def prepare() -> None:
@@ -76,111 +197,72 @@ def postpone(name: str) -> None:
     sys.modules[name] = package
 
 
-def serve(requests: socket.socket) -> socket.socket | None:
-    """Fork once for each request, until nobody can ask any more.
-
-    A request is two file descriptors: a socket, and what shall be the fork's output.
+def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket, int, int]:
+    """Fork for each request, until nobody can ask any more. Returns in the forks alone.
 
     Returns:
-        In a fork, its socket; in the server, None.
+        What is asked for, the socket of whoever asks, and the descriptors of what shall be the
+        output and of the pipe that is told the process id.
     """
-    running: dict[int, socket.socket] = {}
-    awake, wakes = socket.socketpair()  # a signal writes to it, so that none is missed
-    wakes.setblocking(False)
-    signal.set_wakeup_fd(wakes.fileno())
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
     while True:
-        if awake in select([requests, awake], [], [])[0]:
-            awake.recv(1024)
-            report_exits(running)
-            continue
-        said, received, *_ = socket.recv_fds(requests, 1, 2)
+        said, (*files,), *_ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
         if not said:
-            return None
-        channel, output = socket.socket(fileno=received[0]), received[1]
-        try:
-            process_id = os.fork()
-        except OSError:  # no memory, or too many processes
-            channel.close()
-        else:
-            if process_id == 0:
-                for other in (requests, awake, wakes, *running.values()):
-                    other.close()
-                take_over(output)
-                return channel
-            running[process_id] = channel
-        os.close(output)
+            os._exit(0)
+        if os.fork() == 0:
+            requests.close()
+            channel, output, guard = files
+            return json.loads(said), socket.socket(fileno=channel), output, guard
+        for descriptor in files:
+            os.close(descriptor)
 
 
-def report_exits(running: dict[int, socket.socket]) -> None:
-    """Say the exit codes of forks that have ended, each to its socket."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            with running.pop(ended[0]) as channel, suppress(OSError):
-                channel.send(b"%d" % os.waitstatus_to_exitcode(ended[1]))
-
-
-def take_over(output: int) -> None:
-    """Make a fork of the server a process of its own, which writes to this file descriptor."""
-    os.setsid()
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-
-
-def become(request: dict[str, Any]) -> None:
+def become(request: Mapping[str, Any]) -> None:
     """Take over the arguments, directory, environment and path of imports that are asked for."""
     sys.argv[1:] = request["arguments"]
     os.chdir(request["directory"])
-    before = folders_of_python_path()
     for name, value in request["environment"].items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    after = folders_of_python_path()
-    if after != before:
-        sys.path[:] = [*after, *(folder for folder in sys.path if folder not in before)]
-    for folder in {*after} - {*before}:
-        if name := shadowed_in(folder):
-            raise ValueError(f"{folder} has another {name} than has been imported")
-
-
-def folders_of_python_path() -> list[str]:
-    """The folders of ``PYTHONPATH``, as `sys.path` has them."""
-    python_path = os.environ.get("PYTHONPATH", "")
-    return [str(Path(entry).absolute()) for entry in python_path.split(os.pathsep) if entry]
-
-
-def shadowed_in(folder: str) -> str | None:
-    """A module that this folder would have had imported instead of the one that has been."""
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    folders = [str(Path(entry).absolute()) for entry in entries if entry]
+    sys.path[:] = dict.fromkeys([*folders, *sys.path])
     for name in ("sitecustomize", "usercustomize", *sys.modules):
         file = getattr(sys.modules.get(name), "__file__", "")
         if "." not in name and file is not None:
-            spec = PathFinder.find_spec(name, [folder])
+            spec = PathFinder.find_spec(name, folders)
             if spec and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
-                return name
-    return None
+                raise ValueError(f"{spec.origin} is another {name} than has been imported")
 
 
-def main() -> None:
-    """Serve; a fork runs the ``dpbench`` command that is asked for."""
+def main() -> NoReturn:
+    """Serve. A fork of the server forks once more, and waits for the case to say its exit code.
+
+    The case's process group is known, and has a guard, before anybody can lose sight of it.
+    """
     requests = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     prepare()
-    channel = serve(requests)
-    if channel is None:
+    request, channel, output, guard = next_request(requests)
+    become(request)  # if that fails, nothing is said, and there will be a new process instead
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    case = os.fork()
+    with suppress(OSError):  # both set it, so that neither goes on before; the other was faster
+        os.setpgid(case, case)
+    if case:
+        os.write(guard, b"%d\n" % case)
+        os.close(guard)
+        with suppress(OSError):  # nobody may listen any more
+            channel.send(b"%d" % case)
+            channel.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(case, 0)[1]))
         os._exit(0)
-    with channel:
-        try:
-            become(json.loads(channel.recv(REQUEST_BYTES)))
-            channel.send(b"%s %d" % (BEGUN, os.getpid()))
-            if channel.recv(len(GO)) != GO:
-                raise ValueError("nobody waits for this fork any more")
-        except (OSError, ValueError):
-            os._exit(1)  # without a word in the log: a new process will write to it
+    channel.close()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for descriptor in (output, guard):
+        os.close(descriptor)
     import_module("numpy").random.seed()  # as in a new process; Python's own is seeded by a fork
     end(import_module("dpbench.commands.cli").main())
 

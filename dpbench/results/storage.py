@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import Locked, check_is_path, check_writable, in_words, locked, mode_of
+from dpbench.core.files import Locked, check_writable, in_words, locked, mode_of
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
@@ -34,7 +34,6 @@ class Storage:
     """
 
     def __init__(self, directory: Path) -> None:
-        check_is_path(directory)
         self.directory = directory
 
     def paths(self) -> list[Path]:

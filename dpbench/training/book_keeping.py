@@ -9,28 +9,24 @@ https://arxiv.org/abs/2210.00038, "book-keeping".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.training.base import Batch, mean_of
+from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
-from dpbench.training.gradient_sums import Factors, scaled
-from dpbench.training.norm_bounds import (
-    grouped,
-    products_are_smaller,
-    squared_gradient_norms,
-    squared_norms_of_biases,
-    squared_norms_of_products,
-    squared_norms_of_samples,
-)
+from dpbench.training.ghost_norms import GhostNorms
+from dpbench.training.gradient_sums import Buffer, Factors, scaled
+from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import EmbeddingRule, LinearRule, Rule, Seen, rule_of
 from dpbench.training.phases import phase
+from dpbench.training.reductions import taken
 
 
 class BookKeepingTrainer(ClippedSumTrainer):
@@ -60,6 +56,12 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 rule = self.rules[layer] = self.rule_of(layer, name)
                 layer.register_forward_hook(partial(self._keep, rule), with_kwargs=True)
 
+    def spread(self, model: nn.Module) -> nn.Module:
+        if self.parallel != "fsdp2":
+            return super().spread(model)
+        self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
+        return sharded(model, self.workload)
+
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
         """What clipping needs of a layer that has parameters of its own."""
         return rule_of(layer, name)
@@ -76,7 +78,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
             losses.append(loss.detach())
             del loss  # its graph holds on to what layers have seen
             with phase("clip"):
-                self.clip()
+                self.clip(last)
             if last:
                 self.update()
         return mean_of(losses)
@@ -85,9 +87,9 @@ class BookKeepingTrainer(ClippedSumTrainer):
         """The mean loss; the first time parameters are looked for that no layer's call uses."""
         if self._uses_are_checked:
             return super().mean_loss(model, batch)
-        with outside_of_their_layers(self.trained, self.rules):
+        with outside_of_their_layers(self.model, self.rules) as names:
             loss = super().mean_loss(model, batch)
-        check_heard(self.model, loss)
+        check_heard(names, loss)
         self._uses_are_checked = True
         return loss
 
@@ -129,52 +131,44 @@ class BookKeepingTrainer(ClippedSumTrainer):
         returned.register_hook(keep_gradient)
         return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
 
+    def clip(self, last: bool) -> None:
+        """Add the clipped gradients to those of earlier micro-batches; reduce the last ones."""
+        layers = self.clipped(last)
+        while complete := taken(layers):
+            self.reduce(complete)
+
     @torch.no_grad()
-    def clip(self) -> None:
-        """Add the clipped gradients to those of earlier micro-batches."""
+    def clipped(self, last: bool) -> Iterator[list[Buffer]]:
+        """Clip, and over ranks take out each layer's buffers once the last micro-batch is in them.
+
+        All ranks do so in the order of the model's layers, also of those that one has not called.
+        """
+        early = last and self.parallel != "none"
         seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
         factors = Factors(self.clipping_factors(seen), self.scaled)
         for layer, rule in self.rules.items():
             if layer in seen:
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
+            if early:
+                yield [*self.sums.close(rule.trained)]
 
     def clipping_factors(self, seen: dict[nn.Module, Seen]) -> Tensor:
         """What each example's gradient is multiplied by, ``[B]``, float32 at least."""
         return self.factors_for(self.squared_norms(seen))
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
-        """Of parts of each example's gradient, each ``[B]``, float32 at least.
-
-        Those of a linear layer by whichever is cheaper, products T × T or the gradients: mixed
-        ghost clipping (Bu et al., "Scalable and Efficient Training of Large Convolutional Neural
-        Networks with Differential Privacy", 2022, https://arxiv.org/abs/2205.10683).
-        """
-        products: list[tuple[Tensor, Tensor]] = []
-        gradients: list[tuple[Tensor, Tensor]] = []
-        biases: list[Tensor] = []
-        samples: list[tuple[torch.dtype, Tensor]] = []
+        """Of parts of each example's gradient, each ``[B]``, float32 at least."""
+        norms = GhostNorms()
         for layer, rule in self.rules.items():
             if layer not in seen:
                 continue
-            if not isinstance(rule, LinearRule | EmbeddingRule):
-                samples += [(p.dtype, each) for p, each in seen[layer][0].items()]
-                continue
-            x, g = rule.joined(seen[layer])
-            if rule.layer.weight.requires_grad:
-                weights = x.shape[-1] * g.shape[2]
-                by_products = x.dim() == 2 or products_are_smaller(x.shape[1], weights)
-                (products if by_products else gradients).append((x, g))
-            if rule.trains_bias:
-                biases.append(g)
-        return [
-            *squared_norms_of_products(products),
-            *(squared_gradient_norms(x, g) for x, g in gradients),
-            *squared_norms_of_biases(biases),
-            *(
-                squared_norms_of_samples([each for _, each in alike], alike[0][0])
-                for alike in grouped(samples, lambda sample: (sample[0], sample[1].dtype))
-            ),
-        ]
+            if isinstance(rule, LinearRule | EmbeddingRule):
+                trained = rule.layer.weight.requires_grad
+                norms.add(*rule.joined(seen[layer]), weight=trained, bias=rule.trains_bias)
+            else:
+                for parameter, samples in seen[layer][0].items():
+                    norms.add_samples(samples, parameter.dtype)
+        return norms.squared_norms()
 
 
 class ChangeableInPlace(torch.autograd.Function):
@@ -191,21 +185,31 @@ class ChangeableInPlace(torch.autograd.Function):
 
 @contextmanager
 def outside_of_their_layers(
-    trained: list[nn.Parameter], layers: Iterable[nn.Module]
-) -> Iterator[None]:
-    """In here trained parameters need gradients, but for the calls of their layers."""
-    own = {layer: {*layer.parameters(recurse=False)} & {*trained} for layer in layers}
+    model: nn.Module, rules: Mapping[nn.Module, Rule[Any]]
+) -> Iterator[dict[Any, str]]:
+    """In here trained parameters need gradients, but for the calls of their layers.
+
+    Yields:
+        The names of parameters; those that FSDP2 gathers come as it does.
+    """
+    trained = [parameter for rule in rules.values() for parameter in rule.trained]
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
 
     def switch(on: bool, layer: nn.Module, *_: object) -> None:
-        for parameter in own[layer]:
-            parameter.requires_grad_(on)
+        for name in rules[layer].names:
+            getattr(layer, name).requires_grad_(on)
 
-    hooks = [layer.register_forward_pre_hook(partial(switch, False)) for layer in own]
-    hooks += [layer.register_forward_hook(partial(switch, True)) for layer in own]
+    def add_gathered(*_: object) -> None:
+        names.update((parameter, name) for name, parameter in model.named_parameters())
+
+    blocks = [layer for layer in model.modules() if isinstance(layer, FSDPModule)]
+    hooks = [layer.register_forward_pre_hook(add_gathered) for layer in blocks]
+    hooks += [layer.register_forward_pre_hook(partial(switch, False)) for layer in rules]
+    hooks += [layer.register_forward_hook(partial(switch, True)) for layer in rules]
     for parameter in trained:
         parameter.requires_grad_()
     try:
-        yield
+        yield names
     finally:
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -213,9 +217,8 @@ def outside_of_their_layers(
             hook.remove()
 
 
-def check_heard(model: nn.Module, loss: Tensor) -> None:
+def check_heard(names: Mapping[Any, str], loss: Tensor) -> None:
     """Refuse a parameter on which the loss depends other than by a call of its layer."""
-    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     waiting: list[Any] = [loss.grad_fn]
     known: set[Any] = {None}
     while waiting:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
-from dpbench.training.gradient_sums import Sums
+from dpbench.training.gradient_sums import Buffer, Sums
 from dpbench.training.known_model import KnownModel
 from dpbench.training.norm_bounds import clipping_factors, total
-from dpbench.training.parallel import begun_together, own_generator, own_part, summed
+from dpbench.training.parallel import begun_together, own_generator, own_part, rank_and_ranks
 from dpbench.training.phases import phase
+from dpbench.training.reductions import Reduction, Share, as_gradient
 from dpbench.training.refusals import ONLY_GHOST, check_layers
 
 
@@ -30,6 +32,8 @@ class ClippedSumTrainer(TrainerBase):
     labels = PRIVATE
     sums_in: torch.dtype | None = None
     """The type of the sums, if it is not that of the parameters."""
+    draws_in_update = False
+    """Whether noise is drawn where parameters are updated, and not in a phase of its own."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -43,6 +47,7 @@ class ClippedSumTrainer(TrainerBase):
         self.part_size = batch_size // self.micro_batches
         self.known = KnownModel(self.model)
         self._sums: Sums | None = None
+        self._reductions: list[Reduction] = []
         together = self.parallel != "none"
         self.generator = own_generator(self.trained[0].device) if together else None
 
@@ -58,7 +63,8 @@ class ClippedSumTrainer(TrainerBase):
     def sums(self) -> Sums:
         """What the examples so far have added up to."""
         if self._sums is None:
-            self._sums = Sums(self.trained, self.sums_in)
+            ranks = rank_and_ranks()[1] if self.parallel == "fsdp2" else 1
+            self._sums = Sums(self.trained, self.sums_in, ranks)
         return self._sums
 
     def take_sums(self) -> Sums:
@@ -68,35 +74,62 @@ class ClippedSumTrainer(TrainerBase):
 
     def begin_step(self) -> None:
         """Refuse a model that was changed; begin anew, should a step before have failed."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # a forward without backward leaves the outermost gathered
         self.known.check()
-        self._sums = None
+        self._sums, self._reductions = None, []
 
     def factors_for(self, squared_norms: Sequence[Tensor]) -> Tensor:
         """What gradients are multiplied by, of whose parts these are the squared norms ``[B]``."""
         return clipping_factors(total(squared_norms), self.max_grad_norm)
 
-    def over_ranks(self, gradients: list[Tensor]) -> Iterable[Tensor]:
-        """The buffers, once they have been added up over the ranks."""
-        return gradients if self.parallel == "none" else summed(gradients)
+    def reduce(self, buffers: list[Buffer]) -> None:
+        """Begin to add buffers up over the ranks, to which no rank adds anything any more.
+
+        Under DDP the noise is in them: each rank draws a share. Under FSDP2 there are only those
+        that are sent and those that are filled meanwhile.
+        """
+        if self.parallel == "ddp" and not self.draws_in_update:
+            with phase("noise"):
+                for buffer in buffers:
+                    self.make_private(buffer.flat)
+        self._reductions.append(Reduction(buffers, self.parallel))
+        if self.parallel == "fsdp2" and len(self._reductions) > 1:
+            self._reductions[-2].wait()
+
+    def take_shares(self) -> Iterator[Share]:
+        """What this rank has of all sums, as soon as they are there; reduce what is left."""
+        if rest := [*self.take_sums().close()]:
+            self.reduce(rest)
+        yield from self.take_reduced()
+
+    def take_reduced(self) -> Iterator[Share]:
+        """The same of what is being reduced."""
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            yield from reduction.wait()
+
+    def make_private(self, gradient: Tensor) -> None:
+        """Add noise to a sum, or to this rank's share of it, and make it a mean."""
+        # Not as a factor of `add_`, which a CPU rounds to the gradients' type: in bf16 noise
+        # was up to 0.4 % too small.
+        if deviation := self.noise_multiplier * self.max_grad_norm:
+            own = own_part(gradient, "ddp") if self.parallel == "ddp" else gradient
+            own.add_(torch.empty_like(own).normal_(std=deviation, generator=self.generator))
+        gradient.div_(self.joint_batch_size)
 
     @torch.no_grad()
     def update(self) -> None:
         """Add noise to the summed gradients, and let the optimizer step with their mean."""
-        sums = self.take_sums()
-        gradients = sums.finish()
-        with phase("noise"):
-            # Not as a factor of `add_`, which a CPU rounds to the gradients' type: in bf16 noise
-            # was up to 0.4 % too small.
-            deviation = self.noise_multiplier * self.max_grad_norm
-            for gradient in gradients:
-                if deviation:
-                    own = own_part(gradient, self.parallel)
-                    own.add_(torch.empty_like(own).normal_(std=deviation, generator=self.generator))
-                gradient.div_(self.joint_batch_size)
+        with phase("optimizer" if self.parallel == "ddp" else "noise"):
+            shares = [*self.take_shares()]
+            if self.parallel != "ddp":
+                for share in shares:
+                    self.make_private(share.flat)
         with phase("optimizer"):
-            gradients = [*self.over_ranks(gradients)]
-            for parameter, place in sums.places.items():
-                parameter.grad = place.to(parameter.dtype)
+            for share in shares:
+                for parameter, part in zip(share.parameters, share.parts(share.flat), strict=True):
+                    parameter.grad = as_gradient(part, parameter)
             self.plain_optimizer.step()
             self.plain_optimizer.zero_grad(set_to_none=True)
 

@@ -8,10 +8,12 @@ not wait for Python.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -22,10 +24,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
-from dpbench.training.gradient_sums import in_buffers, one_buffer
+from dpbench.training.clip_graphs import FixedInputs, Turns
+from dpbench.training.ghost_norms import squared_norms_of_alike
+from dpbench.training.gradient_sums import Buffer, Sums, in_buffers, one_buffer, part_size
 from dpbench.training.kernels import layer_norm_samples, noisy_descent, scaled
 from dpbench.training.known_model import KnownModel
-from dpbench.training.norm_bounds import squared_norms_of_alike, squared_sample_norms
+from dpbench.training.norm_bounds import squared_sample_norms
+from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.per_layer import (
     EmbeddingRule,
     Gradients,
@@ -37,12 +42,23 @@ from dpbench.training.per_layer import (
     three_dimensional,
 )
 from dpbench.training.phases import phase
+from dpbench.training.reductions import Share, taken
+
+T = TypeVar("T")
+
+GraphAndBuffers = tuple[torch.cuda.CUDAGraph, list[Buffer]]
+"""A graph of a part of a step, and the buffers that are complete after it."""
+Graphs = dict[str, list[GraphAndBuffers]]
+"""Those of all parts, by phase."""
 
 
 class LayerNormRule(SampledRule):
     """The small gradients of each example, from one pass over what the layer has seen."""
 
     layer: nn.LayerNorm
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        Rule.__init__(self, layer, name)  # it needs no sampler
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
         samples = layer_norm_samples(three_dimensional(x), three_dimensional(g), self.layer.eps)
@@ -55,11 +71,13 @@ class FusedTrainer(BookKeepingTrainer):
 
     With plain SGD the parameters become parts of buffers, and the update draws the noise as it
     adds it: there is no phase ``noise``. Other optimizers update as `BookKeepingTrainer` does.
-    In parallel all ranks draw the same, which costs no bytes: every rank knows the noise.
+    Under DDP all ranks draw the same, which costs no bytes: every rank knows the noise. Under FSDP2
+    each draws it for its shards, which stay where they are.
 
     The first step makes the graphs, and only it. A batch of other shapes than its is trained
-    without them, as are micro-batches, steps whose operators somebody counts, and a model some
-    layers of which have gone over to `eval`, or back.
+    without them, as are micro-batches, steps whose operators somebody counts, a model some layers
+    of which have gone over to `eval`, or back. Under FSDP2 only clip has graphs: see
+    `dpbench.training.clip_graphs`.
     """
 
     scaled = staticmethod(scaled)
@@ -69,17 +87,28 @@ class FusedTrainer(BookKeepingTrainer):
         self.merged = is_plain(self.plain_optimizer)
         if self.merged:
             self.labels = {**self.labels, "noise": "in the update"}
+        if self.merged and self.parallel != "fsdp2":
             self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
             self.known = KnownModel(self.model, in_place=True)
+        self.draws_in_update = self.merged
+        self._seed_buffers()
         device = self.trained[0].device
-        number = len(in_buffers(self.trained))
-        self.seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(device)
-        if self.merged and self.parallel == "ddp":
-            distributed.broadcast(self.seeds, 0)
-            self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
-        self._graphs: dict[str, torch.cuda.CUDAGraph] | None = None  # before the first step
+        self._graphs: Graphs | None = None  # before the first step
+        self._clip_inputs: FixedInputs | None = None  # under FSDP2, once its clip has graphs
         self._loss = torch.zeros((), device=device)
         self._layers = [*self.model.modules()]
+
+    def _seed_buffers(self) -> None:
+        """Give each buffer a seed; under FSDP2 others in each rank."""
+        number, (rank, ranks) = len(in_buffers(self.trained)), rank_and_ranks()
+        seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(self.trained[0].device)
+        if self.parallel != "none":
+            distributed.broadcast(seeds, 0)
+        if self.parallel == "ddp" and self.merged:
+            self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
+        self.seeds, self._seeds_of_a_step = seeds, number
+        if self.parallel == "fsdp2":
+            self.seeds, self._seeds_of_a_step = seeds + rank * number, ranks * number
 
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
         usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
@@ -112,24 +141,38 @@ class FusedTrainer(BookKeepingTrainer):
             super().update()
             return
         with phase("optimizer"):
-            self._descend(self.take_sums().finish())
+            self._descend(self.take_shares())
 
     @torch.no_grad()
-    def _descend(self, gradients: list[Tensor]) -> None:
+    def _descend(self, shares: Iterable[Share]) -> None:
         """Noise and update in one pass over gradients and parameters."""
         rate = self.plain_optimizer.param_groups[0]["lr"] / self.joint_batch_size
         deviation = self.noise_multiplier * self.max_grad_norm
-        self.seeds += len(self.seeds)  # none was there before, in any step or buffer
-        reduced = self.over_ranks(gradients)
-        for flat, gradient, seed in zip(self.flats, reduced, self.seeds.unbind(), strict=True):
-            noisy_descent(flat, gradient, seed, deviation, rate)
+        self.seeds += self._seeds_of_a_step  # seeds are never reused
+        seeds = self.seeds.unbind()
+        for each in shares:
+            gradient, seed = each.flat, seeds[each.number]
+            if self.parallel != "fsdp2":
+                noisy_descent(self.flats[each.number], gradient, seed, deviation, rate)
+                continue
+            shards = [parameter.to_local() for parameter in each.parameters]
+            if len(shards) > 1:  # small ones, whose shards lie apart
+                change = torch.zeros_like(gradient)
+                noisy_descent(change, gradient, seed, deviation, rate)
+                torch._foreach_add_(shards, each.parts(change))
+            elif length := shards[0].numel():
+                noisy_descent(shards[0].view(-1), gradient[:length], seed, deviation, rate)
 
     # --- graphs ------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch) -> Tensor:
-        graphs = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
+    def has_graphs(self) -> bool:
+        """Whether a step may be one of graphs, if it is like the first."""
+        possible = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
         # Whoever listens to operators does not hear those of a graph.
-        graphs = graphs and _get_current_dispatch_mode() is None
+        return possible and _get_current_dispatch_mode() is None
+
+    def train_step(self, batch: Batch) -> Tensor:
+        graphs = self.parallel != "fsdp2" and self.has_graphs()
         if self._graphs is None:
             self.begin_step()
             next(self.parts(batch))  # refuses another size
@@ -138,11 +181,14 @@ class FusedTrainer(BookKeepingTrainer):
             return super().train_step(batch)
         self.begin_step()
         pytree.tree_map(lambda mine, given: mine.copy_(given), self._batch, batch)
-        for name, graph in self._graphs.items():
+        for name, graphs_of_phase in self._graphs.items():
             with phase(name):
-                graph.replay()
+                for graph, complete in graphs_of_phase:
+                    graph.replay()
+                    if complete:
+                        self.reduce(complete)
         with phase("optimizer"):
-            self._descend(self._gradients)
+            self._descend(self.take_reduced())
         return self._loss.clone()
 
     def _signature(self, batch: Batch) -> tuple[object, ...]:
@@ -151,7 +197,7 @@ class FusedTrainer(BookKeepingTrainer):
         kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
         return structure, self.max_grad_norm, kinds, [layer.training for layer in self._layers]
 
-    def _recorded(self, batch: Batch) -> dict[str, torch.cuda.CUDAGraph]:
+    def _recorded(self, batch: Batch) -> Graphs:
         """The graphs of a step by phase, after it was taken once, without update, to warm up."""
         self._batch = pytree.tree_map(torch.clone, batch)
         self._recorded_signature = self._signature(batch)
@@ -161,25 +207,19 @@ class FusedTrainer(BookKeepingTrainer):
             waits = waits_for_the_gpu(self._forward)
             self._backward()
         with torch.cuda.stream(side):
-            self._sum_clipped()
+            for _ in self._sum_clipped():
+                pass  # the graphs have buffers of their own
         torch.cuda.current_stream().wait_stream(side)
-        del self._gradients  # the graph makes its own
-        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        graphs: Graphs = {}
         pool = torch.cuda.graph_pool_handle()
-        try:
+        with capture_errors_explained():
             with self.without_parameter_gradients():
                 # Hugging Face's attention makes a mask where a stream is being captured, and runs
                 # other kernels then. Only a model that would read from the GPU has to know.
                 with nullcontext() if waits else unnoticed_capture():
-                    graphs["forward"] = recorded(self._forward, pool)
-                graphs["backward"] = recorded(self._backward, pool)
-            graphs["clip"] = recorded(self._sum_clipped, pool)
-        except RuntimeError as error:
-            what = str(error).partition("\n")[0]
-            raise ConfigurationError(
-                f"a step cannot become a CUDA graph, because the model or its loss asks the GPU "
-                f"for something ({what}); use the trainer book_keeping"
-            ) from error
+                    graphs["forward"] = [(recorded(self._forward, pool)[0], [])]
+                graphs["backward"] = [(recorded(self._backward, pool)[0], [])]
+            graphs["clip"] = self._recorded_clip(pool)
         return graphs
 
     def _forward(self) -> None:
@@ -190,26 +230,84 @@ class FusedTrainer(BookKeepingTrainer):
         (self._live * self.batch_size).backward()
         del self._live
 
-    def _sum_clipped(self) -> None:
-        self.clip()
-        self._gradients = self.take_sums().finish()
+    def _sum_clipped(self) -> Iterator[list[Buffer]]:
+        yield from self.clipped(last=True)
+        yield [*self.take_sums().close()]
+
+    def _recorded_clip(self, pool: Any, memory: Turns | None = None) -> list[GraphAndBuffers]:
+        """Over ranks as several graphs, with the buffers that can be reduced after each."""
+        layers, left = self._sum_clipped(), len(in_buffers(self.trained))
+        least = math.inf if self.parallel == "none" else None
+        graphs: list[GraphAndBuffers] = []
+        while left:
+            graphs.append(recorded(partial(taken, layers, least), pool))
+            left -= len(graphs[-1][1])
+            if memory:
+                memory.swap()
+        return graphs
+
+    def clip(self, last: bool) -> None:
+        """As `BookKeepingTrainer` does; under FSDP2 as graphs."""
+        if self.parallel != "fsdp2" or not self.has_graphs():
+            super().clip(last)
+            return
+        if self._clip_inputs is None:
+            self._record_clip()
+        same = self._clip_threshold == self.max_grad_norm
+        if not (same and self._clip_inputs and self._clip_inputs.take(self.seen)):
+            super().clip(last)
+            return
+        self.seen = {}
+        for graph, complete in self._clip_graphs:
+            graph.replay()
+            self.reduce(complete)
+        self._sums = self._closed_sums
+
+    def _record_clip(self) -> None:
+        """Make the graphs of clip, after it was done once, without reductions, to warm up."""
+        seen, ranks = self.seen, rank_and_ranks()[1]
+        self._clip_inputs, self._clip_threshold = FixedInputs(seen), self.max_grad_norm
+        self.seen = self._clip_inputs.seen
+        for _ in self._sum_clipped():
+            pass
+        layers = [[ranks * part_size(p, ranks) for p in r.trained] for r in self.rules.values()]
+        memory = Turns(max(map(sum, layers)), self.trained[0])
+        self._closed_sums = self._sums = Sums(self.trained, None, ranks, memory)
+        self.seen = self._clip_inputs.seen
+        with capture_errors_explained():
+            pool = torch.cuda.graph_pool_handle()
+            self._clip_graphs = self._recorded_clip(pool, memory)
+        self._sums, self.seen = None, seen
 
 
 def moved_together(parameters: list[Tensor]) -> Tensor:
     """One buffer that the parameters become parts of."""
-    flat, places = one_buffer(parameters)
+    flat, places, _ = one_buffer(parameters)
     for parameter, place in places.items():
         place.copy_(parameter.data)
         parameter.data = place
     return flat
 
 
-def recorded(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    """A graph of what a part of a step does, with its memory in a pool."""
+def recorded(part: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of what a part of a step does, with its memory in a pool; and what it returned."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        part()
-    return graph
+        returned = part()
+    return graph, returned
+
+
+@contextmanager
+def capture_errors_explained() -> Iterator[None]:
+    """Say of an error in here what it means, and what works."""
+    try:
+        yield
+    except RuntimeError as error:
+        what = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"a step cannot become a CUDA graph, because the model or its loss asks the GPU "
+            f"for something ({what}); use the trainer book_keeping"
+        ) from error
 
 
 def waits_for_the_gpu(part: Callable[[], object]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +13,39 @@ ALIGNED = 128
 """Elements to a multiple of which each part of a buffer begins, as matrix products want it."""
 
 
+class Buffer(NamedTuple):
+    """Flat memory, and the part of it that each parameter has, in its shape."""
+
+    flat: Tensor
+    places: dict[Tensor, Tensor]
+    number: int = 0
+    """Which of several it is."""
+
+
 def one_buffer(
-    parameters: Sequence[Tensor], dtype: torch.dtype | None = None
-) -> tuple[Tensor, dict[Tensor, Tensor]]:
-    """A flat buffer, not yet filled, and the part of it that each parameter has, in its shape."""
-    sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for parameter in parameters]
-    flat = parameters[0].new_empty(sum(sizes), dtype=dtype)
+    parameters: Sequence[Tensor],
+    dtype: torch.dtype | None = None,
+    ranks: int = 1,
+    number: int = 0,
+    memory: Callable[[int], Tensor] | None = None,
+) -> Buffer:
+    """A buffer that is not yet filled.
+
+    Of ``ranks`` each gets a part of every parameter's rows: after them is room for as many as make
+    the parts equal. The flat tensor comes from ``memory``, which is given its length, or is new.
+    """
+    sizes = [-(-ranks * part_size(p, ranks) // ALIGNED) * ALIGNED for p in parameters]
+    first = parameters[0]
+    new = partial(torch.empty, dtype=dtype or first.dtype, device=first.device)
+    flat = (memory or new)(sum(sizes))
     parts = zip(parameters, flat.split(sizes), strict=True)
-    return flat, {p: part[: p.numel()].view_as(p) for p, part in parts}
+    return Buffer(flat, {p: part[: p.numel()].view(p.shape) for p, part in parts}, number)
+
+
+def part_size(parameter: Tensor, ranks: int) -> int:
+    """Elements of the rows that one of the ranks has, at most."""
+    rows = len(parameter) if parameter.dim() else 1
+    return -(-rows // ranks) * (parameter.numel() // max(rows, 1))
 
 
 LARGE = 2**18
@@ -40,15 +67,24 @@ class Sums:
     Args:
         parameters: whose gradients are summed.
         dtype: of the sums, if it is not that of the parameters.
+        ranks: among which they will be shared out, see `one_buffer`.
+        memory: where buffers of one parameter come from, see `one_buffer`.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
-        self.places: dict[Tensor, Tensor] = {}
-        self._dtype = dtype
-        self._buffers = in_buffers(parameters)
-        self._made: list[Tensor | None] = [None] * len(self._buffers)
-        self._number = {p: n for n, sharing in enumerate(self._buffers) for p in sharing}
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype | None = None,
+        ranks: int = 1,
+        memory: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self._dtype, self._ranks, self._memory = dtype, ranks, memory
+        self._sharing = dict(enumerate(in_buffers(parameters)))
+        self._number = {p: n for n, sharing in self._sharing.items() for p in sharing}
+        self._made: dict[int, Buffer] = {}
         self._filled: set[Tensor] = set()
+        self._closed: set[Tensor] = set()
+        self._left = {number: len(sharing) for number, sharing in self._sharing.items()}
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
         """Add a sum to those before."""
@@ -86,23 +122,35 @@ class Sums:
         place.index_add_(0, rows, totals.to(place.dtype))
 
     def _place(self, parameter: Tensor) -> Tensor:
-        if parameter not in self.places:
-            number = self._number[parameter]
-            self._made[number], places = one_buffer(self._buffers[number], self._dtype)
-            self.places |= places
-        return self.places[parameter]
+        number = self._number[parameter]
+        if number not in self._made:
+            sharing = self._sharing[number]
+            memory = self._memory if len(sharing) == 1 else None
+            self._made[number] = one_buffer(sharing, self._dtype, self._ranks, number, memory)
+        return self._made[number].places[parameter]
 
     def _is_first(self, parameter: Tensor) -> bool:
         first = parameter not in self._filled
         self._filled.add(parameter)
         return first
 
-    def finish(self) -> list[Tensor]:
-        """The buffers, once zeros are where nobody has put anything."""
-        for parameter in self._number.keys() - self._filled:
-            self._place(parameter).zero_()
-        self._filled.clear()
-        return [buffer for buffer in self._made if buffer is not None]
+    def close(self, parameters: Iterable[Tensor] | None = None) -> Iterator[Buffer]:
+        """Take out each buffer as soon as nothing is put there any more.
+
+        Args:
+            parameters: for which the last sum has been put, or none: these have zeros. All by
+                default.
+        """
+        for parameter in self._number if parameters is None else parameters:
+            if parameter in self._closed:
+                continue
+            if self._is_first(parameter):
+                self._place(parameter).zero_()
+            self._closed.add(parameter)
+            number = self._number[parameter]
+            self._left[number] -= 1
+            if not self._left[number]:
+                yield self._made.pop(number)
 
 
 class Factors:

@@ -19,6 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from dpbench.workloads.base import Workload
 
 
+def kind_of(layer: nn.Module) -> type[nn.Module]:
+    """A layer's class; FSDP2 derives another from it for the layers that it shards as a block."""
+    kinds: list[Any] = [*type(layer).__mro__]
+    kind: type[nn.Module] = next(each for each in kinds if not issubclass(each, FSDPModule))
+    return kind
+
+
 def mesh_of_all(device_type: str) -> DeviceMesh:
     """All ranks in a row, as FSDP2 wants them."""
     return init_device_mesh(device_type, (distributed.get_world_size(),))

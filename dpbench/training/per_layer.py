@@ -10,16 +10,19 @@ Strong Differentially Private Learners", 2021, https://arxiv.org/abs/2110.05679)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare_layer
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.gradient_sums import Factors, Sums
+from dpbench.training.parallel import kind_of
 
 Gradients = Mapping[Tensor, Tensor]
 """Each example's gradient ``[B, …]`` of parameters."""
@@ -40,12 +43,25 @@ class Rule(ABC, Generic[L]):
         self.layer, self.name = layer, name
         bias = getattr(layer, "bias", None)
         self.trains_bias = isinstance(bias, Tensor) and bias.requires_grad
+        own = layer.named_parameters(recurse=False)
+        self._trained = {name: parameter for name, parameter in own if parameter.requires_grad}
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names that `trained` have in the layer."""
+        return self._trained
+
+    @property
+    def trained(self) -> Collection[nn.Parameter]:
+        """The layer's own parameters that are trained; under FSDP2 as they are between steps."""
+        return self._trained.values()
 
     def refusal(self, why: str) -> ConfigurationError:
         """The error that this layer cannot be clipped."""
         which = f"layer {self.name}" if self.name else "the model, which is one layer"
+        kind = kind_of(self.layer).__name__
         return ConfigurationError(
-            f"{which} ({type(self.layer).__name__}) cannot be clipped in one backward pass: {why}; "
+            f"{which} ({kind}) cannot be clipped in one backward pass: {why}; "
             f"change it, freeze it with requires_grad_(False), or use the trainer dpsgd"
         )
 
@@ -80,7 +96,7 @@ class LinearRule(Rule[Any]):
             # The factors go to the narrower of the two.
             wide = x.shape[2] > g.shape[2]
             a, b = (x, factors.times(g)) if wide else (factors.times(x), g)
-            if type(self.layer) is nn.Linear:
+            if isinstance(self.layer, nn.Linear):
                 a, b = b, a
             sums.put_product(self.layer.weight, a.flatten(0, 1).t(), b.flatten(0, 1))
         if self.trains_bias:
@@ -131,25 +147,29 @@ class SampledRule(Rule[nn.Module]):
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         super().__init__(layer, name)
-        if type(layer) is nn.EmbeddingBag:
+        kind = kind_of(layer)
+        if kind is nn.EmbeddingBag:
             raise self.refusal("it takes more than one tensor")
-        self._sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer))
+        self._sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
         pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
-        if pads_otherwise or (type(layer) is nn.LayerNorm and layer.bias is None):
+        if pads_otherwise or (kind is nn.LayerNorm and layer.bias is None):
             self._sampler = None  # Opacus 1.6's pads with zeros, and needs a bias
         if self._sampler is None:
             if any(True for _ in layer.children()):
-                own = next(n for n, p in layer.named_parameters(recurse=False) if p.requires_grad)
+                own = next(iter(self._trained))
                 raise self.refusal(f"it has a parameter of its own, {own}, beside its layers")
+            if isinstance(layer, FSDPModule):
+                raise self.refusal("FSDP2 shards it as a block, which cannot be copied")
             prepare_layer(layer)  # copies the layer, which has no hook of this trainer yet
-        self._own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
 
     def keep(self, seen: Seen, activations: Tensor, gradient: Tensor) -> None:
         """Keep the sum of the calls' gradients, instead of what they are made from."""
-        for parameter in self._own:
+        # Under FSDP2 backward has other objects, which are gathered.
+        own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self._trained.items()}
+        for parameter in own:
             parameter.requires_grad_()  # samplers look; autograd, which is at work, does not
-        made = self.gradients(activations, gradient)
-        for parameter in self._own:
+        made = {own[p]: each for p, each in self.gradients(activations, gradient).items()}
+        for parameter in own:
             parameter.requires_grad_(False)
         for parameter, g in seen[0].items() if seen else ():
             g += made[parameter]
@@ -158,11 +178,13 @@ class SampledRule(Rule[nn.Module]):
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         for parameter, g in seen[0].items():
             total = torch.mv(g.reshape(len(g), -1).t(), factors.by_token(g.dtype, 1))
-            sums.put(parameter, total.view_as(parameter))
+            sums.put(parameter, total.view(parameter.shape))
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
         """Each example's gradient of each parameter, ``[B, …]``, of one call."""
         sampler: Any = self._sampler or ft_compute_per_sample_gradient
+        if not self._sampler and any(isinstance(p, DTensor) for p in self.layer.parameters()):
+            raise self.refusal("its block returns what it returned, so FSDP2 gathers it too late")
         made = sampler(self.layer, [as_computed(x, g)], g)
         return {parameter: each for parameter, each in made.items() if parameter.requires_grad}
 
@@ -177,7 +199,7 @@ RULES: Mapping[str, type[Rule[Any]]] = {
 
 def rule_of(layer: nn.Module, name: str) -> Rule[Any]:
     """The rule of a layer that has parameters of its own."""
-    kind = type(layer)
+    kind = kind_of(layer)
     return RULES.get(f"{kind.__module__}.{kind.__qualname__}", SampledRule)(layer, name)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpbench.core.errors import ConfigurationError, own_line
+from dpbench.training.parallel import kind_of
 
 HOOKS = ("capture_activations_hook", "capture_backprops_hook")
 """Methods of Opacus that hear a layer, which they call ``module``."""
@@ -22,8 +23,8 @@ NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
 """What errors say of a parameter without gradient: flat clipping's, and those of ghost clipping."""
 
 ONLY_GHOST = (
-    "norms need whole gradients of parameters, unless they are ghost norms; use dpsgd_ghost, "
-    "ghost_lean or mixed_ghost, or parallel=ddp"
+    "its norms need whole gradients of parameters; use fused, book_keeping, dpsgd_ghost or "
+    "ghost_lean, or parallel=ddp"
 )
 """Why other private trainers are refused under FSDP2, and what to use."""
 
@@ -39,7 +40,7 @@ class CannotTrain(ConfigurationError):
 def check_layers(model: nn.Module) -> None:
     """Refuse a model with a layer that Opacus refuses: by its validator, or for its buffers."""
     for name, layer in trainable_modules(model):
-        validate = ModuleValidator.VALIDATORS.get(type(layer), lambda layer: [])
+        validate = ModuleValidator.VALIDATORS.get(kind_of(layer), lambda layer: [])
         errors = [str(error).partition(". ")[0] for error in validate(layer)]
         if not errors and any(True for _ in layer.buffers()):
             errors = ["it has buffers beside its parameters"]

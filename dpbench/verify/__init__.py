@@ -1,1 +1,1 @@
-"""Whether a trainer clips and adds noise as it says, found from outside; `checks` begins it."""
+"""Checks from outside whether a trainer clips and adds noise as it says. Start in `checks`."""

@@ -1,4 +1,4 @@
-"""What one check of a trainer found."""
+"""The result of one check of a trainer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ from dataclasses import dataclass
 
 OK, FAILED, NOT_JUDGED = "ok", "FAILED", "not judged"
 
+IN_RANK_0 = "rank 0 judges it"
+"""Said in other ranks of checks that need no rank but the first."""
+
 
 @dataclass(frozen=True)
 class Check:
-    """A check's name and verdict, the parameter that did worst and how far, and what is wrong."""
+    """The result of one check of a trainer.
+
+    Attributes:
+        name: the check's name.
+        verdict: `OK`, `FAILED` or `NOT_JUDGED`.
+        worst: the parameter that was off most; may be empty.
+        how_far: how far it was off, or why nothing was judged.
+        wrong: one sentence for each thing that is wrong.
+    """
 
     name: str
     verdict: str
     worst: str
-    far: str
+    how_far: str
     wrong: Sequence[str] = ()
 
     @classmethod
-    def of(cls, name: str, wrong: Sequence[str], worst: str, far: str) -> Check:
-        """One that failed if anything is wrong."""
-        return cls(name, FAILED if wrong else OK, worst, far, wrong)
+    def judged(cls, name: str, wrong: Sequence[str], worst: str, how_far: str) -> Check:
+        """A check that failed if anything is wrong, and else is ok."""
+        return cls(name, FAILED if wrong else OK, worst, how_far, wrong)
 
     @property
     def passed(self) -> bool:
-        """Whether it found nothing wrong; a check that does not apply says so, and passes."""
+        """Whether nothing is wrong. A check that does not apply passes."""
         return not self.wrong

@@ -1,4 +1,4 @@
-"""Every check of a trainer: what is taken off parameters at σ = 0, and the noise."""
+"""Runs every check of a trainer: its clipped gradients without noise, and its noise."""
 
 from __future__ import annotations
 
@@ -25,51 +25,58 @@ from dpbench.verify.check import Check
 from dpbench.verify.layer import check_layer
 from dpbench.verify.reference import CLIPS, Gradients
 from dpbench.verify.subject import Subject
-from dpbench.verify.verification import SIGMA, STEPS, THRESHOLD, Verification, noise_of
+from dpbench.verify.verification import SIGMA, STEPS, THRESHOLD, Verification, noisy_steps
 
-OWN = ("learning_rate", "noise_multiplier", "max_grad_norm")
-"""The parameters of a trainer that are chosen here."""
+CHOSEN_HERE = ("learning_rate", "noise_multiplier", "max_grad_norm")
+"""Parameters that every trainer takes, and that the checks choose."""
 
-ELSEWHERE = 1000
-"""The seed of another process; those of runs in this one are 1, 2 and so on."""
+SEED_ELSEWHERE = 1000
+"""Seed of the run in another process. Runs in this process have the seeds 1, 2 and so on."""
 
 
 def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
-    """Hold the trainer of a case to what it says; over ranks, in processes that it starts.
+    """Check the trainer of a case; for several GPUs, in a process for each rank.
 
     Args:
-        case: small; with several micro-batches, the batch as a whole is tried as well.
+        case: a small one. With several micro-batches, the batch as a whole is checked as well.
         device: ``auto``, ``cpu`` or ``cuda``.
-        processes: whether noise is compared with that of another process.
+        processes: whether to compare the noise with that of another process.
 
     Raises:
         ConfigurationError: the trainer refuses the case, or there is nothing to verify.
     """
     if case.gpus == 1:
         return verify_here(case, device, processes=processes)
-    drawn = draw_elsewhere(case, device) if processes else []
-    checks: list[Check] = _over_ranks(partial(_verify_rank, device, drawn), case, device)["checks"]
+    elsewhere = noise_elsewhere(case, device) if processes else []
+    work = partial(_verify_rank, device, elsewhere)
+    checks: list[Check] = _over_ranks(work, case, device)["checks"]
     return checks
 
 
 def _over_ranks(work: Observe, case: Case, device: str) -> dict[str, Any]:
-    import_module("torch._dynamo")  # which the first optimizer imports: once for all ranks
+    import_module("torch._dynamo")  # the first optimizer imports it: do so once, before the forks
     return observe_all(work, case, device)
 
 
-def _verify_rank(device: str, drawn: Sequence[Gradients], case: Case) -> dict[str, Any]:
-    return {"checks": verify_here(case, device, drawn)}
+def _verify_rank(device: str, elsewhere: Sequence[Gradients], case: Case) -> dict[str, Any]:
+    return {"checks": verify_here(case, device, elsewhere)}
 
 
 def verify_here(
-    case: Case, device: str, drawn: Sequence[Gradients] = (), *, processes: bool = False
+    case: Case, device: str, elsewhere: Sequence[Gradients] = (), *, processes: bool = False
 ) -> list[Check]:
-    """`verify` in this process, which all ranks of a case do together.
+    """`verify` in this process. Every rank of a case calls it, because steps are collective.
 
-    Gradients are held to those of the joint batch, and noise is compared with what was ``drawn``.
+    Gradients are compared with those of the joint batch. Rank 0 alone judges the noise.
+
+    Args:
+        case: see `verify`.
+        device: see `verify`.
+        elsewhere: steps with noise that another process took, by `noise_elsewhere`.
+        processes: whether to start such a process here.
     """
     place = pick_device(device)
-    if given := [name for name in read_parameters(parted(case.trainer)[1]) if name in OWN]:
+    if given := [name for name in read_parameters(parted(case.trainer)[1]) if name in CHOSEN_HERE]:
         raise ConfigurationError(f"{given[0]} is chosen by verify: leave it out of the trainer")
     with torch.random.fork_rng([place] if place.type == "cuda" else []):
         trainer, _ = build(case, place, 1)
@@ -83,30 +90,30 @@ def verify_here(
             raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
         del trainer
         verification = Verification(case, place, clips)
-        checks = verification.checks(draw_elsewhere(case, device) if processes else drawn)
+        checks = verification.checks(noise_elsewhere(case, device) if processes else elsewhere)
         return [*checks, *check_layer(case, place, clips)]
 
 
-def draw_elsewhere(case: Case, device: str) -> list[Gradients]:
-    """The noise of a case's steps in a process of its own, on the CPU."""
+def noise_elsewhere(case: Case, device: str) -> list[Gradients]:
+    """The updates of a case's noisy steps, taken in a new process; on the CPU, float64."""
     spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
-    at_once = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback of its own
-    with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, at_once) as pool:
-        drawn = pool.submit(_draw, replace(case, **spelled), device).result()
-    return [{name: torch.from_numpy(g).double() for name, g in step.items()} for step in drawn]
+    ends_at_once = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of this process
+    with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, ends_at_once) as pool:
+        steps = pool.submit(_take_noisy_steps, replace(case, **spelled), device).result()
+    return [{name: torch.from_numpy(g).double() for name, g in step.items()} for step in steps]
 
 
-def _draw(case: Case, device: str) -> list[dict[str, Any]]:
+def _take_noisy_steps(case: Case, device: str) -> list[dict[str, Any]]:
     postpone("opacus")
     case = resolve(case)
-    work = partial(_noise, device)
-    drawn = work(case) if case.gpus == 1 else _over_ranks(work, case, device)
-    noise: list[dict[str, Any]] = drawn["noise"]
-    return noise
+    work = partial(_noise_of_rank, device)
+    record = work(case) if case.gpus == 1 else _over_ranks(work, case, device)
+    steps: list[dict[str, Any]] = record["noise"]
+    return steps
 
 
-def _noise(device: str, case: Case) -> dict[str, Any]:
+def _noise_of_rank(device: str, case: Case) -> dict[str, Any]:
     subject, whole = Subject(case, pick_device(device), STEPS), replace(case, micro_batches=1)
-    noise = noise_of(subject, whole, subject.batches, STEPS, SIGMA, THRESHOLD, ELSEWHERE)
-    arrays = [{name: g.float().cpu().numpy() for name, g in step.items()} for step in noise]
+    steps = noisy_steps(subject, whole, subject.batches, STEPS, SIGMA, THRESHOLD, SEED_ELSEWHERE)
+    arrays = [{name: g.float().cpu().numpy() for name, g in step.items()} for step in steps]
     return {"noise": arrays}

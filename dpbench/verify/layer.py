@@ -1,8 +1,7 @@
-"""A trainer on one linear layer, of whose examples any gradient can be asked.
+"""Checks a trainer on one linear layer, whose inputs and output gradients can be chosen.
 
-A workload's own examples have ordinary gradients. Here an example says what goes into the layer and
-what gradient comes back to it, so that norms can cancel, overflow or be no number; and steps are so
-cheap that many are taken. What a trainer does to other kinds of layers, this does not show.
+The examples of a workload have ordinary gradients. Here norms can also cancel, overflow or be NaN,
+and steps are cheap enough to take many. Layers of other kinds are not covered.
 """
 
 from __future__ import annotations
@@ -19,52 +18,52 @@ from dpbench.child.build import workload_of
 from dpbench.core.case import Case
 from dpbench.core.registry import resolve
 from dpbench.training.base import Batch
-from dpbench.verify.check import NOT_JUDGED, Check
+from dpbench.verify.check import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import Gradients
 from dpbench.verify.verification import SIGMA, Verification
 from dpbench.workloads.base import Workload
 
-OUT = 32
-"""Features that come out."""
-MANY = 240
-"""Steps of noise: half a million elements, of which none beyond 4σ is no chance."""
-TINY = 1e-8
-"""Of the smallest norm: a threshold beside which an unclipped gradient is large, for any σ here."""
+OUT_FEATURES = 32
+NOISE_STEPS = 240
+"""Steps with noise: half a million elements, some of which must be beyond 4σ."""
+NOISE_THRESHOLD = 1e-8
+"""Clipping threshold of the noise steps as a share of the smallest norm: an unclipped gradient is
+visible beside noise of any σ used here."""
 SHAPES = ((2, 64), (128, 32), (16, 256))
-"""Tokens of an example and their features: for noise, and two in which norms cancel."""
-BESIDE = 1e-9
-"""Of the gradients of other examples: beside that of one they are nothing."""
+"""Tokens of an example and input features: first for noise, then for `_tokens_alike`."""
+NEGLIGIBLE = 1e-9
+"""Scale of the other examples' gradients where one example is tested."""
 TRIES = 8
-"""Examples of tokens alike: of norms that rounding makes, half are too small."""
+"""Examples tested by `_tokens_alike`. Rounding makes about half of the norms too small."""
 SLACK = 0.1
-"""Rounding of what others add to a step, as a part of C/B."""
+"""Largest rounding error that the other examples add to a step, as a share of C/B."""
 NOT_FINITE = (math.nan, math.inf, 1e30)
-"""Of the last the square overflows."""
+"""Values to put into an example. The square of the last overflows."""
 
 
 class LinearLayer(Workload):
-    """The sum of a layer's outputs, each times the gradient that it is to have.
+    """A linear layer whose output gradients are given: the loss is the sum of output × gradient.
 
     Args:
         length: tokens of an example.
-        width: features that go in.
+        width: input features.
     """
 
     def __init__(self, *, length: int = 2, width: int = 64) -> None:
         self.length, self.width = length, width
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(self.width, OUT))
+        return nn.Sequential(nn.Linear(self.width, OUT_FEATURES))
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         while True:
             shape = batch_size, self.length
-            yield torch.randn(*shape, self.width), torch.randn(*shape, OUT)
+            yield torch.randn(*shape, self.width), torch.randn(*shape, OUT_FEATURES)
 
     def losses(self, model: Any, batch: Batch) -> Tensor:
-        given, gradients = batch
-        losses: Tensor = (model(given) * gradients).flatten(1).sum(1)
+        inputs, gradients = batch
+        losses: Tensor = (model(inputs) * gradients).flatten(1).sum(1)
         return losses
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
@@ -72,25 +71,31 @@ class LinearLayer(Workload):
 
 
 def check_layer(case: Case, device: torch.device, clips: str) -> Iterator[Check]:
-    """The checks of a case's trainer on a linear layer, at its precision and over its ranks.
+    """Yield the checks on a linear layer, at the case's precision and over its ranks.
 
-    A trainer that does not train it is not judged by them.
+    They are not judged if the trainer cannot train such a layer.
     """
-    names = f"noise: {MANY} steps", "tokens alike", "norms not finite"
+    names = f"noise: {NOISE_STEPS} steps", "tokens alike", "norms not finite"
     try:
-        on_layers = [Verification(layer_case(case, *s), device, clips) for s in SHAPES]
-        checks = [_noise(names[0], on_layers[0])]
+        noisy, *others = [Verification(layer_case(case, *s), device, clips) for s in SHAPES]
+        threshold = NOISE_THRESHOLD * noisy.below_all
+        draws = noisy.draws(noisy.batchings[0], SIGMA, threshold, NOISE_STEPS)
     except Exception as error:
         words = f"trains no linear layer: {' '.join(str(error).split()) or type(error).__name__}"
         yield from (Check(name, NOT_JUDGED, "", words[:80]) for name in names)
         return
-    yield from checks
-    yield _tokens_alike(names[1], on_layers[1:])
-    yield _not_finite(names[2], on_layers[0])
+    if noisy.judges_noise:
+        checks = [*check_noise(draws, noisy.subject.dtype, "parameters, steps")]
+        wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
+        yield Check.judged(names[0], wrong, "", checks[0].how_far)
+    else:
+        yield Check(names[0], NOT_JUDGED, "", IN_RANK_0)
+    yield _tokens_alike(names[1], others)
+    yield _not_finite(names[2], noisy)
 
 
 def layer_case(case: Case, length: int, width: int) -> Case:
-    """A small case of a linear layer that a case's trainer trains."""
+    """A small case of the same trainer on a linear layer."""
     parts = min(case.micro_batches, 2)
     return resolve(
         Case(
@@ -105,77 +110,71 @@ def layer_case(case: Case, length: int, width: int) -> Case:
     )
 
 
-def _noise(name: str, layer: Verification) -> Check:
-    """All that is wrong with the noise of many steps, in each of which gradients are clipped."""
-    draws = layer.draws(layer.paths[0], SIGMA, TINY * layer.below_all, MANY)
-    checks = [*check_noise(draws, layer.subject.dtype, "parameters, steps")]
-    wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
-    return Check.of(name, wrong, "", checks[0].far)
-
-
 def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
-    """Whether an example is clipped whose tokens share an offset that their gradients cancel.
+    """Check that an example is clipped if its tokens share an offset and its gradients cancel it.
 
-    A norm from products of tokens is a sum of large terms of both signs there, and rounding may
-    leave anything of it, also less than nothing.
+    A ghost norm then sums large products of both signs, and rounding may leave any result, even a
+    negative one.
     """
     precise = layers[0].case.precision == "fp32"
     offset, off = (1e4, 1e-3) if precise else (100.0, torch.finfo(torch.bfloat16).eps)
     wrong, most = [], 0.0
     for layer in layers:
-        for path in layer.paths:
-            size = path.case.batch_size
-            batches = [_alike(layer, size, offset, paired=i % 2 == 0) for i in range(TRIES)]
-            seen = layer.subject.steps(path.case, TRIES, batches, 0.0, 1.0)
-            worst = max(size * _norm(step) for step in seen)
+        for batching in layer.batchings:
+            size = batching.case.batch_size
+            batches = [_batch_alike(layer, size, offset, paired=i % 2 == 0) for i in range(TRIES)]
+            steps = layer.subject.steps(batching.case, TRIES, batches, 0.0, 1.0)
+            worst = max(size * _norm(step) for step in steps)
             most = max(most, worst)
             if not worst <= 1 + off:
-                words = f"tokens that share an offset of {offset:g}{path.words}"
+                words = f"tokens that share an offset of {offset:g}{batching.words}"
                 wrong.append(f"an example of {words} moves parameters by {worst:.4g} C/B")
-    return Check.of(name, wrong, "", f"{most:.4g} C/B (≤ {1 + off:.4g})")
+    return Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + off:.4g})")
 
 
-def _alike(layer: Verification, size: int, offset: float, *, paired: bool) -> Batch:
-    """A batch whose first example has tokens alike; beside it the others are nothing."""
-    given, gradients = next(iter(workload_of(layer.case).batches(1)))
+def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool) -> Batch:
+    """A batch with an example whose tokens share an offset; the others' gradients are negligible.
+
+    The example's output gradients sum to zero over its tokens; if ``paired``, over each two.
+    """
+    inputs, gradients = next(iter(workload_of(layer.case).batches(1)))
     if paired:
         gradients[:, 1::2] = -gradients[:, ::2]
     gradients = gradients - gradients.mean(1, keepdim=True)
-    gradients = torch.cat([gradients, BESIDE * gradients.expand(size - 1, -1, -1)])
-    given = (given + offset).expand(size, -1, -1)
-    return tuple(t.to(layer.subject.device, layer.subject.dtype) for t in (given, gradients))
+    gradients = torch.cat([gradients, NEGLIGIBLE * gradients.expand(size - 1, -1, -1)])
+    inputs = (inputs + offset).expand(size, -1, -1)
+    return tuple(t.to(layer.subject.device, layer.subject.dtype) for t in (inputs, gradients))
 
 
 def _not_finite(name: str, layer: Verification) -> Check:
-    """Whether an example is let through for a norm that is no number, or too large for one.
+    """Check that an example whose norm is NaN or overflows moves finite parameters by at most C/B.
 
-    Right is what keeps the example from moving what stays finite by more than C/B: to refuse it, to
-    leave it out, to clip it, or to leave nothing finite.
+    The trainer may refuse the example, leave it out, clip it, or make all parameters not finite.
     """
     if layer.case.gpus > 1:
-        return Check(name, NOT_JUDGED, "", "over ranks: one that refuses lets others wait")
+        return Check(name, NOT_JUDGED, "", "over ranks, others would wait for a rank that refuses")
     wrong, most, threshold = [], 0.0, layer.below_all
-    for path in layer.paths:
-        factors = path.examples[0].factors(layer.clips, threshold).clone()
+    for batching in layer.batchings:
+        factors = batching.examples[0].factors(layer.clips, threshold).clone()
         factors[0] = 0
-        others = path.examples[0].mean(factors)
+        others = batching.examples[0].mean(factors)
         for value, which in product(NOT_FINITE, range(2)):
-            batch = [tensor.clone() for tensor in path.batches[0]]
+            batch = [tensor.clone() for tensor in batching.batches[0]]
             for tensor in batch:
                 tensor[0] *= 10
             batch[which][0, 0, 0] = value
             try:
-                [seen] = layer.subject.steps(path.case, 1, [tuple(batch)], 0.0, threshold)
+                [step] = layer.subject.steps(batching.case, 1, [tuple(batch)], 0.0, threshold)
             except Exception:
                 continue  # refused
-            moved = {n: (g - others[n]).nan_to_num(0, 0, 0) for n, g in seen.items()}
-            times = _norm(moved) * path.case.batch_size / threshold
+            moved = {n: (g - others[n]).nan_to_num(0, 0, 0) for n, g in step.items()}
+            times = _norm(moved) * batching.case.batch_size / threshold
             most = max(most, times)
             if times > 1 + SLACK:
-                where = ("what goes in", "the gradient of what comes out")[which]
-                words = f"an example with {value} in {where}{path.words}"
+                where = ("an input", "an output gradient")[which]
+                words = f"an example with {value} in {where}{batching.words}"
                 wrong.append(f"{words} moves finite parameters by {times:.4g} C/B")
-    return Check.of(name, wrong, "", f"{most:.4g} C/B (≤ {1 + SLACK:g})")
+    return Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + SLACK:g})")
 
 
 def _norm(gradients: Gradients) -> float:

@@ -1,4 +1,4 @@
-"""What the gradient of a private step must be: a loop over examples, without Opacus or hooks."""
+"""The right gradient of a private step, by a loop over examples without Opacus or hooks."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.workloads.base import Batch, examples_in, parts_of
 
 Gradients = Mapping[str, Tensor]
-"""The gradient of each trained parameter, by its name."""
+"""Gradients by the name of their trained parameter."""
 
 CLIPS = ("flat", "per layer")
-"""What a trainer's label ``clips`` may say: ``flat``, an example's whole gradient to C; ``per
-layer``, that of each of n parameters to C/√n."""
+"""Values of a trainer's label ``clips``. ``flat`` clips an example's whole gradient to C; ``per
+layer`` clips the gradient of each of n parameters to C/√n."""
 
 NEGLIGIBLE = 1e-6
-"""Of the largest gradient: a parameter with less has only rounding, such as the bias of keys."""
+"""Share of the largest norm below which a gradient is rounding, as for the bias of keys."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The gradients of the examples of a batch, one at a time, each ``[B, …]`` float32."""
+    """Per-sample gradients of a batch, by parameter ``[B, …]`` float32."""
 
     gradients: Gradients
 
     def chosen(self, kept: slice) -> Examples:
-        """Some of them."""
+        """The gradients of some examples."""
         return Examples({name: gradient[kept] for name, gradient in self.gradients.items()})
 
     @classmethod
     def joined(cls, batches: Sequence[Examples]) -> Examples:
-        """Those of several batches as if of one."""
+        """The gradients of several batches as one batch."""
         names = batches[0].gradients
         return cls({name: torch.cat([each.gradients[name] for each in batches]) for name in names})
 
     @classmethod
-    def of(
+    def computed(
         cls, model: nn.Module, batch: Batch, losses: Callable[[nn.Module, Batch], Tensor]
     ) -> Examples:
-        """By one backward for each example; ``losses`` gives ``[1]`` for a batch of one."""
+        """Run one backward for each example; ``losses`` returns ``[1]`` for a batch of one."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         each = []
         for example in parts_of(batch, examples_in(batch)):
@@ -58,21 +58,21 @@ class Examples:
 
     @cached_property
     def norms(self) -> Tensor:
-        """Of each example's gradient of each parameter, ``[B, parameters]`` float64."""
+        """The norm of each example's gradient by parameter, ``[B, parameters]`` float64."""
         each = [g.double().reshape(len(g), -1) for g in self._each]
         return torch.stack([torch.linalg.vector_norm(g, dim=1) for g in each], dim=1)
 
     @cached_property
     def sizes(self) -> dict[str, float]:
-        """The norm of each parameter's gradient if no example is clipped."""
+        """The norm of each parameter's mean gradient without clipping."""
         unclipped = self.mean(torch.ones_like(self.norms))
         return {name: float(gradient.norm()) for name, gradient in unclipped.items()}
 
     @cached_property
-    def norms_off(self) -> float:
-        """By how much of it PyTorch's own float32 norm of a gradient is off, at most.
+    def float32_error(self) -> float:
+        """The largest relative error of PyTorch's float32 norm of a gradient.
 
-        On a CPU it adds up millions of squares one by one: 2e-5 of 2.4 million elements.
+        On a CPU it adds squares one by one: the error is 2e-5 for 2.4 million elements.
         """
         rounded = torch.stack([g.reshape(len(g), -1).norm(2, dim=1) for g in self._each], dim=1)
         return float((rounded - self.norms).abs().div(self.norms).nan_to_num(posinf=0.0).max())
@@ -82,7 +82,7 @@ class Examples:
         return [*self.gradients.values()]
 
     def factors(self, clips: str, threshold: float, added: float = 1e-6) -> Tensor:
-        """What gradients are multiplied by, ``[B, parameters]``; Opacus adds 1e-6 to norms."""
+        """The clipping factors, ``[B, parameters]``; ``added`` to norms is 1e-6 in Opacus."""
         if clips == "per layer":
             norms, threshold = self.norms, threshold / len(self.gradients) ** 0.5
         else:
@@ -90,8 +90,8 @@ class Examples:
         factors: Tensor = (threshold / (norms + added)).clamp(max=1.0)
         return factors.expand_as(self.norms)
 
-    def by_batch(self, threshold: float, parts: int) -> Tensor:
-        """The factors of those who clip the mean of each micro-batch, and no example's gradient."""
+    def mean_factors(self, threshold: float, parts: int) -> Tensor:
+        """The factors if each micro-batch's mean gradient is clipped in place of the examples'."""
         means = [g.double().reshape(parts, len(g) // parts, -1).mean(1) for g in self._each]
         norms = torch.cat(means, dim=1).norm(dim=1)
         of_parts: Tensor = (threshold / norms).clamp(max=1.0)
@@ -99,29 +99,29 @@ class Examples:
         return each[:, None].expand_as(self.norms)
 
     def mean(self, factors: Tensor) -> Gradients:
-        """The mean over examples of their gradients, each times its factor."""
+        """The mean over examples of their gradients times their factors."""
         return {name: self.mean_of(name, factors) for name in self.gradients}
 
     def mean_of(self, name: str, factors: Tensor) -> Tensor:
-        """That of one parameter."""
+        """`mean` for one parameter."""
         of_examples = factors[:, [*self.gradients].index(name)] / len(factors)
         gradients = self.gradients[name]
         mean: Tensor = torch.tensordot(of_examples.to(gradients.dtype), gradients, 1)
         return mean.double()
 
     def known(self, clips: str, threshold: float, parts: int) -> dict[str, Tensor]:
-        """What a mean of gradients may be, in words, what it should be first; and its factors."""
+        """Factors by a name of the mean they give: the right one first, then common mistakes."""
         [other] = {*CLIPS} - {clips}
         return {
             f"the mean of gradients clipped {clips}": self.factors(clips, threshold),
             "the mean of gradients that are not clipped": torch.ones_like(self.norms),
             f"the mean of gradients clipped {other}": self.factors(other, threshold),
-            "the batch's gradient, clipped as one": self.by_batch(threshold, 1),
-            "the mean of micro-batches' gradients, clipped": self.by_batch(threshold, parts),
+            "the batch's gradient, clipped as one": self.mean_factors(threshold, 1),
+            "the mean of micro-batches' gradients, clipped": self.mean_factors(threshold, parts),
         }
 
     def explained(self, name: str, seen: Tensor, known: Mapping[str, Tensor], near: float) -> str:
-        """Which of the known a parameter's wrong gradient is, or how many times; empty if none."""
+        """Name the known mean that a wrong gradient equals, or is a multiple of; else return ""."""
         if not seen.isfinite().all():
             return "not finite"
         if not seen.any():
@@ -138,7 +138,7 @@ class Examples:
 
 
 def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, float]:
-    """One threshold that half of the norms exceed, one that all do, and one that none does."""
+    """Clipping thresholds that half, all and none of the norms exceed."""
     norms = torch.cat([examples.norms for examples in batches])
     share = norms.shape[1] ** 0.5
     if clips == "flat":
@@ -146,17 +146,17 @@ def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, f
     largest = float(norms.max())
     if not 0 < largest < math.inf:
         raise ConfigurationError(
-            f"no gradient to verify: the largest norm of an example's is {largest}"
+            f"no gradient to verify: the largest norm of an example's gradient is {largest}"
         )
     norms = norms[norms > NEGLIGIBLE * largest]
     return float(norms.median()) * share, float(norms.min()) / 2 * share, 10 * largest * share
 
 
 def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) -> dict[str, float]:
-    """How far each parameter's gradient is off, as a part of its norm.
+    """The relative error of each parameter's gradient; infinite for NaN.
 
-    Of a parameter that no loss depends on, as a part of 0.01 of the largest unclipped gradient:
-    1e-5 of that is rounding.
+    If no loss depends on a parameter, its error is divided by 1 % of the largest norm in ``sizes``:
+    rounding is 1e-5 of that.
     """
     largest = max(sizes.values())
     found = {}

@@ -1,4 +1,4 @@
-"""A trainer seen from outside: what its steps add to parameters, and what they should."""
+"""Runs a trainer's steps and sees, from outside, what each subtracts from the parameters."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from dpbench.verify.reference import Examples, Gradients
 from dpbench.workloads.base import examples_in
 
 RATE = 2.0**30
-"""The learning rate. With plain SGD, what is taken off a parameter is so much larger than it that
-rounding the sum to the parameter's type rounds the gradient, and no more."""
+"""The learning rate. The update is so much larger than the parameter that their sum, rounded to the
+parameter's type, is the rounded gradient."""
 
 ALONE: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
-"""The axes of a case that one process trains."""
+"""Axes of a case in one process."""
 
-STARTS = 0.02
-"""Deviation of trained parameters that begin as zeros. One adapter of a pair has no gradient while
-the other is zero, so nothing would be known of its clipping."""
+INITIAL_DEVIATION = 0.02
+"""Standard deviation that replaces zeros in trained parameters. While one LoRA adapter of a pair is
+zero, the other has no gradient whose clipping could be checked."""
 
 
 class Subject:
-    """What a case trains: where its parameters begin, its batches and its examples' gradients."""
+    """A case's model with its initial parameters, its batches, and the reference gradients."""
 
     def __init__(self, case: Case, device: torch.device, steps: int) -> None:
         precision = "fp32" if case.precision in (*MIXED, "tf32") else case.precision
@@ -54,23 +54,23 @@ class Subject:
         generator = torch.Generator().manual_seed(1)
         for parameter in self.model.parameters():
             if parameter.requires_grad and not parameter.any():
-                noise = torch.randn(parameter.shape, generator=generator) * STARTS
+                noise = torch.randn(parameter.shape, generator=generator) * INITIAL_DEVIATION
                 parameter.data.copy_(noise)
         self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self._buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         self.trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.dtype = self.start[self.trained[0]].dtype
         self.reference = "float64"
-        """In what the examples' gradients were computed."""
+        """The precision of the reference gradients."""
         self.changed: set[str] = set()
-        """The frozen parameters that some step has changed."""
+        """Frozen parameters that a step has changed."""
         self.apart: set[str] = set()
-        """The parameters that some step has left different in some of the ranks."""
+        """Parameters that differed between ranks after a step."""
         self.buffers: dict[str, Tensor] = {}
         """The model's buffers after the latest step."""
 
     def examples(self) -> list[Examples]:
-        """The gradients of each batch's examples, in float64 if the model can be computed so."""
+        """The per-sample gradients of each batch, in float64 if the model runs in float64."""
         try:
             return self._examples(torch.float64)
         except RuntimeError as error:
@@ -84,14 +84,14 @@ class Subject:
 
         self.model.to(dtype)
         batches = [pytree.tree_map(place, batch) for batch in self.batches]
-        # With gradients, which a loss may be made of.
+        # Not under no_grad: a loss may be computed from gradients.
         once, again = (self._losses(self.model, batches[0]).detach() for _ in range(2))
         if not torch.equal(once, again):
             raise ConfigurationError(
-                "a batch has other losses each time that they are computed, so no gradient can be "
-                "verified: take what is random out of model and losses"
+                "the losses of a batch change each time they are computed, so no gradient can be "
+                "verified: remove randomness from model and losses"
             )
-        return [Examples.of(self.model, batch, self._losses) for batch in batches]
+        return [Examples.computed(self.model, batch, self._losses) for batch in batches]
 
     def steps(
         self,
@@ -102,9 +102,11 @@ class Subject:
         threshold: float = 1.0,
         seed: int = 0,
     ) -> Iterator[Gradients]:
-        """What each step of a case's trainer takes off, divided by the learning rate.
+        """Yield what each step subtracts from the parameters, divided by the learning rate.
 
-        Each begins where the first did, with the next of the batches; a rank has its part of it.
+        Each step starts from the initial parameters and takes the next batch; a rank takes its part
+        of it. Over ranks, an odd ``seed`` is the same in all ranks. To an even seed each rank adds
+        its number. Noise must be right both ways.
         """
         alone = case.gpus == 1
         plain = case.optimizer == "sgd"
@@ -114,61 +116,61 @@ class Subject:
             "learning_rate": RATE,
         }
         trainer, _ = build(case, self.device, 1, seed=seed, alone=alone, **options)
-        if not alone and seed % 2:  # scripts seed ranks apart, or all alike: noise must bear both
+        if not alone and seed % 2:
             torch.manual_seed(seed)
         model = without_dropout(trainer.model)
-        parameters = {_own_name(name): p for name, p in model.named_parameters()}
-        buffers = {_own_name(name): b for name, b in model.named_buffers()}
+        parameters = {_name_in_model(name): p for name, p in model.named_parameters()}
+        buffers = {_name_in_model(name): b for name, b in model.named_buffers()}
         if parameters.keys() != self.start.keys():
             other = sorted(parameters.keys() ^ self.start.keys())[0]
             raise ConfigurationError(
-                f"{type(trainer).__name__} trains another model than the workload's: only one of "
-                f"them has a parameter {other}"
+                f"{type(trainer).__name__} does not train the workload's model: only one of the "
+                f"two has a parameter {other}"
             )
         trained = {name: parameters[name] for name in self.trained}
-        update = _by_parameters if plain else _by_optimizer
-        starts = {name: shared_out(self.start[name], p) for name, p in parameters.items()}
+        step_of = _moved if plain else _handed
+        starts = {name: local_shard(self.start[name], p) for name, p in parameters.items()}
         before = {name: self.start[name].double() for name in trained}
         with torch.no_grad():
-            for name in buffers.keys() & self._buffers.keys():  # some are drawn with the model
+            for name in buffers.keys() & self._buffers.keys():  # they may be random
                 buffers[name].copy_(self._buffers[name])
         for batch in islice(cycle(batches), number):
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(starts[name])
-            seen = update(trainer, batch if alone else own_part_of(batch), trained, before)
-            self.apart |= set() if alone else differing(seen)
+            update = step_of(trainer, batch if alone else part_of_this_rank(batch), trained, before)
+            self.apart |= set() if alone else differing(update)
             self.changed |= {
                 name
                 for name, parameter in parameters.items()
                 if name not in trained and not torch.equal(gathered(parameter), self.start[name])
             }
             self.buffers = {name: b.detach().clone() for name, b in buffers.items()}
-            yield seen
+            yield update
 
 
-def _own_name(name: str) -> str:
-    """A parameter's or buffer's name in the workload's model, whatever wraps that."""
+def _name_in_model(name: str) -> str:
+    """The name of a parameter or buffer without the prefixes of wrappers."""
     return name.removeprefix("_module.").removeprefix("module.")
 
 
 Parameters = Mapping[str, nn.Parameter]
 
 
-def _by_parameters(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
-    """How far a step with plain SGD moves parameters from what they were before."""
+def _moved(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
+    """What a step of plain SGD subtracts from the parameters, divided by the learning rate."""
     trainer.train_step(batch)
     return {name: (before[name] - value) / RATE for name, value in values_of(trained).items()}
 
 
-def _by_optimizer(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
-    """The gradients that the plain optimizer is handed in a step; zeros where nothing moves."""
+def _handed(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
+    """The gradients that the plain optimizer gets in a step; zeros where nothing moves."""
     handed = {name: torch.zeros_like(value) for name, value in before.items()}
     seen = False
 
     def take(_: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         nonlocal seen
-        # A closure computes gradients later.
+        # A closure would compute the gradients only after this hook.
         seen = len(given) == 1 and named.get("closure") is None
         for name, p in trained.items():
             if p.grad is not None:
@@ -182,32 +184,32 @@ def _by_optimizer(trainer: Any, batch: Batch, trained: Parameters, before: Gradi
     moved = {name for name, v in values_of(trained).items() if not torch.equal(before[name], v)}
     if moved and not seen:
         raise ConfigurationError(
-            f"{type(trainer).__name__} does not call plain_optimizer.step(), without closure, "
-            f"where verify sees the gradients of other optimizers than sgd: say --optimizer sgd"
+            f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure, "
+            f"where verify reads gradients if the optimizer is not sgd: use --optimizer sgd"
         )
     return {name: g * (name in moved) for name, g in handed.items()}
 
 
 def values_of(parameters: Parameters) -> dict[str, Tensor]:
-    """Whole parameters, in float64."""
+    """The whole parameters, gathered from their shards, in float64."""
     return {name: gathered(p.detach()).double() for name, p in parameters.items()}
 
 
-def shared_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The value of a parameter, for this rank to copy into its shard if it has one."""
+def local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The shard of a value that belongs to this rank; all of it if nothing is sharded."""
     if not isinstance(parameter, DTensor):
         return whole
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
-def own_part_of(batch: Batch) -> Batch:
-    """What this rank trains of a batch."""
+def part_of_this_rank(batch: Batch) -> Batch:
+    """The examples of a batch that this rank trains."""
     own = part_of_rank(examples_in(batch), *rank_and_ranks())
     return pytree.tree_map(lambda tensor: tensor[own], batch)
 
 
 def differing(values: Gradients) -> set[str]:
-    """The names of tensors that are not the same in all ranks, to the last bit."""
+    """The names of tensors that differ between ranks, even in one bit."""
     flat = torch.cat([value.flatten() for value in values.values()])
     least, most = flat.clone(), flat
     distributed.all_reduce(least, distributed.ReduceOp.MIN)
@@ -217,7 +219,7 @@ def differing(values: Gradients) -> set[str]:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with dropout that drops nothing, so that a loss is the same each time."""
+    """Turn off dropout, so that a loss is the same each time."""
     for layer in model.modules():
         if isinstance(layer, _DropoutNd):
             layer.p = 0.0

@@ -1,4 +1,4 @@
-"""The checks of one trainer on one model: gradients, noise, and what must stay as it is."""
+"""Checks one trainer on one model: gradients, noise, and what a step must leave alone."""
 
 from __future__ import annotations
 
@@ -10,43 +10,49 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dpbench.core.case import Case
-from dpbench.verify.check import Check
+from dpbench.training.parallel import rank_and_ranks
+from dpbench.verify.check import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import Draw, check_noise
 from dpbench.verify.reference import Examples, Gradients, distances, thresholds
 from dpbench.verify.subject import ALONE, Subject
 from dpbench.workloads.base import Batch
 
 STEPS = 2
-IN_TURN = 8
-"""Steps of the first run, so that noises used in turn come again; of large models `STEPS`."""
-LARGE = 2**21
-"""Elements of a large model, whose noise of many steps takes gigabytes."""
+"""Steps of a run."""
+FIRST_RUN_STEPS = 8
+"""Steps of the first run, so that noise repeats if a few tensors take turns. `STEPS` if large."""
+LARGE_MODEL = 2**21
+"""Trained elements above which a model is large: noise of many steps would take gigabytes."""
 TOLERANCE = 1e-5
-"""At fp32, how far a parameter's gradient may be off, as a part of its norm."""
+"""Largest relative error of a parameter's gradient at fp32."""
 SIGMA = 1e4
-"""So large that, beside the noise, gradients are below what the checks can see."""
-SMALL, ABOVE_ONE = 0.05, 1.6
-"""Other σ, none a whole number. Beside the small one a clipped gradient is seen."""
-FAINT = 1e-12
-"""A σ whose noise is below rounding: a trainer that does something else without noise is seen."""
+"""Noise multiplier σ of most noise checks: so large that the checks cannot see the gradient."""
+SMALL_SIGMA, FRACTIONAL_SIGMA = 0.05, 1.6
+"""Two more noise multipliers, not whole numbers. At the small one the gradient can be seen."""
+ROUNDED_SIGMA = 1e-12
+"""Noise multiplier whose noise rounds to nothing, for trainers that do not clip if σ > 0."""
 THRESHOLD = 0.7
-"""Of the noise; it is not 1, so that a deviation without it, or with its square, is another."""
-HUGE = 1e-3
-"""Of the smallest norm: gradients beside which a threshold is so small move far if not clipped."""
-ENOUGH = 128
-"""Elements of a parameter's noise in a run: in two runs, noise that is added twice is noticed."""
-APART = 10_000
-"""How far seeds of ranks are from those of another run."""
-KEPT = 2**16
-"""Elements of each parameter that are kept of runs with an ordinary σ."""
-BY_DATA = 1e-3
-"""Of how noise changes a buffer: data that change it by more are in it without noise. One that is
-made of noisy parameters, such as their mean over steps, changes by 1/SIGMA of it at most."""
+"""Clipping threshold C of the noise checks. Not 1, so that noise scaled by C² or not scaled by C
+has a visibly wrong deviation."""
+LOW_THRESHOLD = 1e-3
+"""Clipping threshold as a share of the smallest norm: an unclipped gradient is far above it."""
+MIN_NOISE = 128
+"""Noise elements that a run collects of each parameter. Two runs reveal noise added twice."""
+SEED_STRIDE = 10_000
+"""Distance of the seeds of runs: larger than the number of ranks, which add their own to it."""
+KEPT_NOISE = 2**16
+"""Noise elements that are kept of each parameter if σ < `SIGMA`."""
+DATA_SHARE = 1e-3
+"""How far one example may change a buffer, as a share of how far noise does. A buffer made of noisy
+parameters alone, such as their mean over steps, stays below 1/SIGMA."""
 
 
 @dataclass(frozen=True)
-class Path:
-    """A way of batches through a step: as a whole, or in some number of parts."""
+class Batching:
+    """A batch size and a number of micro-batches, with the batches and their examples' gradients.
+
+    ``words`` names it in checks, e.g. " in 2 parts".
+    """
 
     words: str
     case: Case
@@ -55,7 +61,7 @@ class Path:
 
 
 class Verification:
-    """The checks of one trainer that says what it clips, ``flat`` or ``per layer``."""
+    """The checks of one trainer, whose label says that it clips ``flat`` or ``per layer``."""
 
     def __init__(self, case: Case, device: torch.device, clips: str) -> None:
         self.case, self.clips = case, clips
@@ -64,16 +70,16 @@ class Verification:
         self.half, self.below_all, self.above_all = thresholds(self.examples, clips)
         batches = self.subject.batches
         whole = replace(case, micro_batches=1)
-        self.paths = [Path("", whole, batches, self.examples)]
+        self.batchings = [Batching("", whole, batches, self.examples)]
         if (parts := case.micro_batches) > 1:
-            self.paths.append(Path(f" in {parts} parts", case, batches, self.examples))
-        self.paths.append(self._one_by_one())
-        self.allowed = cache(self._allowed)
-        self._clipped = cache(lambda path, i, c: self.clipped(self.paths[path].examples[i], c))
+            self.batchings.append(Batching(f" in {parts} parts", case, batches, self.examples))
+        self.batchings.append(self._one_by_one())
+        self.tolerance = cache(self._tolerance)
+        self._clipped = cache(lambda n, i, c: self.clipped(self.batchings[n].examples[i], c))
         self._runs = 0
 
-    def _one_by_one(self) -> Path:
-        """A batch of another size; in parts of one example, one more than the case has."""
+    def _one_by_one(self) -> Batching:
+        """Another batch size; micro-batches, if any, have one example and are one more."""
         parts = self.case.micro_batches
         parts += parts > 1
         size = parts * self.case.gpus
@@ -85,125 +91,145 @@ class Verification:
         both = (slice(None, size), slice(-size, None))
         batches = [pytree.tree_map(lambda t, part=part: t[part], batch) for part in both]
         words = f" of {size}" + f" in {parts} parts" * (parts > 1)
-        return Path(words, case, batches, [joined.chosen(part) for part in both])
+        return Batching(words, case, batches, [joined.chosen(part) for part in both])
 
     def checks(self, elsewhere: Sequence[Gradients]) -> Iterator[Check]:
-        """Of gradients, of noise, also of noise drawn ``elsewhere``, and of what must stay."""
-        # Noise first: what another process draws is to be compared with the first drawn here.
-        draws = self.noise(elsewhere)
-        yield Check.of("reference", [], "", self.subject.reference)
-        yield self.gradient(", half clipped", self.paths[0], self.half, 0.0)
-        for sigma, path in zip((FAINT, FAINT, 0.0), self.paths, strict=False):
-            yield self.gradient(", all clipped", path, self.below_all, sigma)
-        runs = "parameters, steps, runs" + ", processes" * bool(elsewhere)
-        yield from check_noise(draws, self.subject.dtype, runs)
+        """Yield all checks; noise is also compared with the noisy steps taken ``elsewhere``."""
+        # Noisy steps come first, as in another process, whose first noise is compared with these.
+        draws = self.draw_all(elsewhere)
+        yield Check.judged("reference", [], "", self.subject.reference)
+        yield self.gradient(", half clipped", self.batchings[0], self.half, 0.0)
+        sigmas = (ROUNDED_SIGMA, ROUNDED_SIGMA, 0.0)
+        for sigma, batching in zip(sigmas, self.batchings, strict=False):
+            yield self.gradient(", all clipped", batching, self.below_all, sigma)
+        if self.judges_noise:
+            runs = "parameters, steps, runs" + ", processes" * bool(elsewhere)
+            yield from check_noise(draws, self.subject.dtype, runs)
+        else:
+            yield Check("noise", NOT_JUDGED, "", IN_RANK_0)
         yield self.buffers()
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]
         frozen = len(self.subject.start) - len(self.subject.trained)
-        yield Check.of("frozen parameters stay", changed, "", f"{frozen} frozen")
+        yield Check.judged("frozen parameters stay", changed, "", f"{frozen} frozen")
         if (ranks := self.case.gpus) > 1:
             apart = [f"{name}: ranks differ after a step" for name in sorted(self.subject.apart)]
-            yield Check.of("ranks agree", apart, "", f"{ranks} ranks")
+            yield Check.judged("ranks agree", apart, "", f"{ranks} ranks")
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def gradient(self, what: str, path: Path, threshold: float, sigma: float) -> Check:
-        """What steps without visible noise take off, beside the mean of clipped gradients."""
-        case = path.case
-        seen = self.steps(path, threshold, sigma)
-        far = self.far(path, seen, threshold)
-        allowed = self.allowed(path.words, threshold)
+    def gradient(self, what: str, batching: Batching, threshold: float, sigma: float) -> Check:
+        """Compare steps without visible noise with the mean of clipped gradients."""
+        case = batching.case
+        steps = [*self.subject.steps(case, STEPS, batching.batches, sigma, threshold)]
+        far = self.distances(batching, steps, threshold)
+        tolerance = self.tolerance(batching.words, threshold)
         near = 1e-3 if case.precision == "fp32" else 0.05
         parts = case.micro_batches * case.gpus
-        known = cache(lambda i: path.examples[i].known(self.clips, threshold, parts))
+        known = cache(lambda i: batching.examples[i].known(self.clips, threshold, parts))
         wrong = []
         for name in self.subject.trained:
-            if off := [i for i, step in enumerate(far) if step[name] > allowed]:
+            if off := [i for i, step in enumerate(far) if step[name] > tolerance]:
                 i = off[0]
-                is_what = path.examples[i].explained(name, seen[i][name], known(i), near)
+                is_what = batching.examples[i].explained(name, steps[i][name], known(i), near)
                 is_what = is_what or f"off by {far[i][name]:.2g} of its norm"
                 wrong.append(f"{name}: {f'from step {i + 1} on, ' if i else ''}{is_what}")
-        most = _most(far)
+        most = _largest(far)
         worst = next(name for step in far for name in step if step[name] == most)
-        name = f"gradient{path.words}{what}"
-        return Check.of(name, wrong, worst, f"{most:.2g} (≤ {allowed:.2g})")
+        name = f"gradient{batching.words}{what}"
+        return Check.judged(name, wrong, worst, f"{most:.2g} (≤ {tolerance:.2g})")
 
-    def steps(self, path: Path, threshold: float, sigma: float) -> list[Gradients]:
-        """What steps with little or no noise take off."""
-        return [*self.subject.steps(path.case, STEPS, path.batches, sigma, threshold)]
-
-    def far(
-        self, path: Path, seen: Sequence[Gradients], threshold: float
+    def distances(
+        self, batching: Batching, steps: Sequence[Gradients], threshold: float
     ) -> list[dict[str, float]]:
-        """How far each step is off; Opacus adds 1e-6 to norms, others nothing: as it fits."""
+        """The relative error of each parameter in each step.
+
+        Opacus adds 1e-6 to norms, others add nothing: the formula that fits better counts.
+        """
         tried = []
         for added in (1e-6, 0.0):
-            wanted = [self.clipped(each, threshold, added) for each in path.examples]
-            sizes = [each.sizes for each in path.examples]
-            tried.append(list(map(distances, seen, wanted, sizes)))
-        return min(tried, key=_most)
+            wanted = [self.clipped(each, threshold, added) for each in batching.examples]
+            sizes = [each.sizes for each in batching.examples]
+            tried.append(list(map(distances, steps, wanted, sizes)))
+        return min(tried, key=_largest)
 
     def clipped(self, examples: Examples, threshold: float, added: float = 0.0) -> Gradients:
-        """The mean of clipped gradients."""
+        """The mean of the examples' clipped gradients."""
         return examples.mean(examples.factors(self.clips, threshold, added))
 
-    def _allowed(self, words: str, threshold: float) -> float:
-        """How far a parameter's gradient may be off on a path."""
-        path = next(path for path in self.paths if path.words == words)
-        if path.case.precision == "fp32":
-            return max(TOLERANCE, 1.5 * max(each.norms_off for each in self.examples))
+    def _tolerance(self, words: str, threshold: float) -> float:
+        """Largest allowed relative error; for 16 bits it is twice that of Opacus's ``dpsgd``."""
+        batching = next(each for each in self.batchings if each.words == words)
+        if batching.case.precision == "fp32":
+            return max(TOLERANCE, 1.5 * max(each.float32_error for each in self.examples))
         trainer = "dpsgd:clip=per_layer" if self.clips == "per layer" else "dpsgd"
-        opacus = replace(path, case=replace(path.case, trainer=trainer, **ALONE))
-        return min(2 * _most(self.far(path, self.steps(opacus, threshold, 0.0), threshold)), 0.5)
+        opacus = replace(batching.case, trainer=trainer, **ALONE)
+        steps = [*self.subject.steps(opacus, STEPS, batching.batches, 0.0, threshold)]
+        return min(2 * _largest(self.distances(batching, steps, threshold)), 0.5)
 
     # --- noise -----------------------------------------------------------------------------------
 
-    def noise(self, elsewhere: Sequence[Gradients]) -> list[Draw]:
-        """Of all paths, with several σ and C: none, some or all of the gradients are clipped."""
-        large = sum(self.subject.start[name].numel() for name in self.subject.trained) > LARGE
-        draws = self.draws(self.paths[0], SIGMA, THRESHOLD, STEPS if large else IN_TURN)
-        for path in self.paths[1:]:
-            draws += self.draws(path, SIGMA, THRESHOLD, STEPS)
-        for i, step in enumerate(elsewhere):
-            here = {name: g.to(self.subject.device) for name, g in step.items()}
-            path = self.paths[0]
-            draws.append(self._draw("another process", i, path, SIGMA, THRESHOLD, here))
-        for path in self.paths:
-            draws += self.draws(path, SMALL, HUGE * self.below_all, STEPS)
-            draws += self.draws(path, ABOVE_ONE, self.above_all, STEPS)
+    @property
+    def judges_noise(self) -> bool:
+        """Whether this process judges the noise: of several ranks, the first does so for all."""
+        return rank_and_ranks()[0] == 0
+
+    def draw_all(self, elsewhere: Sequence[Gradients]) -> list[Draw]:
+        """The noise of runs with each batching, several σ, and C below, among and above the norms.
+
+        Args:
+            elsewhere: steps like those of the first run, taken in another process.
+        """
+        elements = sum(self.subject.start[name].numel() for name in self.subject.trained)
+        first = self.batchings[0]
+        steps = STEPS if elements > LARGE_MODEL else FIRST_RUN_STEPS
+        draws = self.draws(first, SIGMA, THRESHOLD, steps)
+        for batching in self.batchings[1:]:
+            draws += self.draws(batching, SIGMA, THRESHOLD, STEPS)
+        if self.judges_noise:
+            for i, step in enumerate(elsewhere):
+                here = {name: g.to(self.subject.device) for name, g in step.items()}
+                draws.append(self._draw("another process", i, first, SIGMA, THRESHOLD, here))
+        for batching in self.batchings:
+            draws += self.draws(batching, SMALL_SIGMA, LOW_THRESHOLD * self.below_all, STEPS)
+            draws += self.draws(batching, FRACTIONAL_SIGMA, self.above_all, STEPS)
         return draws
 
-    def draws(self, path: Path, sigma: float, threshold: float, steps: int) -> list[Draw]:
-        """The noise of one trainer's steps; further ones are of small parameters alone."""
+    def draws(self, batching: Batching, sigma: float, threshold: float, steps: int) -> list[Draw]:
+        """The noise of one run; empty in a rank that does not judge it, see `noisy_steps`."""
         self._runs += 1
-        # Odd ones seed all ranks alike, see Subject.steps; none may meet that of a rank elsewhere.
-        seed = self._runs if self._runs % 2 else self._runs * APART
-        case, run = path.case, f"σ = {sigma:g}, C = {threshold:.3g}{path.words}"
-        self.allowed(path.words, self.below_all)  # before: it seeds, between steps of this run
-        seen = noise_of(self.subject, case, path.batches, steps, sigma, threshold, seed)
-        return [self._draw(run, i, path, sigma, threshold, step) for i, step in enumerate(seen)]
+        # Odd seeds are the same in all ranks, see `Subject.steps`. Ranks add their number to even
+        # ones, so these are far apart.
+        seed = self._runs if self._runs % 2 else self._runs * SEED_STRIDE
+        case, run = batching.case, f"σ = {sigma:g}, C = {threshold:.3g}{batching.words}"
+        self.tolerance(batching.words, self.below_all)  # now: it seeds, as must no step of this run
+        taken = noisy_steps(self.subject, case, batching.batches, steps, sigma, threshold, seed)
+        return [
+            self._draw(run, i, batching, sigma, threshold, step)
+            for i, step in enumerate(taken)
+            if self.judges_noise
+        ]
 
     def _draw(
-        self, run: str, i: int, path: Path, sigma: float, threshold: float, step: Gradients
+        self, run: str, i: int, batching: Batching, sigma: float, threshold: float, step: Gradients
     ) -> Draw:
-        """What a step takes off without the clipped gradient, divided by σC/B."""
-        scale = path.case.batch_size / (sigma * threshold)
-        clipped = self._clipped(self.paths.index(path), i % STEPS, threshold)
+        """A step's update minus the clipped gradient, divided by σC/B."""
+        scale = batching.case.batch_size / (sigma * threshold)
+        clipped = self._clipped(self.batchings.index(batching), i % STEPS, threshold)
         noise = {name: ((g - clipped[name]) * scale).flatten() for name, g in step.items()}
         norms = {name: float(clipped[name].norm()) or 1.0 for name in noise}
         along = {n: float(each @ clipped[n].flatten()) / norms[n] for n, each in noise.items()}
         if len(noise) == len(clipped):
             whole = sum(norm**2 for norm in norms.values()) ** 0.5
             along[""] = sum(norms[name] * far for name, far in along.items()) / whole
-        slack = self.allowed(path.words, self.below_all) * scale * threshold
-        kept = KEPT if sigma < SIGMA else None
+        slack = self.tolerance(batching.words, self.below_all) * scale * threshold
+        kept = KEPT_NOISE if sigma < SIGMA else None
         noise = {name: each[:kept].float() for name, each in noise.items()}
         return Draw(run, i + 1, noise, along, slack)
 
     # --- what stays ------------------------------------------------------------------------------
 
     def buffers(self) -> Check:
-        """Buffers of the model that change with one example, and not by noise that covers it."""
+        """Check that noise hides how one example changes the model's buffers."""
         first, second = self.subject.batches
         other = pytree.tree_map(lambda a, b: torch.cat([b[:1], a[1:]]), first, second)
 
@@ -211,16 +237,16 @@ class Verification:
             list(self.subject.steps(self.case, STEPS, [batch, second], SIGMA, THRESHOLD, seed))
             return {name: b.double() for name, b in self.subject.buffers.items()}
 
-        before, changed, noisy = after(first, 1), after(other, 1), after(first, 2)
+        before, other_data, other_noise = after(first, 1), after(other, 1), after(first, 2)
         wrong = []
         for name, buffer in before.items():
-            by_data = (changed[name] - buffer).norm()
-            if not by_data <= BY_DATA * (noisy[name] - buffer).norm():
+            by_data = (other_data[name] - buffer).norm()
+            if not by_data <= DATA_SHARE * (other_noise[name] - buffer).norm():
                 wrong.append(f"{name}: this buffer changes with one example, and has no noise")
-        return Check.of("buffers hold no data", wrong, "", f"{len(before)} buffers")
+        return Check.judged("buffers hold no data", wrong, "", f"{len(before)} buffers")
 
 
-def noise_of(
+def noisy_steps(
     subject: Subject,
     case: Case,
     batches: Sequence[Batch],
@@ -229,12 +255,16 @@ def noise_of(
     threshold: float,
     seed: int,
 ) -> Iterator[Gradients]:
-    """What steps with noise take off; further ones are of small parameters alone."""
+    """Yield the updates of steps with noise.
+
+    At σ = `SIGMA` steps are added until every parameter has `MIN_NOISE` elements. The added steps
+    yield only parameters with fewer elements.
+    """
     sizes = {name: subject.start[name].numel() for name in subject.trained}
-    number = max(steps, -(-ENOUGH // min(sizes.values())) if sigma == SIGMA else 0)
+    number = max(steps, -(-MIN_NOISE // min(sizes.values())) if sigma == SIGMA else 0)
     for i, step in enumerate(subject.steps(case, number, batches, sigma, threshold, seed)):
-        yield {name: g for name, g in step.items() if i < steps or sizes[name] < ENOUGH}
+        yield {name: g for name, g in step.items() if i < steps or sizes[name] < MIN_NOISE}
 
 
-def _most(far: Sequence[dict[str, float]]) -> float:
+def _largest(far: Sequence[dict[str, float]]) -> float:
     return max(distance for step in far for distance in step.values())

@@ -21,6 +21,7 @@ from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.training.base import Batch
+from tests.named import target
 
 
 class OwnLoss(StandardTrainer):
@@ -210,7 +211,7 @@ class NoLayer(Folded):
 
 
 def case_of(trainer: type, workload: type = Images) -> Case:
-    return resolve(Case(trainer, 4, workload=workload, micro_batches=2))  # type: ignore[arg-type]
+    return resolve(Case(target(trainer), 4, workload=target(workload), micro_batches=2))
 
 
 WORKLOADS = (Images, Folded, TimeFirst, Pairs, Parts)
@@ -276,6 +277,6 @@ def test_who_asks_the_workload_for_no_loss_is_refused() -> None:
 def test_looking_moves_no_byte() -> None:
     """The rows of a case are those of the same steps that nobody looks at."""
     counted = Logical().count(case_of(Halves))
-    whole = Logical().count(resolve(Case(Halves, 4, workload=Images)))
+    whole = Logical().count(resolve(Case(target(Halves), 4, workload=target(Images))))
     assert counted.rows[0].value > 0
     assert [row.value for row in counted.rows] == [row.value for row in whole.rows]

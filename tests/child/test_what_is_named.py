@@ -32,6 +32,7 @@ def no_model(size: object, attention: str, max_seq_len: int) -> str:
 
 
 TRAINER = "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model"
+WORKLOAD = "a workload is a subclass of dpbench.Workload, with its parameters by --set"
 MODEL = "a model is an nn.Module, called as Model(size"
 
 
@@ -46,8 +47,9 @@ MODEL = "a model is an nn.Module, called as Model(size"
         ("model", "torch.nn:Linear", "cannot be called so: missing a required", MODEL),
         ("model", f"{__name__}:no_model", "makes a str", MODEL),
         ("model", "math:pi", "cannot be called so: 3.14", MODEL),
-        ("workload", "torch.nn:Linear", "must be a subclass of dpbench.Workload", "an object of"),
-        ("workload", f"{__name__}:Sized", "cannot be called so: missing", "give it by --set"),
+        ("workload", "torch.nn:Linear", "cannot be called so: missing a required", WORKLOAD),
+        ("workload", "argparse:Namespace", "is a Namespace", WORKLOAD),
+        ("workload", f"{__name__}:Sized", "cannot be called so: missing", WORKLOAD),
     ],
 )
 def test_what_is_none_is_told_what_one_is(axis: str, named: str, said: str, needs: str) -> None:

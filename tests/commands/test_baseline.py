@@ -101,7 +101,7 @@ def test_a_grid_file_names_its_baseline(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("trainer = 'dpsgd'\nbatch_size = 8\nseq_len = 8\nbaseline = 'dpsgd_fgc'\n")
     assert Grid.named(str(path)).baseline == "dpsgd_fgc"
-    assert Grid.named(str(path)).with_axes("DPGhostClippingTrainer").baseline == "dpsgd_ghost"
+    assert Grid.named(str(path)).with_axes("dpsgd_ghost").baseline == "dpsgd_ghost"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import pytest
 
 from dpbench import __version__
 from dpbench.commands.cli import COMMANDS, main
+from dpbench.core.case import Case
+from dpbench.instruments.ncu.report import write_description
 from tests.programs import program
 
 DATA = Path(__file__).parents[1] / "data" / "tiny-fp32"
@@ -104,7 +106,6 @@ def test_smoke_says_which_trainers_work(capsys: pytest.CaptureFixture[str]) -> N
         "[TEST OK] DPFastGradientClippingTrainer passed local test.",
         "[TEST OK] LeanTrainer passed local test.",
         "[TEST OK] GhostLeanTrainer passed local test.",
-        "[TEST OK] MixedGhostTrainer passed local test.",
         "[TEST OK] MicroBatchTrainer passed local test.",
         "[TEST OK] BookKeepingTrainer passed local test.",
         "[TEST OK] FusedTrainer passed local test.",
@@ -182,7 +183,7 @@ def test_a_step_that_fails_says_why_in_its_record(
         (["step", "--trainer", "dpsgd", "--seq-len", "-4"], "sequence length must be a positive"),
         (["step", "--trainer", "dpsgd", "--model-size", "10x10x1x3"], "not divisible by heads 3"),
         (["step", "--trainer", "no.such:Absent"], "no module named 'no'"),
-        (["step", "--trainer", "json:Nothing"], "module 'json' has no 'Nothing'"),
+        (["step", "--trainer", "json:Nothing"], "unknown class of json 'Nothing'"),
         (["run", "--grid", "grid9"], "unknown grid 'grid9'; choose from grid1, grid2"),
         (["run", "--instrument", "ncu", "--ncu-metrics", "dram"], "unknown metric 'dram'"),
         (["run", "--trainer", "no.such:Absent"], "no module named 'no'; run from its directory"),
@@ -251,6 +252,7 @@ def test_show_needs_no_class_for_the_names_in_a_report(
     folder.mkdir()
     report = folder / "report_twice_bs4_seq16.ncu-rep"
     report.write_bytes((DATA / "report_standard_bs4_seq64.ncu-rep").read_bytes())
+    write_description(report, Case("twice", 4, 16, "tiny", model="narrow"), {})
     assert main(["show", str(report)]) == 0
     shown = capsys.readouterr().out
     assert "twice" in shown
@@ -264,6 +266,20 @@ def test_two_reports_of_one_case_are_refused(
     report = DATA / "report_dpsgd_bs4_seq64.ncu-rep"
     assert main(["show", str(report), str(report)]) == 2
     assert "are the same case" in capsys.readouterr().err
+
+
+def test_reports_without_their_cases_are_shown_by_their_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for trainer in ("standard", "dpsgd"):
+        recorded = DATA / f"report_{trainer}_bs4_seq64.ncu-rep"
+        Path(f"{trainer}.ncu-rep").write_bytes(recorded.read_bytes())
+    assert main(["show", "standard.ncu-rep", "dpsgd.ncu-rep"]) == 0
+    shown = capsys.readouterr().out
+    assert "standard.ncu-rep " in shown
+    assert "dpsgd.ncu-rep " in shown
+    assert "NVIDIA H200: GB per step" in shown
 
 
 def test_the_installed_command_finds_a_trainer_in_the_current_directory_but_no_library(

@@ -158,6 +158,6 @@ def _directory_of(process: Path) -> Path | None:
 
 
 def test_the_same_case_twice_is_measured_once(elsewhere: Path) -> None:
-    twice = ["--trainer=standard", "--trainer=StandardTrainer"]
+    twice = ["--trainer=standard", "--trainer=dpbench.training.standard:StandardTrainer"]
     assert main(["run", *TINY, *twice, "--instrument=logical", "--json=run.json"]) == 0
     assert len(json.loads(Path("run.json").read_text())["cases"]) == 1

@@ -135,7 +135,6 @@ def test_case_of_a_script_claims_nothing_that_nobody_says() -> None:
     known = {axis: value for axis, value in asdict(case).items() if value}
     assert known == {"trainer": "private 100%", "workload": "script"}
     assert Case.from_row({**asdict(case), "precision": "fp32", "optimizer": "sgd"}) == case
-    assert Case.from_report_path(case.report_path) == case
 
 
 def test_batch_size_that_is_said_makes_samples_per_second_of_times() -> None:

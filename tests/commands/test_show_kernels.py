@@ -51,10 +51,11 @@ def test_a_phase_without_kernels_is_named(
 
 
 def test_a_report_of_another_program_goes_by_its_own_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     report = unpacked(CLIP, tmp_path)
-    foreign = tmp_path / "other.ncu-rep"
+    foreign = Path("other.ncu-rep")
     foreign.write_bytes(report.read_bytes().replace(b"dpbench", b"another"))
     assert main(["show", str(foreign)]) == 0
     text = capsys.readouterr().out

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.child.task import Task
+from dpbench.commands.cli import main
 from dpbench.core.case import ATTENTIONS, PRECISIONS, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.model_size import MODEL_SIZES, ModelSize
@@ -161,6 +162,22 @@ def test_case_takes_numbers_as_pandas_hands_them_out() -> None:
     row = {**asdict(Case(**CELL)), "batch_size": np.int64(8), "value": 1.0}
     assert Case.from_row(row) == Case(**CELL)
     assert type(Case.from_row(row).batch_size) is int
+
+
+def test_each_case_is_checked_once_in_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However often it is made: of a grid, resolved, with its baseline, of rows, of a run."""
+    checks: list[str] = []
+    monkeypatch.setattr("dpbench.core.case.lora_rank", checks.append)  # one of the checks
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sizes = ("90x16x1x2", "91x16x1x2")  # of no other test
+    run = ["run", "--instrument=logical", "--batch-size=2", "--seq-len=8", "--save=one"]
+    run += [*(f"--model-size={size}" for size in sizes), "--trainer=standard", "--trainer=dpsgd"]
+    assert main([*run, "--compare-fail=logical_bytes:1%", "--compare-first-run-ok"]) == 0
+    assert main(["show", "1"]) == 0
+    assert checks == ["all"] * 4
 
 
 def test_case_cannot_be_changed() -> None:

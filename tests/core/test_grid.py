@@ -129,7 +129,7 @@ def grid_file(tmp_path: Path) -> Callable[[str], str]:
 def test_grid_file_takes_a_value_or_a_list_for_each_axis(grid_file: Callable[[str], str]) -> None:
     path = grid_file(
         """
-        trainer = ["standard", "DPSGDTrainer"]
+        trainer = ["standard", "dpbench.training.dpsgd:DPSGDTrainer"]
         batch_size = [8, 16]
         seq_len = 256
         model_size = "medium"
@@ -164,7 +164,7 @@ def test_grid_file_takes_names_with_parameters_as_text_and_as_tables(
         name = "standard"
 
         [[trainer]]
-        name = "DPSGDTrainer"
+        name = "dpbench.training.dpsgd:DPSGDTrainer"
         clip = ["flat", "per_layer"]
         noise_multiplier = 0.5
         """

@@ -65,7 +65,7 @@ def test_missing_module_is_named_with_a_remedy(
 @pytest.mark.parametrize("attribute", ["NoSuchClass", "Counter.NoSuchClass"])
 def test_missing_class_is_named_with_its_module(registry: Registry, attribute: str) -> None:
     message = refusal(lambda: registry[f"mine=collections:{attribute}"])
-    assert f"module 'collections' has no {attribute!r}; its classes are " in message
+    assert f"unknown class of collections {attribute!r}; choose from " in message
     assert "Counter" in message
 
 
@@ -93,7 +93,6 @@ def test_import_error_inside_an_own_module_is_shown_as_it_is(
     ("spelling", "argument"),
     [
         ("count", "count"),
-        ("Counter", "count"),
         ("collections:ChainMap", "ChainMap=collections:ChainMap"),
         ("mine=collections:ChainMap", "mine=collections:ChainMap"),
     ],

@@ -21,6 +21,13 @@ def count() -> int:
     return int(os.environ.get("REPLAYED_GPUS", 1))
 
 
+NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 138, 139
+
+
+def nvmlDeviceGetFieldValues(handle: int, fields: list[tuple[int, int]]) -> list[SimpleNamespace]:
+    raise NVMLError("Not Supported")
+
+
 def nvmlDeviceGetMaxMigDeviceCount(handle: int) -> int:
     raise NVMLError("no MIG")
 

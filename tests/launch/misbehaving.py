@@ -73,10 +73,11 @@ class ChangesAll(Misbehaves):
 
 
 class Looks(Misbehaves):
-    """Says of whom its process is a child, and what it began with."""
+    """Says which server has forked its process, by way of another, and what it began with."""
 
     def misbehave(self) -> None:
-        raise ValueError(f"child of {os.getppid()}: {BEFORE}")
+        waiting = Path(f"/proc/{os.getppid()}/stat").read_text()
+        raise ValueError(f"child of {waiting.rpartition(')')[2].split()[1]}: {BEFORE}")
 
 
 class Accounts(Misbehaves):

@@ -11,7 +11,7 @@ from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import command_in, phases
 
 CHOSEN = [
-    *("--dpbench-trainer=DPSGDTrainer", "--dpbench-batch-size=2", "--dpbench-batch-size=3"),
+    *("--dpbench-trainer=dpsgd", "--dpbench-batch-size=2", "--dpbench-batch-size=3"),
     *("--dpbench-seq-len=8", "--dpbench-model-size=small", "--dpbench-precision=bf16"),
     *("--dpbench-attention=dp_mha", "--dpbench-model=mine=outside:Model"),
 ]
@@ -54,7 +54,7 @@ def test_the_chosen_cases_are_counted_and_saved_as_asked(
         cell = {"batch_size": size, "seq_len": 8, "model_size": "small", "attention": "dp_mha"}
         named = {"trainer": "dpsgd", "precision": "bf16", "model": "mine=outside:Model"}
         assert (cell | named).items() <= task["case"].items()
-        assert task["instrument"] == "ncu"
+        assert task["instrument"] == "dpbench.instruments.ncu.ncu:Ncu"
         assert task["fields"]["steps"] == {"warmup": 4, "active": 7}
         assert "--nvtx-include dpbench@0.clip" in command_in(folder / f"kernels/{name}.log")
     assert not list(folder.glob("*.timing.log"))

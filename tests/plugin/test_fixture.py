@@ -13,7 +13,7 @@ def test_it_takes_a_case_or_the_fields_of_one(project: RunSuite, pytester: pytes
         from dpbench import Case
         def test_report(ncu):
             cell = {"batch_size": 4, "seq_len": 64, "model_size": "tiny"}
-            standard = ncu("StandardTrainer", **cell)
+            standard = ncu("standard", **cell)
             dpsgd = ncu(Case("dpsgd", **cell))
             assert dpsgd.dram_bytes == dpsgd.phases.dram_bytes.sum()
             assert list(dpsgd.phases.index)[:3] == ["forward", "backward", "clip"]

@@ -20,7 +20,7 @@ CELL = {"batch_size": 4, "seq_len": 64, "model_size": "tiny"}
 
 @pytest.mark.parametrize("time", range(3))
 def test_counted(logical_io, time):
-    standard, dpsgd = logical_io("StandardTrainer", **CELL), logical_io(Case("dpsgd", **CELL))
+    standard, dpsgd = logical_io("standard", **CELL), logical_io(Case("dpsgd", **CELL))
     assert dpsgd.ratio_to(standard) == dpsgd.logical_bytes / standard.logical_bytes > 1
     assert dpsgd.logical_bytes == dpsgd.phases.logical_bytes.sum()
     assert dpsgd.logical_bytes == dpsgd.operators.logical_bytes.sum()

@@ -1,4 +1,4 @@
-"""Workloads in tests: by the options of pytest, and by class or object in the fixtures."""
+"""Workloads in tests: by the options of pytest, and by import target in the fixtures."""
 
 from __future__ import annotations
 
@@ -24,32 +24,24 @@ class Squares(Workload):
     def losses(self, model, batch):
         return model(batch)[:, 0] ** 2
 
-narrow = Squares(width=2)
-
 class MyTrainer(DPSGDTrainer):
     pass
 """
 
 
 @pytest.mark.usefixtures("counted_here")
-def test_fixture_takes_classes_and_objects(project: RunSuite, pytester: pytest.Pytester) -> None:
+def test_fixture_takes_import_targets(project: RunSuite, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         mine=WORKLOAD,
         test_suite="""
-        from dpbench import StandardTrainer
-        from mine import MyTrainer, Squares, narrow
-
         def test_ratio(logical_io):
-            private = logical_io(MyTrainer, batch_size=4, workload=Squares, set={"width": 5})
-            plain = logical_io(StandardTrainer, batch_size=4, workload=Squares, set="width=5")
+            private = logical_io("mine:MyTrainer", batch_size=4, workload="mine:Squares:width=5")
+            plain = logical_io("standard", batch_size=4, workload="Squares", set={"width": 5})
             assert private.case.id == "MyTrainer-bs4-Squares,width=5-fp32"
             assert private.ratio_to(plain) > 1
-
-        def test_object(logical_io):
-            assert logical_io("standard", batch_size=4, workload=narrow).case.workload == "narrow"
         """,
     )
-    project().assert_outcomes(passed=2)
+    project().assert_outcomes(passed=1)
 
 
 def test_options_choose_workload_and_parameters(
@@ -88,7 +80,7 @@ def test_a_limit_of_a_ratio_measures_the_baseline_that_was_named(
             logical_io("dpsgd", batch_size=2, seq_len=8, model_size="50x16x1x2")
         """,
     )
-    named = ("--dpbench-baseline=DPSGDTrainer", "--dpbench-save=one")
+    named = ("--dpbench-baseline=dpsgd", "--dpbench-save=one")
     first = project(*named, "--dpbench-compare-first-run-ok")
     first.assert_outcomes(passed=2)
     again = project(*named, "--dpbench-compare=1", "-k", "ghost")

@@ -220,7 +220,6 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
     case = Case("dpsgd", 8, 16, "tiny", "bf16-amp", trainable=trainable, **axes)  # type: ignore[arg-type]
     assert case.id.startswith("dpsgd-bs8-seq16-tiny-bf16-amp-optimizer=adamw-micro_batches=4")
     assert case.id.endswith("-activation_checkpointing=on")
-    assert Case.from_report_path(case.report_path) == case
     assert len(case.report_path.parts) == 2
     task = Task(case, Timing(Path())).as_json()
     assert Task.from_json(json.loads(json.dumps(task))).case == case
@@ -250,8 +249,8 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
             lambda: build(
                 Case("dpsgd", 2, workload="layer", activation_checkpointing="on"), CPU, 1
             ),
-            "Layer does not say which blocks its model has, which activation checkpointing runs "
-            "again and parallel=fsdp2 gathers one by one: give it blocks",
+            "Layer does not say which blocks its model has. Activation checkpointing and "
+            "parallel=fsdp2 need them: define blocks(model)",
         ),
         (
             lambda: build(Case("dpsgd", 8, 16, "tiny", trainable="*.gain"), CPU, 1),
@@ -295,7 +294,7 @@ def test_ratios_are_to_the_baseline_with_the_same_axes(
 
 
 def test_own_optimizer_is_named_by_target() -> None:
-    grid = Grid.named("grid1").with_axes(optimizer=["torch.optim:Adagrad", torch.optim.AdamW])
+    grid = Grid.named("grid1").with_axes(optimizer=["torch.optim:Adagrad", "torch.optim:AdamW"])
     assert grid.values("optimizer") == ("Adagrad", "adamw")
     task = Task(grid.cases()[0], Timing(Path())).as_json()
     assert task["case"]["optimizer"] == "Adagrad=torch.optim:Adagrad"

@@ -24,5 +24,5 @@ def test_at_bf16_a_row_named_a_thousand_times_has_the_sum() -> None:
     sums = Sums([weight])
     for _ in range(2):
         sums.put_rows(weight, torch.ones(1000, dtype=torch.long), torch.ones(1000, 2).bfloat16())
-    sums.finish()
-    assert sums.places[weight].tolist() == [[0, 0], [2000, 2000], [0, 0]]
+    [buffer] = sums.close()
+    assert buffer.places[weight].tolist() == [[0, 0], [2000, 2000], [0, 0]]

@@ -20,6 +20,7 @@ from dpbench.core.errors import DpbenchError
 from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.training.base import Batch
+from tests.named import target
 
 PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 
@@ -139,7 +140,7 @@ def refusal(attempt: Callable[[], Any]) -> str:
 
 
 def case_of(workload: type, trainer: str = "dpsgd") -> Case:
-    return resolve(Case(trainer, 4, workload=workload))  # type: ignore[arg-type]
+    return resolve(Case(trainer, 4, workload=target(workload)))
 
 
 @pytest.mark.parametrize("trainer", PRIVATE)

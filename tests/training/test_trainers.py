@@ -41,7 +41,7 @@ def tiny_model(attention: str = "sdpa") -> nn.Module:
 
 def examples_of(model: nn.Module, batch: Batch) -> Examples:
     """Gradients by a loop over examples: the definition, without any of Opacus."""
-    return Examples.of(model, batch, Transformer().losses)
+    return Examples.computed(model, batch, Transformer().losses)
 
 
 def clipped_mean(examples: Examples, threshold: float, clips: str = "flat") -> Tensor:

@@ -1,4 +1,4 @@
-"""Verifies several trainers in one group of ranks; each group takes a second to start."""
+"""Verifies several trainers in one process group, because a group takes a second to start."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import subprocess
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,11 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.forked import COMMAND, environment_of_cases, fork
+from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement
+from dpbench.training import fused, gradient_sums, reductions
+from dpbench.training.fused import FusedTrainer
+from dpbench.training.lean import LeanTrainer
 from dpbench.verify.checks import verify_here
 from dpbench.verify.reference import distances
 from dpbench.verify.subject import Subject
@@ -38,7 +43,7 @@ ROWS, WIDTH, LENGTH = 12, 64, 4
 
 
 class Small(Workload):
-    """A layer of each kind that private trainers know; FSDP2 takes its time for each."""
+    """One layer of each kind that private trainers know, and no more: FSDP2 is slow per layer."""
 
     def model(self) -> nn.Module:
         layers = OrderedDict[str, nn.Module](
@@ -62,16 +67,80 @@ class Small(Workload):
 
 
 Wrong = dict[str, list[str]]
-"""What is wrong by check, or the words of a refusal under ``refused``."""
+"""Messages by failed check, or that of a refusal under ``refused``."""
+
+
+@contextmanager
+def matrices_are_large() -> Iterator[None]:
+    """In here matrices have buffers of their own, and each is reduced as soon as it is full."""
+    large = patch.object(gradient_sums, "LARGE", ROWS * WIDTH)
+    with large, patch.object(reductions, "REDUCED_TOGETHER", 4 * ROWS * WIDTH):
+        yield
+
+
+class Apart(FusedTrainer):
+    """Reduces matrices one by one and the rest together, as if matrices were large."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        with matrices_are_large():
+            super().__init__(model, **options)
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with matrices_are_large():
+            return super().train_step(batch)
+
+
+class LeanApart(LeanTrainer):
+    """`LeanTrainer` that treats matrices as large."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with matrices_are_large():
+            return super().train_step(batch)
+
+
+class Tape(TorchDispatchMode):
+    """As a CUDA graph does, calls operators again on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, made))
+        return made
+
+    def replay(self) -> None:
+        for func, args, kwargs, made in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(pytree.tree_leaves(made), pytree.tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Replayed(Apart):
+    """Has tapes for graphs."""
+
+    def has_graphs(self) -> bool:
+        return self.micro_batches == 1
+
+    def clip(self, last: bool) -> None:
+        def recorded(part: Callable[[], Any], pool: object) -> tuple[Tape, Any]:
+            with Tape() as tape:
+                return tape, part()
+
+        pool = patch.object(torch.cuda, "graph_pool_handle")
+        with pool, patch.object(fused, "recorded", recorded):
+            super().clip(last)
 
 
 @dataclass(frozen=True)
 class Verified(Instrument):
-    """Takes no steps of the case: it verifies trainers over the case's ranks."""
+    """Verifies other trainers over the ranks of its case, and takes no step of the case."""
 
     name: ClassVar[str] = "verified"
     by_rank: ClassVar[bool] = True
-    pairs: str = dpbench.option("trainers, written TRAINER@PARALLEL", "", metavar="PAIRS")
+    pairs: str = dpbench.option("written TRAINER@PARALLEL, or with @OPTIMIZER", "", metavar="PAIRS")
     counted: str = dpbench.option("those of which a step is counted", "", metavar="PAIRS")
 
     @classmethod
@@ -86,8 +155,8 @@ class Verified(Instrument):
         counts = {pair: second_step(case, *pair.split("@")) for pair in self.counted.split()}
         return {"wrong": wrong, "counts": counts}
 
-    def wrong(self, case: Case, trainer: str, parallel: str) -> Wrong:
-        case = resolve(replace(case, trainer=trainer, parallel=parallel))
+    def wrong(self, case: Case, trainer: str, parallel: str, optimizer: str = "sgd") -> Wrong:
+        case = resolve(replace(case, trainer=trainer, parallel=parallel, optimizer=optimizer))
         try:
             if trainer == "standard":
                 return unclipped(case)
@@ -97,26 +166,40 @@ class Verified(Instrument):
             return {"refused": [str(error)]}
 
 
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.mv}
+
+
 class Counts(TorchDispatchMode):
-    """Calls of collectives, bytes that they take or give, and normal numbers drawn."""
+    """Counts calls and bytes of collectives, and normal numbers drawn.
+
+    ``order`` has an r for each reduction over ranks, and an m for each product of matrices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = {"calls": 0, "bytes": 0, "drawn": 0}
+        self.found: dict[str, Any] = {"calls": 0, "bytes": 0, "drawn": 0, "order": ""}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        tensors = [t for t in pytree.tree_leaves((args, made)) if isinstance(t, Tensor)]
+        given = [
+            [t for t in pytree.tree_leaves(each) if isinstance(t, Tensor)] for each in (*args, made)
+        ]
+        tensors = [tensor for each in given for tensor in each]
+        packet = func.overloadpacket
+        if "reduce" in str(packet):
+            self.found["order"] += "r"
+        elif packet in PRODUCTS:
+            self.found["order"] += "m"
         if func.namespace == "c10d":
             self.found["calls"] += 1
-            self.found["bytes"] += max(t.nbytes for t in tensors)
+            self.found["bytes"] += max(sum(t.nbytes for t in each) for each in given)
         elif "normal" in str(func):
             self.found["drawn"] += max(t.numel() for t in tensors)
         return made
 
 
-def second_step(case: Case, trainer: str, parallel: str) -> dict[str, int]:
-    """What one rank sends and draws in a step that is like those after it."""
+def second_step(case: Case, trainer: str, parallel: str) -> dict[str, Any]:
+    """The counts of one rank in its second step, which later steps equal."""
     case = resolve(replace(case, trainer=trainer, parallel=parallel, micro_batches=1))
     made, batches = build(case, CPU, 2)
     made.train_step(batches[0])
@@ -126,7 +209,7 @@ def second_step(case: Case, trainer: str, parallel: str) -> dict[str, int]:
 
 
 def unclipped(case: Case) -> Wrong:
-    """What is wrong with the gradients of the standard trainer: the means over the joint batch."""
+    """What is wrong with the standard trainer's gradients, which must be means over the batch."""
     subject = Subject(case, CPU, STEPS)
     examples = subject.examples()
     means = [each.mean(each.norms.new_ones(each.norms.shape)) for each in examples]
@@ -144,22 +227,23 @@ def small(trainer: str, ranks: int) -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> tuple[int, str]:
-    """The exit code and the output of a ``dpbench`` command on the CPU.
+    """Run a ``dpbench`` command on the CPU; return its exit code and output.
 
-    It is a fork of a server: forks of a test's own process have the threads of what it has run.
+    It is forked from the fork server, because a fork of the test process would lack its threads.
     """
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     said = {RECORDS: str(folder / "records"), "PYTHONPATH": os.pathsep.join(paths)}
     log, command = folder / "log.txt", [*COMMAND, *words, "--device", "cpu"]
-    with log.open("w") as output:
-        kept: dict[str, Any] = {"stdout": output, "env": environment_of_cases() | said}
-        process = fork(command, kept, str) or subprocess.Popen(command, stderr=output, **kept)
+    with log.open("w") as output, Path(os.devnull).open("w") as nothing:
+        kept: dict[str, Any] = {"stdout": output, "stdin": nothing}
+        kept["env"] = environment_of_cases() | said
+        process = fork(command, kept) or subprocess.Popen(command, stderr=output, **kept)
         code = process.wait()
     return code, log.read_text()
 
 
 def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -> dict[str, Any]:
-    """What is ``wrong`` with trainers, written ``TRAINER@PARALLEL``, and the ``counts`` of some."""
+    """Verify ``pairs``, each ``TRAINER@PARALLEL``; return ``wrong``, and ``counts`` of others."""
     workload, gpus = f"{__name__}:{Small.__name__}", {"parallel": "ddp", "gpus": ranks}
     case = Case("standard", 4 * ranks, workload=workload, micro_batches=2, **gpus)  # type: ignore[arg-type]
     Task(case, Verified(" ".join(pairs), " ".join(counted))).write(folder / "task.json")

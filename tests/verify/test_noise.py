@@ -1,4 +1,4 @@
-"""Bounds on what right noise does: never too low, and low enough to find what is wrong."""
+"""Probability bounds of the noise tests: valid for right noise, and tight enough to find faults."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dpbench.verify.noise import (
     _deviations,
     _pairs,
     _repeats,
-    chance_of_correlation,
-    chance_of_count,
-    chance_of_mean_square,
     check_noise,
+    log_chance_of_correlation,
+    log_chance_of_count,
+    log_chance_of_mean_square,
     worst_repeat,
 )
 
@@ -29,24 +29,24 @@ COUNTS = [2, 3, 4, 10, 64, 1000, 10**6]
 @pytest.mark.parametrize("r", [0.0, 1e-3, 0.01, 0.1, 0.5, 0.9, 0.99])
 def test_a_correlation_is_never_likelier_than_its_bound(r: float, n: int) -> None:
     exact = stats.beta.logsf(r * r, 0.5, (n - 1) / 2)
-    bound = float(chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
+    bound = float(log_chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
     assert exact <= bound + 1e-9
     if exact > -700:
-        assert bound < exact + 0.5 * math.log(10 * n)  # it finds nearly what could be found
+        assert bound < exact + 0.5 * math.log(10 * n)  # the bound is nearly tight
 
 
 @pytest.mark.parametrize("n", COUNTS)
 @pytest.mark.parametrize("q", [0.01, 0.25, 0.9, 0.999, 1.0, 1.001, 1.1, 4.0])
 def test_a_mean_square_is_never_likelier_than_its_bound(q: float, n: int) -> None:
     side = stats.chi2.logcdf(q * n, n) if q < 1 else stats.chi2.logsf(q * n, n)
-    assert side <= chance_of_mean_square(q, n)
+    assert side <= log_chance_of_mean_square(q, n)
 
 
 @pytest.mark.parametrize(("q", "n"), [(0.25, 128), (4.0, 128), (0.98, 10**6)])
 def test_half_the_deviation_and_twice_of_128_elements_are_beyond_a_chance_of_1e9(
     q: float, n: int
 ) -> None:
-    assert chance_of_mean_square(q, n) < math.log(1e-9)
+    assert log_chance_of_mean_square(q, n) < math.log(1e-9)
 
 
 @pytest.mark.parametrize("n", [10, 1000, 10**6])
@@ -55,12 +55,12 @@ def test_half_the_deviation_and_twice_of_128_elements_are_beyond_a_chance_of_1e9
 def test_a_count_is_never_likelier_than_its_bound(n: int, p: float, times: float) -> None:
     k = min(round(times * n * p), n)
     side = stats.binom.logcdf(k, n, p) if k < n * p else stats.binom.logsf(k - 1, n, p)
-    assert side <= chance_of_count(k, n, p, p) + 1e-9
+    assert side <= log_chance_of_count(k, n, p, p) + 1e-9
 
 
 def test_no_element_beyond_4_sigma_of_half_a_million_is_beyond_chance() -> None:
     p = math.erfc(4 / 2**0.5)
-    assert chance_of_count(0, 480_000, p, p) < math.log(1e-9)
+    assert log_chance_of_count(0, 480_000, p, p) < math.log(1e-9)
 
 
 SHAPES = {"scalar": 1, "bias": 5, "weight": 72, "kernel": 600}
@@ -84,13 +84,13 @@ def test_right_noise_passes_whatever_is_drawn(dtype: torch.dtype) -> None:
 
 
 def test_nothing_of_right_noise_is_nearly_as_surprising_as_what_fails() -> None:
-    # Of 200 draws the rarest has a chance of 1 in 200; bounds are above the chances.
+    # The rarest of 200 draws has a probability of about 1/200, and bounds are larger.
     generator = torch.Generator().manual_seed(1)
     for judge in (_deviations, _pairs, _repeats, _along):
         rarest = 0.0
         for _ in range(200):
             found, comparisons = judge(drawn(torch.float32, generator))
-            likeliest = min((each.chance for each in found), default=0.0)
+            likeliest = min((each.log_chance for each in found), default=0.0)
             rarest = min(rarest, likeliest + math.log(max(comparisons, 1)))
         assert rarest > math.log(1e-4)
 
@@ -115,7 +115,7 @@ def test_worst_repeat_says_what_a_search_over_all_distances_says() -> None:
 
     def chance(a: Tensor, b: Tensor) -> float:
         r = (a @ b) / (a.norm() * b.norm())
-        return float(chance_of_correlation(r, torch.tensor(len(a))))
+        return float(log_chance_of_correlation(r, torch.tensor(len(a))))
 
     mirrored = {}
     for total in range(2 * len(noise) - 1):

@@ -27,7 +27,9 @@ class Digits(Workload):
         return F.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
 
 
-small = Digits(image_size=7)
+def digits(size: int = 28) -> Digits:
+    """Images of that size."""
+    return Digits(image_size=size)
 
 
 class OwnTrainer(DPSGDTrainer):

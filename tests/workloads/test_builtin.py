@@ -65,7 +65,7 @@ def expected(name: str) -> Expected:
     torch.manual_seed(0)
     model = workload.model().train()
     batch = next(iter(workload.batches(3)))
-    examples = Examples.of(copy.deepcopy(model), batch, workload.losses)
+    examples = Examples.computed(copy.deepcopy(model), batch, workload.losses)
     median = float(examples.norms.norm(dim=1).median())
     means = examples.mean(examples.factors("flat", median)).values()
     mean = torch.cat([mean.flatten() for mean in means])

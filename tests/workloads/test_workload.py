@@ -24,14 +24,15 @@ from dpbench.core.grid import Grid
 from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
+from tests.named import target
 from tests.workloads import digits
 
 CPU = torch.device("cpu")
 HERE = "tests.workloads.digits"
 
 
-def case_of(workload: object, trainer: object = "standard", **axes: Any) -> Case:
-    return resolve(Case(trainer, 4, workload=workload, **axes))  # type: ignore[arg-type]
+def case_of(workload: type, trainer: str = "standard", **axes: Any) -> Case:
+    return resolve(Case(trainer, 4, workload=target(workload), **axes))
 
 
 def refusal(attempt: Callable[[], object]) -> str:
@@ -88,35 +89,37 @@ def test_logical_bytes_are_those_of_its_own_layers() -> None:
 
 
 def test_a_trainer_from_before_there_were_workloads_trains_the_transformer() -> None:
-    smoke_test(resolve(Case(digits.FixedTrainer, 2, 8, "tiny")))  # type: ignore[arg-type]
+    smoke_test(resolve(Case(target(digits.FixedTrainer), 2, 8, "tiny")))
 
 
 # --- named --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("named", [f"{HERE}:Digits", digits.Digits, f"other={HERE}:Digits"])
-def test_a_class_is_named_by_target_or_by_itself(named: object) -> None:
-    name = resolve(Case("standard", 4, workload=named)).workload  # type: ignore[arg-type]
+@pytest.mark.parametrize("named", [f"{HERE}:Digits", f"other={HERE}:Digits"])
+def test_a_class_is_named_by_its_target_with_or_without_a_name(named: str) -> None:
+    name = resolve(Case("standard", 4, workload=named)).workload
     assert WORKLOADS[name] is digits.Digits
 
 
-def test_an_object_is_named_by_itself_and_has_its_parameters() -> None:
-    case = case_of(digits.small, digits.OwnTrainer)
-    assert (case.workload, case.trainer) == ("small", "OwnTrainer")
+def test_a_function_of_its_parameters_may_make_one() -> None:
+    case = resolve(Case("dpsgd", 4, workload=f"{HERE}:digits:size=7"))
+    assert (case.workload, case.set) == ("digits", "size=7")
     assert build(case, CPU, 1)[0].model[1].in_features == 49
-    assert Task(case, Timing(Path())).as_json()["case"]["workload"] == f"small={HERE}:small"
-    assert "which has its parameters" in refusal(lambda: case_of(digits.small, set="hidden=2"))
+    told = Task(case, Timing(Path())).as_json()["case"]
+    assert told["workload"] == f"digits={HERE}:digits:size=7"
 
 
-def test_an_object_without_a_name_cannot_be_measured_elsewhere() -> None:
-    assert "assign it there" in refusal(lambda: case_of(digits.Digits()))
+@pytest.mark.parametrize("named", [digits.Digits, digits.Digits(), None])
+def test_what_is_no_text_names_nothing(named: Any) -> None:
+    assert "is no name; write it as package.module:Class" in refusal(
+        lambda: Case("standard", 4, workload=named)
+    )
 
 
 def test_parameters_are_part_of_id_report_and_row() -> None:
     case = case_of(digits.Digits, "dpsgd", set={"image_size": 9, "hidden": 2})
     assert case.id == "dpsgd-bs4-Digits,hidden=2,image_size=9-fp32"
     assert case.report_path == Path("Digits,hidden=2,image_size=9-fp32/report_dpsgd_bs4.ncu-rep")
-    assert Case.from_report_path(case.report_path) == case
     assert (case.seq_len, case.model_size, case.attention, case.model) == (0, "", "", "")
     assert case != case_of(digits.Digits, "dpsgd", set={"image_size": 9, "hidden": 3})
     assert case.baseline.set == case.set
@@ -137,7 +140,6 @@ def test_text_of_parameters_is_the_same_however_they_are_given() -> None:
 @pytest.mark.parametrize("value", ["configs/small-fp32.json", "a-fp32-b", "x y", "50%", "ü"])
 def test_any_value_stands_in_a_report_path(value: str) -> None:
     case = Case("dpsgd", 4, workload="w", set={"file": value}, precision="bf16")
-    assert Case.from_report_path(case.report_path) == case
     assert len(case.report_path.parts) == 2
 
 
@@ -173,7 +175,7 @@ def test_grid_file_sets_parameters(tmp_path: Path) -> None:
 
 
 def test_one_grid_has_the_transformer_and_others() -> None:
-    axes = {"workload": ["transformer", digits.Digits], "batch_size": [8], "trainer": ["dpsgd"]}
+    axes = {"workload": ["transformer", f"{HERE}:Digits"], "batch_size": [8], "trainer": ["dpsgd"]}
     ids = [case.id for case in Grid.named("grid1").with_axes(**axes).cases()]
     assert ids == [
         "dpsgd-bs8-seq256-1b-fp32",
@@ -199,7 +201,7 @@ def test_one_grid_has_the_transformer_and_others() -> None:
             ["--set=image_size=8"],
             "unknown parameter of workload transformer 'image_size'; choose from seq_len, model_si",
         ),
-        ([f"--workload={HERE}:Absent"], f"module '{HERE}' has no 'Absent'"),
+        ([f"--workload={HERE}:Absent"], f"unknown class of {HERE} 'Absent'; choose from"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_in_a_line(
@@ -243,7 +245,7 @@ def test_what_a_grid_file_cannot_set_is_refused(tmp_path: Path, text: str, said:
         (digits.NoBatch, "NoBatch.batches gave no batch"),
         (digits.NoReturn, "NoReturn.batches gave no batch"),
         (digits.NoModel, "NoModel.model must return an nn.Module, not NoneType"),
-        (digits.NoWorkload, "must be a subclass of dpbench.Workload"),
+        (digits.NoWorkload, "is a NoWorkload; a workload is a subclass of dpbench.Workload"),
     ],
 )
 def test_a_wrong_workload_is_refused_in_a_line(workload: type, said: str) -> None:
@@ -291,6 +293,6 @@ def test_what_no_gpu_would_change_is_said_before_one_is_used(built_in: bool) -> 
 def test_a_model_that_ignores_its_size_is_not_called_by_it() -> None:
     case = Case("standard", 2, 8, "tiny", model=f"wide={HERE}:WideModel")
     message = refusal(lambda: build(resolve(case), CPU, 1))
-    assert "model wide has no layer of width 64: it ignores the size" in message
+    assert "model wide has no layer of width 64: it ignores its size" in message
     right = Case("standard", 2, 8, "100x48x1x2", model="wide")
     assert build(right, CPU, 1)[0].model.head.out_features == 100

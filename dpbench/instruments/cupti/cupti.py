@@ -47,4 +47,5 @@ class Cupti(InProcessInstrument):
         """The rows of timing, and each metric by phase and step."""
         from dpbench.instruments.cupti.recorder import cupti_rows
 
+        process.notes = [*dict.fromkeys((*process.notes, *record.get("notes", ())))]
         return cupti_rows(process.case, record)

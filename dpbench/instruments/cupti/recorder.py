@@ -14,7 +14,8 @@ from dpbench.core.case import Case
 from dpbench.core.metrics import unit
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
-from dpbench.instruments.cupti.ranges import StepCounter, Target, enough_ranges
+from dpbench.instruments.cupti.ranges import StepCounter, enough_ranges
+from dpbench.instruments.cupti.target import Target
 from dpbench.instruments.timing import TimingRecorder, timing_rows
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.phases import PhaseListener
@@ -56,6 +57,7 @@ class CuptiRecorder(Recorder):
             if self.alike:
                 by_phase, whole = 1, whole_steps(self.timing.median_seconds)
             self._target = Target.of_torch()
+            self.notes = [self._target.note] if self._target.note else []
             rounds = [*[True] * by_phase, *[False] * whole]
             most = enough_ranges(self.timing.listener.ranges)
             self.listener = self._counter = StepCounter(self.names, self._target, rounds, most)
@@ -67,7 +69,7 @@ class CuptiRecorder(Recorder):
         """The record of timing, with what was counted.
 
         It adds ``cupti`` (the version of libcupti), ``chip``, ``passes``, ``counters`` (of each
-        metric) and ``counted`` (what `StepCounter.rounds` returns).
+        metric), ``counted`` (what `StepCounter.rounds` returns) and ``notes``.
         """
         self.timing.wait = self.wait
         record = self.timing.record(case) | {"cupti": "", "counted": []}
@@ -78,6 +80,7 @@ class CuptiRecorder(Recorder):
                 "passes": counter.passes,
                 "counters": {metric.name: metric.counters for metric in counter.metrics},
                 "counted": counter.rounds(),
+                "notes": self.notes,
             }
         return record
 

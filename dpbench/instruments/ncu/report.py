@@ -16,7 +16,7 @@ from typing import Any
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import NVTX_DOMAIN, NVTX_END
-from dpbench.core.case import ALL_PHASES, OUTSIDE, Case
+from dpbench.core.case import ALL_PHASES, OUTSIDE, Case, Script
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import write_text
 from dpbench.core.gpu import chip_of
@@ -104,20 +104,14 @@ def write_description(report: Path, case: Case, settings: Mapping[str, Any]) -> 
 
 
 def case_of(path: Path) -> Case:
-    """The case of a report: from the file beside it, or else from its path.
-
-    The path is ``SIZE-PRECISION…/report_TRAINER_bsB_seqT.ncu-rep``; reports of kernels are in a
-    folder below that one.
-    """
-    place = path.resolve()
+    """The case that the file beside a report says; without one, a script called as the report."""
+    description = path.with_suffix(".json")
     try:
-        if (description := place.with_suffix(".json")).exists():
-            return Case.from_row(json.loads(description.read_text(encoding="utf-8"))["case"])
-        if place.parent.name == KERNELS:
-            place = place.parent.with_name(place.name)
-        return Case.from_report_path(place)
+        if not description.exists():
+            return Script(str(path))
+        return Case.from_row(json.loads(description.read_text(encoding="utf-8"))["case"])
     except (ConfigurationError, KeyError, OSError, TypeError, ValueError) as error:
-        raise ForeignReport(f"{path}: {error}") from error
+        raise ForeignReport(f"{description} says no case ({error})") from error
 
 
 def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:

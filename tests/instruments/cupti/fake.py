@@ -11,8 +11,8 @@ from dpbench.core.metrics import METRICS
 from dpbench.instruments.counters.libraries import Driver
 from dpbench.instruments.cupti.chip import LINKS
 from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.cupti.ranges import Target
 from dpbench.instruments.cupti.structures import NAMES, c_function, struct_size
+from dpbench.instruments.cupti.target import Payload, Target
 
 ALL = tuple(
     dict.fromkeys(c for m in METRICS.counted("cupti") if m.name not in LINKS for c in m.on("GH100"))
@@ -236,6 +236,11 @@ def library(cupti: FakeCupti, cuda: FakeCuda | None = None) -> Library:
 
 
 def target(
-    cupti: FakeCupti, synchronize: Callable[[], None] = lambda: None, *, peers: bool = False
+    cupti: FakeCupti,
+    synchronize: Callable[[], None] = lambda: None,
+    *,
+    peers: bool = False,
+    payload: Payload = dict,
+    note: str = "",
 ) -> Target:
-    return Target(library(cupti), 0, CONTEXT, synchronize, peers)
+    return Target(library(cupti), 0, CONTEXT, synchronize, peers, payload, note)

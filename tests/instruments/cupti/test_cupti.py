@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dpbench import Case, CaseReport, ConfigurationError, gpu
+from dpbench import Case, CaseReport, ConfigurationError
 from dpbench.child import recorder as recorders
 from dpbench.child.failures import CaseFailed, CaseOutOfMemory, InstrumentError
 from dpbench.child.messages import Steps
 from dpbench.child.step import run_case
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
+from dpbench.core import gpu
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.counters.errors import CountersForbidden
@@ -189,6 +191,19 @@ def test_rows_come_from_what_the_process_printed(
     report = measure(said(record), tmp_path, monkeypatch)
     assert report.dram_bytes == 10 * GB
     assert (tmp_path / CASE.report_path).with_suffix(".cupti.log").exists()
+
+
+def test_what_no_rank_counts_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = "NVLink's payload is not counted: NVML says 'Not Supported' of GPU-1"
+    with closing(CuptiRecorder(1, [], alike=True)) as recorder:
+        monkeypatch.setattr(Target, "of_torch", lambda: target(FakeCupti(), peers=True, note=note))
+        monkeypatch.setattr(recorder, "prepare", lambda: None)
+        found = run_case(CASE, recorder, device="cpu", warmup=0, active=1)
+    replay = program(tmp_path / "replay", said({**found, "ranks": [found, found]}))
+    monkeypatch.setattr(sys, "executable", str(replay))
+    process = Cupti(tmp_path).start(CASE)
+    assert {row.rank for row in process.rows()} == {0, 1}
+    assert process.notes == [note]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from dpbench.child.failures import InstrumentError
 from dpbench.core.case import Script
-from dpbench.instruments.cupti import ranges
 from dpbench.instruments.cupti.recorder import CuptiRecorder
+from dpbench.instruments.cupti.target import Target
 from dpbench.training.phases import observed_step, phase
 from tests.instruments.cupti.fake import FakeCupti, target
 
@@ -19,7 +19,7 @@ GB = 1e9
 def recorded(monkeypatch: pytest.MonkeyPatch, scales: list[float], device: str) -> CuptiRecorder:
     """A recorder that was to time two steps, and heard as many as there are scales."""
     cupti = FakeCupti()
-    monkeypatch.setattr(ranges.Target, "of_torch", lambda: target(cupti))
+    monkeypatch.setattr(Target, "of_torch", lambda: target(cupti))
     recorder = CuptiRecorder(2)
     for scale in scales:
         with observed_step(recorder), phase("backward"):

@@ -18,7 +18,6 @@ from dpbench.instruments.ncu.report import (
     KernelReport,
     NothingProfiled,
     ReportUnreadable,
-    case_of,
     kernels_of,
     launches_by_phase,
     load_actions,
@@ -193,6 +192,8 @@ def test_reports_of_ranges_and_of_kernels_are_not_mistaken_for_each_other(tmp_pa
         read(kernels, Case("standard", 4, 64, "tiny"))
 
 
-def test_the_case_is_read_off_the_path_of_its_kernel_report() -> None:
+def test_a_kernel_report_is_below_that_of_ranges() -> None:
     case = Case("dpsgd_ghost", 16, 1024, "tiny", "tf32", "dp_mha")
-    assert case_of(NcuKernels(Path("reports")).report(case)) == case
+    folder = "reports/tiny-tf32-dp_mha/kernels"
+    expected = Path(folder, "report_dpsgd_ghost_bs16_seq1024.ncu-rep")
+    assert NcuKernels(Path("reports")).report(case) == expected

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dpbench import Case, ConfigurationError, InstrumentError, gpu
+from dpbench import Case, ConfigurationError, InstrumentError
 from dpbench.child.failures import CaseFailed
 from dpbench.child.messages import Steps
+from dpbench.core import gpu
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.counters import errors

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
+from dpbench.core.case import Script
 from dpbench.core.metrics import Counters, Metric
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.counters.metrics import on_chip, resolve
@@ -30,33 +31,31 @@ def report(path: Path) -> CaseReport:
     return CaseReport.of(case_of(path), read(path, case_of(path)))
 
 
-def test_the_case_is_read_off_the_path() -> None:
+def test_recorded_reports_say_their_case() -> None:
     assert case_of(DPSGD) == Case("dpsgd", 4, 64, "tiny", "fp32")
 
 
-def test_every_case_finds_itself_in_its_report_path() -> None:
-    for case in (
-        Case("dpsgd_ghost", 16, 1024),
-        Case("standard", 1, 7, "32000x1024x12x16", "bf16"),
-        Case("standard", 1, 7, "tiny", "tf32", "dp_mha"),
-    ):
-        assert case_of(case.report_path) == case
-
-
-def test_a_description_says_whose_report_it_is_whatever_its_path(tmp_path: Path) -> None:
-    case = Case("dpsgd", 8, workload="resnet", set={"depth": 18})
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("dpsgd:clip=per_layer", 8, workload="resnet", set={"depth": 18}),
+        Case("theirs", 1, 7, "32000x1024x12x16", "bf16", "dp_mha", "net", trainable="a-b/c?"),
+        Script("train/one", 8),
+    ],
+    ids=lambda case: case.id,
+)
+def test_a_file_beside_a_report_says_its_case_whatever_its_path(case: Case, tmp_path: Path) -> None:
     report = tmp_path / "renamed.ncu-rep"
     write_description(report, case, {"instrument": "ncu"})
     assert case_of(report) == case
     report.with_suffix(".json").write_text('{"case": {"trainer": "dpsgd"}}')
-    with pytest.raises(ForeignReport, match=r"renamed\.ncu-rep"):
+    with pytest.raises(ForeignReport, match=r"renamed\.json says no case"):
         case_of(report)
 
 
-@pytest.mark.parametrize("name", ["x.ncu-rep", "report_dpsgd.ncu-rep", "report_dpsgd_bs4.ncu-rep"])
-def test_a_path_of_another_form_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ForeignReport, match="report_TRAINER_bsB_seqT"):
-        case_of(tmp_path / name)
+def test_a_report_without_such_a_file_is_called_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "1b-fp32/report_dpsgd_bs8_seq256.ncu-rep"
+    assert case_of(path) == Script(str(path))
 
 
 def test_a_report_holds_every_byte_metric_by_phase_and_for_the_step() -> None:

@@ -21,9 +21,9 @@ from dpbench.child.messages import Steps
 from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
-from dpbench.launch import forked
+from dpbench.launch import fork_server
 from dpbench.launch.case_process import CaseProcess
-from dpbench.launch.forked import Forked, ForkServer, environment_of_cases
+from dpbench.launch.fork_server import COMMAND, Forked, ForkServer, environment_of_cases
 from dpbench.runner import measure_at_once
 from tests.launch import misbehaving
 
@@ -52,7 +52,7 @@ def server(servers: list[ForkServer], monkeypatch: pytest.MonkeyPatch) -> ForkSe
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     if not servers or servers[-1].process.poll() is not None:
         servers.append(ForkServer(environment_of_cases()))
-    monkeypatch.setattr(forked, "fork_server", lambda: servers[-1])
+    monkeypatch.setattr(fork_server, "fork_server", lambda: servers[-1])
     return servers[-1]
 
 
@@ -160,7 +160,7 @@ def is_gone(process_id: int) -> bool:
 @pytest.mark.parametrize("how", ["sys.exit()", "os.kill(os.getpid(), 9)"])
 def test_the_server_ends_with_its_session(how: str) -> None:
     program = (
-        "import os, sys; from dpbench.launch.forked import fork_server;"
+        "import os, sys; from dpbench.launch.fork_server import fork_server;"
         f"print(fork_server().process.pid, flush=True); {how}"
     )
     session = subprocess.run(
@@ -196,25 +196,24 @@ def test_closing_ends_those_that_are_still_counted(server: ForkServer) -> None:
 
 
 def test_without_its_server_a_case_has_a_new_process(server: ForkServer, tmp_path: Path) -> None:
-    hanging = timing(tmp_path).start(case_of(misbehaving.Hangs))
-    assert isinstance(hanging.group.process, Forked)
+    forked = timing(tmp_path).start(case_of())
+    assert isinstance(forked.group.process, Forked)
     os.kill(server.process.pid, signal.SIGKILL)
-    with pytest.raises(CaseFailed, match="server that forked it was killed"):
-        hanging.rows()
-    assert is_gone(hanging.group.process.pid)
+    assert forked.rows()  # which has a process of its own
+    assert is_gone(ended(forked).group.process.pid)
     running = timing(tmp_path).start(case_of())
     assert isinstance(ended(running).group.process, subprocess.Popen)
 
 
-def test_a_fork_of_which_nobody_learned_does_nothing(server: ForkServer, tmp_path: Path) -> None:
-    begun: list[int] = []
-
-    def interrupted(process_id: int) -> None:
-        begun.append(process_id)
-        raise KeyboardInterrupt
-
-    log = tmp_path / "log.txt"
-    with log.open("w") as output, pytest.raises(KeyboardInterrupt):
-        server.fork(["list"], output, environment_of_cases(), interrupted)
-    assert is_gone(begun[0])
-    assert log.read_text() == ""
+def test_a_fork_tells_its_guard_before_anybody_can_lose_sight_of_it(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    guard, told = os.pipe()
+    with (tmp_path / "log.txt").open("w") as output, os.fdopen(told, "w") as stdin:
+        options = {"stdout": output, "stdin": stdin, "env": environment_of_cases()}
+        forked = server.fork([*COMMAND, "list"], options)
+    assert forked
+    with os.fdopen(guard) as said:
+        assert said.read() == f"{forked.pid}\n"  # and the pipe has an end
+    assert forked.wait() == 0
+    assert (tmp_path / "log.txt").read_text() == "no runs in .dpbench\n"
