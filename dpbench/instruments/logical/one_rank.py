@@ -14,8 +14,6 @@ DTensors
     together. That run is not counted and takes no memory.
 Objects
     Gathering objects of other ranks is refused, because they are unknown.
-Several reduce-scatters at once
-    PyTorch does not say what its operator for them returns on tensors without data.
 FSDP2's chunks
     It cuts a parameter into a chunk for each rank, and takes the first.
 """
@@ -24,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import groupby
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +35,6 @@ from torch._C._distributed_c10d import (
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
-from torch.distributed._meta_registrations import create_fakework
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -49,9 +45,6 @@ from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 BUCKET = 25 * 1024**2
 """Size of each of DDP's buckets but the first, B."""
-
-SEVERAL = "reduce_scatter_tensor_coalesced_"
-"""The operator of several reduce-scatters at once."""
 
 PLACES = {"device_ids", "output_device", "dim"}
 """Arguments of DDP that do not change what it moves."""
@@ -77,10 +70,6 @@ def fake_process_group(ranks: int) -> Iterator[None]:
     with ExitStack() as stack:
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         stack.callback(distributed.destroy_process_group)
-        library = torch.library.Library("c10d", "IMPL")
-        stack.callback(library._destroy)
-        several = partial(create_fakework, return_first_arg=False)
-        library.impl(SEVERAL, lambda *args: several(args), "Meta")
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value))
         same = patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True)
