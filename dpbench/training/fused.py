@@ -75,8 +75,8 @@ class FusedTrainer(BookKeepingTrainer):
 
     The first step makes the graphs, and only it. A batch of other shapes than its is trained
     without them, as are micro-batches, steps whose operators somebody counts, a model some layers
-    of which have gone over to `eval`, or back. Under FSDP2 only clip has graphs: see
-    `dpbench.training.clip_graphs`.
+    of which have gone over to `eval`, or back. Under FSDP2 only clip has graphs, which the second
+    step makes: see `dpbench.training.clip_graphs`.
     """
 
     scaled = staticmethod(scaled)
@@ -93,6 +93,7 @@ class FusedTrainer(BookKeepingTrainer):
         self._seed_buffers()
         device = self.trained[0].device
         self._graphs: Graphs | None = None  # before the first step
+        self._clip_steps = 0
         self._clip_inputs: FixedInputs | None = None  # under FSDP2, once its clip has graphs
         self._loss = torch.zeros((), device=device)
         self._layers = [*self.model.modules()]
@@ -246,8 +247,10 @@ class FusedTrainer(BookKeepingTrainer):
         return graphs
 
     def clip(self, last: bool) -> None:
-        """As `BookKeepingTrainer` does; under FSDP2 as graphs."""
-        if self.parallel != "fsdp2" or not self.has_graphs():
+        """As `BookKeepingTrainer` does; under FSDP2 as graphs, from the second step on."""
+        graphs = self.parallel == "fsdp2" and self.has_graphs()
+        self._clip_steps += graphs
+        if not graphs or self._clip_steps == 1:  # which warms up
             super().clip(last)
             return
         if self._clip_inputs is None:
@@ -263,18 +266,14 @@ class FusedTrainer(BookKeepingTrainer):
         self._sums = self._closed_sums
 
     def _record_clip(self) -> None:
-        """Make the graphs of clip, after it was done once, without reductions, to warm up."""
         seen, ranks = self.seen, rank_and_ranks()[1]
         self._clip_inputs, self._clip_threshold = FixedInputs(seen), self.max_grad_norm
-        self.seen = self._clip_inputs.seen
-        for _ in self._sum_clipped():
-            pass
         layers = [[ranks * part_size(p, ranks) for p in r.trained] for r in self.rules.values()]
         memory = Turns(max(map(sum, layers)), self.trained[0])
         self._closed_sums = self._sums = Sums(self.trained, None, ranks, memory)
         self.seen = self._clip_inputs.seen
+        pool = torch.cuda.graph_pool_handle()
         with capture_errors_explained():
-            pool = torch.cuda.graph_pool_handle()
             self._clip_graphs = self._recorded_clip(pool, memory)
         self._sums, self.seen = None, seen
 
