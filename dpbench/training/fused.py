@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
-from dpbench.training.clip_graphs import FixedInputs, Turns
-from dpbench.training.gradient_sums import Buffer, Sums, in_buffers, one_buffer, part_size
+from dpbench.training.gradient_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.kernels import layer_norm_samples, noisy_descent, scaled
 from dpbench.training.known_model import KnownModel
 from dpbench.training.norm_bounds import squared_norms_of_alike, squared_sample_norms
@@ -41,14 +40,15 @@ from dpbench.training.per_layer import (
     three_dimensional,
 )
 from dpbench.training.phases import phase
-from dpbench.training.reductions import Share, taken
+from dpbench.training.reductions import Reduction
 
 T = TypeVar("T")
 
-GraphAndBuffers = tuple[torch.cuda.CUDAGraph, list[Buffer]]
-"""A graph of a part of a step, and the buffers that are complete after it."""
-Graphs = dict[str, list[GraphAndBuffers]]
-"""Those of all parts, by phase."""
+Graphs = dict[str, list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]]
+"""By phase the graphs of its parts, and of each the buffers that are complete after it."""
+
+REDUCED_TOGETHER = 2**26
+"""Bytes of buffers after which they are reduced, while the next graph is computed."""
 
 
 class LayerNormRule(SampledRule):
@@ -75,11 +75,11 @@ class FusedTrainer(BookKeepingTrainer):
 
     The first step makes the graphs, and only it. A batch of other shapes than its is trained
     without them, as are micro-batches, steps whose operators somebody counts, a model some layers
-    of which have gone over to `eval`, or back. Under FSDP2 only clip has graphs, which the second
-    step makes: see `dpbench.training.clip_graphs`.
+    of which have gone over to `eval`, or back, and one under FSDP2.
     """
 
     scaled = staticmethod(scaled)
+    graphs_under: ClassVar[Collection[str]] = ("none", "ddp")
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -93,8 +93,7 @@ class FusedTrainer(BookKeepingTrainer):
         self._seed_buffers()
         device = self.trained[0].device
         self._graphs: Graphs | None = None  # before the first step
-        self._clip_steps = 0
-        self._clip_inputs: FixedInputs | None = None  # under FSDP2, once its clip has graphs
+        self._recorded_reductions: list[Reduction] = []
         self._loss = torch.zeros((), device=device)
         self._layers = [*self.model.modules()]
 
@@ -141,17 +140,17 @@ class FusedTrainer(BookKeepingTrainer):
             super().update()
             return
         with phase("optimizer"):
-            self._descend(self.take_shares())
+            self._descend(self.all_reductions())
 
     @torch.no_grad()
-    def _descend(self, shares: Iterable[Share]) -> None:
+    def _descend(self, reductions: Iterable[Reduction]) -> None:
         """Noise and update in one pass over gradients and parameters."""
         rate = self.plain_optimizer.param_groups[0]["lr"] / self.joint_batch_size
         deviation = self.noise_multiplier * self.max_grad_norm
         self.seeds += self._seeds_of_a_step  # seeds are never reused
         seeds = self.seeds.unbind()
-        for each in shares:
-            gradient, seed = each.flat, seeds[each.number]
+        for each in reductions:
+            gradient, seed = each.wait(), seeds[each.number]
             if self.parallel != "fsdp2":
                 noisy_descent(self.flats[each.number], gradient, seed, deviation, rate)
                 continue
@@ -165,14 +164,11 @@ class FusedTrainer(BookKeepingTrainer):
 
     # --- graphs ------------------------------------------------------------------------------
 
-    def has_graphs(self) -> bool:
-        """Whether a step may be one of graphs, if it is like the first."""
-        possible = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
-        # Whoever listens to operators does not hear those of a graph.
-        return possible and _get_current_dispatch_mode() is None
-
     def train_step(self, batch: Batch) -> Tensor:
-        graphs = self.parallel != "fsdp2" and self.has_graphs()
+        graphs = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
+        graphs = graphs and self.parallel in self.graphs_under
+        # Whoever listens to operators does not hear those of a graph.
+        graphs = graphs and _get_current_dispatch_mode() is None
         if self._graphs is None:
             self.begin_step()
             next(self.parts(batch))  # refuses another size
@@ -185,10 +181,10 @@ class FusedTrainer(BookKeepingTrainer):
             with phase(name):
                 for graph, complete in graphs_of_phase:
                     graph.replay()
-                    if complete:
-                        self.reduce(complete)
+                    for buffer in complete:
+                        self.reduce(buffer)
         with phase("optimizer"):
-            self._descend(self.take_reduced())
+            self._descend(self._reductions or self._recorded_reductions)
         return self._loss.clone()
 
     def _signature(self, batch: Batch) -> tuple[object, ...]:
@@ -212,7 +208,7 @@ class FusedTrainer(BookKeepingTrainer):
         torch.cuda.current_stream().wait_stream(side)
         graphs: Graphs = {}
         pool = torch.cuda.graph_pool_handle()
-        with capture_errors_explained():
+        try:
             with self.without_parameter_gradients():
                 # Hugging Face's attention makes a mask where a stream is being captured, and runs
                 # other kernels then. Only a model that would read from the GPU has to know.
@@ -220,6 +216,12 @@ class FusedTrainer(BookKeepingTrainer):
                     graphs["forward"] = [(recorded(self._forward, pool)[0], [])]
                 graphs["backward"] = [(recorded(self._backward, pool)[0], [])]
             graphs["clip"] = self._recorded_clip(pool)
+        except RuntimeError as error:
+            what = str(error).partition("\n")[0]
+            raise ConfigurationError(
+                f"a step cannot become a CUDA graph, because the model or its loss asks the GPU "
+                f"for something ({what}); use the trainer book_keeping"
+            ) from error
         return graphs
 
     def _forward(self) -> None:
@@ -227,55 +229,37 @@ class FusedTrainer(BookKeepingTrainer):
         self._loss.copy_(self._live.detach())
 
     def _backward(self) -> None:
+        if self.parallel == "fsdp2" and torch.cuda.is_current_stream_capturing():
+            # FSDP2's own streams are not in this graph before they wait for something in it.
+            last: Any = [*self.workload.blocks(self.model)][-1]
+            last.unshard(async_op=True)
         (self._live * self.batch_size).backward()
         del self._live
 
-    def _sum_clipped(self) -> Iterator[list[Buffer]]:
+    def _sum_clipped(self) -> Iterator[Buffer]:
         yield from self.clipped(last=True)
-        yield [*self.take_sums().close()]
+        yield from self.take_sums().close()
 
-    def _recorded_clip(self, pool: Any, memory: Turns | None = None) -> list[GraphAndBuffers]:
+    def _sum_over_ranks(self) -> list[Reduction]:
+        self._reductions = []
+        for buffer in self._sum_clipped():
+            self.reduce(buffer)
+        for each in self._reductions:
+            each.wait()
+        return self._reductions
+
+    def _recorded_clip(self, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]:
         """Over ranks as several graphs, with the buffers that can be reduced after each."""
-        layers, left = self._sum_clipped(), len(in_buffers(self.trained))
-        least = math.inf if self.parallel == "none" else None
-        graphs: list[GraphAndBuffers] = []
+        if self.parallel == "fsdp2":
+            graph, self._recorded_reductions = recorded(self._sum_over_ranks, pool)
+            return [(graph, [])]
+        buffers, left = self._sum_clipped(), len(in_buffers(self.trained))
+        least = REDUCED_TOGETHER if self.parallel == "ddp" else math.inf
+        graphs = []
         while left:
-            graphs.append(recorded(partial(taken, layers, least), pool))
+            graphs.append(recorded(partial(taken, buffers, least), pool))
             left -= len(graphs[-1][1])
-            if memory:
-                memory.swap()
         return graphs
-
-    def clip(self, last: bool) -> None:
-        """As `BookKeepingTrainer` does; under FSDP2 as graphs, from the second step on."""
-        graphs = self.parallel == "fsdp2" and self.has_graphs()
-        self._clip_steps += graphs
-        if not graphs or self._clip_steps == 1:  # which warms up
-            super().clip(last)
-            return
-        if self._clip_inputs is None:
-            self._record_clip()
-        same = self._clip_threshold == self.max_grad_norm
-        if not (same and self._clip_inputs and self._clip_inputs.take(self.seen)):
-            super().clip(last)
-            return
-        self.seen = {}
-        for graph, complete in self._clip_graphs:
-            graph.replay()
-            self.reduce(complete)
-        self._sums = self._closed_sums
-
-    def _record_clip(self) -> None:
-        seen, ranks = self.seen, rank_and_ranks()[1]
-        self._clip_inputs, self._clip_threshold = FixedInputs(seen), self.max_grad_norm
-        layers = [[ranks * part_size(p, ranks) for p in r.trained] for r in self.rules.values()]
-        memory = Turns(max(map(sum, layers)), self.trained[0])
-        self._closed_sums = self._sums = Sums(self.trained, None, ranks, memory)
-        self.seen = self._clip_inputs.seen
-        pool = torch.cuda.graph_pool_handle()
-        with capture_errors_explained():
-            self._clip_graphs = self._recorded_clip(pool, memory)
-        self._sums, self.seen = None, seen
 
 
 def moved_together(parameters: list[Tensor]) -> Tensor:
@@ -295,17 +279,14 @@ def recorded(part: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]
     return graph, returned
 
 
-@contextmanager
-def capture_errors_explained() -> Iterator[None]:
-    """Say of an error in here what it means, and what works."""
-    try:
-        yield
-    except RuntimeError as error:
-        what = str(error).partition("\n")[0]
-        raise ConfigurationError(
-            f"a step cannot become a CUDA graph, because the model or its loss asks the GPU "
-            f"for something ({what}); use the trainer book_keeping"
-        ) from error
+def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
+    """The next of some buffers, which have so many bytes together, or the last ones."""
+    some: list[Buffer] = []
+    for buffer in buffers:
+        some.append(buffer)
+        if sum(each.flat.nbytes for each in some) >= least:
+            break
+    return some
 
 
 def waits_for_the_gpu(part: Callable[[], object]) -> bool:
