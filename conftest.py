@@ -1,4 +1,4 @@
-"""The repository's own suite: what it needs, and when it is skipped."""
+"""Fixtures and hooks of the repository's own suite."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["pytester"]
 
-READ_BY_PYTEST = ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER")
-"""With the first two, pytest prints the last lines of a session uncut."""
+PYTEST_VARIABLES = ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER")
+"""Environment variables that change pytest's output or options."""
 
 COLOURS = ("PY_COLORS", "NO_COLOR", "FORCE_COLOR")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def signals_end_what_tests_start() -> None:
-    """A suite that ignores signals, under nohup or in the background, hands that on otherwise."""
+    """Restore SIGHUP and SIGINT if ignored (nohup, background): child processes inherit that."""
     for number, handler in (
         (signal.SIGHUP, lambda *_: None),
         (signal.SIGINT, signal.default_int_handler),
@@ -43,22 +43,22 @@ def signals_end_what_tests_start() -> None:
 
 @pytest.fixture(autouse=True)
 def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it, and its sessions print the same everywhere.
+    """Undo what a test registers, and make its sessions print the same on any machine.
 
-    Git's variables, which are set while the hook of a commit runs, would have a test's commit go
-    to that repository; its own configuration may want a signature. Python takes a module that is
-    written again within a second for the one whose bytecode it has kept. Not for tests that
-    measure: the session that they belong to reads all of these to its end.
+    Git sets variables while a commit hook runs; with them a test would commit to that repository.
+    Git's configuration may demand a signature. Bytecode is off, because Python would mistake a
+    module rewritten within a second for the old one. Tests that measure keep the environment, which
+    their session reads to its end.
     """
     if request.node.get_closest_marker("gpu"):
         return
     for registry in NAMED.values():
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a command adds the directory that it is in
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a command adds its working directory
     monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
-    monkeypatch.setattr(METRICS, "_every", METRICS.every())  # which takes a while to make
+    monkeypatch.setattr(METRICS, "_every", METRICS.every())  # slow to compute
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]
-    for variable in (*READ_BY_PYTEST, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
+    for variable in (*PYTEST_VARIABLES, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})  # the suite itself uses all
     monkeypatch.setenv("COLUMNS", "80")
@@ -70,9 +70,9 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count trainers and workloads from outside in this process, too.
+    """Count outside trainers and workloads in this process.
 
-    In one of their own the count is the same and takes seconds: see `test_apart.py`.
+    A process of their own gives the same count (see `test_apart.py`), but takes seconds.
     """
     from dpbench.instruments.logical.logical import Counting, Logical
 
@@ -81,7 +81,7 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keep measured processes from a GPU that this one uses, and wait for theirs."""
+    """Take the GPU's lock while this process uses the GPU."""
     from dpbench.core.gpu import exclusive, visible_gpus
 
     with exclusive(visible_gpus()[0], request.node.name):
@@ -92,13 +92,13 @@ def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 COUNTS: dict[Case, Outcome] = {}
-"""Of cases that came with dpbench, which always count the same."""
+"""Counts of built-in cases, which never change."""
 
 
 @pytest.fixture
 def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count a case that came with dpbench once for all tests that are about what follows."""
-    import torch  # noqa: F401  # where it is imported, such a case is counted in this process
+    """Count each built-in case once, for tests of what is done with counts."""
+    import torch  # noqa: F401  # a process with torch counts built-in cases itself
 
     from dpbench.instruments.logical.logical import Logical
 
@@ -115,13 +115,12 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compute with one thread, here and in child processes: the models of the tests are tiny.
+    """Save time: one thread, compiled bytecode, less garbage collection.
 
-    More threads spend ten times as long waiting for each other. And look for garbage less often:
-    each time Python looks at all objects of torch and pandas, a tenth of the suite's time. Left
-    alone with ``--ncu`` and ``--cupti``, where a measured process shall be as its user would
-    start it. And compile dpbench once: the tests' processes are told not to keep bytecode, and
-    would each compile it anew. What pytest makes of the test modules is kept for the next session.
+    Test models are tiny, so several threads would mostly wait for each other. Garbage collection
+    scans all objects of torch and pandas, a tenth of the suite's time. Child processes write no
+    bytecode, and would each compile dpbench again. With ``--ncu`` or ``--cupti`` threads and
+    collection stay as a user has them.
     """
     sys.dont_write_bytecode = False
     if not hasattr(config, "workerinput"):
@@ -134,10 +133,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Choose how many examples Hypothesis tries; ``HYPOTHESIS_PROFILE=thorough`` for many.
 
-    Only where tests run: the process that hands them out would be loading Hypothesis while its
-    workers wait to be started.
+    xdist's controller does not load Hypothesis: its workers would wait meanwhile.
     """
-    if session.config.pluginmanager.hasplugin("dsession"):  # xdist's, in that process
+    if session.config.pluginmanager.hasplugin("dsession"):  # xdist's controller
         return
     from hypothesis import settings
 
@@ -147,16 +145,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Leave out what was imported when pytest looks for garbage at the end: that takes seconds."""
+    """Spare imported objects from pytest's last garbage collection, which takes seconds."""
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is marked ``gpu`` where there is none; begin with what takes longest.
+    """Skip tests marked ``gpu`` without a GPU, and run the longest tests first.
 
-    Tests that run pytest themselves take seconds each. Workers steal each other's last tests but
-    not the last two: if those are short, all workers end together. With pytest-randomly the order
-    stays random.
+    Tests that run pytest take seconds. Workers steal tests from each other, except the last two: if
+    these are short, all workers end together. pytest-randomly keeps its order.
     """
     if not config.pluginmanager.hasplugin("randomly"):
         items.sort(key=lambda item: "pytester" not in getattr(item, "fixturenames", ()))

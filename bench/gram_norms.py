@@ -23,7 +23,7 @@ from dpbench.child.build import pick_device
 from dpbench.child.step import alone
 from dpbench.core.model_size import MODEL_SIZES, ModelSize
 from dpbench.training import kernels
-from dpbench.training.norm_bounds import squared_norms_of_alike
+from dpbench.training.ghost_norms import squared_norms_of_alike
 
 WAYS = {
     torch.float32: [

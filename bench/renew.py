@@ -3,8 +3,8 @@
     python -m bench.renew            # write them anew, after a measurement
     python -m bench.renew --check    # say which are not what the runs say; exit status 1 if any
 
-A block stands between ``<!-- generated: NAME WORDS -->`` and ``<!-- end -->``; `bench.tables` has
-a function of that name, which is called with the words and returns Markdown.
+A block stands between ``<!-- generated: NAME WORDS -->`` and ``<!-- end -->``; `bench.tables` or
+`bench.rank_tables` has a function of that name, called with the words, that returns Markdown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from bench import tables
+from bench.rank_tables import TABLES
 from bench.runs import ROOT
 
 PAGES = [
@@ -33,9 +33,9 @@ def renewed(text: str) -> str:
 
     def block(found: re.Match[str]) -> str:
         name, *words = found[2].split()
-        if name not in tables.TABLES:
+        if name not in TABLES:
             raise LookupError(f"no table is called {name!r}")
-        return f"{found[1]}{tables.TABLES[name](*words)}\n{found[4]}"
+        return f"{found[1]}{TABLES[name](*words)}\n{found[4]}"
 
     if text.count("<!-- generated:") != len(BLOCK.findall(text)):
         raise LookupError("a generated block has no end")

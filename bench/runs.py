@@ -65,6 +65,16 @@ def value(file: str, metric: str, phase: str = STEP, **axes: object) -> float:
     return float(rows.value.iloc[0])
 
 
+def of_rank(file: str, metric: str, rank: int, phase: str = STEP, **axes: object) -> float:
+    """One number of one rank, in base units: the median of its steps."""
+    rows = run(path_of(file)).frame
+    for axis, wanted in {"metric": metric, "phase": phase, "rank": rank, **axes}.items():
+        rows = rows[rows[axis] == wanted]
+    if rows.empty:
+        raise LookupError(f"{file} has no {metric} of rank {rank} and {axes} in {phase}")
+    return float(rows.value.median())
+
+
 def collectives(file: str, **axes: object) -> int:
     """How often a rank sends in a step."""
     counts = pd.DataFrame(run(path_of(file)).document["operators"])

@@ -26,7 +26,6 @@ _HOMES = {
     ),
     "dpbench.training.lean": ("LeanTrainer",),
     "dpbench.training.ghost_lean": ("GhostLeanTrainer",),
-    "dpbench.training.mixed_ghost": ("MixedGhostTrainer",),
     "dpbench.training.micro_batch": ("MicroBatchTrainer",),
     "dpbench.training.book_keeping": ("BookKeepingTrainer",),
     "dpbench.training.fused": ("FusedTrainer",),

@@ -1,4 +1,4 @@
-"""What a private step must at least move, counted without a GPU: the floor of any method."""
+"""The minimum bytes of a private step, counted without a GPU, and what cases need beyond it."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ BYTES = ("logical_read_bytes", "logical_write_bytes")
 
 
 def floor(case: Case) -> dict[str, float]:
-    """Logical bytes by phase that flat clipping needs at least, if kernels share nothing.
+    """The minimum logical bytes of flat clipping by phase, without caches between kernels.
 
-    A standard step, and in ``clip`` what the norms must read again: each layer's input and its
-    output's gradient, or each example's gradient. Norms come before gradients can be weighted, so
-    none can be used while it is read for the gradient. Noise that is drawn while parameters are
-    updated moves nothing. It is of one rank's batch, trained at once: to accumulate over
-    micro-batches or to reduce over ranks takes more, how much more is the method's own.
+    It is a standard step, plus in ``clip`` what norms must read again: each layer's input and its
+    output's gradient, or the per-sample gradients. All norms must be known before any gradient is
+    weighted, so one read cannot serve both. Noise drawn in the update moves nothing. The floor is
+    for one rank's batch without micro-batches; accumulation and reduction over ranks come on top,
+    and depend on the method.
     """
-    standard = by_phase(_at_once(case))
+    standard = by_phase(_standard_of_rank(case))
     phases = {phase: standard[phase]["bytes"] for phase in PHASES if phase in standard}
     return phases | {"clip": float(read_by_norms(case))}
 
 
-def _at_once(case: Case) -> Case:
-    """A standard step of one rank's batch, without micro-batches."""
+def _standard_of_rank(case: Case) -> Case:
+    """The standard case of one rank's batch, without micro-batches."""
     case = replace(case.baseline, micro_batches=1)
     return replace(case, batch_size=case.batch_size // case.gpus, parallel="none", gpus=1)
 
 
 def by_phase(case: Case) -> dict[str, dict[str, float]]:
-    """By phase, and for the step, what a case is counted to move, compute and keep in memory."""
+    """The logical metrics of a case, and its bytes, by phase and for the step."""
     summary = summarise(to_frame(Logical().measure(case)))
     wide = summary.pivot_table(values="value", index="phase", columns="metric")
     wide["bytes"] = wide[[*BYTES]].sum(axis="columns")
@@ -47,10 +47,10 @@ def by_phase(case: Case) -> dict[str, dict[str, float]]:
 
 
 def read_by_norms(case: Case) -> int:
-    """Bytes that the norms of all modules with parameters to be trained read at least.
+    """The minimum bytes that norms of all modules with trained parameters read.
 
-    Of each module its inputs and outputs, a gradient having the bytes of the output that it belongs
-    to, or one gradient of each example, if these are fewer bytes.
+    For each module: its inputs and output gradients, which are as large as the outputs, or its
+    per-sample gradients if they are smaller.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -58,7 +58,7 @@ def read_by_norms(case: Case) -> int:
     from dpbench.child.build import build
     from dpbench.instruments.logical.counter import without_data
 
-    once = replace(_at_once(case), activation_checkpointing="off")
+    case = replace(_standard_of_rank(case), activation_checkpointing="off")
     passing: Counter[torch.nn.Module] = Counter()
 
     def add(module: torch.nn.Module, given: object, out: object) -> None:
@@ -67,10 +67,10 @@ def read_by_norms(case: Case) -> int:
 
     def gradients(module: torch.nn.Module) -> int:
         own = module.parameters(recurse=False)
-        return once.batch_size * sum(each.nbytes for each in own if each.requires_grad)
+        return case.batch_size * sum(each.nbytes for each in own if each.requires_grad)
 
     with untouched_torch(), without_data():
-        trainer, (batch,) = build(once, torch.device("cpu"), 1)
+        trainer, (batch,) = build(case, torch.device("cpu"), 1)
         for module in filter(gradients, trainer.model.modules()):
             module.register_forward_hook(add)
         trainer.train_step(batch)
@@ -78,13 +78,13 @@ def read_by_norms(case: Case) -> int:
 
 
 def measured(frame: pd.DataFrame, cases: Iterable[Case]) -> dict[Case, dict[str, float]]:
-    """Of a run's numbers, those of the whole steps of these cases that hardware has measured.
+    """Measured metrics of the cases' whole steps, by case; logical counts are left out.
 
-    Of two instruments' it is that of the one which the definition of the metric prefers.
+    If two instruments measured a metric, the one that its definition prefers counts.
     """
     steps = of_one_instrument(frame[(frame.phase == STEP) & (frame.instrument != "logical")])
     found: dict[Case, dict[str, float]] = {case: {} for case in cases}
     for row in steps.to_dict("records"):
-        if (of := found.get(Case.from_row(row))) is not None:
-            of[row["metric"]] = row["value"]
+        if (metrics := found.get(Case.from_row(row))) is not None:
+            metrics[row["metric"]] = row["value"]
     return found

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,15 +37,14 @@ OFTEN = 100
 """The record is written after each of the first steps, then every so many, in case of a kill."""
 
 
-def run(
-    task: Task, script: Program, records: str, stopped: Callable[[], object] = lambda: None
-) -> int | str | None:
-    """Run a script and append records of its steps; returns its exit status, as for `sys.exit`.
+def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bool]:
+    """Run a script and append records of its steps.
 
-    ``stopped`` is called at the end if the script was ended before its own.
+    Returns:
+        Its exit status, as for `sys.exit`, and whether it was ended before its own end.
     """
     process, raised, case = os.getpid(), "", task.case
-    code: int | str | None = 0
+    code, stopped = None, False
     recorder = task.instrument.recorder(case, script.steps)
 
     def keep() -> None:
@@ -67,24 +66,21 @@ def run(
             watch_elsewhere(finder)
         try:
             run_program(script.program, is_module=script.is_module)
-        except Stop:
-            held.callback(stopped)
         except SystemExit as error:
-            code = error.code
+            code, stopped = error.code, isinstance(error, Stop)
         except BaseException as error:
             print_error(error)
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             raised = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         if os.getpid() != process:  # a fork of the script's own: all that is held is its parent's
             held.pop_all()
-            if script.timeout:  # its thread, which no fork has, Python would wait for at its end
-                if isinstance(code, str):
-                    print(code, file=sys.stderr)
-                end(code if isinstance(code, int) else int(code is not None))
-            return code
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+            # At its end Python would wait for the thread of the time-out, which no fork has.
+            end(code if isinstance(code, int) else int(code is not None))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _write_down(records, case, finder, recorder, code, raised)
-    return code
+    return code, stopped
 
 
 def _lock_gpus(case: Case, held: ExitStack) -> None:
@@ -141,18 +137,13 @@ def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> I
         yield f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for"
 
 
-def _leave_threads() -> None:
-    """End a script that was stopped, although threads of it still run, which may wait for it."""
-    running = [each.name for each in threading.enumerate() if not each.daemon]
-    if others := [name for name in running if name != threading.main_thread().name]:
-        print(f"dpbench exec: ended while threads run: {', '.join(others)}", file=sys.stderr)
-        end(0, wait=False)
-
-
 def main() -> NoReturn:
     """Run the script of the task that the first argument names."""
     if sys.platform == "linux":  # this process shall end with its parent, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = Task.read(Path(sys.argv[1]))
     assert task.program
-    sys.exit(run(task, task.program, os.environ.pop(RECORDS), _leave_threads))
+    code, stopped = run(task, task.program, os.environ.pop(RECORDS))
+    if stopped:  # its threads may wait for what it would have done
+        end(0, wait=False)
+    sys.exit(code)

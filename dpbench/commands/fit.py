@@ -22,9 +22,9 @@ from typing import Any
 from tqdm import tqdm
 
 from dpbench.advise.fit import (
-    CONTEXT,
-    FRAGMENTS,
-    Largest,
+    FRAGMENTATION,
+    RESERVED,
+    LargestBatch,
     Needed,
     largest_batch,
     needed,
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
     memory, where = _memory(options)
     lines: list[dict[str, Any]] = []
-    apart = f"{CONTEXT / 1e9:.1f} GB and {FRAGMENTS:.0%} of the peak, or the largest tensor,"
+    apart = f"{RESERVED / 1e9:.1f} GB and {FRAGMENTATION:.0%} of the peak, or the largest tensor,"
     notes = [f"Counted, not measured; {apart} are set apart for CUDA and the allocator."]
     cases = _cases(options)
     with tqdm(cases, unit="line", disable=None, file=sys.stderr) as progress:
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     return int(frame.batch.isna().any())
 
 
-def _found(largest: Largest, notes: list[str], case: Case) -> dict[str, Any]:
+def _found(largest: LargestBatch, notes: list[str], case: Case) -> dict[str, Any]:
     needs = largest.needs
     if needs.guessed:
         notes.append(f"{case.trainer}: operators without a rule of their own weigh in the count.")

@@ -40,8 +40,8 @@ from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.profile_folder import (
     OPERATORS,
     REPORT,
-    of_rank,
     own_folder,
+    rank_folder,
 )
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.launch.case_process import name_of
@@ -126,7 +126,7 @@ def _report(case: Case, record: Mapping[str, Any], directory: Path) -> None:
             for rank, its in enumerate(ranks)
             for row in Outcome.from_json(its["outcome"]).rows
         ]
-        first = of_rank(directory, 0) if len(ranks) > 1 else directory
+        first = rank_folder(directory, 0) if len(ranks) > 1 else directory
         write_report(directory, rows, record["schedule"], first)
 
 

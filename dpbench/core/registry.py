@@ -204,7 +204,6 @@ TRAINERS = Registry(
         "dpsgd_fgc": "dpbench.training.fast_gradient_clipping:DPFastGradientClippingTrainer",
         "lean": "dpbench.training.lean:LeanTrainer",
         "ghost_lean": "dpbench.training.ghost_lean:GhostLeanTrainer",
-        "mixed_ghost": "dpbench.training.mixed_ghost:MixedGhostTrainer",
         "micro_batch": "dpbench.training.micro_batch:MicroBatchTrainer",
         "book_keeping": "dpbench.training.book_keeping:BookKeepingTrainer",
         "fused": "dpbench.training.fused:FusedTrainer",

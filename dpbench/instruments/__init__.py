@@ -1,4 +1,4 @@
-"""How it is measured: one file or folder per instrument, behind the interface in ``base``."""
+"""Instruments, each in a file or folder of its own, behind the interface in `interface`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument
 
 ON_GPU = ("timing", "ncu")
-"""What measures a case on a GPU: times without a profiler, and bytes with it."""
+"""The default instruments on a GPU: times without a profiler, bytes under one."""
 
 
 def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> list[Instrument]:
-    """The instruments with these names for a subject, as the settings have them, each once.
+    """Build the named instruments from the settings, each once, to measure a ``subject``.
 
-    What makes no sense is refused, also for instruments that were not chosen.
+    Wrong options are refused even if their instrument was not chosen.
     """
     Steps(settings.warmup, settings.active)
     for options in _options():
@@ -38,18 +38,18 @@ def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> l
 
 
 def _options() -> list[type]:
-    """The options of dpbench's own instruments, of which some share theirs."""
+    """The option classes of dpbench's own instruments. Some instruments share one."""
     return list(dict.fromkeys(kind.options for kind in built_in() if kind.options))
 
 
 def declare_built_in(add: Callable[..., object], *names: str, of_pytest: bool = False) -> None:
-    """Declare the options of dpbench's own instruments, or those with these names."""
+    """Declare the options of dpbench's own instruments: all, or those with these names."""
     for options in _options():
         declare_own(add, options, *names, of_pytest=of_pytest)
 
 
 def built_in() -> list[type[Instrument]]:
-    """The instruments that came with dpbench."""
+    """Dpbench's own instruments."""
     return [_class(name) for name in INSTRUMENTS if INSTRUMENTS.is_builtin(name)]
 
 
@@ -58,25 +58,25 @@ def declare_outside(
     words: Sequence[str],
     option: str = "--instrument",
 ) -> None:
-    """Declare instruments that did not come with dpbench, and their options, for a command's help.
+    """Declare other packages' instruments and their options, for a command's help.
 
     Args:
-        group: makes a group of options, of a title and a description; returns what adds to it.
-        words: the command line, which may name such instruments; others are installed.
-        option: what names them there.
+        group: makes an option group from a title and a description; returns its ``add``.
+        words: the command line. It may name instruments that no entry point announces.
+        option: the option that names instruments.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument(option, action="append", nargs="?", default=[], dest="names")
     INSTRUMENTS.register_installed()
     for spelling in filter(None, early.parse_known_args(words)[0].names):
-        with suppress(ConfigurationError):  # it is refused where it is used
+        with suppress(ConfigurationError):  # the command itself will refuse it
             INSTRUMENTS.canonical(spelling)
     for name in INSTRUMENTS:
         if INSTRUMENTS.is_builtin(name):
             continue
         try:
             instrument = _class(name)
-        except Exception:  # of a package that is installed, and maybe not asked for
+        except Exception:  # an installed package is broken, and perhaps nobody asked for it
             continue
         add = group(f"instrument {name}", (instrument.__doc__ or "").partition("\n")[0])
         try:

@@ -1,4 +1,4 @@
-"""Instruments whose numbers come from a recorder in the process of a case, script or test."""
+"""Instruments whose recorder runs in the process that trains: of a case, a script or a test."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from dpbench.results.rows import Measurement
 
 @dataclass(frozen=True)
 class InProcessInstrument(Instrument):
-    """Runs ``dpbench step``, whose steps its `recorder` hears: one in each rank."""
+    """Runs ``dpbench step`` with a `recorder` in each rank."""
 
     by_rank: ClassVar[bool] = True
-    leaves_files: ClassVar[bool] = False  # beside a log, which is kept where it can be written
+    leaves_files: ClassVar[bool] = False  # other than a log
 
-    directory: Path  # where the cases' logs and reports go
+    directory: Path  # for logs and reports
     device: str = "cuda"  # or cpu
     steps: Steps = Steps(Settings.warmup, Settings.active)
-    timeout: float = Settings.timeout  # seconds after which a case is ended
+    timeout: float = Settings.timeout  # seconds; a case that takes longer is ended
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -50,19 +50,19 @@ class InProcessInstrument(Instrument):
             check_writable(self.directory)
 
     def check_script(self) -> None:
-        """Nothing to check: recording a script's steps leaves no files."""
+        """Check nothing: the recorder of a script leaves no files."""
 
     @abstractmethod
     def recorder(self, case: Case, steps: int | None = None) -> Recorder: ...
 
-    # --- in the process that starts that of a case -----------------------------------------------
+    # --- in the parent process -------------------------------------------------------------------
 
     def log(self, case: Case) -> Path:
-        """Where the output of a case's process goes."""
+        """The file for the output of a case's process."""
         return (self.directory / case.report_path).with_suffix(f".{self.name}.log")
 
     def before_case(self, case: Case) -> list[str]:
-        """The program that starts a case's process, and its arguments; none by default."""
+        """The profiler that starts the case, with its arguments; by default nothing."""
         return []
 
     def start(self, case: Case) -> CaseProcess:
@@ -71,7 +71,7 @@ class InProcessInstrument(Instrument):
         return CaseProcess(Task(case, self), before, log=log, timeout=self.timeout, read=self.read)
 
     def read(self, process: CaseProcess) -> list[Measurement]:
-        """Wait for a process; its rows are those that the recorder of each rank made."""
+        """Wait for a case's process, and return the rows of its ranks' recorders."""
         record = process.record()
         ranks = record.get("ranks", [record])
         return [
@@ -83,16 +83,16 @@ class InProcessInstrument(Instrument):
     def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> Iterable[Measurement]:
         """The rows of one rank's record."""
         outcome = Outcome.from_json(record["outcome"])
-        process.operators = process.operators or outcome.operators  # of ranks, the first's
+        process.operators = process.operators or outcome.operators  # rank 0 comes first
         process.notes = [*dict.fromkeys((*process.notes, *outcome.notes))]
         return outcome.rows
 
-    # --- in the process of a case ----------------------------------------------------------------
+    # --- in the process that trains --------------------------------------------------------------
 
     def case_recorder(self, case: Case) -> Recorder:
-        """The recorder of the steps of a case, which are all alike."""
+        """A recorder for the steps of a case; it ends after the active ones."""
         recorder = self.recorder(case, self.steps.active)
-        recorder.wanted = recorder.wanted or self.steps.active  # an end, if it wants all there are
+        recorder.wanted = recorder.wanted or self.steps.active
         return recorder
 
     def observe(self, case: Case) -> dict[str, Any]:

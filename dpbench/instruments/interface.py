@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 
 
 class Instrument(ABC):
-    """One way to measure a case. Implementations are small frozen dataclasses of options.
+    """One way to measure. Subclasses are small frozen dataclasses of options.
 
     Attributes:
-        name: what its rows say as ``instrument``.
-        hardware: whether its numbers are those of a machine; what is counted is the same on all.
-        needs_gpu: whether it measures what a GPU does, and nothing on the CPU.
-        by_rank: whether it measures cases of several GPUs, each of whose ranks is a process.
-        subjects: what it can measure: a case; a script, and a step of one's own, if it has a
-            `recorder`.
-        options: of one of dpbench's own, a dataclass of options that its fields are made of.
+        name: the value of ``instrument`` in its rows.
+        hardware: whether numbers depend on the machine; logical counts do not.
+        needs_gpu: whether it cannot measure on the CPU.
+        by_rank: whether it can measure a case of several ranks, each in its own process.
+        subjects: what it can measure: ``case``; and with a `recorder` ``script`` and ``step``.
+        options: dpbench's own instruments only: the dataclass of its command-line options.
     """
 
     name: ClassVar[str]
@@ -40,14 +39,14 @@ class Instrument(ABC):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """The instrument as a session's options have it."""
+        """Build the instrument from a session's options."""
         return cls(**settings.own_of(cls))
 
     def check(self) -> None:  # noqa: B027
-        """Check, before any case runs, that it can work here; the error says what would help."""
+        """Raise an error with a remedy if it cannot work here; called before any case runs."""
 
     def check_ranks(self, why: str) -> None:
-        """Refuse to measure one of several ranks, which there are for a reason to be said."""
+        """Refuse several ranks if it cannot measure them; ``why`` completes the message."""
         if not self.by_rank:
             raise ConfigurationError(
                 f"{self.name} measures one process, and {why}: choose timing, cupti, logical or "
@@ -56,53 +55,53 @@ class Instrument(ABC):
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Versions of tools that its numbers depend on, beside torch; a saved run keeps them."""
+        """Versions of tools, other than torch, that its numbers depend on; runs record them."""
         return {}
 
     @abstractmethod
     def start(self, case: Case) -> PendingMeasurement:
         """Begin to measure a case.
 
-        A child process starts up (5 s of imports) while another still holds the GPU.
+        A new process spends 5 s on imports, which may overlap with another's use of the GPU.
         """
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
-        """The recorder of this many steps, of all if None, in the process that takes them.
+        """A recorder for ``steps`` steps (None for all), in the process that trains.
 
-        ``case`` stands for the script, or the step of one's own, that the steps are of.
+        For a script or a function, ``case`` stands for it.
         """
         raise NotImplementedError
 
     def observe(self, case: Case) -> dict[str, Any]:
-        """Take the steps of a case in this process; returns its record, plain JSON types."""
+        """Train a case in this process; return its record in plain JSON types."""
         raise NotImplementedError
 
     @classmethod
     def measures(cls, subject: str) -> bool:
-        """Whether it can measure a case, a script, or a step of one's own."""
+        """Whether it can measure a ``case``, a ``script`` or a ``step``."""
         recorded = cls.recorder is not Instrument.recorder
         return subject in cls.subjects and (recorded or subject == "case")
 
-    # --- a script, if another program starts its process and has the numbers -------------------
+    # --- a script that runs under a profiler, which has the numbers ------------------------------
 
     def check_script(self) -> None:
-        """Check, before a script runs, that its steps can be measured here."""
+        """Raise an error if a script cannot be measured here; called before it runs."""
         self.check()
 
     def before_script(self, case: Case) -> list[str]:
-        """The program that starts a script's process, and its arguments; none by default."""
+        """The profiler that starts the script, with its arguments; by default nothing."""
         return []
 
     def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
-        """The rows that this program counted; the script's process has left the record."""
+        """The rows of the profiler's report; ``record`` is that of the script's process."""
         return []
 
     def complaint(self, case: Case) -> InstrumentError | None:
-        """The reason for which this program ended the process, if it did."""
+        """The error for which the profiler ended the script, if it did."""
         return None
 
     def measure(self, case: Case) -> list[Measurement]:
-        """Measure one case; an `InstrumentError` says why it could not be."""
+        """Measure one case, or raise an `InstrumentError`."""
         running = self.start(case)
         try:
             return running.rows()
@@ -112,7 +111,7 @@ class Instrument(ABC):
 
 @dataclass(frozen=True, eq=False)
 class InstrumentWrapper(Instrument):
-    """An instrument that has another one measure; its rows have the name of that one."""
+    """Measures with another instrument, whose name its rows have."""
 
     instrument: Instrument
 

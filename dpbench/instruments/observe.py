@@ -1,4 +1,4 @@
-"""Steps of one's own by an instrument, in the process that trains: a loop's, or a function's."""
+"""Measures the steps of a user's loop or function, in the process that trains."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from dpbench.results.rows import Measurement
 
 
 class Observation:
-    """What `observe` hands out: says where steps are, and has the report."""
+    """What `observe` yields: marks steps and has the report."""
 
     def __init__(self, case: Case, recorder: Recorder, finder: StepFinder) -> None:
         self.case, self.recorder, self.finder = case, recorder, finder
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One training step; its phases are found, or said by `dpbench.phase`."""
+        """Mark one training step. Its phases are found, or marked with `dpbench.phase`."""
         finder = self.finder
         finder.start_step()
         try:
@@ -47,17 +47,17 @@ class Observation:
 
     @property
     def report(self) -> CaseReport:
-        """The report of the steps so far, as a fixture's: ``value``, ``phases``, ``ratio_to``."""
+        """The report of the steps so far, like that of a fixture."""
         if not self.recorder.heard:
             raise ConfigurationError(
                 f"{self.case.id}: no step was observed: put `with seen.step():` around each, and "
-                f"take more than are skipped"
+                f"take more steps than are skipped"
             )
         return CaseReport.of_outcome(self.outcome)
 
     @property
     def outcome(self) -> Outcome:
-        """What became of the steps so far."""
+        """Rows and notes of the steps so far."""
         outcome = self.recorder.outcome(self.case)
         return replace(outcome, notes=(*outcome.notes, *self.finder.remarks()))
 
@@ -70,7 +70,7 @@ def observe(
     skip: int = 0,
     steps: int | None = None,
 ) -> Iterator[Observation]:
-    """Observe a training loop of one's own.
+    """Measure the steps of your own training loop.
 
     >>> with observe("timing", skip=3, steps=5) as seen:  # doctest: +SKIP
     ...     for batch in loader:
@@ -78,15 +78,14 @@ def observe(
     ...             train_step(batch)
     >>> seen.report.value("step_time_seconds", "clip")  # doctest: +SKIP
 
-    Forward, backward, clip, noise and optimizer are found as ``dpbench exec`` finds them. After
-    the observed steps the loop goes on unobserved.
+    Phases are found as ``dpbench exec`` finds them. The loop may go on after the last step.
 
     Args:
-        instrument: ``timing``, ``logical``, ``cupti``, or another one that has a recorder.
-        name: what the report calls the loop.
-        skip: steps that come before those that count.
-        steps: how many count, all by default. With ``cupti`` as many are timed, counted by phase
-            and counted as a whole: the loop needs three times as many; 5 by default.
+        instrument: ``timing``, ``logical``, ``cupti``, or another one with a recorder.
+        name: the name of the loop in the report.
+        skip: number of first steps that do not count.
+        steps: number of steps that count; by default all, with ``cupti`` 5. ``cupti`` takes three
+            times as many: timed, counted by phase, and counted as a whole.
     """
     if skip < 0 or (steps is not None and steps < 1):
         raise ConfigurationError(f"observe needs skip >= 0 and steps >= 1, not {skip} and {steps}")
@@ -104,9 +103,9 @@ def observe(
 
 @dataclass(frozen=True, eq=False)
 class FunctionInstrument(InstrumentWrapper):
-    """Takes a step again and again, and hears it as an instrument hears a script's."""
+    """Calls a function, one training step, again and again, and measures it by an instrument."""
 
-    step: Callable[[], object]  # its phases are found, or said by `dpbench.phase`
+    step: Callable[[], object]
     steps: Steps
 
     def start(self, case: Case) -> PendingMeasurement:
@@ -115,7 +114,7 @@ class FunctionInstrument(InstrumentWrapper):
 
 @dataclass(eq=False)
 class PendingFunction(PendingMeasurement):
-    """The steps, which are taken once their rows are asked for."""
+    """A function's measurement; the steps are taken when the rows are asked for."""
 
     instrument: FunctionInstrument
     case: Case

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timing(InProcessInstrument):
-    """Runs ``dpbench step`` by itself."""
+    """Times the phases of ``dpbench step`` without a profiler."""
 
     name: ClassVar[str] = "timing"
 
@@ -29,12 +29,12 @@ class Timing(InProcessInstrument):
         return TimingRecorder(steps)
 
     def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> list[Measurement]:
-        """Times by phase, samples per second and peak memory."""
+        """See `timing_rows`."""
         return timing_rows(process.case, record)
 
 
 class TimingRecorder(Recorder):
-    """Seconds by phase, on CUDA from events, and peak memory."""
+    """Records seconds by phase (on CUDA from events) and peak memory."""
 
     peak: int | None = None  # bytes; None on the CPU
 
@@ -51,7 +51,7 @@ class TimingRecorder(Recorder):
 
     def close(self) -> None:
         if self.heard and self.peak is None:
-            self.peak = self._peak()  # now, because the script may go on
+            self.peak = self._peak()  # now: the script may go on
         super().close()
 
     def _peak(self) -> int | None:
@@ -77,14 +77,14 @@ class TimingRecorder(Recorder):
 
 
 def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
-    """The rows of a record of `TimingRecorder`."""
+    """Step time by phase, samples per second and peak memory, from a `TimingRecorder`'s record."""
     values: list[tuple[str, str, float, int]] = []
     for repeat, seconds in enumerate(record["phase_seconds"]):
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
         if case.batch_size:  # unknown for some scripts
-            ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))  # for a script, torchrun's
+            ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))  # a script under torchrun
             values.append((STEP, "samples_per_second", case.batch_size / ranks / total, repeat))
     if record["peak_memory_bytes"] is not None:
         values.append((STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0))

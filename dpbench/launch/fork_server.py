@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import import_module
@@ -47,9 +47,6 @@ IMPORTED = (
     "torch._dynamo",  # which the first optimizer imports
     "pynvml",
 )
-
-BEGUN, GO = b"begun", b"go"
-"""A fork says that it has begun, and runs only once its parent has registered it."""
 
 MESSAGE_BYTES = 1 << 17  # of which a socket takes 200 KB at once
 PATIENCE_SECONDS = 60.0  # for the server's imports, which take about 5
@@ -98,9 +95,7 @@ class ForkServer:
             )
         atexit.register(self.close)
 
-    def fork(
-        self, command: Sequence[str], options: Mapping[str, Any], announce: Callable[[int], None]
-    ) -> Forked | None:
+    def fork(self, command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
         """Run a command of ``dpbench``; see `fork`."""
         environment = options["env"]
         names = {*environment, *self._environment}
@@ -114,15 +109,12 @@ class ForkServer:
         }
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with ExitStack() as failing, suppress(OSError):  # no server any more, or it does not answer
-            failing.callback(ours.close)  # a fork that was to be ends when it finds this closed
-            files = [theirs.fileno(), options["stdout"].fileno()]
+            failing.callback(ours.close)
+            files = [theirs.fileno(), *(options[name].fileno() for name in ("stdout", "stdin"))]
             with theirs:
                 socket.send_fds(self._requests, [json.dumps(request).encode()], files)
             ours.settimeout(PATIENCE_SECONDS)
-            said, _, process_id = ours.recv(32).partition(b" ")
-            if said == BEGUN:
-                announce(int(process_id))
-                ours.send(GO)
+            if process_id := ours.recv(16):
                 ours.settimeout(None)
                 failing.pop_all()
                 return Forked(int(process_id), ours)
@@ -150,19 +142,17 @@ def fork_server() -> ForkServer | None:
     return None
 
 
-def fork(
-    command: Sequence[str], options: Mapping[str, Any], announce: Callable[[int], None]
-) -> Forked | None:
+def fork(command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
     """Start a command of ``dpbench`` as a fork; None if it must be started as a new process.
 
     Args:
         command: an argument list.
-        options: of `subprocess.Popen`: ``env``, and ``stdout``, where its errors go as well.
-        announce: is told the process id before the fork does anything.
+        options: of `subprocess.Popen`: ``env``; ``stdout``, where its errors go as well; ``stdin``,
+            a pipe that is told the process id.
     """
     if [*command[: len(COMMAND)]] != COMMAND or (server := fork_server()) is None:
         return None
-    return server.fork(command, options, announce)
+    return server.fork(command, options)
 
 
 # --- in the server --------------------------------------------------------------------------------
@@ -207,21 +197,22 @@ def postpone(name: str) -> None:
     sys.modules[name] = package
 
 
-def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket, int]:
+def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket, int, int]:
     """Fork for each request, until nobody can ask any more. Returns in the forks alone.
 
     Returns:
-        What is asked for, the socket of whoever asks, and the descriptor of what shall be the
-        output.
+        What is asked for, the socket of whoever asks, and the descriptors of what shall be the
+        output and of the pipe that is told the process id.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
     while True:
-        said, (*files,), *_ = socket.recv_fds(requests, MESSAGE_BYTES, 2)
+        said, (*files,), *_ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
         if not said:
             os._exit(0)
         if os.fork() == 0:
             requests.close()
-            return json.loads(said), socket.socket(fileno=files[0]), files[1]
+            channel, output, guard = files
+            return json.loads(said), socket.socket(fileno=channel), output, guard
         for descriptor in files:
             os.close(descriptor)
 
@@ -246,27 +237,32 @@ def become(request: Mapping[str, Any]) -> None:
 
 
 def main() -> NoReturn:
-    """Serve. A fork of the server forks once more, and waits for the case to say its exit code."""
+    """Serve. A fork of the server forks once more, and waits for the case to say its exit code.
+
+    The case's process group is known, and has a guard, before anybody can lose sight of it.
+    """
     requests = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     prepare()
-    request, channel, output = next_request(requests)
+    request, channel, output, guard = next_request(requests)
     become(request)  # if that fails, nothing is said, and there will be a new process instead
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if case := os.fork():
-        os.close(output)
+    case = os.fork()
+    with suppress(OSError):  # both set it, so that neither goes on before; the other was faster
+        os.setpgid(case, case)
+    if case:
+        os.write(guard, b"%d\n" % case)
+        os.close(guard)
         with suppress(OSError):  # nobody may listen any more
+            channel.send(b"%d" % case)
             channel.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(case, 0)[1]))
         os._exit(0)
-    os.setsid()
+    channel.close()
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.close(output)
-    with channel:
-        channel.send(b"%s %d" % (BEGUN, os.getpid()))
-        if channel.recv(len(GO)) != GO:
-            os._exit(1)
+    for descriptor in (output, guard):
+        os.close(descriptor)
     import_module("numpy").random.seed()  # as in a new process; Python's own is seeded by a fork
     end(import_module("dpbench.commands.cli").main())
 

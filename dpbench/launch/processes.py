@@ -1,4 +1,4 @@
-"""Programs that end together with their own processes, and with whoever started them."""
+"""Starts programs in process groups. A group ends with its program, or with this process."""
 
 from __future__ import annotations
 
@@ -6,67 +6,35 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
-from types import FrameType
 from typing import Any
 
 from dpbench.child.hang_report import ASKED
 from dpbench.child.messages import POLL_SECONDS
 from dpbench.launch.fork_server import fork
 
-ANSWER_SECONDS = 30.0  # a program has to answer a question; it takes a second or two
-FRAMES_SECONDS = 0.5  # a rank has to write down where it is, which takes milliseconds
-GRACE_SECONDS = 5.0  # how long a process group has to end by itself before it is killed
+ANSWER_SECONDS = 30.0  # limit for ``--version``, which takes a second or two
+FRAMES_SECONDS = 0.5  # for ranks to write their stacks, which takes milliseconds
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL for a process group
 GUARD = f"""
 read -r group || exit
 read -r ended && exit
 kill -s TERM -- "-$group" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$group"
 """
-"""A shell that reads the number of a process group, and then waits for a second line. If its input
-ends before that line comes, its parent is gone, by ``kill -9`` for example, and it ends the group.
-ncu starts further processes, so a signal at the parent's death for its own children
-(``PR_SET_PDEATHSIG``) is not enough."""
+"""A shell script that reads the number of a process group and waits for a second line. If its input
+ends first, the parent died, e.g. by ``kill -9``, and the script ends the group.
+``PR_SET_PDEATHSIG`` is not enough: it reaches children only, and ncu starts further processes."""
 
 
-@contextmanager
-def ctrl_c_later() -> Iterator[None]:
-    """Handle Ctrl-C, and signals that end a process as it does, when what is in here is done.
-
-    Python handles a signal between any two instructions, so also between a program's start and the
-    assignment that keeps it; whoever does not know of the program cannot end it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are handled in the main thread
-        return
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers: dict[int, Any] = {n: h for n in heard if callable(h := signal.getsignal(n))}
-    arrived: list[tuple[int, FrameType | None]] = []
-    inside = True
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if inside:
-            arrived.append((number, frame))
-        else:  # before the handler was restored
-            handlers[number](number, frame)
-
-    try:
-        for number in handlers:
-            signal.signal(number, handle)
-        yield
-    finally:
-        inside = False
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in arrived:
-            handlers[number](number, frame)
+STARTER = 'echo $$ >&0; exec "$@" </dev/null'
+"""A shell script that tells the guard its own process number and then becomes the program. So the
+guard knows the number even if the parent is interrupted while it starts the program."""
 
 
 class ProcessGroup:
-    """A program in a process group of its own, with a guard that outlives this process."""
+    """A program in its own process group, with a guard that ends it if this process dies."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self._guard = subprocess.Popen(
@@ -80,34 +48,28 @@ class ProcessGroup:
         )
         self._ended = False
         try:
-            self.process: Any = fork(command, options, self._announce)
-            if self.process is None:
-                with ctrl_c_later():  # or nobody would know of the program
-                    self.process = subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, start_new_session=True, **options
-                    )
-                    self._announce(self.process.pid)
+            options |= {"stdin": self._guard.stdin}
+            started = ["/bin/sh", "-c", STARTER, "sh", *command]
+            self.process: Any = fork(command, options) or subprocess.Popen(
+                started, start_new_session=True, **options
+            )
         except BaseException:
             assert self._guard.stdin
-            self._guard.stdin.close()  # it ends what it knows of
+            self._guard.stdin.close()  # the guard ends the group
             raise
 
-    def _announce(self, process_id: int) -> None:
-        print(process_id, file=self._guard.stdin, flush=True)
-
     def poll(self) -> int | None:
-        """The exit code, negative if a signal ended it; None as long as the program runs."""
-        with ctrl_c_later():  # which could leave the lock of `subprocess.Popen.poll` taken
-            code: int | None = self.process.poll()
+        """The exit code, negative after a signal; None while the program runs."""
+        code: int | None = self.process.poll()
         return code
 
     def ask_ranks(self) -> None:
-        """Have ranks write down where they are."""
+        """Let ranks write their stacks, and wait for that."""
         self._signal(signal.Signals[ASKED])
         time.sleep(FRAMES_SECONDS)
 
     def end(self) -> None:
-        """End what is left of the group: first politely, then for good, at once if interrupted."""
+        """End the group with SIGTERM, then SIGKILL after a while, or at once if interrupted."""
         if self._ended:
             return
         if self.process.stdout:
@@ -124,8 +86,8 @@ class ProcessGroup:
             self._ended = True
 
     def _signal(self, number: int) -> bool:
-        """Send a signal, 0 for none; returns whether the group is alive."""
-        self.poll()  # reap the leader, which counts as a member until then
+        """Send a signal to the group, 0 for none; return whether the group is alive."""
+        self.poll()  # a leader that is not reaped counts as alive
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):
@@ -134,7 +96,7 @@ class ProcessGroup:
 
 
 def run(command: Sequence[str], *, timeout: float) -> tuple[int, str]:
-    """Exit code and output of a program; or 1 and why there is no output."""
+    """Run a program; return its exit code and output, or 1 and the reason for no output."""
     try:
         group = ProcessGroup(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -152,7 +114,7 @@ def run(command: Sequence[str], *, timeout: float) -> tuple[int, str]:
 
 @cache
 def version_of(path: str) -> str:
-    """The version that an ``ncu`` or ``nsys`` says it has, e.g. ``2025.3.1``, or ``unknown``."""
+    """The version of an ``ncu`` or ``nsys``, e.g. ``2025.3.1``, or ``unknown``."""
     code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
     match = None if code else re.search(r"[Vv]ersion (\d+\.\d+\.\d+)", answer)
-    return match[1] if match else "unknown"  # made for another machine, say, or it hangs
+    return match[1] if match else "unknown"  # it may be for another machine, or hang

@@ -21,15 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
+from dpbench.training.ghost_norms import GhostNorms
 from dpbench.training.gradient_sums import Buffer, Factors, scaled
-from dpbench.training.norm_bounds import (
-    grouped,
-    products_are_smaller,
-    squared_gradient_norms,
-    squared_norms_of_biases,
-    squared_norms_of_products,
-    squared_norms_of_samples,
-)
 from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import EmbeddingRule, LinearRule, Rule, Seen, rule_of
 from dpbench.training.phases import phase
@@ -162,38 +155,18 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return self.factors_for(self.squared_norms(seen))
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
-        """Of parts of each example's gradient, each ``[B]``, float32 at least.
-
-        Those of a linear layer by whichever is cheaper, products T × T or the gradients: mixed
-        ghost clipping (Bu et al., "Scalable and Efficient Training of Large Convolutional Neural
-        Networks with Differential Privacy", 2022, https://arxiv.org/abs/2205.10683).
-        """
-        products: list[tuple[Tensor, Tensor]] = []
-        gradients: list[tuple[Tensor, Tensor]] = []
-        biases: list[Tensor] = []
-        samples: list[tuple[torch.dtype, Tensor]] = []
+        """Of parts of each example's gradient, each ``[B]``, float32 at least."""
+        norms = GhostNorms()
         for layer, rule in self.rules.items():
             if layer not in seen:
                 continue
-            if not isinstance(rule, LinearRule | EmbeddingRule):
-                samples += [(p.dtype, each) for p, each in seen[layer][0].items()]
-                continue
-            x, g = rule.joined(seen[layer])
-            if rule.layer.weight.requires_grad:
-                weights = x.shape[-1] * g.shape[2]
-                by_products = x.dim() == 2 or products_are_smaller(x.shape[1], weights)
-                (products if by_products else gradients).append((x, g))
-            if rule.trains_bias:
-                biases.append(g)
-        return [
-            *squared_norms_of_products(products),
-            *(squared_gradient_norms(x, g) for x, g in gradients),
-            *squared_norms_of_biases(biases),
-            *(
-                squared_norms_of_samples([each for _, each in alike], alike[0][0])
-                for alike in grouped(samples, lambda sample: (sample[0], sample[1].dtype))
-            ),
-        ]
+            if isinstance(rule, LinearRule | EmbeddingRule):
+                trained = rule.layer.weight.requires_grad
+                norms.add(*rule.joined(seen[layer]), weight=trained, bias=rule.trains_bias)
+            else:
+                for parameter, samples in seen[layer][0].items():
+                    norms.add_samples(samples, parameter.dtype)
+        return norms.squared_norms()
 
 
 class ChangeableInPlace(torch.autograd.Function):

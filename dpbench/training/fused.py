@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
+from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.gradient_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.kernels import layer_norm_samples, noisy_descent, scaled
 from dpbench.training.known_model import KnownModel
-from dpbench.training.norm_bounds import squared_norms_of_alike, squared_sample_norms
-from dpbench.training.parallel import rank_and_ranks
+from dpbench.training.norm_bounds import squared_sample_norms
+from dpbench.training.parallel import GRAPHS, rank_and_ranks
 from dpbench.training.per_layer import (
     EmbeddingRule,
     Gradients,
@@ -74,20 +76,20 @@ class FusedTrainer(BookKeepingTrainer):
     each draws it for its shards, which stay where they are.
 
     The first step makes the graphs, and only it. A batch of other shapes than its is trained
-    without them, as are micro-batches, steps whose operators somebody counts, a model some layers
-    of which have gone over to `eval`, or back, and one under FSDP2.
+    without them, as are micro-batches, steps whose operators somebody counts, and a model some
+    layers of which have gone over to `eval`, or back. Under FSDP2 they hold its collectives: see
+    `dpbench.training.parallel.leave_group`.
     """
 
     scaled = staticmethod(scaled)
-    graphs_under: ClassVar[Collection[str]] = ("none", "ddp")
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         self.merged = is_plain(self.plain_optimizer)
         if self.merged:
             self.labels = {**self.labels, "noise": "in the update"}
-        if self.merged and self.parallel != "fsdp2":
-            self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
+            if self.parallel != "fsdp2":
+                self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
             self.known = KnownModel(self.model, in_place=True)
         self.draws_in_update = self.merged
         self._seed_buffers()
@@ -96,6 +98,13 @@ class FusedTrainer(BookKeepingTrainer):
         self._recorded_reductions: list[Reduction] = []
         self._loss = torch.zeros((), device=device)
         self._layers = [*self.model.modules()]
+        self._last_block: Any = None  # of those that FSDP2 gathers, in forward
+        for layer in self._layers[1:]:
+            if isinstance(layer, FSDPModule):
+                layer.register_forward_hook(self._note_block)
+
+    def _note_block(self, block: nn.Module, *_: object) -> None:
+        self._last_block = block
 
     def _seed_buffers(self) -> None:
         """Give each buffer a seed; under FSDP2 others in each rank."""
@@ -166,7 +175,6 @@ class FusedTrainer(BookKeepingTrainer):
 
     def train_step(self, batch: Batch) -> Tensor:
         graphs = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
-        graphs = graphs and self.parallel in self.graphs_under
         # Whoever listens to operators does not hear those of a graph.
         graphs = graphs and _get_current_dispatch_mode() is None
         if self._graphs is None:
@@ -184,7 +192,7 @@ class FusedTrainer(BookKeepingTrainer):
                     for buffer in complete:
                         self.reduce(buffer)
         with phase("optimizer"):
-            self._descend(self._reductions or self._recorded_reductions)
+            self._descend(self._recorded_reductions or self._reductions)
         return self._loss.clone()
 
     def _signature(self, batch: Batch) -> tuple[object, ...]:
@@ -230,9 +238,9 @@ class FusedTrainer(BookKeepingTrainer):
 
     def _backward(self) -> None:
         if self.parallel == "fsdp2" and torch.cuda.is_current_stream_capturing():
-            # FSDP2's own streams are not in this graph before they wait for something in it.
-            last: Any = [*self.workload.blocks(self.model)][-1]
-            last.unshard(async_op=True)
+            # FSDP2's own streams, which gather ahead, are not in this graph before they wait for
+            # something in it; this stream begins, and they wait for it.
+            self._last_block.unshard(async_op=True)
         (self._live * self.batch_size).backward()
         del self._live
 
@@ -241,6 +249,7 @@ class FusedTrainer(BookKeepingTrainer):
         yield from self.take_sums().close()
 
     def _sum_over_ranks(self) -> list[Reduction]:
+        """Clip with its reductions; what was sent makes room for other sums."""
         self._reductions = []
         for buffer in self._sum_clipped():
             self.reduce(buffer)
@@ -249,7 +258,7 @@ class FusedTrainer(BookKeepingTrainer):
         return self._reductions
 
     def _recorded_clip(self, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]:
-        """Over ranks as several graphs, with the buffers that can be reduced after each."""
+        """Under DDP as several graphs, with the buffers that can be reduced after each."""
         if self.parallel == "fsdp2":
             graph, self._recorded_reductions = recorded(self._sum_over_ranks, pool)
             return [(graph, [])]
@@ -274,6 +283,7 @@ def moved_together(parameters: list[Tensor]) -> Tensor:
 def recorded(part: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
     """A graph of what a part of a step does, with its memory in a pool; and what it returned."""
     graph = torch.cuda.CUDAGraph()
+    GRAPHS.add(graph)
     with torch.cuda.graph(graph, pool=pool):
         returned = part()
     return graph, returned

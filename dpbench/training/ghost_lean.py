@@ -1,273 +1,280 @@
 """Opacus's ghost clipping without the bytes that it moves needlessly.
 
-Each change leaves the arithmetic of a step as it is, is small enough to go upstream (Opacus 1.6.0,
-https://github.com/meta-pytorch/opacus), and can be had alone: ``ghost_lean:changes=taken``.
+A first backward pass finds norms, a second one the gradient of the weighted loss, as in
+`dpbench.training.fast_gradient_clipping`; `docs/upstream` has most of what Opacus 1.6.0 does
+otherwise as diffs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
-from unittest.mock import patch
+from typing import Any
 
 import torch
-from opacus.grad_sample import GradSampleModuleFastGradientClipping
-from opacus.grad_sample import grad_sample_module_fast_gradient_clipping as hooks
-from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
-    GradSampleModuleFastGradientClippingFSDP,
-)
-from opacus.optimizers import DPOptimizer
-from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from opacus.utils.tensor_utils import unfold2d
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import conv1d, conv2d, conv3d
 
-from dpbench.core.errors import ConfigurationError
-from dpbench.training.base import Batch
-from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.training.base import DRAWN_BY, Batch, mean_of
+from dpbench.training.book_keeping import check_untied
+from dpbench.training.fast_gradient_clipping import sharded_as_opacus_does
+from dpbench.training.ghost_norms import WAYS, GhostNorms, are_smaller
 from dpbench.training.gradient_sums import rounded_down
-from dpbench.training.lean import NoiseAtOnce, changed_optimizer, chosen, derived, kept_of
-from dpbench.training.norm_bounds import (
-    clipping_factors,
-    squared_bias_norms,
-    squared_product_norms,
-    squared_sample_norms,
-    terms_rounding,
-    unit,
-)
+from dpbench.training.lean import ClippedMeanTrainer
+from dpbench.training.norm_bounds import clipping_factors, total, unit, wide_unit
 from dpbench.training.parallel import sharded
-from dpbench.training.per_layer import as_computed, three_dimensional
-
-CHANGES = ("summed", "bias", "unused", "none", "taken", "noise", "reduce", "gather", "blocks")
-
-Norms = dict[Tensor, Tensor]
-"""Of parameters the norm of each example's gradient, ``[B]``."""
-SAMPLERS: Mapping[type, Callable[..., Norms]] = GradSampleModuleFastGradientClipping.GRAD_SAMPLERS
-"""Opacus's, of per-sample gradients."""
-NormSampler = Callable[[Any, list[Tensor], Tensor], Norms]
-"""Takes a layer, what it was given, and the gradient of what it returned."""
-
-
-def linear_norms(
-    layer: Any,
-    activations: list[Tensor],
-    backprops: Tensor,
-    squared_norms: Callable[[Tensor, Tensor], Tensor] = squared_product_norms,
-) -> Norms:
-    """Of a linear layer; the bias's from its gradient, for which Opacus makes T × T products."""
-    x, g = three_dimensional(activations[0]), three_dimensional(backprops)
-    norms = {}
-    if layer.weight.requires_grad:
-        norms[layer.weight] = squared_norms(as_computed(x, g), g).sqrt()
-    if layer.bias is not None and layer.bias.requires_grad:
-        norms[layer.bias] = squared_bias_norms(g).sqrt()
-    return norms
+from dpbench.training.per_layer import (
+    EmbeddingRule,
+    LinearRule,
+    Rule,
+    SampledRule,
+    as_computed,
+    rule_of,
+    three_dimensional,
+)
+from dpbench.training.phases import phase
+from dpbench.training.refusals import check_layers
 
 
-def embedding_norms(layer: nn.Embedding, activations: list[Tensor], backprops: Tensor) -> Norms:
-    """Of an embedding; Opacus adds up each row's gradients, in their type."""
-    ids, g = activations[0].reshape(len(backprops), -1), three_dimensional(backprops)
-    norms = squared_product_norms(ids, g).sqrt()
-    if not g.is_cuda and g.itemsize == 2:  # in the second pass a CPU sums in this type
-        norms += g.shape[1] ** 1.5 * unit(g.dtype) * g.float().square().sum((1, 2)).sqrt()
-    return {layer.weight: norms}
-
-
-def rounded_terms(layer: nn.Module, x: Tensor, g: Tensor) -> Any:
-    """What rounding adds to norms ``[B]``, where the second pass adds up terms of its own.
-
-    Not known of others than convolutions and layer norms, nor of what a layer norm rounds itself:
-    of numbers that lie far from 0, it normalizes what is left of them.
-    """
-    wide = torch.promote_types(g.dtype, torch.float32)
-    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
-        conv: Any = {1: conv1d, 2: conv2d, 3: conv3d}[len(layer.kernel_size)]
-        squares = x.to(wide).square().sum(1, keepdim=True)
-        patches = conv(squares, ones, None, layer.stride, layer.padding, layer.dilation)
-        of_outputs = g.to(wide).square().sum(1, keepdim=True)
-        size = ((1 + patches) * of_outputs).flatten(1).sum(1).sqrt()
-        number = patches[0].numel()
-    elif isinstance(layer, nn.LayerNorm):  # a normalized number is at most the root of their number
-        width = math.prod(layer.normalized_shape)
-        size = (1 + width) ** 0.5 * torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=wide)
-        number = g[0].numel() // width
-    else:
-        return 0.0
-    return 2 * terms_rounding(g.dtype, number) * size
-
-
-def sampled_norms(layer: Any, activations: list[Tensor], backprops: Tensor) -> Norms:
-    """Of any other layer, from its per-sample gradients."""
-    kind = next(each for each in type(layer).__mro__ if each in SAMPLERS)  # FSDP2 derives its own
-    samples = SAMPLERS[kind](layer, activations, backprops)
-    terms = rounded_terms(layer, activations[0], backprops)
-    return {p: squared_sample_norms(each).sqrt() + terms for p, each in samples.items()}
-
-
-def keeping_terms(sampler: Callable[..., Norms]) -> Callable[..., Norms]:
-    """A sampler of per-sample gradients that also keeps their `rounded_terms`, for `keep_norms`."""
-
-    def sampled(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> Norms:
-        samples = sampler(layer, activations, backprops)
-        terms = rounded_terms(layer, activations[0], backprops)
-        for kept in map(vars, samples):
-            kept["rounded_terms"] = kept.get("rounded_terms", 0.0) + terms
-        return samples
-
-    return sampled
-
-
-def keep_norms(*, param: Any, grad_sample: Tensor, max_batch_len: int) -> None:
-    """Keep the norms of per-sample gradients; Opacus's are computed in their type."""
-    if not param.requires_grad:
-        return
-    norms = squared_sample_norms(grad_sample).sqrt() + vars(param).pop("rounded_terms", 0.0)
-    param._norm_sample = nn.functional.pad(norms, (0, max_batch_len - len(norms)))
-
-
-class LeanGhostModule(GradSampleModuleFastGradientClipping):  # type: ignore[misc]
-    """Opacus's, with norms of linear layers and embeddings that are upper bounds."""
-
-    NORM_SAMPLERS: ClassVar[Mapping[type, NormSampler]] = {
-        **GradSampleModuleFastGradientClipping.NORM_SAMPLERS,
-        nn.Linear: linear_norms,
-        nn.Embedding: embedding_norms,
-    }
-    GRAD_SAMPLERS: ClassVar[Mapping[type, Callable[..., Norms]]] = {
-        kind: keeping_terms(sampler) for kind, sampler in SAMPLERS.items()
-    }
-
-
-def as_sharded(
-    module_class: type[GradSampleModuleFastGradientClipping],
-) -> type[GradSampleModuleFastGradientClippingFSDP]:
-    """Opacus's module for FSDP2 with the norms of another."""
-    samplers = dict.fromkeys(SAMPLERS, sampled_norms) | {**module_class.NORM_SAMPLERS}
-    return type("Sharded", (GradSampleModuleFastGradientClippingFSDP,), {"NORM_SAMPLERS": samplers})
-
-
-class GhostLeanTrainer(DPGhostClippingTrainer):
+class GhostLeanTrainer(ClippedMeanTrainer):
     """`DPGhostClippingTrainer` with these changes.
 
-    - ``summed``: the loss is a sum; Opacus multiplies what each layer gets back from its mean.
-    - ``bias``: norms of biases come from their gradients; Opacus makes T × T products. And norms
-      are upper bounds, see `dpbench.training.norm_bounds`; Opacus's may be too small.
-    - ``unused``: the pass for the norms computes no gradient of a parameter, so that under FSDP2
-      none is reduced in it. Under activation checkpointing autograd cannot leave them out.
-    - ``none``: gradients of that pass are dropped; Opacus makes them zeros, and adds to these.
-    - ``taken``: the optimizer takes the clipped sums; Opacus copies them.
-    - ``noise``: as in `dpbench.training.lean.LeanTrainer`. Under FSDP2 each rank draws it for its
-      shard; of Opacus's, each for all shards.
-    - ``reduce``: as there.
-    - ``gather``: under FSDP2 embeddings are not gathered in backward, which does not read them.
-    - ``blocks``: under FSDP2 the layers of a block are gathered and reduced together, if the
-      workload says which blocks there are; Opacus's one after the other.
+    - The loss is a sum; Opacus multiplies what each layer gets back from its mean.
+    - Norms are upper bounds, see `dpbench.training.norm_bounds`; Opacus's may be too small.
+    - The pass for the norms computes no gradient of a parameter, so that under FSDP2 none is
+      reduced in it. Under activation checkpointing autograd cannot leave them out: they are
+      dropped; Opacus makes them zeros, and adds to these.
+    - Layers other than linear, embedding and convolution ones, whose parameters are mostly small,
+      compute their examples' gradients once: they are kept, and what goes into the update is
+      their sum. So nothing is rounded otherwise in the second pass than in the first.
+    - The clipped sums are not copied. Noise is drawn as in `dpbench.training.lean.LeanTrainer`;
+      under FSDP2 each rank draws it for its shard; of Opacus's, each for all shards.
+    - Under FSDP2 embeddings are not gathered in backward, which does not read them, and the layers
+      of a block are gathered and reduced together, if the workload says which blocks there are.
 
     Args:
-        changes: the names of some, joined by ``+``; all by default.
+        norms: of linear layers, and with ``cheaper`` of convolutions: one of
+            `dpbench.training.ghost_norms.WAYS`.
         options: as `TrainerBase`.
+
+    Raises:
+        ConfigurationError: a layer or parameter cannot be clipped so; it is named.
     """
 
     def __init__(
-        self, model: nn.Module, *, batch_size: int, changes: str = "all", **options: Any
+        self, model: nn.Module, *, batch_size: int, norms: str = "products", **options: Any
     ) -> None:
-        self.changes = chosen(changes, CHANGES)
-        self._firsts: list[Tensor] = []
-        self._runs_again = False
+        if norms not in WAYS:
+            raise unknown("way of norms", norms, WAYS)
+        self.norms = norms
         super().__init__(model, batch_size=batch_size, **options)
+        self._found: FirstPass | None = None  # but in the first pass
+        for layer, rule in self.rules.items():
+            layer.register_forward_hook(partial(self._hear, rule), with_kwargs=True)
 
-    def shard(self, model: nn.Module) -> nn.Module:
-        shard = super().shard
+    def spread(self, model: nn.Module) -> nn.Module:
+        check_layers(model)
+        check_untied(model)
+        # Before FSDP2 makes other classes of the layers.
+        self.rules: dict[nn.Module, Rule[Any]] = {
+            layer: rule_of(layer, name)
+            for name, layer in model.named_modules()
+            if any(p.requires_grad for p in layer.parameters(recurse=False))
+        }
+        if self.parallel != "fsdp2":
+            return super().spread(model)
+        self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
         try:
-            by_block = "blocks" in self.changes
-            model = sharded(model, self.workload, [nn.Embedding]) if by_block else shard(model)
+            model = sharded(model, self.workload, [nn.Embedding])
         except ConfigurationError:  # the workload does not say which blocks there are
-            model = shard(model)
-        for layer in model.modules() if "gather" in self.changes else ():
+            model = sharded_as_opacus_does(model)
+        for layer in model.modules():
             if isinstance(layer, nn.Embedding) and isinstance(layer, FSDPModule):
                 layer.set_unshard_in_backward(False)
         return model
 
-    def wrapped(self) -> nn.Module:
-        if "bias" in self.changes:
-            lean = self.lean_module()
-            self.module_class = as_sharded(lean) if self.parallel == "fsdp2" else lean
-        self.loss_reduction = "sum" if "summed" in self.changes else "mean"
-        module = super().wrapped()
-        if "unused" in self.changes:
-            for layer in self.model.modules():
-                if any(p.requires_grad for p in layer.parameters(recurse=False)):
-                    layer.register_forward_hook(self._find_firsts)
-        return module
+    def train_step(self, batch: Batch) -> Tensor:
+        self.begin_step()
+        means = []
+        for _, part in self.parts(batch):
+            found = self._found = FirstPass(self.norms)
+            with phase("forward"):
+                losses = self.example_losses(self.model, part)
+                means.append(losses.detach().mean())
+            with phase("backward"):
+                self.backward(losses, found)
+            with phase("clip"):
+                self.take_gradients(found)
+        self.update()
+        return mean_of(means)
 
-    def lean_module(self) -> type[GradSampleModuleFastGradientClipping]:
-        """The class of the module that makes norms in other ways than Opacus's."""
-        return LeanGhostModule
-
-    def private_optimizer(self) -> DPOptimizer:
-        if "noise" in self.changes:
-            self.optimizer_class = derived(NoiseAtOnce, self.optimizer_class)
-        optimizer = changed_optimizer(self, super().private_optimizer(), self.changes)
-        if "taken" in self.changes:
-            optimizer.accumulate = partial(take_gradients, optimizer)
-        return optimizer
-
-    def private_loss(self, batch: Batch) -> DPTensorFastGradientClipping:
-        self._firsts, self._runs_again = [], False
-        return super().private_loss(batch)
-
-    def _find_firsts(self, layer: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
-        """Keep what a layer returned that has no other trained layer before it."""
+    def _hear(
+        self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
+    ) -> None:
+        """In the first pass, measure what a layer gets back when backward comes to it."""
+        found = self._found
+        if found is None:
+            return
         if not torch.is_grad_enabled():  # checkpointing runs it again, with a graph of its own
-            self._runs_again |= layer.training
-        elif not any(isinstance(each, Tensor) and each.requires_grad for each in given):
-            self._firsts += [each for each in [returned] if isinstance(each, Tensor)]
+            found.runs_again |= layer.training
+            return
+        rule.check_call(given, options, returned, self.part_size)
+        if not given[0].requires_grad:  # no trained layer is before it
+            found.firsts.append(get_gradient_edge(returned))
+        activations = given[0].detach()
+        version = activations._version
 
-    def backward(self, loss: DPTensorFastGradientClipping) -> None:
-        """Both passes of ``DPTensorFastGradientClipping.backward``."""
-        losses = loss.loss_per_sample
-        module: Any = self.grad_sample_module
-        reduced = losses.sum() if "summed" in self.changes else losses.mean()
-        firsts, self._firsts = self._firsts, []
-        kept = keep_norms if "bias" in self.changes else hooks.create_norm_sample
-        with patch.object(hooks, "create_norm_sample", kept):
-            if firsts and not self._runs_again:
-                # Backward goes through every layer to the first ones, and computes nothing else:
-                # what FSDP2 does not reduce it keeps, and adds to the gradients of the second pass.
-                torch.autograd.grad(reduced, firsts, retain_graph=True, allow_unused=True)
-            else:
-                reduced.backward(retain_graph=True)
-                self.optimizer.zero_grad(set_to_none="none" in self.changes)
-        divisor = 1
-        if "noise" in self.changes:
-            # The sum is a mean: see NoiseAtOnce. FSDP2 takes that over ranks.
-            divisor = self.batch_size if self.parallel == "fsdp2" else self.joint_batch_size
-        try:
-            norms = module.get_norm_sample()
-        except AttributeError:  # a parameter without norm; whether the loss depends on it, see now
-            module.disable_hooks()
-            losses.sum().backward()
-            raise
-        if "bias" in self.changes:
-            squares = norms.square()
-            squares *= 1 + 4 * len(self.optimizer.params) * unit(squares.dtype)  # of their sum
-            weights = clipping_factors(squares, self.max_grad_norm, divisor)
-            weights = rounded_down(weights, losses.dtype)
+        def measure(gradient: Tensor) -> None:
+            if self._found is None:
+                return
+            if activations._version != version:  # autograd, which need not keep it, does not look
+                raise rule.refusal("what it was given was changed in place afterwards")
+            found.measure(rule, activations, gradient.detach())
+
+        returned.register_hook(measure)
+
+    def backward(self, losses: Tensor, found: FirstPass) -> None:
+        """Both passes, which leave the mean of the clipped gradients."""
+        if found.firsts and not found.runs_again:
+            # Backward goes through every layer to the first ones, and computes nothing else: what
+            # FSDP2 does not reduce it keeps, and adds to the gradients of the second pass.
+            torch.autograd.grad(losses.sum(), found.firsts, retain_graph=True, allow_unused=True)
         else:
-            weights = module.get_clipping_coef() / divisor
-        module.disable_hooks()
-        (weights * losses).sum().backward()
-        module.enable_hooks()
+            losses.sum().backward(retain_graph=True)
+            self.plain_optimizer.zero_grad(set_to_none=True)
+        self._found = None
+        # FSDP2 takes the mean over ranks.
+        divisor = self.batch_size if self.parallel == "fsdp2" else self.joint_batch_size
+        weights = clipping_factors(total(found.squared_norms()), self.max_grad_norm, divisor)
+        hooks = [
+            parameter.register_hook(partial(found.weighted_sum, parameter, weights))
+            for parameter in found.samples
+        ]
+        (rounded_down(weights, losses.dtype) * losses).sum().backward()
+        for hook in hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def take_gradients(self, found: FirstPass) -> None:
+        """Add what the passes left; zeros, where the loss does not depend on a parameter."""
+        for layer, rule in self.rules.items():
+            grown = any(p.grad is not None for p in layer.parameters(recurse=False))
+            if grown and rule not in found.measured:
+                raise rule.refusal("the model uses its parameters without calling it")
+        for parameter in self.trained:
+            gradient, parameter.grad = parameter.grad, None
+            self.add(parameter, torch.zeros_like(parameter) if gradient is None else gradient)
 
 
-def take_gradients(optimizer: DPOptimizer) -> None:
-    """Make gradients the sums of a batch, or add them to those of earlier micro-batches."""
-    for parameter in optimizer.params:
-        kept = kept_of(optimizer, parameter)
-        if kept["summed_grad"] is None:
-            kept["summed_grad"] = parameter.grad
+class FirstPass:
+    """What the pass for the norms finds of a micro-batch.
+
+    Attributes:
+        firsts: where backward may end: outputs of layers that have no trained layer before them.
+        runs_again: whether activation checkpointing runs layers again in backward.
+        measured: the rules of layers that backward has come to.
+        samples: by parameter the examples' gradients ``[B, …]`` that are summed as they are.
+    """
+
+    def __init__(self, way: str) -> None:
+        self._norms = GhostNorms(way)
+        self.firsts: list[Any] = []
+        self.runs_again = False
+        self.measured: set[Rule[Any]] = set()
+        self.samples: dict[Tensor, Tensor] = {}
+
+    def measure(self, rule: Rule[Any], x: Tensor, g: Tensor) -> None:
+        """Take the norms of a layer's gradients, or keep these."""
+        layer = rule.layer
+        by_norms = isinstance(rule, LinearRule | EmbeddingRule) or is_convolution(layer)
+        if by_norms and rule in self.measured:
+            raise rule.refusal("it is called twice, and norms of both calls are not known together")
+        self.measured.add(rule)
+        if isinstance(rule, LinearRule):
+            self._add_linear(rule, as_computed(three_dimensional(x), g), three_dimensional(g))
+        elif isinstance(rule, EmbeddingRule):
+            self._add_embedding(layer, x, three_dimensional(g))
+        elif by_norms and self._by_products(layer, g):
+            self._add_linear(rule, patches(layer, as_computed(x, g)).mT, g.flatten(2).mT)
         else:
-            kept["summed_grad"] += parameter.grad
+            assert isinstance(rule, SampledRule)
+            rounded = rounded_terms(layer, x, g) if by_norms else None
+            for parameter, samples in rule.gradients(x, g).items():
+                if by_norms:
+                    self._norms.add_samples(samples, parameter.dtype, rounded)
+                else:
+                    before = self.samples.get(parameter)
+                    self.samples[parameter] = samples if before is None else before + samples
+
+    def _add_linear(self, rule: Rule[Any], x: Tensor, g: Tensor) -> None:
+        trained = rule.layer.weight.requires_grad
+        self._norms.add(x, g, weight=trained, bias=rule.trains_bias)
+
+    def _add_embedding(self, layer: nn.Embedding, rows: Tensor, g: Tensor) -> None:
+        rows = rows.reshape(len(g), -1).long()
+        if layer.padding_idx is not None:
+            g = g * (rows != layer.padding_idx)[:, :, None]
+        on_cpu = g.itemsize == 2 and not g.is_cuda  # which sums in this type in the second pass
+        self._norms.add(rows, g, summed_in=g.dtype if on_cpu else None)
+
+    def _by_products(self, layer: Any, g: Tensor) -> bool:
+        """Whether a convolution is taken for a linear layer of the patches that it sees."""
+        is_plain = isinstance(layer, nn.Conv1d | nn.Conv2d) and layer.groups == 1
+        smaller = are_smaller(g[0, 0].numel(), layer.weight.numel())
+        return self._norms.way == "cheaper" and is_plain and smaller
+
+    def squared_norms(self) -> list[Tensor]:
+        """Of parts of each example's gradient, each ``[B]``."""
+        for parameter, samples in self.samples.items():
+            self._norms.add_samples(samples, parameter.dtype)
+        return self._norms.squared_norms()
+
+    def weighted_sum(self, parameter: Tensor, weights: Tensor, gradient: Tensor) -> Tensor:
+        """What goes into the update instead of the second pass's gradient of a parameter."""
+        samples = self.samples.pop(parameter, None)
+        if samples is None:  # checkpointing comes to it for each block
+            return torch.zeros_like(gradient)
+        by_example = samples.reshape(len(samples), -1).t()
+        summed = torch.mv(by_example, rounded_down(weights, samples.dtype))
+        return summed.view_as(gradient).to(gradient.dtype)
+
+
+def is_convolution(layer: nn.Module) -> bool:
+    """Whether a layer is a convolution whose patches are known."""
+    kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
+    return isinstance(layer, kinds) and layer.padding_mode == "zeros"
+
+
+def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
+    """By how much a convolution's second pass may be off from its first, ``[B]``.
+
+    Sums over positions are taken to round independently, by ``n^½`` units each: Higham and Mary, "A
+    New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), 2019. Twice
+    that is added.
+    """
+    wide = torch.promote_types(g.dtype, torch.float32)
+    ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
+    conv: Any = {1: conv1d, 2: conv2d, 3: conv3d}[len(layer.kernel_size)]
+    squares = x.to(wide).square().sum(1, keepdim=True)
+    patches = conv(squares, ones, None, layer.stride, layer.padding, layer.dilation)
+    of_outputs = g.to(wide).square().sum(1, keepdim=True)
+    size: Tensor = ((1 + patches) * of_outputs).flatten(1).sum(1).sqrt()
+    by_pass = unit(g.dtype) + 2 * math.sqrt(patches[0].numel()) * wide_unit(g.dtype)
+    return 2 * by_pass * size
+
+
+def patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+    """What a convolution multiplies its weight with at each position, ``[B, D, T]``."""
+    flat = isinstance(layer, nn.Conv1d)  # is a row of pixels
+    unfolded: Tensor = unfold2d(
+        x.unsqueeze(2) if flat else x,
+        kernel_size=(1, *layer.kernel_size)[-2:],
+        padding=layer.padding if isinstance(layer.padding, str) else (0, *layer.padding)[-2:],
+        stride=(1, *layer.stride)[-2:],
+        dilation=(1, *layer.dilation)[-2:],
+    )
+    return unfolded

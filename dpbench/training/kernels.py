@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,21 +27,30 @@ TILINGS = {torch.float32: (64, 32, 4, 4), torch.bfloat16: (128, 64, 8, 3)}
 """Of the kernel by type: rows of a tile, numbers of a row at a time, warps, stages of loading."""
 
 
-@custom_op("dpbench::wide_product", mutates_args=())
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """The products of matrices ``[B, I, K]`` and ``[B, K, J]``, in float64 or float32.
-
-    `entry_error` says how far they may be off.
-    """
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     wide = wide_type(a, b)
     if a.is_cuda and a.itemsize == 2 and wide == torch.float32:
         return torch.bmm(a, b, out_dtype=wide)
     return torch.bmm(a.to(wide), b.to(wide))
 
 
-@wide_product.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
+def _wide_product_fake(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(len(a), a.shape[1], b.shape[2], dtype=wide_type(a, b))
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """The products of matrices ``[B, I, K]`` and ``[B, K, J]``, in float64 or float32.
+
+    `product_error` says how far they may be off.
+    """
+    product: Tensor = torch.ops.dpbench.wide_product.default(a, b)
+    return product
+
+
+# Not by `custom_op`, which takes ten microseconds of Python more, and three times a layer.
+torch.library.define("dpbench::wide_product", "(Tensor a, Tensor b) -> Tensor")
+torch.library.impl("dpbench::wide_product", "CompositeExplicitAutograd", _wide_product)
+torch.library.register_fake("dpbench::wide_product", _wide_product_fake)
 
 
 @register_flop_formula(torch.ops.dpbench.wide_product)
@@ -66,16 +75,29 @@ def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
     return torch.float64 if types == {torch.float64} else torch.float32
 
 
-def entry_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> float:
-    """By how much an entry of ``a b`` may be off, as a part of ``Σ |a_k b_k|``.
+class ProductError(NamedTuple):
+    """How far a product ``a b`` may be off, in the Frobenius norm.
 
-    - Sums of K numbers in float32, in any order: K units of 2⁻²⁴ (Higham, section 3.1).
+    By ``of_sums`` times the largest norm that the sum of some of its terms ``a_k b_kᵀ`` has, and
+    ``of_terms`` times the sum of the norms of all terms. Where b is the transpose of a, these are
+    the norm and the trace of the product: without some of its terms, ``a aᵀ`` is no larger.
+    """
+
+    of_sums: float
+    of_terms: float
+
+
+def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> ProductError:
+    """How far a product of `wide_product` or `gram_norms` may be off: the worst case.
+
+    - Each of K sums is rounded to the nearest, by 2⁻²⁴ of itself at most, in any order, and so is
+      each term (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1).
     - On tensor cores a sum of products of 16-bit numbers and of what was there before is cut off,
-      not rounded, to 24 bits, and so is each term (Fasi, Higham, Mikaitis and Pranesh, "Numerical
-      behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
-      https://doi.org/10.7717/peerj-cs.330). Of 4 products at a time, without a bit more: three
-      times that. From Hopper on 16 at a time, terms with two bits more: two thirds.
-    - With TF32 switched on, both numbers are rounded to 11 bits: 2⁻¹⁰ more.
+      not rounded, to 24 bits of the largest of them, and so is each term (Fasi, Higham, Mikaitis
+      and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
+      https://doi.org/10.7717/peerj-cs.330). Of 4 products at a time, without a bit more: 12 units
+      of 2⁻²⁴. From Hopper on 16 at a time, terms with two bits more: 11.
+    - With TF32 switched on, both numbers are rounded to 11 bits: 2⁻¹⁰ of terms more.
     - In the kernel of `gram_norms` a float32 product is three of tf32, of the numbers' upper and
       lower parts, without that of the lower parts. A part has 11 bits, so what is left out and
       rounded off is less than 3 · 2⁻²⁰, were parts cut off rather than rounded (Ootomo and Yokota,
@@ -89,19 +111,24 @@ def entry_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) 
         by_kernel: whether it is a product of `gram_norms_by_kernel`.
     """
     if not a.is_floating_point():
-        return 0.0
+        return ProductError(0.0, 0.0)
     length = a.shape[2]
     if wide_type(a, a if b is None else b) == torch.float64 and not by_kernel:
-        return length * 2.0**-53
+        return ProductError(length * 2.0**-53, 2.0**-53)
     if a.is_cuda and a.itemsize == 2:
-        return (
-            length * 2.0**-24 * (2 / 3 if torch.cuda.get_device_capability(a.device)[0] > 8 else 3)
-        )
+        together, units = (16, 11) if torch.cuda.get_device_capability(a.device)[0] > 8 else (4, 12)
+        return ProductError((length / together + 1) * units * 2.0**-24, units * 2.0**-24)
     if by_kernel:
         step = TILINGS[torch.float32][1]
-        return (48 + 18 * step / 8 + length / step) * 2.0**-24
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    return length * 2.0**-24 + tf32 * 2.0**-10
+        return ProductError((length / step + 1) * 2.0**-24, (48 + 18 * step / 8) * 2.0**-24)
+    if has_tf32():
+        return ProductError(3 * length * 2.0**-24, 2.0**-10 + 12 * 2.0**-24)
+    return ProductError(length * 2.0**-24, 2.0**-24)
+
+
+def has_tf32() -> bool:
+    """Whether products of float32 numbers may round these to 11 bits."""
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 @custom_op("dpbench::gram_norms", mutates_args=())
@@ -137,49 +164,57 @@ def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bia
     made = []
     for pair in zip(activations, gradients, strict=True):
         parts = zip(*(each.split(EXAMPLES_AT_A_TIME) for each in pair), strict=True)
-        made.append(torch.cat([gram_sums(*products(x, g, bias)) for x, g in parts], 1))
+        made.append(torch.cat([gram_sums(*products(x, g), bias) for x, g in parts], 1))
     return torch.stack(made, 1).to(sums_type(activations[0], gradients[0]))
 
 
-def products(x: Tensor, g: Tensor, bias: bool = False) -> tuple[Tensor, Tensor]:
-    """The products T × T of `gram_norms`, of one layer."""
+def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The products T × T of `gram_norms`, of one layer, without a bias."""
     of_g = wide_product(g, g.mT)
     if x.dim() == 2:
         return (x[:, :, None] == x[:, None, :]).to(of_g.dtype), of_g
-    of_x = wide_product(x, x.mT)
     wide = sums_type(x, g)
-    return (of_x.add_(1) if bias else of_x).to(wide), of_g.to(wide)
+    return wide_product(x, x.mT).to(wide), of_g.to(wide)
 
 
-@custom_op("dpbench::gram_sums", mutates_args=())
-def gram_sums(of_x: Tensor, of_g: Tensor) -> Tensor:
+def gram_sums(of_x: Tensor, of_g: Tensor, bias: bool = False) -> Tensor:
     """`dpbench.training.norm_bounds.GramSums` of products T × T, ``[6, B]``, in one pass."""
+    sums: Tensor = torch.ops.dpbench.gram_sums.default(of_x, of_g, bias)
+    return sums
+
+
+def _gram_sums(of_x: Tensor, of_g: Tensor, bias: bool) -> Tensor:
+    of_x = of_x + 1 if bias else of_x
     x, g = (each.diagonal(dim1=1, dim2=2) for each in (of_x, of_g))
-    off = ~torch.eye(of_x.shape[1], dtype=torch.bool, device=of_x.device)
-    pairs = [(each * off).square().sum(2).sum(1) for each in (of_x, of_g)]
-    total = (of_x * of_g).sum(2).sum(1)
-    return torch.stack([total, (x * g).sum(1), x.sum(1), g.sum(1), *pairs])
+    both, *squares = (
+        (one * other).sum(2).sum(1) for one, other in ((of_x, of_g), (of_x, of_x), (of_g, of_g))
+    )
+    return torch.stack([both, (x * g).sum(1), x.sum(1), g.sum(1), *squares])
 
 
-@gram_sums.register_fake
-def _(of_x: Tensor, of_g: Tensor) -> Tensor:
-    return of_x.new_empty(6, len(of_x))
-
-
-@register_flop_formula(torch.ops.dpbench.gram_sums)
-def _(of_x: Any, of_g: Any, out_shape: Any = None) -> int:
-    return int(6 * of_x[0] * of_x[1] * of_x[2])
-
-
-@gram_sums.register_kernel("cuda")
-def _(of_x: Tensor, of_g: Tensor) -> Tensor:
+def _gram_sums_on_gpu(of_x: Tensor, of_g: Tensor, bias: bool) -> Tensor:
     examples, tokens, _ = of_x.shape
     sums = torch.zeros(6, examples, dtype=of_x.dtype, device=of_x.device)
     blocks = -(-tokens // 8)
     _kernels()["gram_sums"][blocks * examples,](
-        of_x.contiguous(), of_g.contiguous(), sums, tokens, examples, blocks, 8, 128
+        of_x.contiguous(), of_g.contiguous(), sums, tokens, examples, blocks, bias, 8, 128
     )
     return sums
+
+
+def _gram_sums_fake(of_x: Tensor, of_g: Tensor, bias: bool) -> Tensor:
+    return of_x.new_empty(6, len(of_x))
+
+
+torch.library.define("dpbench::gram_sums", "(Tensor of_x, Tensor of_g, bool bias) -> Tensor")
+torch.library.impl("dpbench::gram_sums", "CompositeExplicitAutograd", _gram_sums)
+torch.library.impl("dpbench::gram_sums", "CUDA", _gram_sums_on_gpu)
+torch.library.register_fake("dpbench::gram_sums", _gram_sums_fake)
+
+
+@register_flop_formula(torch.ops.dpbench.gram_sums)
+def _(of_x: Any, of_g: Any, bias: bool, out_shape: Any = None) -> int:
+    return int(6 * of_x[0] * of_x[1] * of_x[2])
 
 
 @gram_norms.register_kernel("cuda")

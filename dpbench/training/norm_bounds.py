@@ -1,27 +1,38 @@
 """Norms that clip: upper bounds of the norms of examples' gradients, and the factors they give.
 
 A gradient that is clipped by a norm that rounding made too small goes into the update above the
-threshold. Of products T × T the squared norm is ``P = Σ (x_s·x_t)(g_s·g_t)``, whose terms may
-cancel: where tokens are alike, what is left can be rounding error. So P's error is bounded and
-added, and what the update rounds is added to the norm.
+threshold. So what rounding takes from a norm is bounded and added, and what the update rounds too.
 
-**The products.** An entry ``x_s·x_t`` is off by at most ``a |x_s| |x_t|``, and one of g by
-``b |g_s| |g_t|``: see `dpbench.training.kernels.entry_error`. P is then off by at most::
+**The products.** The squared norm of ``G = Σ g_t x_tᵀ`` over tokens t is ``P = Σ A_st B_st`` for
+``A = x xᵀ`` and ``B = g gᵀ``, whose terms may cancel: where tokens are alike, what is left can be
+rounding error. A is off by a matrix of Frobenius norm ``e_A = a |A| + a' tr A`` at most: each of
+its roundings is of a sum over some of the K columns of x, and such a sum is no larger than A,
+because both and their difference are positive semidefinite; a and a' are those of
+`dpbench.training.kernels.product_error`. With ``e_B`` likewise, and n roundings of 2⁻²⁴ in the sum
+of the products, P is off by at most (Cauchy and Schwarz)::
 
-    a Σ |x_s| |x_t| |g_s·g_t|  +  b Σ |g_s| |g_t| |x_s·x_t|  +  a b Σ |x_s| |x_t| |g_s| |g_t|
+    e_A |B| + e_B |A| + e_A e_B + n 2⁻²⁴ |A| |B|
 
-By Cauchy and Schwarz over the pairs off the diagonal, the first sum is at most
-``D + Σ|x_t|² (Σ_{s≠t} (g_s·g_t)²)^½`` with ``D = Σ |x_t|² |g_t|²``, the second likewise, and the
-third ``Σ|x_t|² Σ|g_t|²``. `GramSums` has what this needs. That is the worst case, for sums in any
-order (γ_n of Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, 2002, sections
-3.1 and 4.2). On ordinary data it adds little: of 1024 tokens, 2048 to 8192 wide, about 1 %.
+This is the worst case, for sums in any order (γ_n of Higham, Accuracy and Stability of Numerical
+Algorithms, 2nd edition, 2002, sections 3.1 and 4.2). On ordinary data it adds little: of 1024
+tokens, 2048 to 8192 wide, a ten-thousandth.
 
-**The update.** It rounds c·g or the gradient to its type, and the result: by half a unit u each.
-Of the first ``u D^½`` is added to the norm, of the second u times the norm. The first is the worst
-case of one token, and of several unless roundings of tokens agree in sign: were each uniform and
-independent, they come to 0.58 u D^½ at most in the root mean square. Sums over T tokens round by
-about ``T^½`` units more (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis,
-SIAM J. Sci. Comput. 41(5), 2019): twice that is added.
+**The update** rounds three times:
+
+- its result, by half a unit u of its type: u times the norm, the worst case;
+- its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores
+  cut it off: 3 T units of float32 of that are added, the worst case. Else `LIKELY` times T^½ units,
+  at most T: if roundings are independent and 0 in the mean, more comes with a probability of at
+  most 1e-9 (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci.
+  Comput. 41(5), 2019; Pinelis, Optimum Bounds for the Distributions of Martingales in Banach
+  Spaces, Ann. Probab. 22(4), 1994). Where the gradient itself was made, A and B are not known: sums
+  over some tokens are taken to be no larger than ``D^½`` below, as if tokens were independent;
+- the numbers that it multiplies, c·g or the gradient. In float32 and float64 ``T^½ u D^½`` is added
+  for it, where ``D = Σ |x_t|² |g_t|²``, the worst case. **In 16 bits, and with TF32, it is**
+  ``u D^½``, **which is the worst case of one token only**: were roundings independent and uniform,
+  they would come to 0.58 u D^½ in the root mean square, and mostly at a right angle to G. Data
+  could be made for which they agree over tokens: ``u (λ Σ|g_t|²)^½`` for the largest eigenvalue λ
+  of A would cover these, and lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %.
 
 A NaN in a gradient makes its norm, its factor and the update NaN, for all to see. A norm that is
 too large for its type is infinite, and its factor 0.
@@ -30,41 +41,34 @@ too large for its type is infinite, and its factor 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpbench.training.gradient_sums import rounded_down
-from dpbench.training.kernels import (
-    by_kernel,
-    entry_error,
-    gram_norms,
-    gram_sums,
-    products,
-    wide_product,
-    wide_type,
-)
+from dpbench.training.kernels import ProductError, has_tf32, wide_type
 
-Item = TypeVar("Item")
+LIKELY = 6.6
+"""For which ``2 exp(-LIKELY² / 2)`` is at most 1e-9."""
 
 
 class GramSums(NamedTuple):
-    """Sums over tokens s and t of the products ``x_s·x_t`` and ``g_s·g_t`` of an example."""
+    """Sums over tokens s and t of the products ``A_st = x_s·x_t`` and ``B_st = g_s·g_t``."""
 
     squared_norm: Tensor
     """P: both multiplied, over all pairs."""
     diagonal: Tensor
     """D: the same of each token with itself."""
-    x: Tensor
+    x_trace: Tensor
     """``Σ |x_t|²``."""
-    g: Tensor
+    g_trace: Tensor
     """``Σ |g_t|²``."""
-    x_pairs: Tensor
-    """``Σ (x_s·x_t)²`` over pairs of different tokens."""
-    g_pairs: Tensor
-    """``Σ (g_s·g_t)²`` over these."""
+    x_squares: Tensor
+    """``Σ A_st²``."""
+    g_squares: Tensor
+    """``Σ B_st²``."""
 
 
 def clipping_factors(squared_norms: Tensor, threshold: float, divisor: int = 1) -> Tensor:
@@ -90,160 +94,120 @@ def unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def wide_unit(dtype: torch.dtype) -> float:
+    """`unit` of the type in which numbers of a type are summed."""
+    return unit(torch.promote_types(dtype, torch.float32))
+
+
+def of_terms(dtype: torch.dtype, tokens: int) -> float:
+    """What the update rounds of the numbers that it multiplies, as a part of ``D^½``."""
+    if dtype.itemsize == 2:
+        return unit(dtype)
+    tf32 = dtype == torch.float32 and has_tf32()
+    return 2.0**-10 if tf32 else math.sqrt(tokens) * unit(dtype)
+
+
+def of_sums(dtype: torch.dtype, tokens: int, summed_in: torch.dtype | None = None) -> float:
+    """What the update rounds of sums over tokens, as a part of the largest of them."""
+    if summed_in is not None:
+        return tokens * unit(summed_in)
+    if dtype.itemsize == 2 or (dtype == torch.float32 and has_tf32()):
+        return 3 * tokens * wide_unit(dtype)
+    return min(tokens, LIKELY * math.sqrt(tokens)) * wide_unit(dtype)
+
+
 def gram_bound(
-    sums: GramSums, tokens: int, errors: tuple[float, float], dtype: torch.dtype
+    parts: Sequence[Tensor],
+    tokens: int,
+    errors: tuple[ProductError, ProductError],
+    dtype: torch.dtype,
+    summed_in: torch.dtype | None = None,
 ) -> Tensor:
-    """Squared norms of gradients as the update makes them, at most.
+    """Squared norms of gradients as the update makes them, at most, ``[layers, B]``.
 
     Args:
-        sums: of products in float32, or float64.
+        parts: of each layer the `GramSums`, ``[6, B]`` in float32 or float64.
         tokens: T.
-        errors: a and b of the products.
+        errors: of both products.
+        dtype: in which the update multiplies.
+        summed_in: in which the update adds up, if not in float32 or wider.
+    """
+    stacked = torch.stack([*parts], 1)
+    sums = GramSums(*stacked)
+    roots = stacked[4:].sqrt()
+    off = [
+        torch.add(error.of_sums * root, trace, alpha=error.of_terms)
+        for error, root, trace in zip(errors, roots, (sums.x_trace, sums.g_trace), strict=True)
+    ]
+    size_x, size_g = (
+        torch.add(root, error, alpha=2) for root, error in zip(roots, off, strict=True)
+    )
+    # Each product was rounded once more, and summed: in rows of a product or in tiles.
+    number = (2 * tokens + 130 + (tokens / 64) ** 2) * unit(stacked.dtype)
+    sizes = size_x * size_g
+    error = torch.addcmul(number * sizes, off[0], size_g).addcmul_(off[1], size_x)
+    # The sums in it are off by these parts themselves.
+    higher = 1 + 4 * (number + sum(map(sum, errors)))
+    squared = torch.add(sums.squared_norm, error, alpha=higher)
+    rounded = sizes.sqrt_().mul_(of_sums(dtype, tokens, summed_in) * higher)
+    rounded.add_(sums.diagonal.sqrt(), alpha=of_terms(dtype, tokens) * higher)
+    return with_rounding(squared, rounded, dtype)
+
+
+def gradient_bound(
+    parts: Sequence[Tensor], tokens: int, error: ProductError, dtype: torch.dtype
+) -> Tensor:
+    """`gram_bound` of gradients that are there.
+
+    Args:
+        parts: of each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D.
+        tokens: T.
+        error: of the gradient.
         dtype: in which the update multiplies.
     """
-    a, b = errors
-    wide = unit(sums.x.dtype)
-    off_x, off_g = sums.x_pairs.sqrt(), sums.g_pairs.sqrt()
-    # Each product was rounded once more, and summed: in rows of a product or in tiles.
-    summed = (2 * tokens + 130 + (tokens / 64) ** 2) * wide
-    if sums.x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        summed += 2.0**-10
-    error = (
-        a * (sums.diagonal + sums.x * off_g)
-        + b * (sums.diagonal + sums.g * off_x)
-        + a * b * sums.x * sums.g
-        + summed * (sums.diagonal + off_x * off_g)
-    )
-    # The sums in it are off by these parts themselves.
-    squared = sums.squared_norm + error * (1 + 4 * (a + b + summed))
-    return with_rounding(squared, sums.diagonal, tokens, dtype)
+    squares, lengths, diagonal = torch.stack([*parts], 1)
+    squared = torch.add(squares.sqrt(), lengths, alpha=sum(error)).square()
+    rounded = diagonal.sqrt() * (of_sums(dtype, tokens) + of_terms(dtype, tokens))
+    return with_rounding(squared, rounded, dtype)
 
 
-def with_rounding(
-    squared_norms: Tensor, diagonal: Tensor, tokens: int, dtype: torch.dtype
-) -> Tensor:
-    """Squared norms, with what the update rounds."""
-    wide = unit(torch.promote_types(dtype, torch.float32))
-    of_result = 1 + unit(dtype) + 8 * wide
-    of_terms = diagonal.sqrt() * terms_rounding(dtype, tokens)
-    norms = squared_norms.clamp(min=0).sqrt() * of_result + of_terms
+def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Squared norms, with what the update rounds: its result, and ``rounded``."""
+    of_result = 1 + unit(dtype) + 8 * wide_unit(dtype)
+    norms = squared.clamp(min=0).sqrt() * of_result + rounded
     squares: Tensor = norms.square().to(torch.promote_types(dtype, torch.float32))
     return squares
 
 
-def terms_rounding(dtype: torch.dtype, number: int) -> float:
-    """What the update rounds of so many terms, as a part of the root of their squares' sum."""
-    return unit(dtype) + 2 * math.sqrt(number) * unit(torch.promote_types(dtype, torch.float32))
+def row_norms(samples: Tensor) -> Tensor:
+    """Norms ``[B, N]`` of the rows of gradients ``[B, …]``, which are of the last dimension.
+
+    A CPU adds up squares one by one: of a whole matrix at once, a norm is up to 1e-3 too small.
+    """
+    rows = samples.reshape(len(samples), -1, samples.shape[-1] if samples.dim() > 1 else 1)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=wide_type(rows, rows))
+    return norms
 
 
-def squared_product_norms(x: Tensor, g: Tensor) -> Tensor:
-    """Of each example's gradient of a linear layer or embedding, ``[B]``, by products T × T.
+def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
+    """Squared norms ``[1, B]`` of gradients that go into the update as they are, but for a factor.
 
     Args:
-        x: activations ``[B, T, K]``, or rows ``[B, T]`` int64.
-        g: gradients of what it returned, ``[B, T, N]``.
+        norms: `row_norms` of their parts.
+        width: numbers of a row, at most.
+        dtype: of the update.
     """
-    sums = GramSums(*gram_sums(*products(x, g)))
-    return gram_bound(sums, x.shape[1], (entry_error(x), entry_error(g)), g.dtype)
-
-
-def squared_norms_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """`squared_product_norms` of several layers, with one bound for those of a shape.
-
-    A bound is some forty small kernels, and a step waits for their launches.
-    """
-    norms: list[Tensor] = []
-    for alike in grouped(pairs, lambda pair: tuple((t.shape[1:], t.dtype) for t in pair)):
-        x, g = alike[0]
-        sums = GramSums(*torch.stack([gram_sums(*products(*pair)) for pair in alike], 1))
-        errors = entry_error(x), entry_error(g)
-        norms += gram_bound(sums, x.shape[1], errors, g.dtype).unbind()
-    return norms
-
-
-def grouped(items: Iterable[Item], kind: Callable[[Item], object]) -> Iterable[list[Item]]:
-    """The items that are of a kind, together."""
-    kinds: dict[object, list[Item]] = {}
-    for item in items:
-        kinds.setdefault(kind(item), []).append(item)
-    return kinds.values()
-
-
-def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
-    """`squared_product_norms` of layers of one shape, by `gram_norms`, ``[layers, B]``."""
-    x, g = xs[0], gs[0]
-    errors = [entry_error(each, by_kernel=by_kernel(x, g)) for each in (x, g)]
-    sums = GramSums(*gram_norms(xs, gs, bias))
-    return gram_bound(sums, x.shape[1], (errors[0], errors[1]), g.dtype)
-
-
-def squared_gradient_norms(x: Tensor, g: Tensor) -> Tensor:
-    """The same from the gradients ``[B, N, K]``, which are sums over tokens themselves."""
-    samples = wide_product(g.mT, x)
-    sizes = [torch.linalg.vector_norm(each, dim=2, dtype=samples.dtype) for each in (x, g)]
-    of_tokens = sizes[0] * sizes[1]
-    squares = squared_sample_norms(samples)
-    norms = squares.sqrt() + entry_error(g.mT, x) * of_tokens.sum(1)
-    return with_rounding(norms.square(), of_tokens.square().sum(1), x.shape[1], g.dtype)
-
-
-def products_are_smaller(tokens: int, weights: int) -> bool:
-    """Whether both products T × T together have no more elements than a weight has."""
-    return 2 * tokens**2 <= weights
-
-
-def cheaper_squared_norms(x: Tensor, g: Tensor) -> Tensor:
-    """By products, or from the gradients, which are as large as the weight."""
-    by_products = products_are_smaller(x.shape[1], x.shape[2] * g.shape[2])
-    return squared_product_norms(x, g) if by_products else squared_gradient_norms(x, g)
-
-
-def squared_bias_norms(g: Tensor) -> Tensor:
-    """Of each example's gradient of a linear layer's bias, ``[B]``: a sum over tokens."""
-    return squared_norms_of_biases([g])[0]
-
-
-def squared_norms_of_biases(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The same of several layers, with one rounding for those of a length and type."""
-    norms: list[Tensor] = []
-    for alike in grouped(gradients, lambda g: (g.shape[1], g.dtype)):
-        squares = torch.stack([g.sum(1, dtype=torch.float64).square().sum(1) for g in alike])
-        norms += with_rounding(squares, squares, alike[0].shape[1], alike[0].dtype).unbind()
-    return norms
-
-
-def squared_norms_of_samples(samples: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Of each example's gradient, ``[B]``, which is there in parts ``[B, …]`` of one type.
-
-    One kernel a part: steps of small models wait for launches. Rows of parts are summed in float64.
-    The update is of a type of its own.
-    """
-    rows = [rows_of(each) for each in samples]
-    types = {wide_type(each, each) for each in rows}
-    within = torch.float64 if types == {torch.float64} else torch.float32
-    norms = [torch.linalg.vector_norm(each, dim=2, dtype=within) for each in rows]
-    squares = torch.linalg.vector_norm(torch.cat(norms, 1), dim=1, dtype=torch.float64).square()
-    squares *= 1 + (max(each.shape[2] for each in rows) + 8) * unit(within)
-    return with_rounding(squares, torch.zeros_like(squares), 0, dtype)
-
-
-def rows_of(samples: Tensor) -> Tensor:
-    """Gradients ``[B, …]`` as rows ``[B, N, K]``, of the last dimension."""
-    return samples.reshape(len(samples), -1, samples.shape[-1] if samples.dim() > 1 else 1)
+    rows = torch.cat([*norms], 1)
+    squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
+    return with_rounding(squares * (1 + (width + 8) * unit(rows.dtype)), 0.0, dtype)[None]
 
 
 def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Of each example's gradient ``[B, …]`` that is there, ``[B]``, as the update makes it.
 
-    A CPU adds up squares one by one: of a whole matrix at once, a norm is up to 1e-3 too small.
-
     Args:
         samples: as they go into the update, but for the factor.
         dtype: of the update, if it is not theirs.
     """
-    rows = rows_of(samples)
-    within = wide_type(rows, rows)
-    norms = torch.linalg.vector_norm(rows, dim=2, dtype=within)
-    squares = norms.square().sum(1, dtype=torch.float64)
-    squares = squares * (1 + (rows.shape[2] + 8) * unit(within))
-    return with_rounding(squares, torch.zeros_like(squares), 0, dtype or samples.dtype)
+    width = samples.shape[-1] if samples.dim() > 1 else 1
+    return sample_bound([row_norms(samples)], width, dtype or samples.dtype)[0]

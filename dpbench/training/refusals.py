@@ -23,8 +23,8 @@ NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
 """What errors say of a parameter without gradient: flat clipping's, and those of ghost clipping."""
 
 ONLY_GHOST = (
-    "its norms need whole gradients of parameters; use fused, book_keeping, dpsgd_ghost, "
-    "ghost_lean or mixed_ghost, or parallel=ddp"
+    "its norms need whole gradients of parameters; use fused, book_keeping, dpsgd_ghost or "
+    "ghost_lean, or parallel=ddp"
 )
 """Why other private trainers are refused under FSDP2, and what to use."""
 

@@ -84,8 +84,8 @@ def gram_norms(
     sums += layer * examples + example
     one = layers * examples
     tl.atomic_add(sums, times * tl.sum(both))
-    tl.atomic_add(sums + 4 * one, times * tl.sum(tl.where(off, of_x * of_x, 0.0)))
-    tl.atomic_add(sums + 5 * one, times * tl.sum(tl.where(off, of_g * of_g, 0.0)))
+    tl.atomic_add(sums + 4 * one, times * tl.sum(of_x * of_x))
+    tl.atomic_add(sums + 5 * one, times * tl.sum(of_g * of_g))
     if i == j:
         tl.atomic_add(sums + one, tl.sum(tl.where(off, 0.0, both)))
         tl.atomic_add(sums + 2 * one, tl.sum(tl.where(off, 0.0, of_x)))
@@ -93,32 +93,37 @@ def gram_norms(
 
 
 @triton.jit
-def gram_sums(of_x, of_g, sums, tokens, examples, blocks, rows: tl.constexpr, some: tl.constexpr):
+def gram_sums(
+    of_x, of_g, sums, tokens, examples, blocks,
+    bias: tl.constexpr, rows: tl.constexpr, some: tl.constexpr,
+):  # fmt: skip
     """The same of some rows of an example's products T × T that are in memory."""
     example = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks) * rows + tl.arange(0, rows)
     at = (example * tokens + row)[:, None] * tokens
     both = tl.zeros((rows, some), of_x.dtype.element_ty)
-    of_both, in_x, in_g, x_pairs, g_pairs = both, both, both, both, both
+    of_both, in_x, in_g, x_squares, g_squares = both, both, both, both, both
     for first in range(0, tokens, some):
         column = first + tl.arange(0, some)
         inside = (row < tokens)[:, None] & (column < tokens)[None, :]
         off = row[:, None] != column[None, :]
         x = tl.load(of_x + at + column[None, :], mask=inside, other=0.0)
         g = tl.load(of_g + at + column[None, :], mask=inside, other=0.0)
+        if bias:
+            x = tl.where(inside, x + 1.0, 0.0)
         both += x * g
         of_both += tl.where(off, 0.0, x * g)
         in_x += tl.where(off, 0.0, x)
         in_g += tl.where(off, 0.0, g)
-        x_pairs += tl.where(off, x * x, 0.0)
-        g_pairs += tl.where(off, g * g, 0.0)
+        x_squares += x * x
+        g_squares += g * g
     sums += example
     tl.atomic_add(sums, tl.sum(both))
     tl.atomic_add(sums + examples, tl.sum(of_both))
     tl.atomic_add(sums + 2 * examples, tl.sum(in_x))
     tl.atomic_add(sums + 3 * examples, tl.sum(in_g))
-    tl.atomic_add(sums + 4 * examples, tl.sum(x_pairs))
-    tl.atomic_add(sums + 5 * examples, tl.sum(g_pairs))
+    tl.atomic_add(sums + 4 * examples, tl.sum(x_squares))
+    tl.atomic_add(sums + 5 * examples, tl.sum(g_squares))
 
 
 @triton.jit

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 OK, FAILED, NOT_JUDGED = "ok", "FAILED", "not judged"
 
+IN_RANK_0 = "rank 0 judges it"
+"""Said in other ranks of checks that need no rank but the first."""
+
 
 @dataclass(frozen=True)
 class Check:

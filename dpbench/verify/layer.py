@@ -18,7 +18,7 @@ from dpbench.child.build import workload_of
 from dpbench.core.case import Case
 from dpbench.core.registry import resolve
 from dpbench.training.base import Batch
-from dpbench.verify.check import NOT_JUDGED, Check
+from dpbench.verify.check import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import Gradients
 from dpbench.verify.verification import SIGMA, Verification
@@ -88,6 +88,8 @@ def check_layer(case: Case, device: torch.device, clips: str) -> Iterator[Check]
         checks = [*check_noise(draws, noisy.subject.dtype, "parameters, steps")]
         wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
         yield Check.judged(names[0], wrong, "", checks[0].how_far)
+    else:
+        yield Check(names[0], NOT_JUDGED, "", IN_RANK_0)
     yield _tokens_alike(names[1], others)
     yield _not_finite(names[2], noisy)
 

@@ -153,7 +153,7 @@ def log_chance_of_count(k: int, n: int, least: float, most: float) -> float:
 
 
 Comparisons = tuple[list[Finding], int]
-"""The findings of a test, and the number of comparisons of which they are the least likely."""
+"""The findings of a test, and how many comparisons it made."""
 
 
 def _test(check: str, findings: Sequence[Finding], comparisons: int) -> Check:
@@ -338,7 +338,7 @@ def _pairs(draws: Sequence[Draw]) -> Comparisons:
 
 
 def _along(draws: Sequence[Draw]) -> Comparisons:
-    """Test that the clipped gradient is in the update, by the noise left along its direction."""
+    """Test that the noise has no unusual component along the clipped gradient."""
     found = []
     for (run, name), group in _groups(draws).items():
         if run and (known := [draw for draw in group if name in draw.along]):

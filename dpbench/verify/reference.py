@@ -21,7 +21,7 @@ CLIPS = ("flat", "per layer")
 layer`` clips the gradient of each of n parameters to C/√n."""
 
 NEGLIGIBLE = 1e-6
-"""Norm, as a share of the largest, below which a gradient is rounding: that of a key's bias."""
+"""Share of the largest norm below which a gradient is rounding, as for the bias of keys."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Examples:
         return mean.double()
 
     def known(self, clips: str, threshold: float, parts: int) -> dict[str, Tensor]:
-        """Factors by what their mean is called: the right one first, then common mistakes."""
+        """Factors by a name of the mean they give: the right one first, then common mistakes."""
         [other] = {*CLIPS} - {clips}
         return {
             f"the mean of gradients clipped {clips}": self.factors(clips, threshold),
@@ -121,7 +121,7 @@ class Examples:
         }
 
     def explained(self, name: str, seen: Tensor, known: Mapping[str, Tensor], near: float) -> str:
-        """Say which known mean a wrong gradient is, or a multiple of which; empty if of none."""
+        """Name the known mean that a wrong gradient equals, or is a multiple of; else return ""."""
         if not seen.isfinite().all():
             return "not finite"
         if not seen.any():
@@ -155,8 +155,8 @@ def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, f
 def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) -> dict[str, float]:
     """The relative error of each parameter's gradient; infinite for NaN.
 
-    If no loss depends on a parameter, its error is divided by 1 % of the largest unclipped norm
-    in ``sizes``, 1e-5 of which is rounding.
+    If no loss depends on a parameter, its error is divided by 1 % of the largest norm in ``sizes``:
+    rounding is 1e-5 of that.
     """
     largest = max(sizes.values())
     found = {}

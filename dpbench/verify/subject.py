@@ -104,9 +104,9 @@ class Subject:
     ) -> Iterator[Gradients]:
         """Yield what each step subtracts from the parameters, divided by the learning rate.
 
-        Each step starts from the initial parameters and takes the next of ``batches``, of which a
-        rank takes its part. Over ranks an odd ``seed`` seeds all ranks alike; for an even one each
-        rank adds its number. Noise must be right both ways.
+        Each step starts from the initial parameters and takes the next batch; a rank takes its part
+        of it. Over ranks, an odd ``seed`` is the same in all ranks. To an even seed each rank adds
+        its number. Noise must be right both ways.
         """
         alone = case.gpus == 1
         plain = case.optimizer == "sgd"

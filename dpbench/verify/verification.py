@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from dpbench.core.case import Case
 from dpbench.training.parallel import rank_and_ranks
-from dpbench.verify.check import Check
+from dpbench.verify.check import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import Draw, check_noise
 from dpbench.verify.reference import Examples, Gradients, distances, thresholds
 from dpbench.verify.subject import ALONE, Subject
@@ -51,7 +51,7 @@ parameters alone, such as their mean over steps, stays below 1/SIGMA."""
 class Batching:
     """A batch size and a number of micro-batches, with the batches and their examples' gradients.
 
-    ``words`` tells it from the others in the names of checks, e.g. `` in 2 parts``.
+    ``words`` names it in checks, e.g. " in 2 parts".
     """
 
     words: str
@@ -105,6 +105,8 @@ class Verification:
         if self.judges_noise:
             runs = "parameters, steps, runs" + ", processes" * bool(elsewhere)
             yield from check_noise(draws, self.subject.dtype, runs)
+        else:
+            yield Check("noise", NOT_JUDGED, "", IN_RANK_0)
         yield self.buffers()
         changed = [f"{name}: is frozen, and changes" for name in sorted(self.subject.changed)]
         frozen = len(self.subject.start) - len(self.subject.trained)
@@ -155,7 +157,7 @@ class Verification:
         return examples.mean(examples.factors(self.clips, threshold, added))
 
     def _tolerance(self, words: str, threshold: float) -> float:
-        """The largest relative error allowed: below fp32, twice that of Opacus's ``dpsgd``."""
+        """Largest allowed relative error; for 16 bits it is twice that of Opacus's ``dpsgd``."""
         batching = next(each for each in self.batchings if each.words == words)
         if batching.case.precision == "fp32":
             return max(TOLERANCE, 1.5 * max(each.float32_error for each in self.examples))
@@ -227,7 +229,7 @@ class Verification:
     # --- what stays ------------------------------------------------------------------------------
 
     def buffers(self) -> Check:
-        """Find buffers of the model that one example changes visibly beside the noise."""
+        """Check that noise hides how one example changes the model's buffers."""
         first, second = self.subject.batches
         other = pytree.tree_map(lambda a, b: torch.cat([b[:1], a[1:]]), first, second)
 
@@ -255,8 +257,8 @@ def noisy_steps(
 ) -> Iterator[Gradients]:
     """Yield the updates of steps with noise.
 
-    At σ = `SIGMA` more steps follow until every parameter has `MIN_NOISE` elements; these yield
-    only parameters that are smaller than that.
+    At σ = `SIGMA` steps are added until every parameter has `MIN_NOISE` elements. The added steps
+    yield only parameters with fewer elements.
     """
     sizes = {name: subject.start[name].numel() for name in subject.trained}
     number = max(steps, -(-MIN_NOISE // min(sizes.values())) if sigma == SIGMA else 0)

@@ -1,1 +1,1 @@
-"""What is trained: models and batches."""
+"""Workloads: what is trained, with its model, batches and losses."""

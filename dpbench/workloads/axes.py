@@ -1,13 +1,12 @@
-"""What the axes of a case change in a model, whatever the workload.
+"""Changes of a model that a case asks for, for any workload.
 
-Activation checkpointing: what a block computed is not kept, but computed again in backward. In
-PyTorch's reentrant way, for every trainer: a block runs without autograd first, when Opacus's hooks
-do not listen, and once with it in backward. In the other way (``use_reentrant=False``) the hooks
-hear each layer twice in forward and once in backward, and Opacus fails.
+Activation checkpointing recomputes the activations of a block in backward. All trainers use
+PyTorch's reentrant variant: it runs a block first without autograd, where Opacus's hooks are
+silent, and again with autograd in backward. With ``use_reentrant=False`` hooks would see each layer
+twice in forward and once in backward, and Opacus fails.
 
-Which parameters are trained: all, those with certain names, or adapters of low rank. These are
-those of Hu et al., "LoRA" (2021), https://arxiv.org/abs/2106.09685: beside each linear layer, which
-is frozen, two narrow ones.
+A case trains all parameters, those whose name matches a pattern, or low-rank adapters: two narrow
+layers beside each frozen linear layer (Hu et al., "LoRA", 2021, https://arxiv.org/abs/2106.09685).
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from dpbench.workloads.base import Workload
 
 
 def checkpoint_blocks(workload: Workload, model: nn.Module) -> None:
-    """Let each of the workload's blocks run again in backward."""
+    """Recompute each of the workload's blocks in backward."""
     for block in list(workload.blocks(model)):
-        block.forward = partial(_again_in_backward, block.forward)
+        block.forward = partial(_checkpointed, block.forward)
 
 
-def _again_in_backward(forward: Any, first: Tensor, *others: Any, **options: Any) -> Any:
-    """A block whose first argument, the activations ``[B, …]``, came from the block before."""
-    if not first.requires_grad:  # what is before is frozen: else nothing here would be trained
+def _checkpointed(forward: Any, first: Tensor, *others: Any, **options: Any) -> Any:
+    """Run a block under a checkpoint; ``first`` is the activations ``[B, …]`` of the one before."""
+    if not first.requires_grad:  # a block after frozen layers would not train otherwise
         first = first.detach().requires_grad_()
     return checkpoint(partial(forward, **options), first, *others, use_reentrant=True)
 
 
 class LowRank(nn.Module):
-    """A linear layer and its adapter, which adds nothing at first."""
+    """A linear layer and its adapter, which is zero at first."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ class LowRank(nn.Module):
 
 
 def choose_trainable(model: nn.Module, trainable: str) -> None:
-    """Freeze what is not trained, and add adapters if they are."""
+    """Freeze all parameters but those that ``trainable`` selects or adds."""
     if trainable == "all":
         return
     if rank := lora_rank(trainable):
@@ -74,7 +73,7 @@ def choose_trainable(model: nn.Module, trainable: str) -> None:
 
 
 def _with_adapters(model: nn.Module, rank: int) -> list[Tensor]:
-    """Give linear layers adapters, but not one whose weights PyTorch's attention reads itself."""
+    """Add adapters to linear layers, except to those whose weights PyTorch's attention reads."""
     weights: list[Tensor] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

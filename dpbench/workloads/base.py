@@ -1,4 +1,4 @@
-"""What is trained: the interface of a workload."""
+"""The interface of a workload, and functions on its batches."""
 
 from __future__ import annotations
 
@@ -14,39 +14,38 @@ from torch.utils import _pytree as pytree
 from dpbench.core.errors import ConfigurationError
 
 Batch: TypeAlias = Any
-"""A tensor, or any nest of tuples, lists and dictionaries of tensors, each ``[B, …]``."""
+"""A tensor, or nested tuples, lists and dictionaries of tensors, each ``[B, …]``."""
 
 
 class Workload(ABC):
-    """A model, its batches and its loss. Its constructor's arguments are its parameters."""
+    """A model, its batches and its losses. Constructor arguments are the workload's parameters."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """The model; made where it will be trained, from a fixed seed."""
+        """Make the model. The caller sets the seed and the default device."""
 
     @abstractmethod
     def batches(self, batch_size: int) -> Iterable[Batch]:
-        """Batches in the CPU's memory; if there are too few, they come again."""
+        """Batches in CPU memory. They are repeated if there are too few."""
 
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The loss of each example ``[B]``; ``model`` is the model, or what wraps it."""
+        """The loss of each example ``[B]``; ``model`` is the model or a wrapper of it."""
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The mean of `losses`, a scalar; for those who have it in fewer operations."""
+        """The mean of `losses`, a scalar. Override it if fewer operations suffice."""
         return self.losses(model, batch).mean()
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """The layers that activation checkpointing runs again, and FSDP2 gathers one by one."""
+        """The blocks that activation checkpointing recomputes and FSDP2 gathers one by one."""
         raise ConfigurationError(
-            f"{type(self).__name__} does not say which blocks its model has, which activation "
-            f"checkpointing runs again and parallel=fsdp2 gathers one by one: give it "
-            f"blocks(model), which returns them, or use neither"
+            f"{type(self).__name__} does not say which blocks its model has. Activation "
+            f"checkpointing and parallel=fsdp2 need them: define blocks(model), or use neither"
         )
 
 
 def examples_in(batch: Batch) -> int:
-    """How many examples a batch has: the first dimension of each of its tensors."""
+    """The number of examples in a batch: the first dimension of each tensor."""
     tensors = pytree.tree_leaves(batch)
     if wrong := [type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)]:
         raise ConfigurationError(
@@ -63,7 +62,7 @@ def examples_in(batch: Batch) -> int:
 
 
 def parts_of(batch: Batch, number: int) -> Iterator[Batch]:
-    """A batch in equal parts; itself, if that is one."""
+    """Yield ``number`` equal parts of a batch."""
     if number == 1:
         yield batch
         return
@@ -75,9 +74,9 @@ def parts_of(batch: Batch, number: int) -> Iterator[Batch]:
 def batches_of(
     workload: Workload, batch_size: int, number: int, place: Callable[[Tensor], Tensor]
 ) -> Iterator[Batch]:
-    """The first batches of a workload, each tensor put where ``place`` puts it."""
+    """Yield the first ``number`` batches of a workload, with ``place`` applied to each tensor."""
     given = workload.batches(batch_size)
-    batches = cycle(() if given is None else given)  # without a return there is none
+    batches = cycle(() if given is None else given)  # a method without return
     for _ in range(number):
         if (batch := next(batches, None)) is None:
             raise ConfigurationError(f"{type(workload).__name__}.batches gave no batch")
@@ -90,7 +89,7 @@ def batches_of(
 
 
 def checked_losses(losses: Tensor, workload: Workload, batch: Batch) -> Tensor:
-    """The losses of a batch, if they are one for each example."""
+    """The losses, or an error unless there is one for each example of the batch."""
     batch_size = examples_in(batch)
     shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
     if shape != [batch_size]:

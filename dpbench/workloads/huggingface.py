@@ -1,12 +1,12 @@
-"""Models of Hugging Face's Transformers, built from a configuration: nothing is downloaded.
+"""Models of Hugging Face's Transformers, built from a configuration without any download.
 
-Three things are done so that Opacus can train them, for every trainer alike:
+Three changes, the same for all trainers, let Opacus train them:
 
-- Tied weights are untied: Opacus clips each use of a parameter as a parameter of its own.
-- Position and token type ids are given for each example: Opacus takes the first dimension of each
-  layer's input for the batch, and the models' own have one row for all. A vision transformer's
-  class token and positions become embedding layers.
-- Dropout is off unless a parameter sets it, so that every step moves the same bytes.
+- Tied weights are untied, because Opacus clips each use of a parameter as another parameter.
+- Each example gets its own position and token type ids. The models share one row of them, but
+  Opacus takes the first dimension of a layer's input for the batch. In vision transformers, class
+  token and positions become embedding layers.
+- Dropout is 0 unless a parameter sets it, so that every step moves the same bytes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dpbench.workloads.transformer import (
 
 
 class HuggingFace(Workload):
-    """A model by its type, such as ``gpt2``, with any fields of its configuration.
+    """A model of a type such as ``gpt2``, with any fields of its configuration.
 
     Args:
-        model_type: what Transformers calls the kind of model.
-        config: a JSON file with a configuration instead, such as a model's ``config.json``.
-        overrides: fields of the configuration that are others.
+        model_type: the name of the type in Transformers.
+        config: a JSON file with a configuration, such as a model's ``config.json``.
+        overrides: fields of the configuration to replace.
     """
 
     usual_type: ClassVar[str]
@@ -66,7 +66,7 @@ class HuggingFace(Workload):
         auto = getattr(transformers, self.auto)
         try:
             model: nn.Module = auto.from_config(self.config)
-        except ValueError as error:  # names every kind there is
+        except ValueError as error:  # its message lists all types
             words = str(error).partition(". ")[0].splitlines()[0]
             raise ConfigurationError(f"{self.config.model_type}: {words}") from error
         for parent in list(model.modules()):
@@ -81,7 +81,7 @@ class HuggingFace(Workload):
         return marked or super().blocks(model)
 
     def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
-        """What the model makes of tokens ``[B, T]``, each example with ids of its own."""
+        """The logits for tokens ``[B, T]``; each example has its own ids."""
         given: dict[str, Any] = {"input_ids": tokens}
         if "position_ids" in self.takes:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -95,7 +95,7 @@ class HuggingFace(Workload):
 
 
 class CausalLM(HuggingFace):
-    """Next-token prediction on random tokens; ``seq_len`` in an example, T."""
+    """Next-token prediction on random tokens; ``seq_len`` is T."""
 
     usual_type = "gpt2"
     auto = "AutoModelForCausalLM"
@@ -117,7 +117,7 @@ class CausalLM(HuggingFace):
 
 
 class SequenceClassification(CausalLM):
-    """A class for each sequence of random tokens."""
+    """Classification of random token sequences."""
 
     usual_type = "bert"
     auto = "AutoModelForSequenceClassification"
@@ -133,7 +133,7 @@ class SequenceClassification(CausalLM):
 
 
 class ImageClassification(HuggingFace):
-    """A class for each random image."""
+    """Classification of random images."""
 
     usual_type = "vit"
     auto = "AutoModelForImageClassification"
@@ -149,12 +149,12 @@ class ImageClassification(HuggingFace):
 
 
 class ImageEmbeddings(nn.Module):
-    """A vision transformer's patches, class token and positions, each by a layer."""
+    """A vision transformer's embeddings, with layers for class token and positions."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()
         self.patch_embeddings = original.patch_embeddings
-        self.first = nn.Embedding.from_pretrained(original.cls_token.data[0], freeze=False)
+        self.class_token = nn.Embedding.from_pretrained(original.cls_token.data[0], freeze=False)
         positions = original.position_embeddings.data[0]
         self.positions = nn.Embedding.from_pretrained(positions, freeze=False)
         self.dropout = original.dropout
@@ -163,7 +163,7 @@ class ImageEmbeddings(nn.Module):
         patches = self.patch_embeddings(pixel_values)
         ids = torch.arange(self.positions.num_embeddings, device=patches.device)
         ids = ids.repeat(len(patches), 1)
-        embedded = torch.cat((self.first(torch.zeros_like(ids[:, :1])), patches), dim=1)
+        embedded = torch.cat((self.class_token(torch.zeros_like(ids[:, :1])), patches), dim=1)
         dropped: Tensor = self.dropout(embedded + self.positions(ids))
         return dropped
 

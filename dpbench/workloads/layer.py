@@ -28,23 +28,23 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "lstm": lambda width, vocabulary: DPLSTM(width, width, batch_first=True),
     "gru": lambda width, vocabulary: DPGRU(width, width, batch_first=True),
 }
-"""What builds a layer. Attention and recurrent layers are Opacus's replacements of PyTorch's, which
-it refuses, for every trainer: else the baseline would be another layer."""
+"""Functions of width and vocabulary that make a layer. Opacus refuses PyTorch's attention and
+recurrent layers, so all trainers, also the baseline, train Opacus's replacements."""
 
 CHANNELS_FIRST = ("conv", "groupnorm", "instancenorm")
 
 WITHOUT_POSITIONS = ("linear", "layernorm", "groupnorm", "embedding")
-"""Layers that take examples without positions; others take such a batch for one example."""
+"""Layers that accept examples without positions; others would take the batch for one example."""
 
 
 class Layer(Workload):
-    """One layer, whose loss is the mean square of its output.
+    """One layer; the loss is the mean square of its output.
 
     Args:
         layer: one of `LAYERS`.
-        width: features that come in and go out (attention has a head for each 64).
-        length: positions in an example; 0 for none, of layers in `WITHOUT_POSITIONS`.
-        vocabulary: rows of an embedding.
+        width: input and output features; attention has one head per 64.
+        length: positions in an example; 0 for none, if the layer is in `WITHOUT_POSITIONS`.
+        vocabulary: rows of the embedding.
     """
 
     def __init__(
@@ -72,6 +72,6 @@ class Layer(Workload):
 
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         output = model(batch)
-        output = output[0] if isinstance(output, tuple) else output  # recurrent: and their states
+        output = output[0] if isinstance(output, tuple) else output  # leave out states
         losses: Tensor = output.reshape(len(output), -1).square().mean(dim=1)
         return losses

@@ -1,8 +1,8 @@
-"""Residual networks for images with group norms, which Opacus supports in every mode.
+"""Residual networks for images, with group norms, which Opacus supports in every mode.
 
-The networks of He et al., "Deep Residual Learning for Image Recognition" (2015),
-https://arxiv.org/abs/1512.03385, with the stride of a bottleneck in its 3×3 convolution. Nothing is
-done in place, which Opacus's hooks refuse.
+The networks are those of He et al., "Deep Residual Learning for Image Recognition" (2015),
+https://arxiv.org/abs/1512.03385, with a bottleneck's stride in its 3×3 convolution. No operator
+works in place, because Opacus's hooks refuse that.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from dpbench.workloads.base import Batch, Workload
 GROUPS = 32
 
 DEPTHS = {18: (1, (2, 2, 2, 2)), 34: (1, (3, 4, 6, 3)), 50: (4, (3, 4, 6, 3))}
-"""Expansion of a block's channels (4 is a bottleneck), and blocks in each stage."""
+"""By depth: the expansion of a block's channels (4 for bottlenecks), and blocks per stage."""
 
 
-def normalised(channels: int, to: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """A convolution without bias, and its group norm."""
+def conv_norm(channels: int, to: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    """A convolution without bias, then a group norm."""
     conv = nn.Conv2d(channels, to, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(conv, nn.GroupNorm(GROUPS, to))
 
 
 class Block(nn.Module):
-    """Two 3×3 convolutions, or a bottleneck of three, beside a shortcut."""
+    """Two 3×3 convolutions, or a bottleneck of three, and a shortcut."""
 
     def __init__(self, channels: int, width: int, expansion: int, stride: int) -> None:
         super().__init__()
         out = width * expansion
         if expansion == 1:
-            parts = [normalised(channels, width, 3, stride), nn.ReLU(), normalised(width, out, 3)]
+            parts = [conv_norm(channels, width, 3, stride), nn.ReLU(), conv_norm(width, out, 3)]
         else:
-            parts = [normalised(channels, width, 1), nn.ReLU()]
-            parts += [normalised(width, width, 3, stride), nn.ReLU(), normalised(width, out, 1)]
+            parts = [conv_norm(channels, width, 1), nn.ReLU()]
+            parts += [conv_norm(width, width, 3, stride), nn.ReLU(), conv_norm(width, out, 1)]
         same = channels == out and stride == 1
         self.path = nn.Sequential(*parts)
-        self.shortcut = nn.Identity() if same else normalised(channels, out, 1, stride)
+        self.shortcut = nn.Identity() if same else conv_norm(channels, out, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.path(x) + self.shortcut(x))
@@ -54,7 +54,7 @@ class ResNet(Workload):
     Args:
         depth: one of `DEPTHS`.
         image_size: height and width, in pixels.
-        classes: how many classes there are.
+        classes: number of classes.
     """
 
     def __init__(self, *, depth: int = 50, image_size: int = 224, classes: int = 1000) -> None:
@@ -64,7 +64,7 @@ class ResNet(Workload):
 
     def model(self) -> nn.Module:
         expansion, stages = DEPTHS[self.depth]
-        layers = [normalised(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+        layers = [conv_norm(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
         channels = 64
         for stage, blocks in enumerate(stages):
             width = 64 * 2**stage
@@ -86,6 +86,6 @@ class ResNet(Workload):
 
 
 def random_images(batch_size: int, shape: tuple[int, ...], classes: int) -> Iterable[Batch]:
-    """Batches of noise and random classes, without end."""
+    """Yield batches of normal noise and random classes without end."""
     while True:
         yield torch.randn(batch_size, *shape), torch.randint(classes, (batch_size,))

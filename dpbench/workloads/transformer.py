@@ -1,9 +1,9 @@
 """A decoder-only transformer built from layers that Opacus supports in every mode.
 
-Three choices follow from Opacus 1.6: query, key, value and output projections are separate
-``nn.Linear`` layers (its ghost norms know exactly ``Linear`` and ``Embedding``), embedding and
-output weights are not tied (ghost clipping refuses that), and position ids are repeated for
-each example (its hooks need the batch as the first dimension of every layer's input).
+Opacus 1.6 is the reason for three choices. Query, key, value and output projections are separate
+``nn.Linear`` layers, because its ghost norms know exactly ``Linear`` and ``Embedding``. Embedding
+and output weights are not tied, because ghost clipping refuses that. Position ids are repeated for
+each example, because its hooks need the batch as the first dimension of each layer's input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpbench.workloads.base import Batch, Workload
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head attention through PyTorch's fused kernel; ``[B, T, H]`` to the same."""
+    """Causal multi-head attention with PyTorch's fused kernel; ``[B, T, H]`` to ``[B, T, H]``."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -48,12 +48,11 @@ class SelfAttention(nn.Module):
 
 
 class OpacusSelfAttention(nn.Module):
-    """Causal attention through Opacus's ``DPMultiheadAttention``; materialises B·heads·T².
+    """Causal attention with Opacus's ``DPMultiheadAttention``; materialises B·heads·T² scores.
 
-    The layer runs with ``[T, B, H]``: in Opacus 1.6.0 its ``batch_first=True`` reads the mask's
-    size off the batch and lays out the heads in the wrong order, so that a position sees later
-    ones. Only its projections get ``[B, T, H]``, because Opacus's hooks take the first
-    dimension of a layer's input for the batch.
+    The layer runs on ``[T, B, H]``. In Opacus 1.6.0 its ``batch_first=True`` takes the mask's size
+    from the batch and orders heads wrongly, so that positions see later ones. Its projections get
+    ``[B, T, H]``, because Opacus's hooks take the first dimension of an input for the batch.
     """
 
     def __init__(self, hidden: int, heads: int) -> None:
@@ -73,7 +72,7 @@ class OpacusSelfAttention(nn.Module):
 
 
 class BatchFirst(nn.Module):
-    """A layer for ``[B, T, H]``, used where the data is ``[T, B, H]``."""
+    """Applies a layer for ``[B, T, H]`` to data ``[T, B, H]``."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -103,12 +102,12 @@ class Block(nn.Module):
 
 
 class SimpleBigModel(nn.Module):
-    """A GPT-like language model; token ids int64 ``[B, T]`` to logits ``[B, T, V]``.
+    """A GPT-like language model, from token ids int64 ``[B, T]`` to logits ``[B, T, V]``.
 
     Args:
         size: vocabulary, hidden width, layers and heads.
         attention: ``"sdpa"`` or ``"dp_mha"``.
-        max_seq_len: the longest sequence, the length of the position table.
+        max_seq_len: rows of the position table.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class SimpleBigModel(nn.Module):
 
 
 class Transformer(Workload):
-    """Next-token prediction on random tokens, by `SimpleBigModel` or a model called as it is.
+    """Next-token prediction on random tokens by `SimpleBigModel`, or a model with its signature.
 
     Args:
         seq_len: tokens in an example, T.
@@ -170,9 +169,9 @@ class Transformer(Workload):
             raise ConfigurationError(f"model {self.name} makes a {type(model).__name__}; {needs}")
         if not any(self.size.hidden in parameter.shape for parameter in model.parameters()):
             raise ConfigurationError(
-                f"model {self.name} has no layer of width {self.size.hidden}: it ignores the size "
-                f"that it is given, and would be called {self.model_size}; say with --model-size "
-                f"what it is, VOCABULARYxHIDDENxLAYERSxHEADS, or make it a workload"
+                f"model {self.name} has no layer of width {self.size.hidden}: it ignores its size, "
+                f"but would be reported as {self.model_size}. Give its real size with "
+                f"--model-size VOCABULARYxHIDDENxLAYERSxHEADS, or make it a workload"
             )
         return model
 
@@ -200,7 +199,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy of each example, ``[B]``, as `mean_cross_entropy`."""
+    """The mean cross-entropy of each example, ``[B]``; arguments as in `mean_cross_entropy`."""
     flat = logits.reshape(-1, logits.shape[-1])
     by_token = F.cross_entropy(flat, labels.reshape(-1), reduction="none")
     return by_token.view(labels.shape).mean(dim=1)
@@ -215,14 +214,14 @@ def get_random_dataloader(
     num_batches: int = 8,
     seed: int = 0,
 ) -> DataLoader[tuple[Tensor, ...]]:
-    """Batches of uniformly random tokens that already lie on ``device``.
+    """Batches of uniformly random tokens on ``device``.
 
-    Every batch has exactly ``batch_size`` examples (no Poisson sampling, whose batches vary
-    in size), and the same seed gives the same tokens on every device.
+    Every batch has exactly ``batch_size`` examples; this is not Poisson sampling. A seed gives the
+    same tokens on every device.
 
     Returns:
-        A loader of ``num_batches`` pairs ``(input_ids, labels)``, both int64 ``[B, T]``; each
-        label is the token that follows its position.
+        A loader of ``num_batches`` pairs ``(input_ids, labels)``, both int64 ``[B, T]``. A label is
+        the next token.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     tokens = torch.randint(
@@ -230,4 +229,4 @@ def get_random_dataloader(
     ).to(device)
     dataset = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     whole = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
-    return DataLoader(dataset, sampler=whole, batch_size=None)  # not example by example
+    return DataLoader(dataset, sampler=whole, batch_size=None)  # whole batches

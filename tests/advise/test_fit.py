@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.advise.fit import MOST, Needed, largest_batch, needed, parse_memory
+from dpbench.advise.fit import MAX_BATCH, Needed, largest_batch, needed, parse_memory
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 
@@ -60,7 +60,7 @@ def test_few_counts_are_enough() -> None:
 def test_a_peak_that_does_not_grow_has_no_largest_batch() -> None:
     found = largest_batch(CASE, 80e9, lambda case: Needed(1e9, "clip"))
     assert found.unbounded
-    assert found.batch_size == MOST
+    assert found.batch_size == MAX_BATCH
 
 
 def test_the_largest_batch_of_a_case_fits_and_the_next_does_not() -> None:

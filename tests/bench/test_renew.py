@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import tables
 from bench.measure import PLAN
+from bench.rank_tables import TABLES
 from bench.renew import BLOCK, PAGES, outdated, renewed
 from bench.runs import RESULTS, ROOT, run, value
 
@@ -21,7 +21,7 @@ def test_no_page_is_outdated() -> None:
 
 def test_each_table_stands_in_a_page() -> None:
     used = {words.split()[0] for text in TEXTS.values() for _, words, _, _ in BLOCK.findall(text)}
-    assert used == {*tables.TABLES}
+    assert used == {*TABLES}
 
 
 def test_a_changed_number_is_written_anew(tmp_path: Path) -> None:

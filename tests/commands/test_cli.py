@@ -106,7 +106,6 @@ def test_smoke_says_which_trainers_work(capsys: pytest.CaptureFixture[str]) -> N
         "[TEST OK] DPFastGradientClippingTrainer passed local test.",
         "[TEST OK] LeanTrainer passed local test.",
         "[TEST OK] GhostLeanTrainer passed local test.",
-        "[TEST OK] MixedGhostTrainer passed local test.",
         "[TEST OK] MicroBatchTrainer passed local test.",
         "[TEST OK] BookKeepingTrainer passed local test.",
         "[TEST OK] FusedTrainer passed local test.",

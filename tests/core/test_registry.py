@@ -71,7 +71,6 @@ def refusal(attempt: Callable[[], object]) -> str:
         ("dpsgd_fgc", "DPFastGradientClippingTrainer"),
         ("lean", "LeanTrainer"),
         ("ghost_lean", "GhostLeanTrainer"),
-        ("mixed_ghost", "MixedGhostTrainer"),
         ("micro_batch", "MicroBatchTrainer"),
         ("book_keeping", "BookKeepingTrainer"),
         ("fused", "FusedTrainer"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpbench.core.model_size import ModelSize
 from dpbench.training import kernels
+from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.kernels import (
     TILINGS,
     gram_norms,
@@ -20,8 +21,7 @@ from dpbench.training.kernels import (
     products,
     scaled,
 )
-from dpbench.training.norm_bounds import squared_norms_of_alike, squared_product_norms
-from tests.training.test_norm_bounds import OURS, alike, update_of
+from tests.training.test_norm_bounds import OURS, alike, norms_of, update_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 
@@ -130,7 +130,7 @@ def test_norms_of_tokens_that_are_alike_are_no_smaller_than_the_gradients(
     expected = torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
     for small in (kernels.SMALL, 0):
         monkeypatch.setattr(kernels, "SMALL", small)
-        assert (squared_product_norms(x, g).double() >= expected).all()
+        assert (norms_of(x, g, "products").square() >= expected).all()
         assert (squared_norms_of_alike([x], [g], False)[0].double() >= expected).all()
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from dpbench import TRAINERS, Case, CaseReport
-from dpbench.child.build import build
+from dpbench.child.build import build, pick_device
 from dpbench.child.failures import CaseTimedOut, InstrumentError
 from dpbench.child.messages import Steps
 from dpbench.core.errors import ConfigurationError
@@ -36,10 +35,34 @@ pytestmark = [
 CASE = Case("standard", batch_size=8, seq_len=16, model_size="99x64x2x2", parallel="ddp", gpus=2)
 
 WIDE = replace(CASE, model_size="99x512x1x2")
-"""Has matrices that are reduced apart, while others are summed up."""
+"""Has matrices that are reduced one by one, while others are summed up."""
 
-SHARDED = {"standard", "dpsgd_ghost", "ghost_lean", "mixed_ghost", "book_keeping", "fused"}
+SHARDED = {"standard", "dpsgd_ghost", "ghost_lean", "book_keeping", "fused"}
 """Trainers that train under FSDP2."""
+
+
+@dataclass(frozen=True)
+class Asked(Timing):
+    """Calls a function of this module in each rank, and takes no steps of the case."""
+
+    function: str = ""
+
+    def observe(self, case: Case) -> dict[str, Any]:
+        found: dict[str, Any] = globals()[self.function](case)
+        return found
+
+
+def ask(
+    function: Callable[[Case], dict[str, Any]], folder: Path, case: Case = CASE
+) -> list[dict[str, Any]]:
+    """What a function returns in each rank of a case."""
+    asked = Asked(folder, timeout=120, function=function.__name__)
+    ranks: list[dict[str, Any]] = asked.start(case).record()["ranks"]
+    return ranks
+
+
+APART = 1e-3
+"""How far updates may be, because bounds on norms differ with the examples of a batch."""
 
 
 def parameters(trainer: TrainerBase) -> Tensor:
@@ -50,15 +73,11 @@ def parameters(trainer: TrainerBase) -> Tensor:
 def trained(case: Case, *, alone: bool = False) -> tuple[Tensor, Tensor]:
     """Parameters before and after two steps without noise in which most gradients are clipped."""
     options = {"noise_multiplier": 0.0, "learning_rate": 1.0, "max_grad_norm": 0.5}
-    trainer, batches = build(case, pick(), 2, alone=alone, **options)
+    trainer, batches = build(case, pick_device("cuda"), 2, alone=alone, **options)
     before = parameters(trainer)
     for batch in batches:
         trainer.train_step(batch)
     return before, parameters(trainer)
-
-
-def pick() -> torch.device:
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def distances_from_one_process(case: Case) -> dict[str, Any]:
@@ -78,19 +97,19 @@ def distances_from_one_process(case: Case) -> dict[str, Any]:
     return {"far": far}
 
 
-def test_updates_over_ranks_are_those_of_one_process_with_the_joint_batch() -> None:
-    record = observe_all(distances_from_one_process, CASE, "cuda")
-    for rank in record["ranks"]:
+def test_updates_over_ranks_are_those_of_one_process_with_the_joint_batch(tmp_path: Path) -> None:
+    for rank in ask(distances_from_one_process, tmp_path):
         assert {f"{name}@ddp" for name in TRAINERS} <= rank["far"].keys()
         assert {f"{name}@fsdp2" for name in SHARDED} <= rank["far"].keys()
-        assert {pair: far for pair, far in rank["far"].items() if not far < 1e-4} == {}
+        assert {pair: far for pair, far in rank["far"].items() if not far < APART} == {}
 
 
-def test_sums_that_are_reduced_while_others_are_computed_are_those_of_one_process() -> None:
-    record = observe_all(distances_from_one_process, WIDE, "cuda")
-    for rank in record["ranks"]:
+def test_sums_that_are_reduced_while_others_are_computed_are_those_of_one_process(
+    tmp_path: Path,
+) -> None:
+    for rank in ask(distances_from_one_process, tmp_path, WIDE):
         assert {*rank["far"]} == {"lean@ddp", "fused@ddp", "fused@fsdp2"}
-        assert {pair: far for pair, far in rank["far"].items() if not far < 1e-4} == {}
+        assert {pair: far for pair, far in rank["far"].items() if not far < APART} == {}
 
 
 # --- what crosses NVLink -------------------------------------------------------------------------
@@ -101,10 +120,10 @@ LARGE = 1 << 26
 
 def crossed(case: Case) -> dict[str, Any]:
     """Bytes that this rank sent and received in twenty collectives of each kind, by NVML."""
-    payload, why = payload_of(f"GPU-{torch.cuda.get_device_properties(pick()).uuid}")
-    if payload is None:
+    payload, why = payload_of(f"GPU-{torch.cuda.get_device_properties().uuid}")
+    if why:
         return {"why": why}
-    whole = torch.ones(LARGE // 4, device=pick())
+    whole = torch.ones(LARGE // 4, device="cuda")
     part = whole.chunk(case.gpus)[rank_and_ranks()[0]].clone()
     kinds: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: distributed.all_reduce(whole),
@@ -126,9 +145,9 @@ def crossed(case: Case) -> dict[str, Any]:
     return found
 
 
-def test_collectives_send_what_their_algorithm_says() -> None:
+def test_collectives_send_what_their_algorithm_says(tmp_path: Path) -> None:
     """Of two ranks a rank sends half in a gather and in a reduction, and both in an all-reduce."""
-    for rank in observe_all(crossed, CASE, "cuda")["ranks"]:
+    for rank in ask(crossed, tmp_path):
         if "why" in rank:
             pytest.skip(rank["why"])
         for kind, share in (("all_reduce", 1.0), ("all_gather", 0.5), ("reduce_scatter", 0.5)):
@@ -155,7 +174,17 @@ def test_a_case_sends_what_is_counted_for_it_and_in_the_same_phases(
         assert sent == pytest.approx(expected, abs=0.01 * whole), phase
 
 
-# --- a rank that fails ---------------------------------------------------------------------------
+# --- ranks that start and fail -------------------------------------------------------------------
+
+
+def devices(case: Case) -> dict[str, int]:
+    return {"device": torch.cuda.current_device()}
+
+
+def test_a_process_that_has_asked_for_cuda_can_start_ranks() -> None:
+    assert torch.cuda.is_available()  # from then on no fork of it can use a GPU
+    record = observe_all(devices, CASE, "cuda")
+    assert [rank["device"] for rank in record["ranks"]] == [0, 1]
 
 
 def free_memory() -> list[int]:

@@ -205,17 +205,15 @@ def test_without_its_server_a_case_has_a_new_process(server: ForkServer, tmp_pat
     assert isinstance(ended(running).group.process, subprocess.Popen)
 
 
-def test_a_fork_of_which_nobody_learned_does_nothing(server: ForkServer, tmp_path: Path) -> None:
-    begun: list[int] = []
-
-    def interrupted(process_id: int) -> None:
-        begun.append(process_id)
-        raise KeyboardInterrupt
-
-    log = tmp_path / "log.txt"
-    with log.open("w") as output:
-        options = {"stdout": output, "env": environment_of_cases()}
-        with pytest.raises(KeyboardInterrupt):
-            server.fork([*COMMAND, "list"], options, interrupted)
-    assert is_gone(begun[0])
-    assert log.read_text() == ""
+def test_a_fork_tells_its_guard_before_anybody_can_lose_sight_of_it(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    guard, told = os.pipe()
+    with (tmp_path / "log.txt").open("w") as output, os.fdopen(told, "w") as stdin:
+        options = {"stdout": output, "stdin": stdin, "env": environment_of_cases()}
+        forked = server.fork([*COMMAND, "list"], options)
+    assert forked
+    with os.fdopen(guard) as said:
+        assert said.read() == f"{forked.pid}\n"  # and the pipe has an end
+    assert forked.wait() == 0
+    assert (tmp_path / "log.txt").read_text() == "no runs in .dpbench\n"

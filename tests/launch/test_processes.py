@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from dpbench.launch.processes import ctrl_c_later
 from tests.test_endings import PATIENCE
 
 INTERRUPTED = """
@@ -59,26 +55,3 @@ def test_wherever_ctrl_c_comes_the_program_ends_and_nobody_waits_for_ever(tmp_pa
     os.close(programs)
     assert select.select([alive], [], [], PATIENCE)[0], "a program goes on"
     os.close(alive)
-
-
-def test_ctrl_c_comes_after_what_must_not_be_stopped_half_way() -> None:
-    done = []
-
-    def whole() -> None:
-        with ctrl_c_later():
-            signal.raise_signal(signal.SIGINT)
-            done.append("all of it")
-
-    with pytest.raises(KeyboardInterrupt):
-        whole()
-    assert done
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with ctrl_c_later():
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -73,8 +74,8 @@ def test_a_refusal_is_one_line_that_names_the_rank(tmp_path: Path) -> None:
     [
         ("Killed", "rank 1: killed by SIGKILL"),
         ("Exits", "rank 1: ended with exit code 3"),
-        ("Leaves", "rank 1: the trainer ended it with exit status 0"),
-        ("Vanishes", "rank 0: no connection to another rank (RuntimeError: "),
+        ("Leaves", "rank 1: the trainer exited with status 0"),
+        ("Vanishes", "rank 0: lost the connection to another rank (RuntimeError: "),
         ("Raises", "rank 1: ValueError: the loss is not finite"),
         ("FillsMemory", "rank 1: CUDA out of memory. Tried to allocate 2.00 GiB."),
     ],
@@ -154,6 +155,20 @@ def test_ranks_of_a_process_that_has_trained_leave_it_as_it_was() -> None:
     assert dict(os.environ) == environment
 
 
+def inherits(case: Case) -> dict[str, bool]:
+    return {"fork": hasattr(sys, "inherited")}
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_ranks_are_no_forks_of_a_process_whose_forks_cannot_use_cuda(
+    poisoned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: poisoned)
+    monkeypatch.setattr(sys, "inherited", True, raising=False)
+    record = observe_all(inherits, ranks("standard"), "cpu")
+    assert [each["fork"] for each in record["ranks"]] == [not poisoned] * 2
+
+
 # --- several GPUs ----------------------------------------------------------------------------
 
 
@@ -201,7 +216,9 @@ def test_a_case_of_several_gpus_sees_those_that_follow_the_workers_own(
 
 @pytest.mark.skipif(distributed.is_nccl_available(), reason="this PyTorch has NCCL")
 def test_a_pytorch_without_the_library_for_collectives_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"ranks on cuda need nccl, without which .*built"):
+    with pytest.raises(
+        ConfigurationError, match=r"ranks on cuda need nccl, but torch .* was built without it"
+    ):
         check_backend(torch.device("cuda"))
 
 

@@ -1,13 +1,14 @@
-"""What each trainer moves in the cells of the named grids: the suite behind `bounds.json`.
+"""Logical bytes of each trainer in the cells of the named grids: the suite behind `bounds.json`.
 
-Not collected by itself: `test_bounds.py` holds a part of it to the committed run, and this all:
+pytest does not collect it. `test_bounds.py` compares a part with the committed run; this compares
+all:
 
     python -m pytest -n 0 tests/logical/bounds.py --dpbench-compare=tests/logical/bounds.json \\
         --dpbench-compare-fail=logical_bytes:±0.3% --dpbench-compare-fail=logical_ratio:±0.3%
 
-Every layer of the transformer runs the same operators, so the ``1b`` model is counted with one
-layer and with two, which says what any number of them moves (`layers.py`). A change that is meant
-renews the run, and ``git diff`` shows what it costs:
+Each layer of the transformer runs the same operators, so the ``1b`` model is counted with one and
+with two layers, and extrapolated (`layers.py`). After an intended change, renew the run; ``git
+diff`` then shows its cost:
 
     python -m pytest -n 0 tests/logical/bounds.py --dpbench-json tests/logical/bounds.json
 """
@@ -28,8 +29,8 @@ from tests.logical.layers import TWO_DEPTHS
 
 FILE = Path(__file__).with_name("bounds.json")
 LIMITS = ("logical_bytes:±0.3%", "logical_ratio:±0.3%")
-"""Of a model with two layers, which move half of its bytes; of the ``1b`` model's they move nine
-tenths, so that what is 0.3 % of the one is less than 1 % of the other."""
+"""Limits for the model with two layers, which move half of its bytes. They move nine tenths of the
+bytes of ``1b``, where 0.3 % here is less than 1 %."""
 
 
 def cell_of(case: Case) -> str:
@@ -38,13 +39,13 @@ def cell_of(case: Case) -> str:
 
 
 def shallow(case: Case, layers: int) -> Case:
-    """The case with fewer layers."""
+    """The same case with fewer layers."""
     size = case.size
     return replace(case, model_size=f"{size.vocabulary}x{size.hidden}x{layers}x{size.heads}")
 
 
 METHODS = tuple(name for name in TRAINERS if name not in GRIDS["grid1"].values("trainer"))
-"""In no grid of the transformer. Counted in two cells: a case has the same operators in all."""
+"""Trainers outside the transformer's grids, counted in two cells: all have the same operators."""
 
 CASES = list(dict.fromkeys(case for name in ("grid1", "grid2") for case in GRIDS[name].cases()))
 CASES += [

@@ -1,9 +1,9 @@
-"""The logical bytes of a deep model, from the counts of two shallow ones of the same width.
+"""Extrapolates the logical bytes of a deep model from two shallow ones of the same width.
 
-Every layer of the transformer runs the same operators on the same shapes, so calls, bytes and
-flops are exactly affine in the number of layers: ``n(L) = n(1) + (L - 1) (n(2) - n(1))``, for each
-operator in each phase. ``test_layers.py`` and ``test_1b.py`` compare that with counts of all
-layers. Peak memory is not affine (which moment is the largest depends on depth) and is left out.
+Each layer of the transformer runs the same operators on the same shapes. So calls, bytes and FLOPs
+of each operator in each phase are affine in the number of layers:
+``n(L) = n(1) + (L - 1) (n(2) - n(1))``. ``test_layers.py`` and ``test_1b.py`` compare this with
+counts of all layers. Peak memory is not affine, because the phase of the peak depends on depth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TWO_DEPTHS = (1, 2)
 
 
 def count(case: Case) -> CaseReport:
-    """Count a case in this process, without a session: what ``logical_io`` does within one."""
+    """Count a case in this process, like ``logical_io`` but without a session."""
     result = Logical().count(case)
     return replace(CaseReport.of(case, result.rows), operator_counts=result.operators)
 
@@ -30,8 +30,8 @@ def count_by_layers(case: Case, count: Callable[[Case], CaseReport] = count) -> 
     """The report of a case, extrapolated from one layer and two.
 
     Args:
-        case: the case; how deep its model is does not change what this costs.
-        count: counts a case; the ``logical_io`` fixture will do.
+        case: the case, with a model of any depth.
+        count: counts a case, e.g. the ``logical_io`` fixture.
     """
     size = case.size
     shallow, deeper = (

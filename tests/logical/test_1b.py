@@ -1,4 +1,4 @@
-"""The 1b model with all its layers: as the guide prints it, against an H200, and by two depths.
+"""The 1b model with all layers, against the guide, an H200, and the extrapolation.
 
 Counting 24 layers takes seconds, so one session does it, with the examples of the guide.
 """

@@ -1,4 +1,4 @@
-"""The committed logical bytes beside what an NVIDIA H200 measured of the same cells."""
+"""The committed logical bytes against those measured on an NVIDIA H200 in the same cells."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_logical_bytes_are_a_floor_of_what_is_measured_at_fp32() -> None:
 
 
 def test_changes_to_opacus_save_more_than_keeping_gradients_was_measured_to() -> None:
-    """Of h200-opacus-changes.json: 283.6 GB, 0.5 % more than is counted."""
+    """h200-opacus-changes.json has 283.6 GB, 0.5 % more than the count."""
     assert of_all_layers(Case("lean", 8, 256)) < 0.9 * 283.6
     ghost = of_all_layers(Case("dpsgd_ghost", 8, 256))
     assert of_all_layers(Case("ghost_lean", 8, 256)) < 0.7 * ghost

@@ -249,8 +249,8 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
             lambda: build(
                 Case("dpsgd", 2, workload="layer", activation_checkpointing="on"), CPU, 1
             ),
-            "Layer does not say which blocks its model has, which activation checkpointing runs "
-            "again and parallel=fsdp2 gathers one by one: give it blocks",
+            "Layer does not say which blocks its model has. Activation checkpointing and "
+            "parallel=fsdp2 need them: define blocks(model)",
         ),
         (
             lambda: build(Case("dpsgd", 8, 16, "tiny", trainable="*.gain"), CPU, 1),

@@ -17,9 +17,9 @@ from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical.logical import Logical
 from dpbench.training import kernels
 from dpbench.training.base import Batch
+from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.gradient_sums import ALIGNED, one_buffer, rounded_down, scaled
 from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
-from dpbench.training.norm_bounds import squared_norms_of_alike
 
 SIZE = ModelSize(50, 16, 1, 2)
 
@@ -118,8 +118,10 @@ def test_operators_return_the_type_and_shape_that_they_say_without_data(dtype: t
     test_fake = "test_faketensor"
     torch.library.opcheck(layer_norm_samples, (x, g, 1e-5), test_utils=test_fake)
     torch.library.opcheck(gram_norms, ([x], [g], True), test_utils=test_fake)
-    torch.library.opcheck(kernels.wide_product, (x, g.mT), test_utils=test_fake)
-    torch.library.opcheck(kernels.gram_sums, (x[:, :, :3], g[:, :, :3]), test_utils=test_fake)
+    ops = torch.ops.dpbench
+    torch.library.opcheck(ops.wide_product.default, (x, g.mT), test_utils=test_fake)
+    sums = x[:, :, :3], g[:, :, :3], True
+    torch.library.opcheck(ops.gram_sums.default, sums, test_utils=test_fake)
     torch.library.opcheck(kernels.scaled, (x, torch.rand(2)), test_utils=test_fake)
 
 

@@ -1,4 +1,4 @@
-"""Private trainers that do what users' did: a right one, example by example, and faults of it."""
+"""A right private trainer, which loops over examples, and trainers with faults that users had."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Gradients = dict[str, Tensor]
 
 
 class Looped(TrainerBase):
-    """A right one, one example at a time, in as few lines as it takes."""
+    """A right trainer: clips one example at a time."""
 
     labels: Mapping[str, str] = MappingProxyType({"clips": "flat"})
 
@@ -63,7 +63,7 @@ class Looped(TrainerBase):
 
 
 class WithoutClosure(Looped):
-    """Another right one, which tells the optimizer that it has no closure."""
+    """A right trainer that calls ``step(closure=None)``."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -72,7 +72,7 @@ class WithoutClosure(Looped):
 
 
 class AdaptersUnclipped(Looped):
-    """Opacus #820: low-rank adapters go into the update as they are."""
+    """Opacus #820: gradients of low-rank adapters are not clipped."""
 
     def clip(self, gradients: Gradients) -> Gradients:
         clipped = super().clip(gradients)
@@ -80,10 +80,7 @@ class AdaptersUnclipped(Looped):
 
 
 class GhostThatDiffers(BookKeepingTrainer):
-    """Opacus #692: ghost norms that are not those of the per-sample gradients.
-
-    It adds up the norms of tokens, as if they were examples.
-    """
+    """Opacus #692: ghost norms differ from per-sample norms; here they sum the norms of tokens."""
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
         linear = {layer: calls for layer, calls in seen.items() if isinstance(layer, nn.Linear)}
@@ -95,7 +92,7 @@ class GhostThatDiffers(BookKeepingTrainer):
 
 
 class MeanOfParts(Looped):
-    """Opacus #683: gradients of micro-batches are added up as a mean."""
+    """Opacus #683: the gradients of micro-batches are averaged, not summed."""
 
     def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
         total = super().clipped_sum(part, losses)
@@ -103,7 +100,7 @@ class MeanOfParts(Looped):
 
 
 class AccumulatesForEver(Looped):
-    """Sums that nobody sets to zero."""
+    """Never resets its sums of gradients."""
 
     def train_step(self, batch: Batch) -> Tensor:
         return super().train_step(batch)
@@ -117,7 +114,7 @@ class AccumulatesForEver(Looped):
 
 
 class WrongBatchSize(Looped):
-    """Divides by the micro-batch."""
+    """Divides by half the batch size."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -125,7 +122,7 @@ class WrongBatchSize(Looped):
 
 
 class ByLayerCalledFlat(Looped):
-    """Each parameter's gradient to C/√n, and a label that says flat."""
+    """Clips each parameter's gradient to C/√n, but its label says flat."""
 
     def clip(self, gradients: Gradients) -> Gradients:
         share = self.max_grad_norm / len(gradients) ** 0.5
@@ -133,13 +130,13 @@ class ByLayerCalledFlat(Looped):
 
 
 class ByLayer(ByLayerCalledFlat):
-    """The same with the right label."""
+    """Clips each parameter's gradient to C/√n, as its label says."""
 
     labels = MappingProxyType({"clips": "per layer"})
 
 
 class ByBatch(Looped):
-    """Clips the gradient of the batch, not those of examples."""
+    """Clips the micro-batch's gradient, not per-sample gradients."""
 
     def clip(self, gradients: Gradients) -> Gradients:
         return gradients
@@ -152,7 +149,7 @@ class ByBatch(Looped):
 
 
 class LeavesOneOut(Looped):
-    """A parameter that is not updated."""
+    """Never updates one parameter."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -173,7 +170,7 @@ class NotFinite(Looped):
 
 
 class NoiseTwice(Looped):
-    """Noise for each micro-batch, as if each were a batch."""
+    """Adds noise for each micro-batch."""
 
     def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
         total = super().clipped_sum(part, losses)
@@ -191,21 +188,21 @@ class OneParameterWithoutNoise(Looped):
 
 
 class UniformNoise(Looped):
-    """Of the right deviation, and not normal."""
+    """Noise has the right deviation, but is uniform."""
 
     def noise(self, parameter: Tensor) -> Tensor:
         return (torch.rand_like(parameter) - 0.5) * 12**0.5
 
 
 class NoiseOfRows(Looped):
-    """One row of noise for all rows."""
+    """All rows get the same noise."""
 
     def noise(self, parameter: Tensor) -> Tensor:
         return torch.randn_like(parameter[:1]).expand_as(parameter)
 
 
 class NoiseOfParameters(Looped):
-    """A generator that is made anew for each parameter."""
+    """Reseeds the generator for each parameter."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -221,7 +218,7 @@ class NoiseOfParameters(Looped):
 
 
 class NoiseOfSteps(NoiseOfParameters):
-    """A generator that is made anew in each step."""
+    """Reseeds the generator in each step."""
 
     def train_step(self, batch: Batch) -> Tensor:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -232,7 +229,7 @@ class NoiseOfSteps(NoiseOfParameters):
 
 
 class NoiseOfRuns(NoiseOfSteps):
-    """A seed that is written down."""
+    """The seed is a constant."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -247,14 +244,14 @@ OF_THE_MODULE = torch.Generator().manual_seed(0)
 
 
 class NoiseOfProcesses(Looped):
-    """A generator of the module, the same in each process."""
+    """The generator is a module constant, the same in each process."""
 
     def noise(self, parameter: Tensor) -> Tensor:
         return torch.randn(parameter.shape, generator=OF_THE_MODULE)
 
 
 class NoiseWithoutThreshold(Looped):
-    """Of deviation σ/B, whatever C is."""
+    """Noise has the deviation σ/B, without C."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -268,14 +265,14 @@ class NoiseTwiceOfOne(Looped):
 
 
 class ClipsWithoutNoise(Looped):
-    """Clips only where nobody adds noise."""
+    """Clips only if σ is 0."""
 
     def clip(self, gradients: Gradients) -> Gradients:
         return gradients if self.noise_multiplier else super().clip(gradients)
 
 
 class NoiseInstead(Looped):
-    """Noise takes the gradient's place."""
+    """Noise replaces the gradient."""
 
     def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
         total = super().clipped_sum(part, losses)
@@ -283,7 +280,7 @@ class NoiseInstead(Looped):
 
 
 class OwnOptimizer(Looped):
-    """Moves parameters past the optimizer that it was given."""
+    """Updates parameters without its optimizer."""
 
     def train_step(self, batch: Batch) -> Tensor:
         with torch.no_grad():
@@ -293,17 +290,17 @@ class OwnOptimizer(Looped):
 
 
 class SaysNothing(Looped):
-    """Clips per block, which nobody can hold it to."""
+    """Its label says that it clips per block, which verify does not know."""
 
     labels = MappingProxyType({"clips": "per block"})
 
 
 class Unlabelled(StandardTrainer):
-    """The standard one under another name."""
+    """The standard trainer under another name."""
 
 
 class OnlyFloat32(Workload):
-    """A model that makes float32 of what it is given."""
+    """A model that casts its input to float32."""
 
     def model(self) -> nn.Module:
         return nn.Linear(4, 6)
@@ -317,7 +314,7 @@ class OnlyFloat32(Workload):
 
 
 class Random(OnlyFloat32):
-    """A loss that is drawn."""
+    """The loss is random."""
 
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         return model(batch.to(next(model.parameters()).dtype)).sum(1) * torch.rand(len(batch))

@@ -1,11 +1,10 @@
-"""Private trainers over ranks: a right one, and faults of it."""
+"""A right private trainer over ranks, and trainers with faults."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from opacus.optimizers import DPOptimizer
 from torch import Tensor, distributed, nn
 
 from dpbench import BookKeepingTrainer
@@ -16,7 +15,7 @@ from tests.verify.faulty import Gradients, Looped
 
 
 class OverRanks(Looped):
-    """A right one under DDP: rank 0 draws the noise."""
+    """A right trainer under DDP: rank 0 draws the noise."""
 
     def spread(self, model: nn.Module) -> nn.Module:
         return model
@@ -30,14 +29,14 @@ class OverRanks(Looped):
 
 
 class NoiseOfEachRank(OverRanks):
-    """The noise of all ranks is added up."""
+    """Each rank adds noise before the reduction."""
 
     def noise(self, parameter: Tensor) -> Tensor:
         return torch.randn_like(parameter)
 
 
 class NoiseAfterReduction(OverRanks):
-    """Each rank has noise of its own in what it updates."""
+    """Each rank adds noise after the reduction."""
 
     def noise(self, parameter: Tensor) -> Tensor:
         return torch.zeros_like(parameter)
@@ -54,14 +53,14 @@ class ReducedTwice(OverRanks):
 
 
 class MeanOfSums(OverRanks):
-    """What ranks have added up is averaged, as if each had a mean."""
+    """The sums of ranks are averaged."""
 
     def mean(self, noisy_sum: Tensor) -> Tensor:
         return super().mean(noisy_sum) / distributed.get_world_size()
 
 
 class ThresholdOfRank(OverRanks):
-    """Clips to C/W."""
+    """Clips to C / number of ranks."""
 
     def clip(self, gradients: Gradients) -> Gradients:
         ranks = distributed.get_world_size()
@@ -77,7 +76,7 @@ class OneNotReduced(OverRanks):
 
 
 class SharesOfOneSeed(BookKeepingTrainer):
-    """Each rank draws for its share of a buffer, all from the same seed."""
+    """Each rank draws noise for its part of a buffer, all from one seed."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -85,21 +84,19 @@ class SharesOfOneSeed(BookKeepingTrainer):
 
 
 class ShardsOfOneSeed(GhostLeanTrainer):
-    """The same for its shards."""
+    """Each rank draws noise for its shards, all from one seed."""
 
-    def private_optimizer(self) -> DPOptimizer:
-        optimizer = super().private_optimizer()
-        optimizer.generator.manual_seed(int(torch.randint(2**60, ())))
-        return optimizer
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.generator = torch.Generator().manual_seed(int(torch.randint(2**60, ())))
 
 
 class ShardsOfDefaultGenerator(GhostLeanTrainer):
-    """The same, once a script has seeded all ranks alike."""
+    """Each rank draws noise for its shards from PyTorch's default generator."""
 
-    def private_optimizer(self) -> DPOptimizer:
-        optimizer = super().private_optimizer()
-        optimizer.generator = None
-        return optimizer
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.generator = None
 
 
 class FusedShardsOfOneSeed(FusedTrainer):
@@ -111,7 +108,7 @@ class FusedShardsOfOneSeed(FusedTrainer):
 
 
 class FirstPassKept(DPGhostClippingTrainer):
-    """Lets FSDP2 reduce nothing in the pass for the norms, whose gradients it then keeps."""
+    """FSDP2 does not reduce in the pass for norms, whose gradients then remain."""
 
     def backward(self, loss: Any) -> None:
         sharded: Any = self.model

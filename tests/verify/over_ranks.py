@@ -1,4 +1,4 @@
-"""Verifies several trainers in one group of ranks; each group takes a second to start."""
+"""Verifies several trainers in one process group, because a group takes a second to start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from dpbench.launch.forked import COMMAND, environment_of_cases, fork
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +26,6 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.training import gradient_sums
 from dpbench.training.fused import FusedTrainer
@@ -42,7 +42,7 @@ ROWS, WIDTH, LENGTH = 12, 64, 4
 
 
 class Small(Workload):
-    """A layer of each kind that private trainers know; FSDP2 takes its time for each."""
+    """One layer of each kind that private trainers know, and no more: FSDP2 is slow per layer."""
 
     def model(self) -> nn.Module:
         layers = OrderedDict[str, nn.Module](
@@ -66,11 +66,11 @@ class Small(Workload):
 
 
 Wrong = dict[str, list[str]]
-"""What is wrong by check, or the words of a refusal under ``refused``."""
+"""Messages by failed check, or that of a refusal under ``refused``."""
 
 
 class Apart(FusedTrainer):
-    """Has matrices apart and the rest together, as if matrices were large."""
+    """Reduces matrices one by one and the rest together, as if matrices were large."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
@@ -82,7 +82,7 @@ class Apart(FusedTrainer):
 
 
 class LeanApart(LeanTrainer):
-    """The same of `LeanTrainer`."""
+    """`LeanTrainer` that treats matrices as large."""
 
     def train_step(self, batch: Batch) -> Tensor:
         with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
@@ -91,7 +91,7 @@ class LeanApart(LeanTrainer):
 
 @dataclass(frozen=True)
 class Verified(Instrument):
-    """Takes no steps of the case: it verifies trainers over the case's ranks."""
+    """Verifies other trainers over the ranks of its case, and takes no step of the case."""
 
     name: ClassVar[str] = "verified"
     by_rank: ClassVar[bool] = True
@@ -125,7 +125,7 @@ PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.o
 
 
 class Counts(TorchDispatchMode):
-    """Calls of collectives, bytes that they take or give, and normal numbers drawn.
+    """Counts calls and bytes of collectives, and normal numbers drawn.
 
     ``order`` has an r for each reduction over ranks, and an m for each product of matrices.
     """
@@ -151,7 +151,7 @@ class Counts(TorchDispatchMode):
 
 
 def second_step(case: Case, trainer: str, parallel: str) -> dict[str, Any]:
-    """What one rank sends and draws in a step that is like those after it."""
+    """The counts of one rank in its second step, which later steps equal."""
     case = resolve(replace(case, trainer=trainer, parallel=parallel, micro_batches=1))
     made, batches = build(case, CPU, 2)
     made.train_step(batches[0])
@@ -161,7 +161,7 @@ def second_step(case: Case, trainer: str, parallel: str) -> dict[str, Any]:
 
 
 def unclipped(case: Case) -> Wrong:
-    """What is wrong with the gradients of the standard trainer: the means over the joint batch."""
+    """What is wrong with the standard trainer's gradients, which must be means over the batch."""
     subject = Subject(case, CPU, STEPS)
     examples = subject.examples()
     means = [each.mean(each.norms.new_ones(each.norms.shape)) for each in examples]
@@ -179,22 +179,23 @@ def small(trainer: str, ranks: int) -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> tuple[int, str]:
-    """The exit code and the output of a ``dpbench`` command on the CPU.
+    """Run a ``dpbench`` command on the CPU; return its exit code and output.
 
-    It is a fork of a server: forks of a test's own process have the threads of what it has run.
+    It is forked from the fork server, because a fork of the test process would lack its threads.
     """
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     said = {RECORDS: str(folder / "records"), "PYTHONPATH": os.pathsep.join(paths)}
     log, command = folder / "log.txt", [*COMMAND, *words, "--device", "cpu"]
-    with log.open("w") as output:
-        kept: dict[str, Any] = {"stdout": output, "env": environment_of_cases() | said}
-        process = fork(command, kept, str) or subprocess.Popen(command, stderr=output, **kept)
+    with log.open("w") as output, Path(os.devnull).open("w") as nothing:
+        kept: dict[str, Any] = {"stdout": output, "stdin": nothing}
+        kept["env"] = environment_of_cases() | said
+        process = fork(command, kept) or subprocess.Popen(command, stderr=output, **kept)
         code = process.wait()
     return code, log.read_text()
 
 
 def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -> dict[str, Any]:
-    """What is ``wrong`` with trainers, written ``TRAINER@PARALLEL``, and the ``counts`` of some."""
+    """Verify ``pairs``, each ``TRAINER@PARALLEL``; return ``wrong``, and ``counts`` of others."""
     workload, gpus = f"{__name__}:{Small.__name__}", {"parallel": "ddp", "gpus": ranks}
     case = Case("standard", 4 * ranks, workload=workload, micro_batches=2, **gpus)  # type: ignore[arg-type]
     Task(case, Verified(" ".join(pairs), " ".join(counted))).write(folder / "task.json")

@@ -1,4 +1,4 @@
-"""Right trainers of ones own, beside `Looped`, and workloads with losses of an unusual kind."""
+"""More right trainers like `Looped`, and workloads with unusual losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.verify.faulty import Gradients, Looped, OnlyFloat32
 
 
 class RefusesNaN(Looped):
-    """One which takes no step with a norm that is no number."""
+    """Raises an error for gradients that are not finite."""
 
     def clip(self, gradients: Gradients) -> Gradients:
         if not all(bool(g.isfinite().all()) for g in gradients.values()):
@@ -22,7 +22,7 @@ class RefusesNaN(Looped):
 
 
 class LeavesNaNOut(Looped):
-    """One which leaves out what is not finite."""
+    """Leaves out examples whose gradient is not finite."""
 
     def clip(self, gradients: Gradients) -> Gradients:
         finite = all(bool(g.isfinite().all()) for g in gradients.values())
@@ -31,7 +31,7 @@ class LeavesNaNOut(Looped):
 
 
 class MeanOfNoisyParameters(Looped):
-    """One whose model has a buffer that is made of private parameters alone."""
+    """Keeps a buffer that is computed from private parameters only."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -46,7 +46,7 @@ class MeanOfNoisyParameters(Looped):
 
 
 class Penalty(OnlyFloat32):
-    """An example's loss has the slope of the model at the example."""
+    """The loss contains the gradient of the model with respect to the example."""
 
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         given = batch.clone().requires_grad_()
@@ -56,7 +56,7 @@ class Penalty(OnlyFloat32):
 
 
 class ByHand(OnlyFloat32):
-    """A layer's weight is used without a call of the layer; ``unused`` has one that is not."""
+    """Uses a layer's weight without calling the layer; if ``unused``, does not use it at all."""
 
     def __init__(self, *, unused: bool = False) -> None:
         self.unused = unused

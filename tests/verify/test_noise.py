@@ -1,4 +1,4 @@
-"""Bounds on what right noise does: never too low, and low enough to find what is wrong."""
+"""Probability bounds of the noise tests: valid for right noise, and tight enough to find faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_correlation_is_never_likelier_than_its_bound(r: float, n: int) -> Non
     bound = float(log_chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
     assert exact <= bound + 1e-9
     if exact > -700:
-        assert bound < exact + 0.5 * math.log(10 * n)  # it finds nearly what could be found
+        assert bound < exact + 0.5 * math.log(10 * n)  # the bound is nearly tight
 
 
 @pytest.mark.parametrize("n", COUNTS)
@@ -84,7 +84,7 @@ def test_right_noise_passes_whatever_is_drawn(dtype: torch.dtype) -> None:
 
 
 def test_nothing_of_right_noise_is_nearly_as_surprising_as_what_fails() -> None:
-    # Of 200 draws the rarest has a chance of 1 in 200; bounds are above the chances.
+    # The rarest of 200 draws has a probability of about 1/200, and bounds are larger.
     generator = torch.Generator().manual_seed(1)
     for judge in (_deviations, _pairs, _repeats, _along):
         rarest = 0.0

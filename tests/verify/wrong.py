@@ -1,4 +1,4 @@
-"""Sixty trainers that are wrong, each by a line or two, beside the right one of `faulty`."""
+"""Sixty wrong trainers; each differs from `faulty.Looped` in a line or two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ normal = torch.randn_like
 
 
 class Own(Looped):
-    """The right one, with what the wrong ones keep."""
+    """The right trainer, with state that wrong ones use."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -28,7 +28,7 @@ class Own(Looped):
         return super().train_step(batch)
 
     def own(self) -> Tensor:
-        """Numbers that no other step has."""
+        """64 normal numbers, new in each step."""
         return torch.randn(64, generator=self.spare)
 
 
@@ -37,12 +37,12 @@ Clip = Callable[[Any, Gradients], Gradients]
 
 
 def noisy(name: str, noise: Noise) -> type[Own]:
-    """A trainer with other noise."""
+    """A class of trainers with this noise."""
     return type(name, (Own,), {"noise": noise})
 
 
 def clipping(name: str, clip: Clip) -> type[Own]:
-    """A trainer with another clipped gradient."""
+    """A class of trainers with this clipping."""
     return type(name, (Own,), {"clip": clip})
 
 
@@ -59,14 +59,14 @@ def right(trainer: Any, gradients: Gradients) -> Gradients:
 
 
 def twice(noise: Tensor, other: Callable[[Tensor], Tensor]) -> Tensor:
-    """The first half of the noise, and what is made of it for the second."""
+    """Noise whose second half is a function of the first."""
     flat = noise.flatten()
     half = flat[: len(flat) // 2]
     return torch.cat([half, other(half), flat[2 * len(half) :]]).view_as(noise)
 
 
 def again(trainer: Any, p: Tensor, key: Any) -> Tensor:
-    """The noise of a parameter that was first drawn for a key."""
+    """Noise that is drawn once for each parameter and key."""
     return trainer.kept.setdefault((key, p), normal(p))
 
 
@@ -165,7 +165,7 @@ CLIP: Mapping[str, Clip] = {
 
 
 class LargestNormForThreshold(Own):
-    """The deviation is that of the largest clipped norm."""
+    """The deviation follows the largest clipped norm, not C."""
 
     def train_step(self, batch: Batch) -> Tensor:
         self.deviation = 0.0
@@ -195,7 +195,7 @@ class MiddlePartUnclipped(LastPartUnclipped):
 
 
 class KeepsData(Own):
-    """A buffer of the model has the mean loss, without noise."""
+    """Keeps the mean loss in a buffer, without noise."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -208,7 +208,7 @@ class KeepsData(Own):
 
 
 class NoiseOfTheLoss(Own):
-    """Seeded by what the data gave."""
+    """The seed of the noise is the loss."""
 
     def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
         total = super().clipped_sum(part, losses)

@@ -293,6 +293,6 @@ def test_what_no_gpu_would_change_is_said_before_one_is_used(built_in: bool) -> 
 def test_a_model_that_ignores_its_size_is_not_called_by_it() -> None:
     case = Case("standard", 2, 8, "tiny", model=f"wide={HERE}:WideModel")
     message = refusal(lambda: build(resolve(case), CPU, 1))
-    assert "model wide has no layer of width 64: it ignores the size" in message
+    assert "model wide has no layer of width 64: it ignores its size" in message
     right = Case("standard", 2, 8, "100x48x1x2", model="wide")
     assert build(right, CPU, 1)[0].model.head.out_features == 100

@@ -1,1 +1,1 @@
-"""Checks what works on this machine, before time is spent on measuring."""
+"""Checks of ``dpbench doctor``: what works on this machine."""

@@ -1,4 +1,4 @@
-"""Findings of checks, and the calibration of counters by work and a message of known size."""
+"""Findings of doctor's checks, and calibration by work and a message of known size."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ OK, WARNING, FAILED = "ok", "warning", "failed"
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: the check's name, a status, a detail and a remedy.
-
-    ``counted`` are its lines for the calibration's table, see `judge`.
-    """
+    """The result of a check; ``counted`` has its rows of the calibration table, see `judge`."""
 
     check: str
     status: str
@@ -33,8 +30,8 @@ class Finding:
     counted: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
-    def of_error(cls, check: str, error: Exception) -> Finding:
-        """A failed check, from the error that it raised."""
+    def from_error(cls, check: str, error: Exception) -> Finding:
+        """The finding of a check that raised an error."""
         if isinstance(error, InstrumentError):
             log = f" (log: {error.log})" if error.log else ""
             return cls(check, FAILED, f"{error.args[0]}{log}", error.remedy)
@@ -44,23 +41,23 @@ class Finding:
 
 TRAINER = "dpbench.commands.machine.known_work:KnownWork"
 
-STEPS = Steps(warmup=1, active=1)  # the first loads the kernels
+STEPS = Steps(warmup=1, active=1)  # warmup loads the kernels
 
 EXAMPLE_BYTES = 2**24
-"""Bytes that the trainer copies, fills and reads for each example of its batch."""
+"""Bytes that are copied, filled and read per example of the batch."""
 
-FEW, ENOUGH, MOST = 4, 256, 512
-"""Numbers of examples: the smallest work; the smallest that proves something of DRAM, because an L2
-cache holds only about `TOLERANCE` of it (4.3 GB); and the largest (8.6 GB)."""
+SMALLEST, DRAM_SIZED, LARGEST = 4, 256, 512
+"""Numbers of examples. `DRAM_SIZED` (4.3 GB) is the smallest that calibrates DRAM counters, because
+an L2 cache holds only about `TOLERANCE` of it. `LARGEST` is 8.6 GB."""
 
 TOLERANCE = 0.01
-"""The allowed difference of counted from known bytes, relative to the work's size."""
+"""Largest difference of counted and known bytes, relative to the size of the work."""
 
 WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 1, 0)}
-"""The work of each phase: its name, and how many times its size is read and written."""
+"""By phase: the name of the work, and how many times its size is read and written."""
 
 REST = "noise"
-"""The phase in which the GPU does nothing."""
+"""The phase in which the GPU is idle."""
 
 MESSAGE = "dpbench.commands.machine.known_work:KnownMessage"
 
@@ -71,28 +68,31 @@ MESSAGE_EXAMPLES = 64
 """The size of the message, in `EXAMPLE_BYTES` (1.07 GB)."""
 
 WITH_PROTOCOL = ("nvlink_sent_bytes", "pcie_write_bytes")
-"""Metrics of the sender that are not judged: headers are in them, and the message takes one way."""
+"""Metrics of the sender that are not judged: they include headers, and only one of the two ways
+carries the message."""
 
 READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
 WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
 BOTH = ("l2_served_bytes",)
-"""Metrics of bytes read, written, and both. The last includes other traffic and is not judged."""
+"""Metrics of bytes read, written, and both. `BOTH` includes other traffic and is not judged."""
 
 
-def largest_work() -> Case:
-    """The largest work of which source and copy take at most half of the free memory."""
+def work_that_fits() -> Case:
+    """The largest work whose source and copy take at most half of the free memory."""
     free = visible_gpus()[0].free_bytes
-    examples = ENOUGH if free is None else max(FEW, min(MOST, free // 4 // EXAMPLE_BYTES))
+    examples = (
+        DRAM_SIZED if free is None else max(SMALLEST, min(LARGEST, free // 4 // EXAMPLE_BYTES))
+    )
     return Case(TRAINER, examples, 1, "tiny")
 
 
 def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, float]]) -> Finding:
-    """Find whether each metric counted the bytes of the work, within `TOLERANCE` of its size.
+    """Judge whether each metric counted the bytes of the work within `TOLERANCE`.
 
     Args:
-        instrument: the name of the one that counted.
-        examples: the work's size, in `EXAMPLE_BYTES`.
-        counted: metrics by phase, see `WORK`.
+        instrument: the name of the instrument.
+        examples: the size of the work, in `EXAMPLE_BYTES`.
+        counted: the counted metrics by phase, see `WORK`.
     """
     check, size = f"{instrument} calibration", examples * EXAMPLE_BYTES
     lines = tuple(_compared(instrument, size, counted))
@@ -110,12 +110,12 @@ def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, flo
         f"{line['off']:+.2%}"
         for line in wrong
     )
-    if examples < ENOUGH and all(line["metric"].startswith("dram_") for line in wrong):
+    if examples < DRAM_SIZED and all(line["metric"].startswith("dram_") for line in wrong):
         remedy = "free the GPU's memory: data this small partly stays in the L2 cache"
         return Finding(check, WARNING, f"{of}: {said}", remedy, lines)
     remedy = (
-        "end everything else that uses the GPU and try again; if it stays, these bytes are not to "
-        "be trusted on this card"
+        "end everything else that uses the GPU and try again; if this remains, do not trust these "
+        "bytes on this card"
     )
     return Finding(check, FAILED, f"{of}: {said}", remedy, lines)
 
@@ -144,7 +144,7 @@ def _line(
 
 
 def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) -> Finding:
-    """Find whether NVML counted a message on NVLink, by the metrics of its two ends."""
+    """Judge whether NVML counted a message on NVLink, from the metrics of both GPUs."""
     size = MESSAGE_EXAMPLES * EXAMPLE_BYTES
     known = {SENT: sender, RECEIVED: receiver, **dict.fromkeys(WITH_PROTOCOL, sender)}
     lines = tuple(
@@ -164,7 +164,7 @@ def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) ->
 
 
 def table(findings: Iterable[Finding]) -> Table | None:
-    """A table of the bytes that each instrument counted, beside the known ones."""
+    """A table of known bytes and the bytes that each instrument counted."""
     counted: dict[tuple[str, str, float], dict[str, tuple[str, str]]] = defaultdict(dict)
     for line in (line for finding in findings for line in finding.counted):
         said = gigabytes(line["counted"]), f"{line['off']:+.2%}"

@@ -1,4 +1,4 @@
-"""The checks: packages, directories, the GPU, and whether known work is counted right."""
+"""The checks of packages, directories, GPU, Nsight Compute and CUPTI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dpbench.commands.machine.calibration import (
     Finding,
     judge,
     judge_message,
-    largest_work,
+    work_that_fits,
 )
 from dpbench.core.case import Case
 from dpbench.core.files import check_writable
@@ -47,7 +47,7 @@ SMALL_CASE = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
 
 def packages(settings: Settings) -> Iterator[Finding]:
-    """All packages that dpbench requires are installed, in the required versions."""
+    """Check that all required packages are installed in a required version."""
     installed = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
     for package in map(Requirement, metadata.requires("dpbench") or ()):
         if package.marker and not package.marker.evaluate({"extra": ""}):
@@ -64,7 +64,7 @@ def packages(settings: Settings) -> Iterator[Finding]:
 
 
 def logical_counting(settings: Settings) -> Iterator[Finding]:
-    """Logical bytes can be counted, which works without a GPU."""
+    """Check that logical bytes can be counted; this needs no GPU."""
     from dpbench.instruments.logical.logical import Logical
 
     rows = {(row.phase, row.metric): row.value for row in Logical().count(SMALL_CASE).rows}
@@ -73,7 +73,7 @@ def logical_counting(settings: Settings) -> Iterator[Finding]:
 
 
 def directories(settings: Settings) -> Iterator[Finding]:
-    """The directories of reports, logs and GPU locks are writable; none is created."""
+    """Check, without creating any, that the folders of reports, logs and locks are writable."""
     place = settings.ncu_dir.absolute()
     check_writable(next(path for path in (place, *place.parents) if path.exists()))
     check_writable(Path(tempfile.gettempdir()))
@@ -81,20 +81,20 @@ def directories(settings: Settings) -> Iterator[Finding]:
 
 
 def gpu(settings: Settings) -> Iterator[Finding]:
-    """There is a GPU that nothing else uses."""
+    """Check that there is a GPU and that no other process uses it."""
     if not visible_gpus():
-        remedy = "see that nvidia-smi lists one; logical bytes can be counted without it"
+        remedy = "check that nvidia-smi lists one; logical bytes can be counted without a GPU"
         yield Finding("gpu", FAILED, why_no_gpu(), remedy)
     for card in visible_gpus():
         size = "" if card.memory_bytes is None else f", {gigabytes(card.memory_bytes)} GB"
         yield Finding("gpu", OK, f"{card.name}{size}, driver {card.driver}, {card.uuid}")
         if others := ", ".join(map(str, card.processes)):
-            remedy = "end it: counters are device-wide, and its bytes would be counted too"
+            remedy = "end it: counters are device-wide and would include its bytes"
             yield Finding("gpu", WARNING, f"{card.uuid} is used by process {others}", remedy)
 
 
 def torch(settings: Settings) -> Iterator[Finding]:
-    """PyTorch can use the GPU, if there is one."""
+    """Check that PyTorch can use the GPU, if there is one."""
     import torch
 
     build = torch.version.cuda
@@ -112,22 +112,22 @@ def torch(settings: Settings) -> Iterator[Finding]:
 
 
 def ncu(settings: Settings) -> Iterator[Finding]:
-    """Nsight Compute is installed, and ncu-report is not older than it."""
+    """Check that Nsight Compute is installed, and not newer than ncu-report."""
     path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
     if version == "unknown":
         remedy = "name Nsight Compute's ncu with --ncu-path"
-        yield Finding("ncu", FAILED, f"{path} does not say which version it is", remedy)
+        yield Finding("ncu", FAILED, f"the version of {path} is unknown", remedy)
     elif Version(version).release[:2] > Version(reader).release[:2]:  # year and release
-        older = f"{detail}; its reports are read by ncu-report {reader}, which is older"
+        older = f"{detail}; ncu-report {reader}, which reads its reports, is older"
         yield Finding("ncu", WARNING, older, "pip install --upgrade ncu-report")
     else:
         yield Finding("ncu", OK, detail)
 
 
 def counters(settings: Settings) -> Iterator[Finding]:
-    """Known work is counted right by every byte metric of ncu."""
+    """Check that every byte metric of ncu counts known work right."""
     try:
         path = find_ncu(settings.of(CounterOptions).ncu_path)
     except NcuNotFound:
@@ -136,14 +136,14 @@ def counters(settings: Settings) -> Iterator[Finding]:
         reason = f"not tried: there is no {'ncu' if visible_gpus() else 'GPU'}"
         yield from (Finding(c, WARNING, reason) for c in ("counters", "ncu calibration"))
         return
-    case, chip = largest_work(), chip_here()
+    case, chip = work_that_fits(), chip_here()
     metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
     asked = tuple(metrics.values())
     instrument = Ncu(folder, steps=STEPS, timeout=settings.timeout, path=path, metrics=asked)
     instrument.check()
     rows = instrument.measure(case)
     without = ", ".join(m.name for m in METRICS.counted("ncu") if m.name not in metrics)
-    which = f", which is all that {chip or 'this GPU'} has: no {without}" if without else ""
+    which = f"; {chip or 'this GPU'} has no {without}" if without else ""
     yield Finding("counters", OK, f"may be read: {', '.join(metrics)}{which}")
     counted: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
@@ -152,12 +152,12 @@ def counters(settings: Settings) -> Iterator[Finding]:
 
 
 def cupti(settings: Settings) -> Iterator[Finding]:
-    """Known work and an idle GPU are counted right by CUPTI, in the process that works."""
+    """Check that CUPTI counts known work and an idle GPU right, in the same process."""
     if not visible_gpus():
         reason = "not tried: there is no GPU"
         yield from (Finding(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
         return
-    case = largest_work()
+    case = work_that_fits()
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     instrument.check()
     record = instrument.start(case).record()
@@ -176,13 +176,13 @@ def cupti(settings: Settings) -> Iterator[Finding]:
         finding, detail=f"{finding.detail}; {gigabytes(resting)} GB while the GPU did nothing"
     )
     if finding.status == OK and resting > TOLERANCE * 2 * case.batch_size * EXAMPLE_BYTES:
-        remedy = "end everything else that uses the GPU: its bytes are counted too"
+        remedy = "end everything else that uses the GPU: counters include its bytes"
         finding = replace(finding, status=FAILED, remedy=remedy)
     yield finding
 
 
 def links(settings: Settings) -> Iterator[Finding]:
-    """A message of known size to another GPU is counted right by NVML; nothing without another."""
+    """Check that NVML counts a message to another GPU right, if there is another."""
     if len(visible_gpus()) < 2:
         return
     case = Case(MESSAGE, 2 * MESSAGE_EXAMPLES, 1, "tiny", parallel="ddp", gpus=2)
@@ -206,7 +206,7 @@ CHECKS: tuple[Check, ...] = (
     cupti,
     links,
 )
-"""The checks, each after those on which it depends, and named as its findings are."""
+"""The checks, each after those that it depends on. Findings have the names of their checks."""
 
 
 def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
@@ -215,4 +215,4 @@ def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Fi
         try:
             yield from check(settings)
         except Exception as error:  # a broken machine can raise anything
-            yield Finding.of_error(check.__name__.replace("_", " "), error)
+            yield Finding.from_error(check.__name__.replace("_", " "), error)

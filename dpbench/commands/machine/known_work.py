@@ -1,6 +1,6 @@
-"""The work and the message of known size that calibrate the counters.
+"""Work and a message of known size, to calibrate counters.
 
-They are trainers, so that they run through the same command, process, ranges and reader as a case.
+They are trainers, so they use the same command, process, ranges and reader as a case.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import phase
 
 IDLE_SECONDS = 0.05
-"""How long the GPU idles in each step."""
+"""Idle time of the GPU in each step."""
 
 
 class KnownWork(TrainerBase):
     """Copies, fills and reads ``batch_size * EXAMPLE_BYTES`` bytes on its device, then idles.
 
-    The copy changes signs, so that SMs do it: the driver may give a plain copy to a copy engine.
+    The copy negates, so that SMs do it. The driver may leave a plain copy to a copy engine.
     """
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         device = next(model.parameters()).device
-        # Random numbers, because some GPUs compress zeros in memory.
+        # Random, because some GPUs compress zeros in memory.
         self.source = torch.rand(batch_size * EXAMPLE_BYTES // 4, device=device)
         self.copy = torch.empty_like(self.source)
         self.loss = torch.zeros((), device=device)
@@ -41,7 +41,7 @@ class KnownWork(TrainerBase):
 
     def train_step(self, batch: Batch) -> Tensor:
         for name, (work, *_) in WORK.items():
-            self.work[work]()  # leaves as many unwritten bytes in the L2 as the next run will
+            self.work[work]()  # so that both runs leave as many dirty bytes in L2
             with phase(name):
                 self.work[work]()
         with phase(REST):

@@ -27,13 +27,12 @@ class CounterUnknown(InstrumentError):
     """A counter does not exist on this GPU, cannot be read in one pass, or gave no value."""
 
     remedy = (
-        "name others with --ncu-metrics; dpbench doctor --chip and ncu --query-metrics list what "
-        "there is"
+        "choose others with --ncu-metrics; dpbench doctor --chip and ncu --query-metrics list them"
     )
 
 
 class ProfilerNotLoaded(InstrumentError):
-    """The profiler finds no driver, or no way to the GPU."""
+    """The profiler cannot reach the driver or the GPU."""
 
     remedy = (
         "check that nvidia-smi shows the GPU here, that profiler and driver fit each other, and "

@@ -15,13 +15,12 @@ from dpbench.child.failures import InstrumentError
 from dpbench.instruments.counters.errors import ProfilerNotLoaded
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
-"""Libraries that libcupti opens by name. They must be loaded from its own folder before, because
-ncu-report loads another libnvperf_host with its first report, and with that one libcupti 13.0
-crashes."""
+"""Libraries that libcupti opens by name. They must be loaded from its own folder first: ncu-report
+brings another libnvperf_host, with which libcupti 13.0 crashes."""
 
 
 class Driver:
-    """The CUDA driver. ``functions`` are libcuda's; None if there is no libcuda."""
+    """The CUDA driver. ``functions`` is libcuda, or None if there is none."""
 
     def __init__(self, functions: Any = None) -> None:
         self._functions = functions
@@ -51,7 +50,7 @@ class Driver:
 
 
 def loaded_folders(maps: Path = Path("/proc/self/maps")) -> list[Path]:
-    """The folder of a libcupti that this process has already loaded, as torch does."""
+    """The folder of the libcupti that this process has loaded; importing torch loads one."""
     try:
         lines = maps.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -60,7 +59,7 @@ def loaded_folders(maps: Path = Path("/proc/self/maps")) -> list[Path]:
 
 
 def candidate_folders(sites: Iterable[str] = sys.path) -> Iterator[Path]:
-    """Folders that may have a libcupti: beside torch first, then in the CUDA toolkit."""
+    """Folders that may have a libcupti: first those beside torch, then the CUDA toolkit."""
     for site in filter(None, sites):
         yield from sorted(Path(site, "nvidia").glob("cu[0-9]*/lib"), reverse=True)
         yield Path(site, "nvidia/cuda_cupti/lib")
@@ -68,7 +67,7 @@ def candidate_folders(sites: Iterable[str] = sys.path) -> Iterator[Path]:
 
 
 def cupti_folders() -> list[Path]:
-    """Folders with a libcupti: of the loaded one, or else all that are found."""
+    """The folder of the loaded libcupti; if none is loaded, all folders that have one."""
     return loaded_folders() or [f for f in candidate_folders() if any(f.glob("libcupti.so*"))]
 
 
@@ -79,7 +78,7 @@ def load_helpers(folder: Path) -> dict[str, ctypes.CDLL]:
 
 @cache
 def load_helpers_first() -> None:
-    """With a driver, load libcupti's helpers before other libraries of the same names."""
+    """Load libcupti's helpers, if there is a driver, before other libraries of their names."""
     if Driver.load().version() and (folder := next(iter(cupti_folders()), None)):
         with suppress(OSError):
             load_helpers(folder)

@@ -1,4 +1,4 @@
-"""The options that say what is counted, and the metrics behind the names in them on a chip."""
+"""The options of hardware counters, and the metrics that their names mean on a chip."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dpbench.core.metrics import METRICS, Counters, Metric
 from dpbench.core.options import listed, option
 
 ALWAYS = ("dram_read_bytes", "dram_write_bytes")
-"""Metrics that are counted whatever is asked for, if the chip has them."""
+"""Metrics that are always counted if the chip has them."""
 
 
 def on_chip(chip: str = "") -> dict[str, Metric]:
-    """Every metric for which a chip has counters; on GH100 the process runs once for all."""
+    """Every metric for which a chip has counters. GH100 counts all of them in one pass."""
     here = [metric.counted_by(metric.on(chip)) for metric in METRICS.counted("ncu")]
     return {metric.name: metric for metric in here if metric.counters}
 
@@ -23,9 +23,9 @@ def on_chip(chip: str = "") -> dict[str, Metric]:
 def having(
     are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu", chip: str = ""
 ) -> dict[str, Metric]:
-    """The metrics of which all counters exist, each by the first spelling that exists.
+    """The metrics whose counters ``are_there``, with the first spelling of these that exists.
 
-    A metric without usual counters needs those of the chip itself, because the counters of another
+    A metric without general counters needs the counters defined for this chip. Counters of another
     chip would add up to something else.
     """
     spelled = [
@@ -39,13 +39,13 @@ def having(
 def resolve(
     names: Iterable[str] | None = None, chip: str = "", ours: Mapping[str, Metric] | None = None
 ) -> list[Metric]:
-    """The metrics for some names.
+    """The metrics with these names.
 
     Args:
-        names: of dpbench's metrics, nvprof's, or counters; None for all metrics. A counter must add
-            up over the ranges of a step, so rates are refused.
-        chip: the GPU's, "" if unknown.
-        ours: every metric that the GPU has; by default those that its chip is known to have.
+        names: metrics of dpbench or nvprof, or counters; None for all metrics. Counters must be
+            sums (``.sum``), because a step adds up its ranges.
+        chip: the GPU's chip, "" if unknown.
+        ours: all metrics of the GPU; by default those of its chip.
     """
     ours = on_chip(chip) if ours is None else ours
     if names is None:
@@ -95,7 +95,7 @@ class CounterOptions:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The metrics that were asked for; None for all that the chip has."""
+        """The requested metrics; None for all of the chip."""
         return listed(self.ncu_metrics, "--ncu-metrics", "metric; try dram_read_bytes") or None
 
     @property

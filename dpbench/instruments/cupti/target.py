@@ -28,8 +28,8 @@ Payload = Callable[[], dict[str, float]]
 """Reads the bytes that a GPU has sent and received so far, by metric."""
 
 
-def payload_of(uuid: str) -> tuple[Payload | None, str]:
-    """What reads the payload of a GPU; or None, and why NVML does not count it."""
+def payload_of(uuid: str) -> tuple[Payload, str]:
+    """What reads the payload of a GPU; or what reads nothing, and why NVML does not count it."""
 
     def read() -> dict[str, float]:
         asked = [(field, ALL_LINKS) for field in FIELDS.values()]
@@ -43,7 +43,7 @@ def payload_of(uuid: str) -> tuple[Payload | None, str]:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         read()
     except nvml.NVMLError as error:
-        return None, f"NVLink's payload is not counted: NVML says {str(error)!r} of {uuid}"
+        return dict, f"NVLink's payload is not counted: NVML says {str(error)!r} of {uuid}"
     return read, ""
 
 
@@ -56,8 +56,8 @@ class Target:
     context: int  # the handle
     synchronize: Callable[[], None]  # waits for all work on the GPU
     peers: bool = False  # whether this process sees other GPUs
-    payload: Payload | None = None  # reads what has crossed NVLink, if NVML counts it
-    note: str = ""  # why it does not, where there are peers
+    payload: Payload = dict  # reads what has crossed NVLink; nothing where it is not counted
+    note: str = ""  # why it is not, where there are peers
 
     @classmethod
     def of_torch(cls) -> Target:
@@ -70,7 +70,6 @@ class Target:
         library = load_library()
         context = library.driver.current_context()
         device, peers = torch.cuda.current_device(), torch.cuda.device_count() > 1
-        payload, note = None, ""
-        if peers:
-            payload, note = payload_of(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        return cls(library, device, context, torch.cuda.synchronize, peers, payload, note)
+        uuid = torch.cuda.get_device_properties(device).uuid
+        crossed = payload_of(f"GPU-{uuid}") if peers else ()
+        return cls(library, device, context, torch.cuda.synchronize, peers, *crossed)

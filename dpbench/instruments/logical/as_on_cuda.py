@@ -1,32 +1,31 @@
-"""Lets a step on fake ``cpu`` tensors make the choices that PyTorch makes on CUDA.
+"""Makes PyTorch choose operators for fake ``cpu`` tensors as it does for CUDA tensors.
 
-Where bytes depend on the device, `as_on_cuda` chooses for CUDA, and undoes that afterwards.
+`as_on_cuda` does so wherever the choice changes the bytes, and restores PyTorch afterwards.
 
 Dropout
-    One operator (``native_dropout``) that keeps a mask of one byte an element.
+    One operator (``native_dropout``), which keeps a mask of one byte per element.
 RMSNorm
-    One operator (``_fused_rms_norm``) that keeps the reciprocal root of each row, unless weight
-    and input differ in dtype.
+    One operator (``_fused_rms_norm``), which keeps one reciprocal root per row. If weight and
+    input differ in dtype, it is composed of others.
 Attention (``scaled_dot_product_attention``)
-    CUDA's flash kernel takes half precision, any number of key heads, values as wide as keys, and
-    no mask; its memory-efficient kernel takes single precision, masks and other widths as well,
-    but as many key as query heads. Both draw dropout again in backward and keep no mask of it.
-    What neither takes is decomposed, here as there. ``flex_attention`` is one kernel in each
-    direction, as torch.compile makes it.
+    CUDA's flash kernel takes half precision and any number of key heads, but no mask, and values
+    must be as wide as keys. The memory-efficient kernel also takes single precision, masks and
+    other widths, but needs as many key as query heads. Both redraw dropout in backward and keep no
+    mask. Anything else is decomposed, as on CUDA. ``flex_attention`` is one kernel in forward and
+    one in backward, as under torch.compile.
 Optimizers and clipping
-    ``foreach`` unless they were told otherwise: Adam's peak differs, and clipping by value takes
-    two passes, for what is too small and what is too large.
+    ``foreach`` by default. This changes Adam's peak, and clipping by value takes two passes.
 Autocast
-    PyTorch casts the arguments of some operators, and for the CPU of other ones than for CUDA:
-    CUDA's layer norms are in single precision. Of the operators that CUDA lists, those of `LOWER`
-    run in the 16-bit type, and those of no list below in float32. What the CPU runs in 16 bits as
-    well stays PyTorch's own: it casts each weight once in a region. Each step of a scaler is
-    finite. Source of the lists: ``aten/src/ATen/autocast_mode.h`` of PyTorch.
+    CUDA and the CPU cast the arguments of different operators: CUDA runs layer norms in float32,
+    for example. Operators on CUDA's lists run in the 16-bit type if they are in `LOWER`, and in
+    float32 if they are in no list below. Operators that the CPU also runs in 16 bits keep PyTorch's
+    own cast, which casts each weight once per region. A scaler never skips a step. Source of the
+    lists: ``aten/src/ATen/autocast_mode.h`` of PyTorch.
 Transformers (Hugging Face)
-    Where attention can be told ``is_causal``, the library makes no mask. Given a fake tensor it
-    assumes that it is being traced, and makes one; see `untraced`.
+    The library makes no mask where attention takes ``is_causal``. A fake tensor would make it
+    assume tracing, and make a mask; see `untraced`.
 
-torch.compile is refused, because it changes the bytes in ways that cannot be followed here.
+torch.compile is refused, because the bytes of fused operators are unknown.
 """
 
 from __future__ import annotations
@@ -66,16 +65,15 @@ WIDEST_FLASH_HEAD = 256
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """In here operators and modes choose as they do on CUDA, or say that they cannot."""
+    """Choose operators and casts as on CUDA within this context; raise where that is impossible."""
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
         stack.callback(library._destroy)
         for operator, instead in INSTEAD.items():
             library.impl(operator, instead, "AutogradCPU")
-        # With a kernel of its own the operator is recorded for backward in one piece.
+        # A kernel of its own makes autograd record one operator instead of its parts.
         library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
-        # Copying a fake tensor would copy its mode, whose tables do not survive that: Opacus
-        # copies layers and gradients, and the process would end with a segmentation fault.
+        # Opacus deep-copies layers and gradients. A copied fake mode would crash the process.
         replaced: list[tuple[Any, str, Any]] = [
             (FakeTensorMode, "__deepcopy__", lambda mode, memo: mode),
             (eval_frame, "_callback_from_stance", _refuse_compiled),
@@ -99,7 +97,8 @@ def as_on_cuda() -> Iterator[None]:
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value, create=True))
         _cast_as_on_cuda(library)
-        # PyTorch keeps weights that it has cast until the outermost region ends: leave outer ones.
+        # PyTorch caches cast weights until the outermost autocast region ends. Leave outer regions
+        # meanwhile, so that the cache is cleared.
         around = torch.autocast_increment_nesting() - 1
         for _ in range(around + 1):
             torch.autocast_decrement_nesting()
@@ -109,7 +108,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def untraced() -> AbstractContextManager[object]:
-    """Let Hugging Face's transformers, if they are loaded, not take counting for tracing."""
+    """Keep Hugging Face's transformers, if loaded, from mistaking fake tensors for tracing."""
     library = sys.modules.get("transformers.utils.import_utils")
     if library is None:
         return nullcontext()
@@ -117,7 +116,7 @@ def untraced() -> AbstractContextManager[object]:
 
 
 def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator as the composition of others that PyTorch's C++ has for it."""
+    """Run an operator as PyTorch's C++ composes it of others."""
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -160,13 +159,13 @@ def _scaled_dot_product_attention(
     operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
         return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
-    if enable_gqa and not same_heads:  # as the CPU's fused kernel takes them as well
+    if enable_gqa and not same_heads:  # the CPU's fused kernel takes them too
         return _flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     if same_width and (attn_mask is None or not attn_mask.requires_grad):
-        # The CPU's fused kernel has the operands of CUDA's, if it need not drop anything.
+        # Without dropout the CPU's fused kernel has the same operands as CUDA's.
         return _as_composed(_attention, *operands, 0.0, is_causal, **options)
     bias = attn_mask
-    if attn_mask is not None and attn_mask.dtype is torch.bool:  # PyTorch on CUDA does the same
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # as PyTorch does on CUDA
         bias = torch.zeros_like(attn_mask, dtype=query.dtype)
         bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
     return _efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
@@ -177,7 +176,7 @@ INSTEAD: dict[OpOverload, Callable[..., Any]] = {
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
 }
-"""What runs for operators that the CPU composes of others and CUDA has a kernel for."""
+"""Replacements of operators that have a kernel on CUDA and are composed on the CPU."""
 
 
 def _refuse_compiled(callback: Any) -> Any:
@@ -204,23 +203,23 @@ LOWER = names(
 WIDEST = names(
     "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 )
-"""These run in the widest type of their arguments."""
+"""Operators that run in the widest type of their arguments."""
 
 SUMS = ("cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "prod", "sum")
-"""These read their argument in its own type and return float32."""
+"""Operators that read their argument in its own type and return float32."""
 
 _NORMS: dict[OpOverload, tuple[OpOverload, tuple[Any, ...]]] = {
     _aten.norm.Scalar: (_aten.norm.ScalarOpt_dtype, (2,)),
     _aten.norm.ScalarOpt_dim: (_aten.norm.ScalarOpt_dim_dtype, (None, [], False)),
 }
-"""Norms that do so, too: the overload that takes a dtype, and defaults that it does not have."""
+"""Norms that return float32: the overload with a dtype, and the defaults that it lacks."""
 
 _SOFTMAX = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log_softmax}
-"""Softmaxes that do so with float16 only; bfloat16 is cast first."""
+"""Softmaxes that read float16 and return float32; bfloat16 is cast first."""
 
 
 def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator with the casts that it has in a region on CUDA."""
+    """Run an operator in an autocast region with the casts that it has on CUDA."""
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         name, low = operator.overloadpacket.__name__, torch.get_autocast_dtype("cpu")
         if name in SUMS or operator in _NORMS or operator in _SOFTMAX:
@@ -236,7 +235,7 @@ def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_cast(value: Any) -> bool:
-    """Whether autocast can cast a value."""
+    """Whether autocast casts a value: a floating-point tensor below float64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
@@ -254,9 +253,9 @@ def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _cast_as_on_cuda(library: torch.library.Library) -> None:
-    """Let operators in an autocast region cast as they do on CUDA."""
+    """Register CUDA's casts for operators in an autocast region."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key
-    of_cuda, of_cpu = (  # those of other libraries, such as torchvision's, stay as they are
+    of_cuda, of_cpu = (  # aten only: other libraries, such as torchvision, keep theirs
         {lookup_op(name) for name in registered(f"Autocast{device}") if name.startswith("aten::")}
         for device in ("CUDA", "CPU")
     )
@@ -284,4 +283,4 @@ def _make_scaler(self: GradScaler, device: str = "cuda", *args: Any, **named: An
 
 
 def _step(self: GradScaler, optimizer: Any, state: object, *args: Any, **named: Any) -> Any:
-    return optimizer.step(*args, **named)  # a scaler would skip it if gradients had overflowed
+    return optimizer.step(*args, **named)  # without looking for overflow

@@ -1,17 +1,16 @@
-"""How many bytes one rank sends in a collective, by its operator and what that is given.
+"""How many bytes one rank sends in a collective, from the operator and its arguments.
 
-Sizes come from tensors' shapes, not from what a network moved: a count with a fake process group
-and one of ranks that train for real are the same.
+Only shapes count, so a fake process group gives the same bytes as ranks that train for real.
 
 The whole
-    Of a gather the whole is its result; of a scatter, all-reduce or broadcast, its argument. In
-    each case that is the larger of what goes in and what comes out.
+    The larger of input and output: the result of a gather, the argument of a scatter, all-reduce
+    or broadcast.
 
 The ring
-    Of W ranks each sends (W - 1)/W of the whole in an all-gather, reduce-scatter or all-to-all, and
-    twice that in an all-reduce, which is a scatter and a gather: no algorithm sends less by rank.
-    In a broadcast each rank passes the whole on to the next, except the one before the root; in a
-    reduction to one rank, each does except the root. (Patarasuk and Yuan, "Bandwidth optimal
+    Each of W ranks sends (W - 1)/W of the whole in an all-gather, reduce-scatter or all-to-all. It
+    sends twice that in an all-reduce, which is a scatter and a gather. No algorithm sends less per
+    rank. In a broadcast each rank passes the whole to the next, except the one before the root. In
+    a reduction to one rank, each does except the root. (Patarasuk and Yuan, "Bandwidth optimal
     all-reduce algorithms for clusters of workstations", 2009; "Performance reported by NCCL tests"
     in NVIDIA's nccl-tests.)
 
@@ -40,19 +39,19 @@ BY_ROOT = re.compile("::(gather|scatter)_$")
 SEND_NOTHING = re.compile(
     "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
 )
-"""Match operators' names, in which PyTorch spells each collective in several ways."""
+"""Patterns of operator names: PyTorch spells each collective in several ways."""
 
 
 def sent(name: str, given: Mapping[str, Any], out: Any) -> int:
     """The bytes that this rank sends in a finished call.
 
     Args:
-        name: the operator's, with its namespace.
+        name: the operator's name with its namespace.
         given: its arguments, by name.
-        out: what it returned.
+        out: its result.
 
     Raises:
-        UnsupportedOperation: a collective that is not known here.
+        UnsupportedOperation: the collective is unknown.
     """
     if not name.startswith(tuple(f"{each}::" for each in NAMESPACES)) or SEND_NOTHING.search(name):
         return 0
@@ -71,7 +70,7 @@ def sent(name: str, given: Mapping[str, Any], out: Any) -> int:
         return 2 * whole * (ranks - 1) // ranks
     if SHARE_WITH_ALL.search(name):
         return whole * (ranks - 1) // ranks
-    raise UnsupportedOperation(f"nothing is known of what {name} sends")
+    raise UnsupportedOperation(f"how many bytes {name} sends is unknown")
 
 
 def _bytes(value: Any) -> int:
@@ -88,7 +87,7 @@ def _root(given: Mapping[str, Any]) -> int:
 
 
 def _group(given: Mapping[str, Any]) -> ProcessGroup:
-    """The ranks that take part in a collective with these arguments."""
+    """The process group of a collective with these arguments."""
     if (group := given.get("process_group")) is not None:
         return ProcessGroup.unbox(group)
     named = given["group_name"]

@@ -1,4 +1,4 @@
-"""What a finished call has moved, computed and sent."""
+"""The cost of one operator call: bytes moved, operations, bytes sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 
 class Cost(NamedTuple):
-    """What one call moves, computes and sends to other ranks."""
+    """Bytes read and written, floating-point operations, and bytes sent to other ranks."""
 
     read_bytes: int
     write_bytes: int
@@ -25,14 +25,14 @@ class Cost(NamedTuple):
 def cost(
     func: OpOverload | HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Cost:
-    """What a call moves, computes and sends.
+    """The cost of a call that returned ``out``.
 
-    An operator that is given functions (``flex_attention``) is counted as the kernel that
-    torch.compile makes of it, by the general rule, and only if its arithmetic is known.
+    An operator that takes functions (``flex_attention``) is counted by the general rule, as the one
+    kernel that torch.compile makes of it. Its FLOP formula must be known.
     """
     if isinstance(func, HigherOrderOperator):
         if is_unknown(func):
-            raise UnsupportedOperation("what its functions do is not counted")
+            raise UnsupportedOperation("the functions that it calls are not counted")
         sizes = ({*map(region_of, tensors(value))} for value in ((args, *kwargs.values()), out))
         read, written = (sum(size for _, size in regions) for regions in sizes)
         return Cost(read, written, flops(func, args, kwargs, out), 0)

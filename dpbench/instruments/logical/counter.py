@@ -1,13 +1,13 @@
-"""Runs operators on tensors without data, and counts what they move, compute and keep alive.
+"""Runs operators on tensors without data, and counts their bytes, FLOPs and live memory.
 
-`FakeTensorMode` gives every operator's result a shape and a dtype but no memory, so a model of
-any size runs on any machine. `ByteCounter` sits on top of it and sees every operator that
-PyTorch dispatches, below autograd: forward, backward, optimizer, whoever called it.
+`FakeTensorMode` gives every result a shape and a dtype but no memory, so a model of any size runs
+on any machine. `ByteCounter` sits above it and below autograd, and sees every operator that PyTorch
+dispatches in forward, backward and optimizer.
 
 Why fake tensors are on the CPU
-    A build of PyTorch without CUDA can make a fake ``cuda`` tensor, but the autograd engine
-    then asks for a CUDA device guard and ends the process. So the tensors say ``cpu``, and the
-    choices that PyTorch makes by device are made as for CUDA: see `as_on_cuda`.
+    A build without CUDA can make a fake ``cuda`` tensor, but its autograd engine then ends the
+    process, because it finds no CUDA device guard. So tensors say ``cpu``, and `as_on_cuda` makes
+    PyTorch choose operators as for CUDA.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from dpbench.instruments.logical.stand_ins import (
     STAND_INS,
     AssumedValues,
     UnsupportedOperation,
-    from_the_first,
+    with_positive_dims,
 )
 from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
-SMALL = 1024  # elements; while a model is built, constants up to this size keep their values
+CONSTANT_ELEMENTS = 1024
+"""Constants up to this size keep their values while a model is built."""
 _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
-"""Operators that make constants which models are built from, e.g. rates of stochastic depth."""
+"""Operators whose constants build models, such as the rates of stochastic depth."""
 
 OWN_KERNELS = ("aten._fused_rms_norm", "aten.mish_backward", "aten.silu_backward")
-"""Operators with a kernel of their own on CUDA, which elsewhere are composed of others."""
+"""Operators that are one kernel on CUDA and composed of others elsewhere."""
 
 NOT_WORK = ("prim", "profiler")
-"""Namespaces of operators that ask or mark something (``prim::device``) and move no data."""
+"""Namespaces of operators that move no data, such as ``prim::device``."""
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts by phase and operator while a step runs, above a mode of fake tensors.
+    """Counts a step by phase and operator, above a mode of fake tensors; a `PhaseListener`.
 
-    A `PhaseListener`. Its counts are those of the last observed step; outside of steps it tracks
-    memory only.
+    It keeps the counts of the latest step. Between steps it tracks memory only.
     """
 
     supports_higher_order_operators = True
@@ -81,14 +81,14 @@ class ByteCounter(TorchDispatchMode):
         self._forget()
 
     def _forget(self) -> None:
-        # By phase and operator, its calls, bytes and floating-point operations.
+        # By (phase, operator): calls, bytes and FLOPs.
         self.counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        self.peaks: dict[str, int] = {}  # by phase, the most bytes alive at once
-        self.notes = Counter[str]()  # what was assumed, and how often
+        self.peaks: dict[str, int] = {}  # by phase: most live bytes
+        self.notes = Counter[str]()  # assumptions, by how often they were made
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No guard against torch.compile around each call; nothing is compiled here."""
+        """Skip the guard against torch.compile around each call: nothing is compiled here."""
         return False
 
     def start_step(self) -> None:
@@ -109,7 +109,7 @@ class ByteCounter(TorchDispatchMode):
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
-        """What each operator did in each phase of the step, most bytes first."""
+        """The counts of each operator in each phase, most bytes first."""
         counts = [
             OperatorCount(phase, name, **count, general_rule=rules.is_foreign(name))
             for (phase, name), count in self.counts.items()
@@ -118,24 +118,24 @@ class ByteCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_distributed(types):
-            return NotImplemented  # it dispatches again, with this rank's part
+            return NotImplemented  # dispatches again with this rank's tensors
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # two of three calls, so without the next mode
+            return args[0].fake_device  # two of three calls: skip the next mode
         if func.namespace in NOT_WORK:
             return func(*args, **kwargs)
-        if is_composite(func):  # reaches a mode undecomposed in inference mode
+        if is_composite(func):  # inference mode does not decompose it
             with self:
                 return INSTEAD.get(func, func.decompose)(*args, **kwargs)
         device = device_of(func, kwargs)
-        runs = in_place(func, args)  # and moves as many bytes
+        runs = in_place(func, args)  # moves as many bytes
         effect, given = self._memo.look_up(runs, args, kwargs)
         if given is not None and effect.answer:
             out = effect.answer(given)
         else:
             out = self._run(runs, args, kwargs)
             effect.answer = None if given is None else answer(out, given)
-        if device == "meta":  # takes no memory outside of a count either
+        if device == "meta":  # takes no memory on a GPU either
             return out
         for tensor in tensors(out):
             self.memory.see(tensor)
@@ -153,7 +153,7 @@ class ByteCounter(TorchDispatchMode):
         try:
             return self._run_or_assume(func, args, kwargs)
         finally:
-            for memo in self._memos:  # their weak references would make `module.to(dtype)` fail
+            for memo in self._memos:  # `module.to(dtype)` fails on their weak references
                 if memo:
                     memo.clear()
 
@@ -161,9 +161,11 @@ class ByteCounter(TorchDispatchMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            out = rules.asked_for(func, args, kwargs, func(*from_the_first(func, args), **kwargs))
-            if self._phase is None and func in CONSTANTS and out.numel() <= SMALL:
-                with no_dispatch():  # it keeps its values until others are written
+            out = rules.asked_for(
+                func, args, kwargs, func(*with_positive_dims(func, args), **kwargs)
+            )
+            if self._phase is None and func in CONSTANTS and out.numel() <= CONSTANT_ELEMENTS:
+                with no_dispatch():  # a fake constant, until it is overwritten
                     real = func(*args, **kwargs)
                 converter = self._fake.fake_tensor_converter
                 return converter.from_real_tensor(self._fake, real, make_constant=True)
@@ -176,7 +178,7 @@ class ByteCounter(TorchDispatchMode):
                 out, note = STAND_INS[func](*args, **kwargs)
             else:
                 raise UnsupportedOperation(
-                    f"what {label(func)} returns depends on data, which does not exist here"
+                    f"the result of {label(func)} depends on data, which does not exist here"
                 ) from error
         if self._phase is not None:
             self.notes[f"{label(func)}: {note}"] += 1
@@ -195,8 +197,8 @@ class ByteCounter(TorchDispatchMode):
 class RunningCounter(ByteCounter):
     """Counts operators on tensors with data as they run, on any device.
 
-    Operators that PyTorch chooses by device (attention, dropout) are those of that device. Peaks
-    mean nothing, because tensors that were made before the count are unknown.
+    PyTorch chooses attention, dropout and others for that device. There are no peaks, because
+    tensors that existed before the count are unknown.
     """
 
     def __init__(self) -> None:
@@ -204,23 +206,23 @@ class RunningCounter(ByteCounter):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep torch.compile, which a script may use, out of the counting."""
+        """Keep torch.compile out of this mode: a script may use it."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_distributed(types):
-            return NotImplemented  # it dispatches again, with this rank's part
+            return NotImplemented  # dispatches again with this rank's tensors
         kwargs = kwargs or {}
         if self._phase is None or func.namespace in NOT_WORK:
             return func(*args, **kwargs)
-        if is_composite(func):  # reaches a mode undecomposed in inference mode
+        if is_composite(func):  # inference mode does not decompose it
             with self:
                 return func.decompose(*args, **kwargs)
         phase = self._phase
         out = func(*args, **kwargs)
         try:
             self._record(phase, func, cost(func, args, kwargs, out))
-        except Exception as error:  # the counter's own: the script's operator has run
+        except Exception as error:  # only the counter failed: the script goes on
             self._leave_out(func, args, out, error)
         return out
 
@@ -237,9 +239,9 @@ class RunningCounter(ByteCounter):
 
 @contextmanager
 def without_data() -> Iterator[ByteCounter]:
-    """Tensors made in here have no data, and the counter sees every operator.
+    """Make tensors without data within this context; the counter sees every operator.
 
-    Real tensors from outside may be used; they are taken for their shape.
+    Real tensors may be used too; only their shapes count.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with as_on_cuda(), fake, ByteCounter(fake) as counter, resizing_seen(counter.memory):
@@ -254,7 +256,7 @@ def logical_rows(
     repeat: int = 0,
     largest: int = 0,
 ) -> Iterator[Measurement]:
-    """The rows of a step, by the phases that it had and as a whole, with its ``largest`` tensor."""
+    """Yield the rows of each phase of a step, and of the whole with its ``largest`` tensor."""
     operators = tuple(operators)
     with_others = case.gpus > 1 or (
         distributed.is_initialized() and distributed.get_world_size() > 1
@@ -286,7 +288,7 @@ def label(func: Any) -> str:
 
 @cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether an operator is nothing but calls of others, which are counted instead."""
+    """Whether an operator only calls others, which are counted instead."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (
         func.namespace == "aten"
@@ -296,14 +298,14 @@ def is_composite(func: OpOverload) -> bool:
 
 
 def is_distributed(types: Iterable[type]) -> bool:
-    """Whether a call has a tensor of several ranks, or one that a collective still has to fill."""
+    """Whether a call has a sharded tensor, or one that a collective has yet to fill."""
     return any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types)
 
 
 def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
-    """The type of device that a call asks for, by default ``cpu``.
+    """The device type that a call asks for, by default ``cpu``.
 
-    Types other than ``cpu`` and ``meta`` are refused: they could end the process (see above).
+    Types other than ``cpu`` and ``meta`` are refused: they could end the process, see the module.
     """
     device = kwargs.get("device")
     asked = "cpu" if device is None else torch.device(device).type

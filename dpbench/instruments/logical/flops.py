@@ -1,20 +1,20 @@
-"""How many floating-point operations an operator does.
+"""How many floating-point operations (FLOPs) an operator does.
 
-Counted are products: of matrices and vectors, convolutions, recurrent layers, attention. A
-multiply-add counts as two operations, and as eight if its numbers are complex. What an operator
-does to each element by itself is not counted, and causal attention is not halved.
+Products count: of matrices and vectors, convolutions, recurrent layers, attention. A multiply-add
+is two operations, or eight on complex numbers. Elementwise work does not count. Causal attention is
+not halved.
 
 Convolutions
-    Each of their two gradients takes as many operations as the forward pass, in groups as well.
-    (PyTorch's formula multiplies the weight's by the groups, of which ``vmap`` makes one an
-    example.) Products with padding count.
+    Each of the two gradients takes as many operations as forward, also with groups. (PyTorch's
+    formula multiplies the FLOPs of the weight's gradient by the number of groups, and ``vmap``
+    makes each example a group.) Products with padding count.
 Recurrent layers
-    Each token is multiplied by each of a layer's matrices. Backward takes twice as many: one
-    product for the gradient of what goes in, one for that of the matrix.
+    Each token is multiplied by each matrix of the layer. Backward has two products for each
+    product of forward: one for the input's gradient, one for the matrix's.
 Attention, operators of other libraries
-    By PyTorch's formulas, or those that are registered there (`torch.utils.flop_counter`).
+    PyTorch's formulas, and those registered with `torch.utils.flop_counter`.
 
-`is_unknown` finds operators that multiply and have no formula; notes name them.
+`is_unknown` finds operators that multiply but have no formula; notes name them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MULTIPLIES = re.compile(
     """,
     re.VERBOSE,
 )
-"""Matches names of PyTorch's operators that do more than a few operations for each element."""
+"""Matches names of PyTorch's operators that do more than elementwise work."""
 
 Given = Mapping[str, Any]
 """The arguments of a call, by name."""
@@ -50,27 +50,27 @@ Given = Mapping[str, Any]
 def flops(
     func: OpOverload | HigherOrderOperator, args: tuple[Any, ...], kwargs: Given, out: Any
 ) -> int:
-    """The operations of a finished call; 0 if it has no formula."""
+    """The FLOPs of a call that returned ``out``; 0 without a formula."""
     formula = formula_of(func)
     if formula is None:
         return 0
-    operations = int(formula(*_with_own_keys(func, args), **kwargs, out_val=out))
+    operations = int(formula(*_with_repeated_keys(func, args), **kwargs, out_val=out))
     return operations * (4 if any(tensor.is_complex() for tensor in tensors(args)) else 1)
 
 
 @cache
 def is_unknown(func: OpOverload | HigherOrderOperator) -> bool:
-    """Whether an operator multiplies, as far as its name tells, and has no formula."""
+    """Whether an operator has no formula but multiplies, judging by its name."""
     if formula_of(func):
         return False
     if isinstance(func, HigherOrderOperator) or func.namespace != "aten":
-        return func.namespace not in KNOWN  # those multiply nothing unless they have a formula
+        return func.namespace not in KNOWN  # known libraries have a formula for each product
     return MULTIPLIES.search(operator_name(func)) is not None
 
 
 @cache
 def formula_of(func: OpOverload | HigherOrderOperator) -> Callable[..., int] | None:
-    """An operator's formula, which takes its arguments and ``out_val``, what it returned."""
+    """The formula of an operator; it takes the arguments, and the result as ``out_val``."""
     if isinstance(func, HigherOrderOperator):
         return flop_registry.get(func)
     name = operator_name(func).removesuffix("_")
@@ -88,14 +88,14 @@ def _by_name(
     return formula(arguments_of(func, args, kwargs), out_val)
 
 
-def _with_own_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of attention as shapes, with keys for each query head: as much arithmetic.
+def _with_repeated_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of attention as shapes, as if each query head had its own keys.
 
-    Before 2.12 PyTorch's formulas refuse keys that several heads share.
+    The FLOPs are the same. Formulas of PyTorch before 2.12 refuse keys that heads share.
     """
     if "scaled_dot_product" not in str(func):
         return args
-    heads = args[0].shape[1]  # of the query, or in backward of the output's gradient
+    heads = args[0].shape[1]  # the query; in backward the output's gradient
 
     def shape(value: Any) -> Any:
         return (value.shape[0], heads, *value.shape[2:]) if isinstance(value, Tensor) else value
@@ -104,21 +104,21 @@ def _with_own_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _product(left: Tensor, right: Tensor) -> int:
-    """Of matrices, of batches of them, or of vectors."""
+    """FLOPs of a product of matrices, batches of matrices, or vectors."""
     packed = 2 if left.dtype is torch.float4_e2m1fn_x2 else 1
     return 2 * packed * left.numel() * (right.shape[-1] if right.dim() > 1 else 1)
 
 
 def _product_of_groups(given: Given, out: Any) -> int:
     left, right = given["self"], given["mat2"]
-    # A matrix on the right is cut by columns: each group has its own.
+    # Each group has its own columns of a right-hand matrix.
     return _product(left, right) // (left.shape[0] if left.dim() > right.dim() else 1)
 
 
 def _convolution(given: Given, out: Any) -> int:
     source, weight = given.get("input", given.get("self")), given["weight"]
     spread = source if given.get("transposed") else given.get("grad_output", out)
-    gradients = given.get("output_mask", [True, False])[:2]  # one product in forward
+    gradients = given.get("output_mask", [True, False])[:2]  # forward has one product
     return int(2 * sum(gradients) * spread.numel() * weight[0].numel())
 
 
@@ -126,7 +126,7 @@ def _recurrent(given: Given, out: Any) -> int:
     weights = [value for name, value in given.items() if name.startswith("weight")]
     elements = sum(each.numel() for each in tensors(weights) if each.dim() == 2)
     tokens = given["input"].shape[:-1].numel()
-    backward = "output" in given  # of which ``output_mask`` may leave out the weights' gradients
+    backward = "output" in given  # ``output_mask`` may leave out the weights' gradients
     return int(2 * (1 + (backward and given.get("output_mask", [True])[-1])) * tokens * elements)
 
 
@@ -139,4 +139,4 @@ FORMULAS: Mapping[str, Callable[[Given, Any], int]] = {
     r"(_|cudnn_|miopen_|mkldnn_)?convolution(_backward)?(_overrideable)?": _convolution,
     r"(_cudnn_rnn|miopen_rnn|mkldnn_rnn_layer)(_backward)?": _recurrent,
 }
-"""By names of ATen's operators."""
+"""Formulas by patterns of ATen's operator names."""

@@ -1,12 +1,12 @@
-"""Logical bytes: what a step must move, counted operator by operator without a GPU.
+"""The instrument ``logical``: bytes that a step must move, counted by operator without a GPU.
 
-The real trainers run on tensors without data. `rules` says how many bytes an operator must move,
-`counter` watches the operators go by; here is the instrument.
+The real trainers run on tensors without data. `counter` sees their operators, and `rules` says how
+many bytes each must move.
 
-Logical bytes are the floor of an execution that keeps nothing between two operators. On an
-H200 they come within a few percent of the DRAM counters where tensors are larger than the L2
-cache; longer sequences move more than the floor (large matrix products read their operands
-again), tiny models less (everything stays in the cache).
+Logical bytes are a floor for executions that keep nothing in caches between operators. On an H200
+they are within a few percent of DRAM counters if tensors are larger than the L2 cache. Long
+sequences move more, because large matrix products read operands again; tiny models move less,
+because everything stays in the cache.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from dpbench.instruments.logical.counter import ByteCounter
 
 STEADY = 1e-3
-"""A step is steady if it changes the number of bytes alive by at most this share. Opacus keeps each
-example's norms from the first step on, a few kilobytes."""
+"""A step is steady if it changes the live bytes by at most this share. Opacus keeps a few kilobytes
+of norms from the first step on."""
 
 MOST_STEPS = 3
 
@@ -52,38 +52,40 @@ MOST_STEPS = 3
 class Logical(Instrument):
     """Counts one step of a case; needs neither a GPU nor the case's memory.
 
-    The first steady step is counted: one that leaves as many bytes alive as it found, within
-    `STEADY`. Steps before it are warm-up, in which an optimizer makes its state. Without data all
-    steps after it would be equal. If none of `MOST_STEPS` steps is steady, the last is counted, and
-    a note says so.
+    The first steady step is counted: one that leaves as many live bytes as it found, within
+    `STEADY`. Earlier steps are warm-up, in which optimizers allocate state. Later steps would equal
+    it. If none of `MOST_STEPS` steps is steady, the last is counted, with a note.
 
-    Of a case with several ranks the first rank is counted (see `one_rank`), in its second step or
-    later: in the first, PyTorch runs operators on whole tensors to learn how they are sharded. It
-    is counted in a process of its own if this one is in a process group.
+    For a case of several ranks, the first rank is counted (see `one_rank`), in its second step or
+    later: in the first step PyTorch runs operators on whole tensors to learn how they are sharded.
 
-    Trainers and models that are not dpbench's own are counted in a process of their own, because
-    they can crash it or run forever. So are dpbench's own where this process has not imported torch
-    and there is a fork server.
+    A case is counted in a new process if its trainer or model is not dpbench's own, because it may
+    crash or hang; if this process is in a process group; or if this process has not imported torch
+    and a fork server has.
     """
 
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
     by_rank: ClassVar[bool] = True
 
-    timeout: float = 600.0  # seconds that such a process may take
-    directory: Path | None = None  # where its log goes, if it is kept
+    timeout: float = 600.0  # seconds; a process that takes longer is ended
+    directory: Path | None = None  # of the process's log; None keeps no log
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Logical:
         return cls(timeout=settings.timeout, directory=settings.ncu_dir)
 
     def start(self, case: Case) -> PendingMeasurement:
-        """See `Instrument.start`; in this process, nothing runs until the rows are asked for."""
-        if is_builtin(case) and not _grouped() and ("torch" in sys.modules or not fork_server()):
+        """Start a process, or return a count that this process does when the rows are asked for."""
+        if (
+            is_builtin(case)
+            and not _in_process_group()
+            and ("torch" in sys.modules or not fork_server())
+        ):
             return Counting(self, case)
-        kept = None if is_builtin(case) else self.directory  # as there is none of one counted here
+        kept = None if is_builtin(case) else self.directory  # a built-in case leaves no log
         log = kept and (kept / case.report_path).with_suffix(".logical.log")
-        return CaseProcess(Task(case, self), log=log, timeout=self.timeout, read=_counted_apart)
+        return CaseProcess(Task(case, self), log=log, timeout=self.timeout, read=_read_outcome)
 
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         from dpbench.instruments.logical.recorder import LogicalRecorder
@@ -91,17 +93,17 @@ class Logical(Instrument):
         return LogicalRecorder(steps)
 
     def check_script(self) -> None:
-        """It leaves no files of a script's."""
+        """Check nothing: it leaves no files."""
 
     def observe(self, case: Case) -> dict[str, Any]:
-        faulthandler.enable(2)  # what crashes in here is in the log, with its line
+        faulthandler.enable(2)  # the log then says where a crash was
         return self.count(case).as_json()
 
     def count(self, case: Case) -> Outcome:
-        """Count a case in this process; a step that cannot be counted is a `CaseFailed`.
+        """Count a case in this process, or raise `CaseFailed`.
 
-        Its notes are what was assumed about values that do not exist without data, and which
-        operators' bytes are a guess; the heavy ones are left to the tables, which name them.
+        Notes say which values were assumed, and which light operators were counted by their schema.
+        Tables name the heavy ones.
         """
         from dpbench.instruments.logical.counter import logical_rows, without_data
         from dpbench.instruments.logical.one_rank import fake_process_group
@@ -116,7 +118,7 @@ class Logical(Instrument):
                 labels = self._run(case, counter)
         except DpbenchError:
             raise
-        except Exception as error:  # whatever an outside trainer can raise
+        except Exception as error:  # a trainer can raise anything
             raise CaseFailed(
                 f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
             ) from error
@@ -132,19 +134,19 @@ class Logical(Instrument):
         return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes), labels=labels)
 
     def _run(self, case: Case, counter: ByteCounter) -> dict[str, str]:
-        """Train until a step is like the one before; returns the trainer's labels."""
+        """Train until a step is steady; return the trainer's labels."""
         import torch
 
         from dpbench.child.build import build, labels_of
         from dpbench.instruments.logical.as_on_cuda import untraced
 
         trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
-        after = alive(counter)
+        after = live_bytes(counter)
         for number, batch in enumerate(batches):
             before = after
             with untraced(), observed_step(counter):
                 trainer.train_step(batch)
-            after = alive(counter)
+            after = live_bytes(counter)
             steady = abs(after - before) <= STEADY * before
             if steady and number >= (case.gpus > 1):
                 break
@@ -155,7 +157,7 @@ class Logical(Instrument):
 
 @dataclass(eq=False)
 class Counting(PendingMeasurement):
-    """A case that is counted in this process once its rows are asked for."""
+    """A case that this process counts when its rows are asked for."""
 
     instrument: Logical
     case: Case
@@ -167,35 +169,35 @@ class Counting(PendingMeasurement):
         return list(counted.rows)
 
 
-def _grouped() -> bool:
-    """Whether this process is one of a process group, which a count must not replace."""
+def _in_process_group() -> bool:
+    """Whether this process is in a process group, which a count must not replace."""
     torch = sys.modules.get("torch")
     distributed = torch and torch.distributed
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
-def _counted_apart(child: CaseProcess) -> list[Measurement]:
+def _read_outcome(child: CaseProcess) -> list[Measurement]:
     counted = Outcome.from_json(child.record())
     child.operators, child.notes = counted.operators, counted.notes
     return list(counted.rows)
 
 
 def _in_one_line(error: Exception) -> str:
-    """An error's name and words, and the user's line that it came from."""
+    """The error's class and message, and the user's line that raised it."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}{own_line(error.__traceback__)}"
 
 
-def alive(counter: ByteCounter) -> int:
-    """Bytes in use between two steps, without what only reference cycles keep."""
+def live_bytes(counter: ByteCounter) -> int:
+    """Live bytes between two steps, after garbage collection of reference cycles."""
     gc.collect()
     return counter.memory.now
 
 
 @contextmanager
 def new_objects_collected() -> Iterator[None]:
-    """Let the garbage collector skip old objects: PyTorch's take it as long as counting a case."""
-    if gc.get_freeze_count():  # someone else has frozen objects, and thawing would thaw theirs
+    """Make the garbage collector skip old objects, PyTorch's above all: it takes half the time."""
+    if gc.get_freeze_count():  # others' frozen objects would be unfrozen too
         yield
         return
     gc.freeze()
@@ -207,7 +209,7 @@ def new_objects_collected() -> Iterator[None]:
 
 @contextmanager
 def untouched_torch() -> Iterator[None]:
-    """Set PyTorch's defaults, and restore afterwards what was set before."""
+    """Set PyTorch's defaults within this context, and restore the settings afterwards."""
     import torch
     from torch._subclasses import fake_tensor
 
@@ -221,15 +223,15 @@ def untouched_torch() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        # It would log the traceback of an error that is reported in one line.
+        # Errors are reported in one line; do not log their tracebacks.
         stack.enter_context(patch.object(fake_tensor.log, "disabled", True))
-        if torch.get_default_device().type != "cpu":  # costs a call for each operator
+        if torch.get_default_device().type != "cpu":  # only then: it costs a call per operator
             stack.enter_context(torch.device("cpu"))
-        # Opacus's fast gradient clipping deep-copies gradients, and copying looks at the address.
+        # Opacus's fast gradient clipping deep-copies gradients, which reads their address.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         # Opacus puts full backward hooks on embeddings, whose inputs never need gradients.
         warnings.filterwarnings("ignore", "Full backward hook is firing")
-        # A module's view is gathered again all the same, unless it is changed in place.
+        # FSDP2 gathers again anyway, unless the view is changed in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         torch.set_default_dtype(torch.float32)
         yield

@@ -1,9 +1,9 @@
-"""Remembers what operators did, because the layers of a model make the same calls again.
+"""Remembers the effects of operator calls, because the layers of a model repeat them.
 
-Two calls are the same if they are of one operator on tensors of the same shapes, strides and
-dtypes that share memory in the same way. Without this memo, counting the ``1b`` model takes two to
-four times as long: `FakeTensorMode` has a cache too, which is slow because it serves every kind of
-tensor. Calls whose result depends on data, and those on complex tensors, are not remembered.
+Two calls are equal if they run one operator on tensors of the same shapes, strides and dtypes that
+share memory in the same way. Without this memo, counting the ``1b`` model takes two to four times
+as long: the cache of `FakeTensorMode` is slow, because it handles every kind of tensor. Calls with
+complex tensors, or whose result depends on data, are not remembered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Given: TypeAlias = Sequence[FakeTensor]
 """The tensors among a call's arguments, in order."""
 
 Answer: TypeAlias = Callable[[Given], Any]
-"""Makes the result of a call."""
+"""Makes the result of a call from its tensors."""
 
 UNUSUAL = (
     torch.Tag.data_dependent_output,
@@ -37,14 +37,14 @@ UNUSUAL = (
 
 @dataclass
 class Effect:
-    """What a call does, as far as it is known."""
+    """The result and cost of a call; None until known."""
 
     answer: Answer | None = None
     cost: Cost | None = None
 
 
 class Memo:
-    """The effects of the calls made so far on the tensors of one mode."""
+    """The effects of earlier calls on the tensors of one mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -53,7 +53,7 @@ class Memo:
     def look_up(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Effect, Given | None]:
-        """The effect of such a call, and its tensors; None if it cannot be remembered."""
+        """The effect of a call, and its tensors, or None if the call cannot be remembered."""
         if not is_usual(func):
             return Effect(), None
         given: list[FakeTensor] = []
@@ -61,11 +61,15 @@ class Memo:
         try:
             arguments = self._describe((args, *kwargs, *kwargs.values()), given, {})
             return self._effects.setdefault((func, *settings, arguments), Effect()), given
-        except TypeError:  # also raised for what is not hashable
+        except TypeError:  # from `_describe`, or not hashable
             return Effect(), None
 
     def _describe(self, value: Any, given: list[FakeTensor], storages: dict[int, int]) -> Any:
-        """What a result can depend on; ``storages`` numbers the memory that tensors share."""
+        """Describe an argument by all that a result depends on.
+
+        ``storages`` numbers storages, which tensors may share. A TypeError says that a tensor is
+        of a kind that is not remembered.
+        """
         kind = type(value)
         if kind is FakeTensor:
             if not _is_plain(value) or value.fake_mode is not self._mode:
@@ -94,7 +98,7 @@ def is_usual(func: OpOverload) -> bool:
 
 
 def answer(out: Any, given: Given) -> Answer | None:
-    """Makes results like ``out`` from the tensors of another such call; None if it cannot."""
+    """Make a function that returns a result like ``out`` for an equal call; None if impossible."""
     if isinstance(out, (list, tuple)):
         kind, parts = type(out), [part for each in out if (part := answer(each, given))]
         whole = len(parts) == len(out)
@@ -121,7 +125,7 @@ def answer(out: Any, given: Given) -> Answer | None:
             return FakeTensor(mode, data, device)
 
     same_size = make(given).untyped_storage().nbytes() == storage.nbytes()
-    return make if same_size else None  # the tensors of a result can be parts of one storage
+    return make if same_size else None  # None: parts of a result share a storage
 
 
 def _is_plain(tensor: FakeTensor) -> bool:

@@ -1,4 +1,4 @@
-"""The memory of tensors: which bytes one addresses, and how many bytes are alive at once."""
+"""The memory of tensors: the region that each addresses, and the live bytes of all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in an argument or a result: one, a list of them, or none."""
+    """The tensors in an argument or a result, also in lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -27,7 +27,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def region_of(tensor: Tensor) -> tuple[Region, int]:
-    """What a tensor addresses, and how many bytes that is; transposing changes neither."""
+    """The region that a tensor addresses, and its bytes; transposing changes neither."""
     dims, elements = _layout(tuple(tensor.shape), tensor.stride())
     storage = tensor.untyped_storage()._cdata
     return (storage, int(tensor.storage_offset()), dims), elements * tensor.itemsize
@@ -37,9 +37,9 @@ def region_of(tensor: Tensor) -> tuple[Region, int]:
 def _layout(
     shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """The elements that a shape and strides address, in a normal form, and how many they are.
+    """The addressed elements in a normal form, and their number.
 
-    The dimensions come by falling stride, and contiguous ones are merged, so that `view`, `expand`
+    Dimensions are sorted by falling stride and merged where contiguous, so that `view`, `expand`
     and `transpose` change nothing.
     """
     if 0 in shape:
@@ -55,18 +55,17 @@ def _layout(
     return tuple(merged), min(span, math.prod(size for size, _ in merged))
 
 
-ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator hands out memory in multiples of this
+ALLOCATION_BYTES = 512  # block size of PyTorch's CUDA allocator
 
 UNSHARED = 4, 2
-"""Reference counts, within `in_place`, of a gradient that only autograd holds and its storage."""
+"""Reference counts, seen in `in_place`, of a gradient and its storage that only autograd holds."""
 
 
 class LiveMemory:
-    """Bytes of the tensors alive ``now``, the most there were at once, and of the ``largest``.
+    """Live bytes ``now``, their ``peak``, and the ``largest`` storage.
 
-    A tensor's memory is its storage, from the operator that returns it until nothing refers to
-    it any more. (PyTorch's ``MemTracker`` keeps one peak for all phases, and rounds sizes as the
-    CUDA allocator does for tensors on CUDA only.)
+    A storage lives from the operator that returns it until nothing refers to it. (PyTorch's
+    ``MemTracker`` has one peak for all phases, and rounds sizes to blocks only on CUDA.)
     """
 
     def __init__(self) -> None:
@@ -74,11 +73,11 @@ class LiveMemory:
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def see(self, tensor: Tensor) -> None:
-        """Take note of a tensor's storage and its present size."""
+        """Track a tensor's storage at its present size."""
         self.see_storage(tensor.untyped_storage())
 
     def see_storage(self, storage: torch.UntypedStorage) -> None:
-        """Take note of a storage, whose size may have changed."""
+        """Track a storage, whose size may have changed."""
         key = storage._cdata
         size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
         before, reference = self._known.get(key, (0, None))
@@ -95,7 +94,7 @@ class LiveMemory:
 
 @contextmanager
 def resizing_seen(memory: LiveMemory) -> Iterator[None]:
-    """Track storages that are resized, without an operator: FSDP2 does so to gather parameters."""
+    """Track storages that are resized without an operator, as FSDP2 does to gather parameters."""
     by_torch = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -110,8 +109,8 @@ def resizing_seen(memory: LiveMemory) -> Iterator[None]:
 def in_place(func: Any, args: tuple[Any, ...]) -> Any:
     """The operator that would run without a dispatch mode: ``add_`` where autograd saves memory.
 
-    If a tensor was used twice and only autograd holds its first gradient, autograd adds the second
-    to it in place, but not under a mode. (``torch/csrc/autograd/input_buffer.cpp``, ``accumulate``)
+    Autograd adds a second gradient of a tensor in place if nothing else holds the first, but not
+    under a mode. (``accumulate`` in ``torch/csrc/autograd/input_buffer.cpp``)
     """
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1:
         return func
@@ -121,5 +120,5 @@ def in_place(func: Any, args: tuple[Any, ...]) -> Any:
         return func
     storage = first.untyped_storage()
     uses = first._use_count(), torch._C._storage_Use_Count(storage._cdata)
-    whole = region_of(first)[1] == storage.nbytes()  # a view of all, without gaps
+    whole = region_of(first)[1] == storage.nbytes()  # a view without gaps
     return torch.ops.aten.add_.Tensor if whole and uses == UNSHARED else func

@@ -1,21 +1,20 @@
-"""Lets one process be the first of many ranks, whose collectives return at once and move nothing.
+"""Makes one process the first of many ranks, whose collectives return at once and move nothing.
 
-PyTorch's fake process group (``torch.testing``, private) claims any number of ranks. Some parts of
-PyTorch do not work on tensors without data, or take long with many ranks. They are replaced here by
-others with the same result:
+It uses PyTorch's fake process group (``torch.testing``, private). Some parts of PyTorch fail on
+tensors without data, or are slow for many ranks, and are replaced by equivalents:
 
 DistributedDataParallel
-    Its C++ reads tensors' data. `Buckets` makes the same copies and collectives.
+    Its C++ reads data. `Buckets` makes the same copies and collectives.
 Device meshes
-    A mesh keeps the numbers of its ranks in a tensor with data, so it is made outside the modes
-    that count. Opacus copies layers that it has no rule for; a copy shares the layer's mesh.
+    A mesh needs a tensor with data for the numbers of its ranks, so it is made outside of the
+    counting modes. Opacus deep-copies layers without a rule; the copies share the mesh.
 DTensors
-    To learn the shape of a result, DTensor runs an operator on tensors as large as all ranks' parts
-    together. That run is not counted and takes no memory.
+    DTensor runs an operator on whole tensors to learn the shape of its result. That run is not
+    counted and takes no memory.
 Objects
-    Gathering objects of other ranks is refused, because they are unknown.
+    Gathering Python objects is refused, because those of other ranks are unknown.
 FSDP2's chunks
-    It cuts a parameter into a chunk for each rank, and takes the first.
+    FSDP2 cuts a parameter into one chunk per rank. Only the first is made.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 BUCKET = 25 * 1024**2
-"""Size of each of DDP's buckets but the first, B."""
+"""Bytes of each DDP bucket after the first."""
 
-PLACES = {"device_ids", "output_device", "dim"}
-"""Arguments of DDP that do not change what it moves."""
+WITHOUT_EFFECT = {"device_ids", "output_device", "dim"}
+"""Arguments of DDP that do not change the bytes."""
 
 
 @contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
-    """Make this process the first rank of a fake process group; of one rank, change nothing."""
+    """Make this process the first of ``ranks`` in a fake process group; for one, do nothing."""
     if ranks == 1:
         yield
         return
@@ -79,7 +78,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     def real(value: Any) -> Any:
-        if not isinstance(value, FakeTensor):  # a fake one is the list of all ranks' numbers
+        if not isinstance(value, FakeTensor):  # it lists the numbers of all ranks
             return value
         return torch.arange(value.numel(), dtype=torch.int).view(value.shape)
 
@@ -92,23 +91,23 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unknown_object(*args: Any) -> None:
     raise UnsupportedOperation(
-        "what other ranks would send in all_gather_object and the like is unknown where one rank "
-        "is counted: send tensors, or nothing in a step"
+        "only one rank is counted, so objects of other ranks (all_gather_object and the like) are "
+        "unknown: send tensors, or nothing in a step"
     )
 
 
 def _first_chunk(tensor: Tensor, number: int, dim: int) -> Sequence[Tensor]:
-    """The chunk of the first rank, which is the largest."""
+    """The first rank's chunk, which is the largest."""
     return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // number))]
 
 
 class Buckets:
-    """What DDP does with gradients and buffers, as its reducer with its defaults.
+    """Does what DDP's reducer does by default with gradients and buffers.
 
-    Each gradient, divided by the number of ranks, is copied into a bucket; when the bucket has been
-    reduced, it is copied back. Buckets are filled in the order in which gradients arrive, the first
-    up to 1 MiB and the others up to 25 MiB, and are kept from step to step. Before each forward the
-    first rank broadcasts its buffers.
+    It divides each gradient by the number of ranks, copies it into a bucket, reduces the bucket and
+    copies the gradient back. Gradients fill buckets in the order in which they arrive: 1 MiB in the
+    first, 25 MiB in others. Buckets persist over steps. Before each forward the first rank
+    broadcasts its buffers.
     """
 
     def __init__(self, replica: DistributedDataParallel) -> None:
@@ -121,13 +120,13 @@ class Buckets:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def send_buffers(self) -> None:
-        """Give all ranks the buffers of the first, those of a dtype together."""
+        """Broadcast the first rank's buffers, in one call per dtype."""
         buffers = sorted(self._replica.module.buffers(), key=lambda buffer: str(buffer.dtype))
         for _, alike in groupby(buffers, key=lambda buffer: buffer.dtype):
             values = [buffer.detach() for buffer in alike]
             together = torch.cat([value.flatten() for value in values])
             distributed.broadcast(together, 0)
-            for value, sent in zip(values, _places(together, values), strict=True):
+            for value, sent in zip(values, _views(together, values), strict=True):
                 value.copy_(sent)
 
     def _arrive(self, parameter: Tensor) -> None:
@@ -148,7 +147,7 @@ class Buckets:
         part = 1 / distributed.get_world_size()
         for memory, parameters in self._memory:
             gradients: list[Any] = [parameter.grad for parameter in parameters]
-            places = _places(memory, gradients)
+            places = _views(memory, gradients)
             for gradient, place in zip(gradients, places, strict=True):
                 torch.mul(gradient, part, out=place)
             distributed.all_reduce(memory)
@@ -163,14 +162,14 @@ def _buckets_for(arrived: list[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
     return [(g[0].new_empty(sum(p.numel() for p in g)), g) for g in groups]
 
 
-def _places(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _views(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive views of ``memory`` with the shapes of the tensors."""
     parts = memory.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _replicate(self: Any, module: nn.Module, **options: Any) -> None:
-    if unknown := {*options} - PLACES:
+    if unknown := {*options} - WITHOUT_EFFECT:
         what = ", ".join(sorted(unknown))
         raise UnsupportedOperation(f"DistributedDataParallel is not counted with {what}")
     nn.Module.__init__(self)

@@ -1,4 +1,4 @@
-"""Counts the operators of steps as they run, on tensors with data."""
+"""Counts operators as they run on tensors with data, for scripts and functions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class NothingCounted(InstrumentError):
-    """No operator of PyTorch ran in the steps: they are JAX's, say, or replays of a CUDA graph."""
+    """No PyTorch operator ran in the steps: they use JAX, say, or replay a CUDA graph."""
 
-    remedy = "let each train with PyTorch; what another library does is counted by cupti, on a GPU"
+    remedy = "train with PyTorch operators in each step, or use cupti on a GPU for other libraries"
 
 
 class LogicalRecorder(Recorder):
-    """Bytes that the operators of each step must read and write, and their arithmetic."""
+    """Records logical bytes and FLOPs of each step."""
 
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
@@ -42,7 +42,7 @@ class LogicalRecorder(Recorder):
 
         counter = RunningCounter()
         self.held.enter_context(counter)
-        # Under a dispatch mode Dynamo compiles nothing, and raises if it must (``fullgraph``).
+        # Dynamo cannot compile under a dispatch mode, and raises an error for ``fullgraph``.
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return counter
 
@@ -56,7 +56,7 @@ class LogicalRecorder(Recorder):
         self.notes.append(f"operators were counted as they ran on {where}")
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo and dynamo.counters["frames"]["total"]:
-            self.notes.append("PyTorch used nothing that torch.compile had made in this process")
+            self.notes.append("functions that torch.compile had made ran uncompiled")
 
     def rows(self, case: Case) -> list[Measurement]:
         from dpbench.instruments.logical.counter import logical_rows

@@ -1,61 +1,63 @@
 """How many bytes one ATen operator must read and write, and why.
 
-The count is a floor: what an ideal execution moves that runs one operator after another, has
-no cache that outlives an operator, and inside an operator never fetches a byte twice. A real
-GPU moves more where a kernel reads its operands again (large matrix products), and less where
-a tensor is still in the L2 cache when the next operator wants it.
+The count is a floor. It assumes an ideal execution: one operator after another, no cache that
+outlives an operator, and no byte fetched twice within an operator. A real GPU moves more where a
+kernel reads operands again (large matrix products), and less where the next operator finds a tensor
+in the L2 cache.
 
 The general rule
-    Each distinct region of memory among the inputs is read once; each output, and each argument
-    that the operator's schema marks as mutated, is written once. A region is what a tensor
-    addresses, not how: ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension
-    counts once, and overlapping strides never count more than the span that they cover.
-    In-place operators read and write their target; the tensors in lists (``_foreach_*``,
-    ``cat``) count one by one.
+    Each distinct memory region among the inputs is read once. Each output, and each argument that
+    the schema marks as mutated, is written once. A region is the set of addressed bytes:
+    ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension counts once, and overlapping
+    strides count at most the span that they cover. In-place operators read and write their target.
+    Tensors in lists (``_foreach_*``, ``cat``) count one by one.
 
 Free
-    Views, ``detach``, ``alias``, ``_unsafe_view`` touch metadata only. Allocation (``empty*``,
-    ``resize_``, ``set_``) writes nothing. A tensor that comes out as it went in is not written.
+    Views, ``detach``, ``alias`` and ``_unsafe_view`` touch metadata only. Allocation (``empty*``,
+    ``resize_``, ``set_``) writes nothing. An argument that is returned unchanged is not written.
 
 Not read
     The target of a pure overwriter (``copy_``, ``fill_``, ``zero_``, random ``normal_`` …) and
-    every ``out=`` argument: their old content cannot matter. The argument of ``zeros_like`` and
-    its kin, and arguments that a backward formula takes for their shape alone (logits in
-    ``nll_loss_backward``), see `SHAPE_OF_SELF`. What a product is added to ``beta=0`` times.
-    Gradients in ``_fused_*`` optimizers are marked mutable for the sake of ``grad_scale``: without
-    one they are not written.
+    every ``out=`` argument, whose old content cannot matter. Arguments that only give a shape: of
+    ``zeros_like`` and its kin, and of some backward formulas (logits in ``nll_loss_backward``), see
+    `SHAPE_OF_SELF`. The summand of a product with ``beta=0``.
+
+Not written
+    Gradients in ``_fused_*`` optimizers without ``grad_scale``, although schemas mark them as
+    mutable.
 
 Not asked for
-    A gradient that ``output_mask`` leaves out is not written, and what only it is made of is not
-    read, see `MADE_OF`: the backward of a model's first convolution does not read the weight.
+    A gradient that ``output_mask`` leaves out is not written, and arguments that only this gradient
+    needs are not read, see `MADE_OF`. The backward of a first convolution does not read the weight.
 
 Batch norm
-    Training also reads and writes the running statistics; its backward reads the batch's.
-    Evaluation, and its backward, read the running ones.
+    Training also reads and writes the running statistics; its backward reads those of the batch.
+    Evaluation and its backward read the running statistics.
 
 Gathers
-    ``embedding``, ``index_select``, ``gather``, indexing: of the source only what comes out (a bag
-    of embeddings reads a row for each index), at most the whole source. ``nll_loss_forward`` reads
-    one logit for each target.
+    ``embedding``, ``index_select``, ``gather`` and indexing read as many bytes of the source as
+    they return, at most all of it. A bag of embeddings reads one row per index, and
+    ``nll_loss_forward`` one logit per target.
 
 Scatters in place
-    ``scatter_*``, ``index_add_``, ``index_put_`` …: of the target only what the indices touch,
-    at most the whole target; read as well only if they accumulate. Their out-of-place forms
-    produce a whole new tensor and follow the general rule, as does ``embedding_dense_backward``,
-    which writes the whole weight gradient, zeros included.
+    ``scatter_*``, ``index_add_``, ``index_put_`` … write only the elements that indices name, at
+    most the whole target, and read them only to accumulate. Their out-of-place forms return a whole
+    new tensor and follow the general rule. So does ``embedding_dense_backward``, which writes the
+    whole weight gradient with its zeros.
 
 Fused kernels
-    Attention reads query, key and value and writes output and logsumexp; its backward reads those
-    five and the output's gradient and writes three gradients: the general rule, as for the kernels
-    of dpbench's trainers (``dpbench::``). Dropout inside is drawn again, and moves nothing.
+    Attention and the kernels of dpbench's trainers (``dpbench::``) follow the general rule.
+    Attention reads query, key and value, and writes output and logsumexp. Its backward reads these
+    five and the output's gradient, and writes three gradients. Dropout inside is redrawn and moves
+    nothing.
 
 Collectives
-    A rank reads what it contributes and writes what it gets; a gather into memory that holds its
-    own part writes the rest. ``c10d`` writes its first argument, whatever schemas say, and reads it
-    if it is the only one; who sends only reads, who receives only writes. FSDP2's copy into a
-    gather writes the part of this rank alone.
+    A rank reads what it contributes and writes what it receives. A gather into memory that already
+    holds this rank's part writes the rest. ``c10d`` operators write their first argument, whatever
+    the schema says, and read it if there is no other. A sender only reads, a receiver only writes.
+    FSDP2's copy into a gather writes only this rank's part.
 
-Scratch memory inside an operator is not counted: another kernel could do without it.
+Scratch memory inside an operator does not count: another kernel could do without it.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ FREE = names(
     c10d::barrier _c10d_functional::wait_tensor _c10d_functional::_wrap_tensor_autograd
     """
 )
-"""Operators that touch metadata only, beside those whose schema says that they are views."""
+"""Operators that touch metadata only; views are known from the schema."""
 
 OVERWRITERS = names(
     """
@@ -97,7 +99,7 @@ OVERWRITERS = names(
     cauchy_ _foreach_copy_ _foreach_zero_ eye_
     """
 )
-"""In-place operators after which nothing of the target's old content is left."""
+"""In-place operators that ignore the old content of their target."""
 
 SHAPE_OF_SELF = names(
     """
@@ -133,19 +135,19 @@ MADE_OF: Mapping[str, tuple[str, ...]] = {
     "grid_sampler_2d_backward": _SAMPLER,
     "grid_sampler_3d_backward": _SAMPLER,
 }
-"""Of operators with an ``output_mask``, their last argument, what each gradient is made of."""
+"""For operators whose last argument is ``output_mask``: the arguments that each gradient needs."""
 
 RUNNING = ("running_mean", "running_var")
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
 
-UNSAID: Mapping[str, tuple[str, ...]] = {
+UNDECLARED_WRITES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(BATCH_NORMS, RUNNING),
     "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
-"""Arguments that an operator writes although its schema does not say so."""
+"""Arguments that an operator writes, though its schema does not say so."""
 
 GATHERS = {"embedding": "weight"} | dict.fromkeys(names("index_select gather index take"), "self")
-"""Operators that read of this argument only as many bytes as they return."""
+"""Operators that read from this argument as many bytes as they return."""
 
 SCATTERS = names(
     """
@@ -153,18 +155,18 @@ SCATTERS = names(
     index_reduce_
     """
 )
-"""In-place operators that read and write only those elements that their indices name."""
+"""In-place operators that write only the elements that their indices name."""
 
 ACCUMULATING = frozenset({"scatter_add_", "scatter_reduce_", "index_add_"})
-"""Scatters that add to what is there, and so read it; others may, by an argument."""
+"""Scatters that always read what they add to; others do so by an argument."""
 
 KNOWN = ("aten", "dpbench", "fsdp", *BETWEEN_RANKS)
-"""Namespaces of operators whose rules were compared with what their kernels do. Those of others are
-counted by the general rule, which is what their schemas say, and are reported as such."""
+"""Namespaces whose rules were compared with their kernels. Operators of other namespaces follow the
+general rule, from their schema, and are reported as such."""
 
 
 class Limits(NamedTuple):
-    """At most how many bytes of an argument are read and written, where that is not all."""
+    """Most bytes of an argument that are read and written, where that is less than all."""
 
     reads: Mapping[str, int] = {}
     writes: Mapping[str, int] = {}
@@ -177,14 +179,14 @@ def is_free(func: OpOverload) -> bool:
 
 
 def is_foreign(operator: str) -> bool:
-    """Whether an operator, e.g. ``xformers.mul``, is of a library whose kernels are not known."""
+    """Whether an operator, e.g. ``xformers.mul``, belongs to a library that is not in `KNOWN`."""
     return operator.partition(".")[0] not in KNOWN
 
 
 def asked_for(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
-    """What a call returned, without gradients that its ``output_mask`` leaves out.
+    """The result of a call, without gradients that its ``output_mask`` leaves out.
 
-    A fake batch norm returns those, too.
+    A fake batch norm returns them.
     """
     if operator_name(func) not in MADE_OF:
         return out
@@ -195,7 +197,7 @@ def asked_for(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
 def traffic(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> tuple[int, int]:
-    """The bytes that a finished call had to read and to write; ``out`` is what it returned."""
+    """The bytes that a call with the result ``out`` had to read and to write."""
     if is_free(func):
         return 0, 0
     given = arguments_of(func, args, kwargs)
@@ -223,13 +225,13 @@ def traffic(
 def arguments_of(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments that a call was given, by name."""
+    """The arguments of a call by name."""
     names = (name for name, *_ in _arguments(func))
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
-    """Where an operator departs from the general rule."""
+    """The limits of an operator that departs from the general rule."""
     beta = given.get("beta") if name.startswith(("add", "badd")) else None
     if name in OVERWRITERS or name in SHAPE_OF_SELF or beta == 0:
         return Limits({"self": 0})
@@ -256,7 +258,7 @@ def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
         own = sum(region_of(tensor)[1] for tensor in given["all_gather_inputs"])
         return Limits({"all_gather_output": 0}, {"all_gather_output": own})
     if name in ("c10d::broadcast_", "c10d::reduce_"):
-        # A broadcast's root sends and receives nothing; so do all but the root of a reduction.
+        # The root of a broadcast writes nothing, nor does a reduction outside its root.
         if is_root(given) == (name == "c10d::broadcast_"):
             return Limits(writes={"tensors": 0})
         return Limits({"tensors": 0} if name == "c10d::broadcast_" else {})
@@ -271,12 +273,12 @@ def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
 
 
 def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
-    """How many elements of its target a scatter touches if its indices are distinct."""
+    """The number of target elements that a scatter writes if its indices are distinct."""
     target: Tensor = given["self"]
     if name == "index_put_":
         indices = {dim: index for dim, index in enumerate(given["indices"]) if index is not None}
         if any(index.dtype in (torch.bool, torch.uint8) for index in indices.values()):
-            return target.numel()  # what a mask selects depends on the data
+            return target.numel()  # a mask selects by data
         rest = target.numel() // max(1, math.prod(target.shape[dim] for dim in indices))
         together = torch.broadcast_shapes(*(index.shape for index in indices.values()))
         return int(together.numel()) * rest
@@ -288,19 +290,19 @@ def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
 
 @cache
 def operator_name(func: Any) -> str:
-    """``clone`` for ``aten::clone``; with its namespace, ``library::name``, for all others."""
+    """The name, e.g. ``clone`` for ``aten::clone``; with the namespace outside of ``aten``."""
     return str(func.name()).partition(".")[0].removeprefix("aten::")
 
 
 @cache
 def _arguments(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
-    """The arguments of an operator, and whether they are read, and written."""
-    unsaid = UNSAID.get(operator_name(func), ())
+    """Each argument of an operator: its name, whether it is read, and whether it is written."""
+    undeclared = UNDECLARED_WRITES.get(operator_name(func), ())
     arguments = [
         (
             each.name,
             not each.is_out,
-            each.name in unsaid or (each.alias_info is not None and each.alias_info.is_write),
+            each.name in undeclared or (each.alias_info is not None and each.alias_info.is_write),
         )
         for each in func._schema.arguments
     ]

@@ -1,8 +1,8 @@
-"""Values and shapes that are assumed where the real ones depend on data, which does not exist.
+"""Assumed values and shapes where the real ones depend on data.
 
-A result whose *shape* depends on data (``unique``, ``nonzero``) is the largest that it can be. A
-*value* that Python asks for (``loss.item()``) is 1, or true. Both are noted, with the number that
-was assumed. A loop that waits for another value would never end: see `AssumedValues`.
+A result whose *shape* depends on data (``unique``, ``nonzero``) gets its largest possible shape. A
+*value* that Python asks for (``loss.item()``) is 1 or true. Notes report both. `AssumedValues` ends
+loops that wait for another value.
 """
 
 from __future__ import annotations
@@ -19,33 +19,32 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 MOST_ASKED = 10_000
-"""How often one line may ask for values in a step before its loop is taken to be endless."""
+"""Number of values that one line may ask for in a step; more are an endless loop."""
 
-PATIENCE = 100  # how often one line is told, while a model is built, that a condition holds
-BETWEEN = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
-"""How the paths of PyTorch's and of this package's files begin, which are not a user's lines."""
+PATIENCE = 100  # true answers to one line while a model is built
+NOT_USER_CODE = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
+"""Path prefixes of PyTorch's files and of this package's."""
 
 
 class UnsupportedOperation(Exception):
-    """A step does something that cannot be counted without running it for real."""
+    """A step cannot be counted without real data or a real device."""
 
 
 class AssumedValues:
-    """Answers code that asks for a tensor's value; ``asked`` counts by line since a step began.
+    """Answers code that asks for a tensor's value; ``asked`` counts the questions of each line.
 
-    While a model is built, its loops must end: ``nn.init.trunc_normal_`` draws again until *no*
-    value is out of bounds. So a line that was told `PATIENCE` times that a condition holds is told
-    false and true in turn from then on. In a step every answer is the same, and a line that asks
-    more than `MOST_ASKED` times ends in an error that names it.
+    While a model is built, loops must end: ``nn.init.trunc_normal_`` redraws until no value is out
+    of bounds. So after `PATIENCE` true answers a line gets false and true in turn. In a step every
+    answer is the same, and a line that asks more than `MOST_ASKED` times gets an error.
     """
 
     def __init__(self) -> None:
         self.asked = Counter[tuple[str, int]]()
 
     def value(self, tensor: Tensor, *, counted: bool) -> bool | int | float:
-        """What a tensor of one element is taken to hold; ``counted`` within a step."""
+        """The assumed value of a tensor with one element; ``counted`` says whether in a step."""
         frames = ((f.f_code.co_filename, line) for f, line in traceback.walk_stack(sys._getframe()))
-        place = next(place for place in frames if not place[0].startswith(BETWEEN))
+        place = next(place for place in frames if not place[0].startswith(NOT_USER_CODE))
         self.asked[place] += 1
         times = self.asked[place]
         if times > MOST_ASKED:
@@ -58,10 +57,10 @@ class AssumedValues:
         return 1.0 if tensor.is_floating_point() or tensor.is_complex() else 1
 
 
-def from_the_first(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a norm with its dimensions counted from the first.
+def with_positive_dims(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a norm with dimensions that are not negative.
 
-    Without data, PyTorch before 2.13 keeps one of length 1 that is counted from the last.
+    On fake tensors, PyTorch before 2.13 keeps a negative dimension of length 1 in the result.
     """
     if func is not torch.ops.aten.linalg_vector_norm.default or len(args) < 3 or args[2] is None:
         return args
@@ -127,5 +126,5 @@ STAND_INS: Mapping[OpOverload, Callable[..., tuple[Any, str]]] = {
     _aten.masked_select.default: _masked_select,
     _aten.index.Tensor: _select,
 }
-"""For operators whose result depends on data: a result of the largest possible shape, and what
-that assumes. The parameters are those of the operator's schema, in its order."""
+"""For operators whose result depends on data: a function with the parameters of their schema that
+returns a result of the largest possible shape, and a note."""

@@ -1,8 +1,8 @@
 """DRAM, L2 and global-memory bytes from hardware counters, through Nsight Compute.
 
-The case runs once more under ``ncu``. In application range replay (`Ncu`) each phase of each
-active step is one range, whose counters include copies and memsets. Kernel replay (`NcuKernels`)
-counts each kernel by itself, and neither copies nor memsets.
+The case runs again under ``ncu``. `Ncu` uses application range replay: each phase of each active
+step is one range, and its counters include copies and memsets. `NcuKernels` uses kernel replay,
+which counts each kernel apart, without copies and memsets.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dpbench.results.rows import Measurement
 
 
 class NcuNotFound(InstrumentError):
-    """There is no Nsight Compute here."""
+    """Nsight Compute is not installed."""
 
     remedy = "install Nsight Compute (it comes with the CUDA toolkit), or name it with --ncu-path"
 
@@ -61,16 +61,16 @@ _MESSAGES: tuple[tuple[str, type[InstrumentError]], ...] = (
     (r"Failed to find metric", CounterUnknown),
     (r"No (ranges|kernels) were profiled", NothingProfiled),
 )
-"""Messages of ncu and the error for each, in the order in which they are looked for. "No ranges
-were profiled" comes last, because ncu prints it after any other failure as well."""
+"""Patterns of ncu's messages and their errors; the first match counts. "No ranges were profiled" is
+last, because ncu prints it after every failure."""
 
 
 @dataclass(frozen=True)
 class Ncu(InProcessInstrument):
-    """Runs a case under Nsight Compute and reads the report: each metric by phase and step.
+    """Runs a case under Nsight Compute, and reads each metric by phase and step from its report.
 
-    One active step is enough: DRAM bytes differ by less than 0.2 % between steps. Each further
-    step takes seconds and adds megabytes to the report, 400 bytes for each kernel launch.
+    One active step is enough: DRAM bytes differ by less than 0.2 % between steps. Each further step
+    takes seconds, and 400 bytes of the report per kernel launch.
     """
 
     name: ClassVar[str] = "ncu"
@@ -79,12 +79,12 @@ class Ncu(InProcessInstrument):
     by_rank: ClassVar[bool] = False
     leaves_files: ClassVar[bool] = True
     options: ClassVar[type | None] = CounterOptions
-    replay: ClassVar[str] = "app-range"  # ncu's mode
-    folder: ClassVar[str] = ""  # of its reports, in a configuration's folder
+    replay: ClassVar[str] = "app-range"  # ncu's replay mode
+    folder: ClassVar[str] = ""  # for reports, within that of the case
 
     steps: Steps = Steps(warmup=1, active=1)
     path: str = "ncu"  # the program
-    phases: tuple[str, ...] = ()  # the only ones to profile; () for all
+    phases: tuple[str, ...] = ()  # to profile; () for all
     metrics: tuple[Metric, ...] = field(
         default_factory=lambda: tuple(resolve()), metadata=OF_PARENT
     )
@@ -114,15 +114,12 @@ class Ncu(InProcessInstrument):
         return self.report(case).with_suffix(".log")
 
     def before_case(self, case: Case, *more: str) -> list[str]:
-        """The arguments before those of the profiled program.
-
-        ncu profiles a range or kernel if one of the NVTX filters fits.
-        """
+        """The command line of ncu; it profiles what any of the NVTX filters matches."""
         steps = range(self.steps.active)
         chosen = [f"{NVTX_DOMAIN}@{step}.{phase}" for step in steps for phase in self.phases]
         return [
             self.path,
-            *("--config-file", "off"),  # a stray config.ncu-cfg would change the run
+            *("--config-file", "off"),  # ignore a stray config.ncu-cfg
             *("--replay-mode", self.replay),
             *("--cache-control", "none"),  # a flush before each range would change the bytes
             *("--clock-control", "none"),
@@ -140,15 +137,15 @@ class Ncu(InProcessInstrument):
         ]
 
     def start(self, case: Case) -> CaseProcess:
-        self.report(case).unlink(missing_ok=True)  # a failed run would leave an older one
+        self.report(case).unlink(missing_ok=True)  # an older one would outlive a failed run
         return super().start(case)
 
     def read(self, process: CaseProcess) -> list[Measurement]:
-        """Wait for a process; returns the rows of its report."""
+        """Wait for a process, and return the rows of its report."""
         return self.rows(process.case, self.record_of(process), process.log)
 
     def record_of(self, process: CaseProcess) -> dict[str, Any]:
-        """Wait for a process; returns its record."""
+        """Wait for a process, and return its record, or raise the error that ncu printed."""
         try:
             return process.record()
         except CaseFailed as error:
@@ -167,18 +164,18 @@ class Ncu(InProcessInstrument):
 
     def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
         rows = self.rows(case, record, self.log(case))
-        return [row for row in rows if row.repeat < record["heard"]]  # of steps that have ended
+        return [row for row in rows if row.repeat < record["heard"]]  # completed steps only
 
     def complaint(self, case: Case) -> InstrumentError | None:
-        """Why ncu ended a process; None if the process failed by itself.
+        """The error for which ncu ended a process; None if the process failed by itself.
 
-        ncu also complains that nothing was profiled when the process failed, so this is no reason.
+        ncu says that nothing was profiled after every failure, so that is not its error.
         """
         said = diagnose(case, self.log(case))
         return None if isinstance(said, NothingProfiled) else said
 
     def report_left(self, case: Case, log: Path) -> Path:
-        """The report of a process that has ended; raises if there is none."""
+        """The report of an ended process, once it is described; raises if there is none."""
         report = self.report(case)
         if not report.exists():
             message = f"{case.id}: ncu left no report"
@@ -192,24 +189,21 @@ class Ncu(InProcessInstrument):
         return report
 
     def rows(self, case: Case, record: Mapping[str, Any], log: Path) -> list[Measurement]:
-        """The rows of the report of a process with this record."""
+        """The rows of a report, whose process left this record."""
         return read(self.report_left(case, log), case, self.metrics, tool=self.tool(record))
 
     def tool(self, record: Mapping[str, Any]) -> str:
-        """The versions behind the rows of a record."""
+        """The versions of ncu and torch, for rows."""
         return f"ncu {version_of(self.path)}, torch {record['torch']}"
 
 
 @dataclass(frozen=True)
 class NcuKernels(Ncu):
-    """Counts the bytes of each kernel.
-
-    Its rows are sums over the kernels by phase and step; ``kernels`` has each kernel's share.
-    """
+    """Counts the bytes of each kernel; its rows are sums over kernels by phase and step."""
 
     name: ClassVar[str] = "ncu_kernels"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
-    replay: ClassVar[str] = "kernel"  # takes tens of ms a kernel
+    replay: ClassVar[str] = "kernel"  # tens of milliseconds per kernel
     folder: ClassVar[str] = KERNELS
 
     metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics, metadata=OF_PARENT)
@@ -228,8 +222,8 @@ class NcuKernels(Ncu):
         try:
             record = self.record_of(process)
             path = self.report_left(case, process.log)
-            # NVIDIA's library never frees the 0.35 MB that it takes for each kernel, 2 GB for a
-            # step of the 1b model, so a process that ends reads the report.
+            # Read in a process that ends: NVIDIA's library never frees the 0.35 MB that it takes
+            # per kernel, 2 GB for a step of the 1b model.
             with ProcessPoolExecutor(1, get_context("spawn")) as reader:
                 report = reader.submit(read_kernels, path).result()
         except (NothingProfiled, ReportUnreadable):
@@ -243,7 +237,7 @@ class NcuKernels(Ncu):
         return kernel_rows(case, self.name, counts, report.device, tool, whole=whole)
 
     def nothing_to_profile(self, case: Case) -> bool:
-        """Whether its phases launch no kernel according to the report of ranges, as clip may."""
+        """Whether the report of ranges has no kernel in its phases; clip may launch none."""
         try:
             launches = launches_by_phase(self.directory / case.report_path)
         except InstrumentError:
@@ -255,7 +249,7 @@ class NcuKernels(Ncu):
 
 
 def diagnose(case: Case, log: Path) -> InstrumentError | None:
-    """The error that ncu's own lines in a log describe; None if there is none."""
+    """The error that ncu's lines in a log describe, or None."""
     said = [line for line in log_lines(log) if line.startswith("==")] if log.exists() else []
     for pattern, error in _MESSAGES:
         for line in said:
@@ -265,7 +259,7 @@ def diagnose(case: Case, log: Path) -> InstrumentError | None:
 
 
 def find_ncu(path: str | None = None) -> str:
-    """The ``ncu`` that is named; or else the one on ``PATH`` or where NVIDIA installs it."""
+    """The program at ``path``; by default ``ncu`` on ``PATH`` or where NVIDIA installs it."""
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
     usual = ["ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)]
     program = next(filter(None, map(shutil.which, usual if path is None else [path])), None)

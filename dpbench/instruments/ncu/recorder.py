@@ -1,4 +1,4 @@
-"""Marks steps and phases as NVTX ranges for Nsight Compute, which counts."""
+"""Marks steps and phases as NVTX ranges for Nsight Compute."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dpbench.results.rows import Measurement
 
 
 class NvtxRanges:
-    """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in a domain of our own.
+    """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in dpbench's domain.
 
-    Push/pop ranges would not cover autograd's own threads, which run the backward pass. The device
-    is synchronized at every border, so that work counts in the phase that launched it.
+    Push/pop ranges would miss autograd's threads, which run backward. The device is synchronized at
+    each border, so that work counts in the phase that launched it.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class NvtxRanges:
         self.domain.end_range(self.range)
 
     def finish(self) -> None:
-        """Mark the end of the last step, so that a reader knows that nothing is missing."""
+        """Mark the end of the last step; it tells a reader that the report is complete."""
         self._start(NVTX_END)
         self.end_step()
 
@@ -50,7 +50,7 @@ class NvtxRanges:
 
 
 class NvtxRecorder(Recorder):
-    """Marks phases as ranges. It takes no times, because the profiler would distort them."""
+    """Marks phases as ranges, without times, which the profiler would distort."""
 
     @cached_property
     def listener(self) -> NvtxRanges:
@@ -59,7 +59,7 @@ class NvtxRecorder(Recorder):
         return ranges
 
     def _finish(self) -> None:
-        if self.listener.step >= self.heard:  # the script ended within a step
+        if self.listener.step >= self.heard:  # the script ended in a step
             self.listener.end_step()
         self.listener.finish()
 

@@ -1,7 +1,7 @@
-"""How busy the GPU is by phase, through Nsight Systems.
+"""The instrument ``nsys``: how busy the GPU is by phase, through Nsight Systems.
 
-``nsys profile`` records a case, ``nsys export`` makes an SQLite file of the report, from which busy
-time and launches by phase are read, and ``nsys stats`` has statistics of its own.
+``nsys profile`` records a case, and ``nsys export`` makes an SQLite file of the report. Busy time
+and launches by phase are read from that file. ``nsys stats`` adds its own statistics.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dpbench.instruments.nsys.timeline import Timeline
 
 REPORT, EXPORTED = ".nsys-rep", ".sqlite"
-"""Suffixes of a report, and of what is exported from it."""
+"""Suffixes of a report and of its SQLite file."""
 
 STATISTICS = (
     "cuda_gpu_kern_sum",
@@ -37,11 +37,11 @@ STATISTICS = (
     "cuda_api_sum",
     "nvtx_gpu_proj_sum",
 )
-"""The reports of ``nsys stats`` that are shown (``nsys stats --help-reports``)."""
+"""Reports of ``nsys stats`` to show (``nsys stats --help-reports`` lists all)."""
 
 
 class NsysNotFound(InstrumentError):
-    """There is no Nsight Systems here."""
+    """Nsight Systems is not installed."""
 
     remedy = (
         "install Nsight Systems (package nsight-systems, or nsight-systems-cli of NVIDIA) and put "
@@ -50,19 +50,19 @@ class NsysNotFound(InstrumentError):
 
 
 class ExportFailed(InstrumentError):
-    """The nsys here makes no SQLite file of a report."""
+    """The installed nsys cannot export a report to SQLite."""
 
     remedy = (
-        "install Nsight Systems 2021.4 or newer, at least as new as what made the report, and "
-        "have dpbench show read the report"
+        "install Nsight Systems 2021.4 or newer, not older than the one that made the report, and "
+        "run dpbench show on the report"
     )
 
 
 @dataclass(frozen=True)
 class Nsys(InProcessInstrument):
-    """Times some steps of a case under ``nsys profile``, and has further ones recorded.
+    """Runs a case under ``nsys profile``: first steps are timed, further steps are recorded.
 
-    Reports and exported files lie beside the log.
+    Reports and SQLite files lie beside the log.
     """
 
     name: ClassVar[str] = "nsys"
@@ -89,7 +89,7 @@ class Nsys(InProcessInstrument):
         return (self.directory / case.report_path).with_suffix(REPORT)
 
     def before_case(self, case: Case) -> list[str]:
-        """``nsys profile``; only what the case puts between start and stop is recorded."""
+        """The command line of ``nsys profile``, which records only between start and stop."""
         return [
             *(self.path, "profile"),
             "--trace=cuda,nvtx",  # with osrt, a tiny case left 2.2 GB
@@ -106,7 +106,7 @@ class Nsys(InProcessInstrument):
         return super().start(case)
 
     def read(self, process: CaseProcess) -> list[Measurement]:
-        """Wait for a process; its rows are time, busy time and launches, by phase and step."""
+        """Wait for a process, and return time, busy time and launches by phase and step."""
         from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # loads numpy
 
         case, report = process.case, self.report(process.case)
@@ -126,9 +126,9 @@ class Nsys(InProcessInstrument):
 
 
 def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
-    """The timeline in an exported file or in a report, and nsys's own statistics of it.
+    """The timeline of a report or of an SQLite file, and nsys's own statistics.
 
-    A report takes an nsys to export it. Without one an exported file has no statistics.
+    Without nsys a report cannot be read, and an SQLite file has no statistics.
     """
     from dpbench.instruments.nsys.timeline import read_timeline
 
@@ -143,7 +143,7 @@ def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
 
 
 def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Iterator[Measurement]:
-    """The rows of a timeline. Phases are those of step 0; whole steps are numbered from 0 again."""
+    """Yield the rows of a timeline: phases of step 0, and whole steps numbered from 0."""
     whole = [each.step for each in timeline.whole_steps]
     for usage in timeline.usages():
         step, phase = usage.pop("step"), usage.pop("phase")
@@ -164,7 +164,7 @@ def find_nsys() -> str:
 
 
 def statistics(nsys: str, recorded: Path, folder: Path) -> dict[str, str]:
-    """What ``nsys stats`` says of an exported file: by report, the CSV that it left in a folder."""
+    """Run ``nsys stats`` on an SQLite file; return the CSV of each report."""
     reports = [text for name in STATISTICS for text in ("--report", name)]
     output = ("--format", "csv", "--output", str(folder / "stats"))
     run([nsys, "stats", *reports, *output, str(recorded)], timeout=Settings.timeout)
@@ -173,7 +173,7 @@ def statistics(nsys: str, recorded: Path, folder: Path) -> dict[str, str]:
 
 
 def exported(nsys: str, report: Path, target: Path, *, timeout: float) -> Path:
-    """A report as a SQLite file."""
+    """Export a report to an SQLite file, ``target``."""
     target.unlink(missing_ok=True)
     command = [nsys, "export", "--type", "sqlite", "--force-overwrite", "true", "--quiet", "true"]
     code, output = run([*command, "--output", str(target), str(report)], timeout=timeout)

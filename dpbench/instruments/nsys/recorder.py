@@ -1,4 +1,4 @@
-"""Times steps under ``nsys profile``, then marks the steps that it records."""
+"""Times steps under ``nsys profile``, then starts the recording and marks further steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dpbench.training.phases import PhaseListener
 class PhaseRanges:
     """Marks a step's phases as NVTX start/end ranges ``dpbench:STEP.PHASE``.
 
-    Push/pop ranges would not cover autograd's own threads, which run the backward pass. The ranges
-    are torch's, because older versions of nsys do not record those of the nvtx package.
+    Push/pop ranges would miss autograd's threads, which run backward. The ranges are torch's,
+    because older versions of nsys do not record those of the nvtx package.
 
     Args:
-        step: its number.
-        whole: if so, a further range covers the whole step, and the device is synchronized only at
-            its start and end, so that the CPU runs ahead as usual. Otherwise the device is
-            synchronized at every border, so that a phase's range covers all of its work.
+        step: number of the step.
+        whole: whether another range covers the whole step. Then the device is synchronized only at
+            its ends, and the CPU runs ahead as usual. Otherwise the device is synchronized at each
+            border, so that a phase's range covers all of its work.
         cuda: `torch.cuda`, or a stand-in.
     """
 
@@ -56,10 +56,10 @@ class PhaseRanges:
 
 
 class NsysRecorder(Recorder):
-    """Times steps, then has nsys record others.
+    """Times steps, then lets nsys record others.
 
-    nsys records from ``cudaProfilerStart`` to ``cudaProfilerStop``: one step without ranges, in
-    which the recording starts up, one by phase, and one or more whole ones.
+    nsys records from ``cudaProfilerStart`` to ``cudaProfilerStop``: one step without ranges while
+    the recording starts up, one step by phase, and one or more whole steps.
     """
 
     def __init__(self, timed: int, *, cuda: Any = torch.cuda) -> None:
@@ -78,7 +78,7 @@ class NsysRecorder(Recorder):
         super().start_step()
 
     def _start_recording(self) -> Iterator[PhaseListener]:
-        """Start the recording; returns a listener for each recorded step."""
+        """Start the recording, and return a listener for each recorded step."""
         whole = [False, *[True] * whole_steps(self.timing.median_seconds)]
         self.wanted = self.timing.heard + 1 + len(whole)
         self.cuda.synchronize()

@@ -1,10 +1,10 @@
-"""When a GPU was busy and how much was launched by phase, from ``nsys export --type sqlite``.
+"""Reads a GPU's busy time and launches by phase from a file of ``nsys export --type sqlite``.
 
-This needs neither a GPU nor Nsight Systems. Times are whole nanoseconds of one clock.
+This needs neither a GPU nor Nsight Systems. Times are integer nanoseconds of one clock.
 
-The tables are described in NVIDIA's "SQLite Export Schema Reference"
-(https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). A table is
-missing if it would be empty, and files of older versions lack some columns.
+NVIDIA's "SQLite Export Schema Reference" describes the tables
+(https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). Empty tables are missing,
+and files of older versions lack some columns.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ START_END_RANGE = 60
 """``NvtxStartEndRange`` in ``ENUM_NSYS_EVENT_TYPE``."""
 
 DEVICE_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
-"""Tables of what ran on the device, without ``CUPTI_ACTIVITY_KIND_``."""
+"""Tables of device activities, after the prefix ``CUPTI_ACTIVITY_KIND_``."""
 
 PID_BITS = 24
-"""The number of low bits of ``globalPid`` and ``globalTid`` that identify a thread."""
+"""Low bits of ``globalPid`` and ``globalTid`` that identify a thread."""
 
 
 class TimelineUnreadable(InstrumentError):
-    """The file is missing, cut off, or no export of Nsight Systems."""
+    """The file is missing, truncated, or not an export of Nsight Systems."""
 
     remedy = "export it again: nsys export --type sqlite FILE.nsys-rep"
 
@@ -53,7 +53,7 @@ class NothingTraced(InstrumentError):
 class Activity(NamedTuple):
     """A kernel, a copy or a memset on the device.
 
-    ``launched`` is when the CPU launched it, or its start if that was not recorded.
+    ``launched`` is when the CPU launched it; its start if the launch was not recorded.
     """
 
     start: int
@@ -62,7 +62,7 @@ class Activity(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A phase of a step as the CPU marked it; or a whole step, whose phase is `STEP`."""
+    """A range that the CPU marked: a phase of a step, or a whole step with the phase `STEP`."""
 
     step: int
     phase: str
@@ -72,10 +72,10 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The recorded timeline of a GPU that was busy; ranges and activities by start.
+    """The timeline of the busiest GPU; ranges and activities are sorted by start.
 
-    In a step with a `STEP` range the CPU runs ahead, so its phases say nothing of the GPU. In any
-    other step the GPU finished each phase before the next began, so phases have busy times.
+    In a step with a `STEP` range the CPU runs ahead, so its phases do not tell what the GPU did. In
+    other steps the GPU finishes each phase before the next begins, so phases have busy times.
     """
 
     device: str
@@ -85,7 +85,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> NDArray[np.int64]:
-        """Starts and ends of the disjoint spans in which anything ran, in order; shape (n, 2)."""
+        """Starts and ends of the disjoint busy spans, sorted, ``[n, 2]``."""
         starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
         ends = np.maximum.accumulate(ends)
         idle_before = np.append(True, starts[1:] > ends[:-1])
@@ -93,13 +93,13 @@ class Timeline:
 
     @property
     def whole_steps(self) -> list[Range]:
-        """The `STEP` ranges; if there are no ranges at all, one over the whole recording."""
+        """The `STEP` ranges; without any ranges, one over the whole recording."""
         if self.ranges:
             return [each for each in self.ranges if each.phase == STEP]
         return [Range(0, STEP, int(self.busy[0, 0]), int(self.busy[-1, 1]))]
 
     def usages(self) -> list[dict[str, Any]]:
-        """The metrics of nsys by ``step`` and ``phase``; whole steps have the phase `STEP`."""
+        """The metrics of each ``step`` and ``phase``; whole steps have the phase `STEP`."""
         whole = self.whole_steps
         marked = {each.step for each in whole}
         launched = np.sort([each.launched for each in self.activities])
@@ -122,7 +122,7 @@ class Timeline:
 
 
 def read_timeline(path: Path, named: Path | None = None) -> Timeline:
-    """The timeline in an exported file. Errors name ``named`` if the export is only temporary."""
+    """Read the timeline of an SQLite file; errors name ``named`` if ``path`` is temporary."""
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             return _Export(database).timeline(named or path)
@@ -131,7 +131,7 @@ def read_timeline(path: Path, named: Path | None = None) -> Timeline:
 
 
 class _Export:
-    """An open file. Every export has a table of strings."""
+    """An open SQLite file; every export has a table of strings."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
@@ -156,7 +156,7 @@ class _Export:
         )
 
     def _columns(self, table: str) -> set[str]:
-        """The columns of a table; none without it. A view, which may never end, is an error."""
+        """The columns of a table; none if it is missing. Views are refused: they may never end."""
         kinds = self.database.execute(
             "SELECT 1 FROM sqlite_master WHERE type = 'view' AND name = ? COLLATE NOCASE", (table,)
         )
@@ -165,13 +165,13 @@ class _Export:
         return {row[1] for row in self.database.execute(f"PRAGMA table_info({table})")}
 
     def select(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
-        """Rows of a table, with None for columns that it lacks; no rows if the table is missing."""
+        """Yield the rows of a table: none if it is missing, None for missing columns."""
         if having := self._columns(table):
             chosen = ", ".join(f'"{c}"' if c in having else "NULL" for c in columns)
             yield from self.database.execute(f"SELECT {chosen} FROM {table}")
 
     def _activities(self) -> Iterator[tuple[int, Activity]]:
-        """Each activity and its device. Without its call, it counts as launched when it began."""
+        """Yield each device and activity. Without a recorded launch its start counts as launch."""
         calls = self.select("CUPTI_ACTIVITY_KIND_RUNTIME", "start", "globalTid", "correlationId")
         launched = {_key(thread, number): start for start, thread, number in calls}
         for table in DEVICE_TABLES:
@@ -198,5 +198,5 @@ class _Export:
 
 
 def _key(process_or_thread: int | None, number: int | None) -> tuple[int, int | None]:
-    """A call shares process and correlation number with the activity that it launched."""
+    """The process and correlation number, which a call shares with the activity it launched."""
     return (process_or_thread or 0) >> PID_BITS, number

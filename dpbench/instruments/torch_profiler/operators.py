@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch.autograd.profiler_util import EventList
 
 TOP = 20
-"""The number of operators in a table."""
+"""Rows of a table."""
 
 
 def operator_tables(
@@ -20,17 +20,17 @@ def operator_tables(
     steps: int,
     threshold: float,
 ) -> str:
-    """Bottlenecks, and operators by GPU time, CPU time, memory and input shape.
+    """A list of bottlenecks, and tables by GPU time, CPU time, memory and input shape.
 
-    PyTorch counts the time of some kernels twice, once for a call of CUDA ("Command Buffer Full":
-    119 of 336 ms on an H200). So only the table by CPU time has calls, and annotations.
+    PyTorch counts some kernels' time again for CUDA calls ("Command Buffer Full": 119 of 336 ms on
+    an H200). So only the table by CPU time has CUDA calls, and annotations.
 
     Args:
         by_name: ``key_averages()`` of a profiler, sums over the recorded steps.
         by_shape: the same, grouped by input shape as well.
-        calls: the names of events that are calls of CUDA.
-        steps: how many steps were recorded.
-        threshold: milliseconds of a step from which on an operator is a bottleneck.
+        calls: names of CUDA calls among the events.
+        steps: number of recorded steps.
+        threshold: milliseconds per step from which an operator is a bottleneck.
     """
     device, kind = "CPU", "cpu"
     if any(event.self_device_time_total for event in by_name):
@@ -57,7 +57,7 @@ def operator_tables(
 
 
 def _without(events: EventList, calls: Collection[str]) -> EventList:
-    """Operators and kernels alone."""
+    """The events without CUDA calls and annotations."""
     from torch.autograd.profiler_util import EventList
 
     kept = [each for each in events if not each.is_user_annotation and each.key not in calls]
@@ -65,7 +65,7 @@ def _without(events: EventList, calls: Collection[str]) -> EventList:
 
 
 def _bottlenecks(operators: EventList, column: str, steps: int, threshold: float) -> Iterator[str]:
-    """A line for each operator that takes so many milliseconds of a step without its children."""
+    """Yield a line for each operator whose self time per step reaches the threshold, in ms."""
     spent = {
         event.key: getattr(event, column) / 1e3 / steps
         for event in operators

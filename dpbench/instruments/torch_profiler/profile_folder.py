@@ -1,4 +1,4 @@
-"""The folder that a profile leaves, and the rows and the TensorBoard log made of its traces."""
+"""The folder of a profile, and the rows and the TensorBoard log made from its traces."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ INSTRUMENT = "torch_profiler"  # the instrument's name in rows
 OPERATORS, REPORT, SNAPSHOT = "operators.txt", "report.txt", "memory_snapshot.pickle"
 
 COPIES = {m.source: m.name for m in METRICS.had_by(INSTRUMENT) if m.source}
-"""The metric of a copy or memset, by the begin of its name in a trace."""
+"""Metrics of copies and memsets, by the start of their names in a trace."""
 
 
 class DeviceActivityMissing(InstrumentError):
-    """The trace of a run on CUDA has no events of the device."""
+    """A trace of a run on CUDA has no device events."""
 
     remedy = "another profiler may hold the GPU's profiling interface (CUPTI); end it"
 
 
-def of_rank(directory: Path, rank: int) -> Path:
-    """The folder of a rank within that of its case."""
+def rank_folder(directory: Path, rank: int) -> Path:
+    """The folder of a rank, within that of its case."""
     return directory / f"rank{rank}"
 
 
 def own_folder(directory: Path) -> Path:
-    """The folder of this process: the case's, or in a rank of torchrun the rank's.
+    """The folder for this process: that of the case, or under torchrun that of its rank.
 
-    ``WORLD_SIZE`` alone is no sign of torchrun, because other programs set it as well.
+    Other programs than torchrun set ``WORLD_SIZE`` too, so it alone proves nothing.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         return directory
-    return of_rank(directory, int(os.environ["RANK"]))
+    return rank_folder(directory, int(os.environ["RANK"]))
 
 
 def prepare(directory: Path) -> None:
-    """Make the folder of a profile, and delete the files of an earlier one."""
+    """Make the folder of a profile, and delete the files of an earlier profile."""
     check_writable(directory)
     for pattern in ("trace_*.json.gz", OPERATORS, REPORT, SNAPSHOT):
         for path in directory.glob(pattern):
@@ -58,13 +58,13 @@ def prepare(directory: Path) -> None:
 def write_log(case: Case, rows: Sequence[Measurement], directory: Path) -> None:
     """Write TensorBoard's event file: scalars ``METRIC/PHASE`` by step, and hyper-parameters.
 
-    Hyper-parameters are the case's fields, the device and PyTorch's version; their metrics are
-    means over the recorded whole steps.
+    Hyper-parameters are the case's fields, the device and PyTorch's version. Their metrics are
+    means over the recorded steps.
     """
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
-    ours = ".dpbench"  # ends the names of our files, so that those of others stay
+    ours = ".dpbench"  # suffix of our files; others are kept
     for earlier in directory.glob(f"events.out.tfevents.*{ours}"):
         earlier.unlink()
     of_step: dict[str, list[float]] = defaultdict(list)
@@ -81,11 +81,10 @@ def write_log(case: Case, rows: Sequence[Measurement], directory: Path) -> None:
 
 
 def with_operators(directory: Path, launches: Sequence[KernelCount]) -> list[KernelCount]:
-    """Kernels that Nsight Compute counted, with the operators that launched them in a profile.
+    """Add to kernels counted by Nsight Compute the operators that launched them in a profile.
 
-    The two tools spell names of kernels differently, so kernels are matched by their place in a
-    phase of the first step. If a phase has different numbers of kernels, its operators stay
-    unknown.
+    The tools spell kernel names differently, so kernels are matched by their order in each phase of
+    the first step. In a phase with different numbers of kernels, operators stay unknown.
     """
     seen: dict[str, list[str | None]] = defaultdict(list)
     for launch in trace.read(directory / "trace_0.json.gz").launches:
@@ -104,7 +103,7 @@ def with_operators(directory: Path, launches: Sequence[KernelCount]) -> list[Ker
 def profile_rows(
     case: Case, record: Mapping[str, Any], traces: Sequence[trace.Trace]
 ) -> Iterator[Measurement]:
-    """The rows of a profile, for each recorded step by phase and as a whole."""
+    """Yield the rows of a profile: each recorded step, by phase and as a whole."""
     on_cuda = record["device"] != "cpu"
     repeats = count()
     where = record["device"], f"torch {record['torch']}"
@@ -132,7 +131,7 @@ def profile_rows(
 
 
 def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, float]]:
-    """Device time, copied bytes and peak memory of one step by phase."""
+    """Device time, copied bytes and peak memory of one step, by metric and phase."""
     launches = [launch for launch in recorded.launches if launch.repeat == step]
     phases = [*recorded.cpu_seconds[step], *(launch.phase for launch in launches)]
     names = ["device_time_seconds", *COPIES.values()]
@@ -149,5 +148,5 @@ def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, 
 
 
 def copy_metric(name: str) -> str:
-    """The metric of a copy or memset with this name in a trace."""
+    """The metric for a copy or memset with this name in a trace."""
     return next((m for start, m in COPIES.items() if name.startswith(start)), OTHER_COPIES)

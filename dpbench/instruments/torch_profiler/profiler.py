@@ -1,8 +1,7 @@
-"""Time, memory and copies by phase and operator, through the PyTorch profiler.
+"""The instrument ``torch_profiler``: time, memory and copies by phase and operator.
 
-The case runs once more, in a process of its own and never under Nsight Compute. The profile says
-which operators launched what, and how many bytes copies and memsets moved, which counting kernel by
-kernel does not see.
+The case runs again in its own process, never under Nsight Compute. The profile tells which operator
+launched which kernel, and the bytes of copies and memsets, which kernel replay does not count.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ class ProfilerOptions:
     """Options of the PyTorch profiler."""
 
     profile_dir: Path = option(
-        "where the PyTorch profiler's files go, one folder a case", Path("runs"), metavar="DIR"
+        "where the PyTorch profiler's files go, a folder for each case",
+        Path("runs"),
+        metavar="DIR",
     )
     profile_schedule: str = option(
         "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
@@ -48,7 +49,7 @@ class ProfilerOptions:
 
 @dataclass(frozen=True)
 class TorchProfiler(InProcessInstrument):
-    """Runs ``dpbench step --profile``."""
+    """Runs a case, or a script's steps, under the PyTorch profiler."""
 
     name: ClassVar[str] = INSTRUMENT
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
@@ -56,9 +57,7 @@ class TorchProfiler(InProcessInstrument):
     options: ClassVar[type | None] = ProfilerOptions
     directory: Path = ProfilerOptions.profile_dir  # where each case has a folder
     schedule: Schedule = Schedule()
-    threshold: float = (
-        ProfilerOptions.profile_threshold
-    )  # ms of a step from which an operator is a bottleneck
+    threshold: float = ProfilerOptions.profile_threshold  # ms per step of a bottleneck
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -95,4 +94,4 @@ class TorchProfiler(InProcessInstrument):
         folder = own_folder(self.directory / case.file_name)
         recorder = ScheduledRecorder(folder, self.schedule, threshold=self.threshold)
         record = run_case(case, recorder, device=self.device, **asdict(self.steps))
-        return record | {"outcome": recorder.outcome(case).as_json()}  # once the GPU is free
+        return record | {"outcome": recorder.outcome(case).as_json()}  # after the GPU was released

@@ -1,6 +1,6 @@
 """Records steps under the PyTorch profiler: traces, operators and memory.
 
-Never under Nsight Compute: both want the GPU's one profiling interface.
+This never runs under Nsight Compute, because a GPU has only one profiling interface.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class PhaseAnnotations:
     """Marks each phase in the trace.
 
-    The device is not synchronized, because launches and allocations belong to the phase in which
-    the CPU made them.
+    It does not synchronize the device: launches and allocations belong to the phase in which the
+    CPU made them.
     """
 
     def __init__(self) -> None:
@@ -49,16 +49,15 @@ class PhaseAnnotations:
 
 
 class ProfileRecorder(Recorder):
-    """Time, memory and copies by phase and operator, of a script's steps.
+    """Records time, memory and copies of a script's steps, by phase and operator.
 
-    The profiler is started and stopped around each step that counts, so that nothing else, such
-    as an evaluation after the last of them, is in its sums. Writes into ``directory`` for each
-    step N ``trace_N.json.gz`` (Chrome trace), and for the last one ``operators.txt``.
+    The profiler runs only within steps that count, so that sums exclude an evaluation, for example.
 
     Args:
-        directory: where the files go.
-        wanted: how many steps; None for as many as there are.
-        threshold: milliseconds of a step from which on an operator is a bottleneck.
+        directory: gets a Chrome trace ``trace_N.json.gz`` for each step N, and ``operators.txt``
+            for the last step.
+        wanted: number of steps; None for all.
+        threshold: milliseconds per step from which an operator is a bottleneck.
     """
 
     quick = False
@@ -67,9 +66,9 @@ class ProfileRecorder(Recorder):
         self, directory: Path, wanted: int | None = None, *, threshold: float = 0.0
     ) -> None:
         super().__init__(wanted)
-        self.directory = directory.absolute()  # a script may change its own
+        self.directory = directory.absolute()  # a script may change the working directory
         self.threshold = threshold
-        self.cycles = 0  # traces that have been written
+        self.cycles = 0  # written traces
 
     @cached_property
     def listener(self) -> PhaseListener:
@@ -92,20 +91,20 @@ class ProfileRecorder(Recorder):
         self._save(self._profiler)
 
     def _stop(self) -> None:
-        if on_cuda():  # work that still runs belongs to this step
+        if on_cuda():  # running work belongs to this step
             import torch
 
             torch.cuda.synchronize()
         self._profiler.stop()
 
     def _save(self, profiler: profile) -> None:
-        """Write the trace of one cycle of the profiler, and keep its sums by operator."""
+        """Write the trace of one profiler cycle, and keep its sums by operator."""
         profiler.export_chrome_trace(str(self.directory / f"trace_{self.cycles}.json.gz"))
         self._by_name, self._by_shape = profiler.key_averages(), profiler.key_averages(True)
         self.cycles += 1
 
     def rows(self, case: Case) -> list[Measurement]:
-        """The rows of the traces; also writes the tables of operators and TensorBoard's log."""
+        """The rows of all traces. This also writes operator tables and TensorBoard's log."""
         paths = [self.directory / f"trace_{cycle}.json.gz" for cycle in range(self.cycles)]
         traces = [trace.read(path) for path in paths]
         tables = operator_tables(
@@ -123,10 +122,10 @@ class ProfileRecorder(Recorder):
 
 
 class ScheduledRecorder(ProfileRecorder):
-    """Time, memory and copies of a case's steps, of which a schedule says which are recorded.
+    """Records time, memory and copies of those steps of a case that a schedule selects.
 
-    A cycle of the schedule is one trace. On CUDA a further step leaves ``memory_snapshot.pickle``,
-    because recording the stack of each allocation would slow the others down.
+    Each cycle of the schedule gives one trace. On CUDA another step writes
+    ``memory_snapshot.pickle``: recording the stack of each allocation would slow measured steps.
     """
 
     hears_warmup = True
@@ -149,7 +148,7 @@ class ScheduledRecorder(ProfileRecorder):
                 profiler_of(on_cuda(), schedule=self._planned, on_trace_ready=self._save)
             )
         elif self.heard == self.schedule.steps:
-            # A step of the 1b model allocates and frees some 15 000 times.
+            # A step of the 1b model has about 15 000 allocations and frees.
             torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
             self.held.callback(torch.cuda.memory._record_memory_history, enabled=None)
         recorded = self._planned(self.heard).name.startswith("RECORD")  # or RECORD_AND_SAVE
@@ -163,11 +162,11 @@ class ScheduledRecorder(ProfileRecorder):
         if self.heard == self.schedule.steps:
             torch.cuda.memory._dump_snapshot(str(self.directory / profile_folder.SNAPSHOT))
         else:
-            if on_cuda():  # otherwise work that still runs would count for the next step
+            if on_cuda():  # running work must not count in the next step
                 torch.cuda.synchronize()
             self._profiler.step()
         self.heard += 1
-        if self.heard >= self.schedule.steps:  # the profiler ends before the snapshot begins
+        if self.heard >= self.schedule.steps:  # end the profiler before the snapshot
             self.close()
 
     def record(self, case: Case) -> dict[str, Any]:
@@ -175,7 +174,7 @@ class ScheduledRecorder(ProfileRecorder):
 
 
 def profiler_of(on_cuda: bool, **options: Any) -> profile:
-    """A profiler of the CPU and, if it is used, the GPU: with shapes, memory and FLOPs."""
+    """A profiler of the CPU and, ``on_cuda``, of the GPU, with shapes, memory and FLOPs."""
     from torch.profiler import ProfilerActivity, profile
 
     return profile(

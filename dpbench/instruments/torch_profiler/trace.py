@@ -1,10 +1,10 @@
 """Reads Chrome traces of the PyTorch profiler: what ran on the device, and what launched it.
 
-A trace is a JSON object whose ``traceEvents`` are the events of Chrome's trace format, times in
+A trace is a JSON object. Its ``traceEvents`` have Chrome's trace format, with times in
 microseconds. Kernels, copies and memsets have the category ``kernel``, ``gpu_memcpy`` or
-``gpu_memset``, and share a correlation number with the CUDA call that launched them. The device
-runs behind the CPU, so a kernel belongs to the phase in which it was launched. That holds for
-launches from autograd's threads too, because the training thread waits for them within the phase.
+``gpu_memset``. They share a correlation number with the CUDA call that launched them. The device
+lags behind the CPU, so a kernel belongs to the phase in which it was launched. Autograd's threads
+launch in the right phase too, because the training thread waits for them.
 
 This needs neither torch nor a GPU.
 """
@@ -25,23 +25,23 @@ from typing import Any
 from dpbench.child.failures import InstrumentError
 from dpbench.core.case import OUTSIDE
 
-ANNOTATION = "dpbench."  # begins the name of a phase's annotation
-STEP_ANNOTATION = "ProfilerStep#"  # what PyTorch itself puts around a step
+ANNOTATION = "dpbench."  # prefix of a phase's annotation
+STEP_ANNOTATION = "ProfilerStep#"  # prefix of PyTorch's own annotation of a step
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of events on the device."""
+"""Categories of device events."""
 
 CALLS = ("cuda_runtime", "cuda_driver", "overhead")
-"""Categories of CUDA calls and what comes with them, which PyTorch lists as operators too."""
+"""Categories of CUDA calls and their overhead, which PyTorch also lists as operators."""
 
 GLOO, NCCL = "gloo:", "nccl"
-"""How names of collectives begin: gloo's annotations in its threads, and NCCL's kernels."""
+"""Prefixes of collectives: annotations in gloo's threads, and NCCL's kernels."""
 
 Event = dict[str, Any]
 Span = tuple[float, float]  # start and end, µs
 
 
 class TraceUnreadable(InstrumentError):
-    """The trace is missing, cut off, or no trace."""
+    """The trace is missing, truncated, or not a trace."""
 
     remedy = "profile the case again"
 
@@ -54,41 +54,40 @@ class Launch:
     phase: str  # in which it was launched
     kind: str  # kernel, memcpy or memset
     name: str  # the kernel's, demangled, or e.g. "Memcpy DtoD (Device -> Device)"
-    seconds: float  # how long the device took
+    seconds: float  # on the device
     bytes: int  # moved by a copy or memset; 0 for a kernel
-    operator: str | None  # the innermost around the launch, e.g. aten::mm
+    operator: str | None  # the innermost one that launched it, e.g. aten::mm
 
 
 @dataclass(frozen=True)
 class Trace:
     """A recorded trace, by step and phase.
 
-    Memory is what PyTorch's allocator of the measured device has handed out, in bytes. The growth
-    of a phase is its maximum within the phase minus the memory at the start of the step. It is
-    negative if the step had freed more than it had allocated.
+    Memory is in bytes, as allocated by PyTorch on the measured device. The growth of a phase is the
+    maximum within the phase minus the memory at the start of the step; it may be negative.
 
-    The time of a collective is from its begin in this rank to its end: it includes waiting for
-    other ranks. It is exposed while nothing else runs: no other kernel or copy on the device, or
-    without one no operator of PyTorch (``aten``) on the CPU.
+    The time of a collective runs from its start in this rank to its end, so it includes waiting for
+    other ranks. It is exposed while nothing else runs: no other kernel or copy on the device, or in
+    a run on the CPU no ``aten`` operator.
     """
 
-    launches: list[Launch]  # in the order of the launches; empty on the CPU
-    cpu_seconds: list[dict[str, float]]  # of each step, of the training thread
+    launches: list[Launch]  # in launch order; empty on the CPU
+    cpu_seconds: list[dict[str, float]]  # by step and phase, of the training thread
     memory_before: list[int]  # at the start of each step; empty if not recorded
-    memory_growth: list[dict[str, int]]  # of each step
+    memory_growth: list[dict[str, int]]  # by step and phase
     calls: frozenset[str]  # the names of `CALLS`
-    # Of each step, by metric and phase: seconds in collectives, and exposed ones; or empty.
+    # By step, metric and phase: seconds in collectives, and exposed seconds; may be empty.
     communication: list[dict[str, dict[str, float]]]
 
 
 def read(path: Path) -> Trace:
-    """Read one trace, ``.json.gz``.
+    """Read a trace, ``.json.gz``.
 
-    Work that was launched outside every phase belongs to `OUTSIDE`. A trace of another program is
-    one step, all of it `OUTSIDE`.
+    Work launched in no phase belongs to `OUTSIDE`. A trace of another program is one step, all of
+    it `OUTSIDE`.
     """
     was_enabled = gc.isenabled()
-    gc.disable()  # it would take three quarters of the time
+    gc.disable()  # it takes three quarters of the time
     try:
         by_category = _events(path)
         timeline, call_of = _Timeline(by_category["user_annotation"]), _calls(by_category)
@@ -117,12 +116,12 @@ def _events(path: Path) -> dict[str, list[Event]]:
 
 
 def _correlation(event: Event) -> Any:
-    """The number that a CUDA call shares with what it launched, if any."""
+    """The number that a CUDA call shares with its device event, if any."""
     return event.get("args", {}).get("correlation")
 
 
 class _Timeline:
-    """The step and phase in which the training thread was at any time."""
+    """The step and phase of the training thread at any time."""
 
     def __init__(self, annotations: Iterable[Event]) -> None:
         ordered = sorted(annotations, key=lambda event: float(event["ts"]))
@@ -132,7 +131,7 @@ class _Timeline:
         self.starts = [float(event["ts"]) for event in self.phases]
 
     def locate(self, when: float) -> tuple[int, str]:
-        """Step and phase at a time; what is before the first step belongs to it."""
+        """The step and phase at a time; time before the first step belongs to it."""
         step = max(0, bisect_right(self.step_starts, when) - 1)
         place = bisect_right(self.starts, when) - 1
         if place < 0 or when > self.starts[place] + float(self.phases[place]["dur"]):
@@ -159,7 +158,7 @@ def _calls(by_category: Mapping[str, list[Event]]) -> dict[Any, Event]:
 
 
 def _launched(event: Event, call_of: Mapping[Any, Event]) -> float:
-    """When an event of the device was launched, or its start if the call was not recorded."""
+    """The launch time of a device event; its start if the call was not recorded."""
     return float(call_of.get(_correlation(event), event)["ts"])
 
 
@@ -189,9 +188,9 @@ def _launches(
 def _operators_around(
     calls: Iterable[Event], operators: Iterable[Event]
 ) -> Iterator[tuple[int, list[str]]]:
-    """Correlation number of each call, and the operators around it on its thread, outermost first.
+    """Yield the correlation number of each call, and the operators around it, outermost first.
 
-    Operators of a thread nest, so one pass over both in the order of time is enough.
+    Operators of a thread nest, so one pass over operators and calls by time is enough.
     """
     open_on: dict[Any, list[tuple[float, str]]] = defaultdict(list)
     merged = [*operators, *calls]
@@ -209,9 +208,10 @@ def _operators_around(
 def _communication(
     by_category: dict[str, list[Event]], timeline: _Timeline, call_of: Mapping[Any, Event]
 ) -> list[dict[str, dict[str, float]]]:
-    """Seconds in collectives by metric and phase, of each step.
+    """Seconds in collectives, by step, metric and phase.
 
-    A collective of gloo belongs to the phase in which it begins, one of NCCL to its launch's.
+    A gloo collective belongs to the phase in which it starts; an NCCL kernel, to the phase of
+    its launch.
     """
     if device := _on_device(by_category):
         collectives = [event for event in device if event["name"].startswith(NCCL)]
@@ -244,7 +244,7 @@ def _span(event: Event) -> Span:
 
 
 def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
-    """Of each span, in the order of starts, the part (maybe empty) that no earlier one covers."""
+    """Yield the part of each span, perhaps empty, that no earlier one covers; sorted by start."""
     covered = float("-inf")
     for start, end in spans:
         start, covered = max(start, covered), max(end, covered)
@@ -252,7 +252,7 @@ def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 class _Busy:
-    """The time in which at least one of some spans lasts."""
+    """The union of some spans."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         apart = [*_uncovered(sorted(spans))]
@@ -261,7 +261,7 @@ class _Busy:
         self._before = [0.0, *accumulate(self._lengths)]
 
     def between(self, start: float, end: float) -> float:
-        """How much of it lies between two times."""
+        """The length of the union between two times."""
         return self._until(end) - self._until(start)
 
     def _until(self, when: float) -> float:
@@ -283,7 +283,7 @@ def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[st
     before = [level for _ in timeline.step_starts]
     growth: list[dict[str, int]] = [{} for _ in timeline.step_starts]
     current = 0
-    # A phase counts as a change by 0 bytes at its start, so that it begins with what was there.
+    # The start of a phase is a change of 0 bytes, so that it starts with the present memory.
     for event in sorted([*timeline.phases, *changes], key=lambda event: float(event["ts"])):
         step, phase = timeline.locate(float(event["ts"]))
         if step != current:

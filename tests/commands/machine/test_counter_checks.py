@@ -13,21 +13,21 @@ from dpbench.child.build import build
 from dpbench.child.step import run_case
 from dpbench.commands.machine import calibration, checks
 from dpbench.commands.machine.calibration import (
-    ENOUGH,
+    DRAM_SIZED,
     EXAMPLE_BYTES,
     FAILED,
-    FEW,
-    MOST,
+    LARGEST,
     OK,
     READ,
+    SMALLEST,
     TRAINER,
     WARNING,
     WORK,
     WRITTEN,
     Finding,
     judge,
-    largest_work,
     table,
+    work_that_fits,
 )
 from dpbench.commands.machine.known_work import KnownWork
 from dpbench.core import gpu
@@ -143,15 +143,15 @@ def exactly(examples: int, **changed: float) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize(
     ("examples", "metric", "share", "status"),
     [
-        (MOST, "dram_read_bytes", 1.0, OK),
-        (MOST, "dram_read_bytes", 1.0099, OK),
-        (MOST, "l2_sm_read_bytes", 0.9901, OK),
-        (MOST, "l2_sm_write_bytes", 1.0101, FAILED),
-        (MOST, "global_load_bytes", 0.5, FAILED),
-        (ENOUGH, "dram_write_bytes", 0.9, FAILED),
-        (ENOUGH - 1, "dram_write_bytes", 0.9, WARNING),
-        (FEW, "dram_read_bytes", 0.0, WARNING),
-        (FEW, "l2_sm_read_bytes", 1.5, FAILED),
+        (LARGEST, "dram_read_bytes", 1.0, OK),
+        (LARGEST, "dram_read_bytes", 1.0099, OK),
+        (LARGEST, "l2_sm_read_bytes", 0.9901, OK),
+        (LARGEST, "l2_sm_write_bytes", 1.0101, FAILED),
+        (LARGEST, "global_load_bytes", 0.5, FAILED),
+        (DRAM_SIZED, "dram_write_bytes", 0.9, FAILED),
+        (DRAM_SIZED - 1, "dram_write_bytes", 0.9, WARNING),
+        (SMALLEST, "dram_read_bytes", 0.0, WARNING),
+        (SMALLEST, "l2_sm_read_bytes", 1.5, FAILED),
     ],
 )
 def test_counted_bytes_may_be_one_percent_off(
@@ -169,19 +169,19 @@ def test_counted_bytes_may_be_one_percent_off(
 
 @pytest.mark.parametrize("phase", ["backward", "clip"])
 def test_a_fill_reads_nothing_and_a_read_writes_nothing(phase: str) -> None:
-    counted, size = exactly(MOST), MOST * EXAMPLE_BYTES
+    counted, size = exactly(LARGEST), LARGEST * EXAMPLE_BYTES
     metric = "dram_read_bytes" if phase == "backward" else "global_store_bytes"
     counted[phase][metric] = 0.02 * size
-    found = judge("cupti", MOST, counted)
+    found = judge("cupti", LARGEST, counted)
     assert found.status == FAILED
     assert f"{metric} of the {WORK[phase][0]} 0.1718 GB, +2.00%" in found.detail
 
 
 def test_one_table_has_what_each_instrument_counted() -> None:
-    twice = exactly(MOST, l2_sm_read_bytes=1.5)
+    twice = exactly(LARGEST, l2_sm_read_bytes=1.5)
     for phase, (_, read, written) in WORK.items():
-        twice[phase]["l2_served_bytes"] = 1.02 * (read + written) * MOST * EXAMPLE_BYTES
-    found = [judge("ncu", MOST, exactly(MOST)), judge("cupti", MOST, twice)]
+        twice[phase]["l2_served_bytes"] = 1.02 * (read + written) * LARGEST * EXAMPLE_BYTES
+    found = [judge("ncu", LARGEST, exactly(LARGEST)), judge("cupti", LARGEST, twice)]
     made = table(found)
     assert made is not None
     lines = {(work, metric): cells for work, metric, *cells in made.cells}
@@ -195,22 +195,22 @@ def test_one_table_has_what_each_instrument_counted() -> None:
 
 
 def test_a_gpu_that_counts_none_of_the_bytes_is_calibrated_by_nothing() -> None:
-    assert judge("ncu", MOST, {"forward": {"l2_served_bytes": 1.0}}).status == WARNING
+    assert judge("ncu", LARGEST, {"forward": {"l2_served_bytes": 1.0}}).status == WARNING
 
 
 @pytest.mark.parametrize(
     ("free", "examples"),
-    [(None, ENOUGH), (139 * 10**9, MOST), (12 * 2**30, 192), (10**6, FEW)],
+    [(None, DRAM_SIZED), (139 * 10**9, LARGEST), (12 * 2**30, 192), (10**6, SMALLEST)],
 )
 def test_the_work_fits_in_free_memory(
     free: int | None, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "visible_gpus", lambda: [replace(H200, free_bytes=free)])
-    assert largest_work().batch_size == examples
+    assert work_that_fits().batch_size == examples
 
 
 def test_the_calibrating_trainer_does_what_it_says() -> None:
-    case, size = Case(TRAINER, FEW, 1, "tiny"), FEW * EXAMPLE_BYTES
+    case, size = Case(TRAINER, SMALLEST, 1, "tiny"), SMALLEST * EXAMPLE_BYTES
     trainer, batches = build(case, torch.device("cpu"), 1)
     assert isinstance(trainer, KnownWork)
     trainer.train_step(batches[0])

@@ -13,7 +13,7 @@ from dpbench.commands.machine import calibration, checks
 from dpbench.commands.machine.calibration import (
     EXAMPLE_BYTES,
     FAILED,
-    MOST,
+    LARGEST,
     OK,
     REST,
     WARNING,
@@ -26,7 +26,7 @@ from dpbench.core.settings import Settings
 from tests.programs import program
 
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04", free_bytes=139 * 10**9)
-COPIED = MOST * EXAMPLE_BYTES
+COPIED = LARGEST * EXAMPLE_BYTES
 
 
 def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(printed: dict[str, Any]) -> list[Finding]:
         text = (
             "import json, sys; from dpbench.child.messages import hand_over; "
-            "assert json.load(open(sys.argv[-1]))['instrument'] == 'cupti'; "
+            "assert json.load(open(sys.argv[-1]))['instrument'].endswith(':Cupti'); "
             f"hand_over(**json.loads({json.dumps(printed)!r}))"
         )
         monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))

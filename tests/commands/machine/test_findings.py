@@ -51,11 +51,11 @@ def test_every_check_has_a_name_and_says_what_it_is_about() -> None:
 
 def test_the_finding_of_an_error_keeps_its_remedy_apart() -> None:
     error = CaseTimedOut("ncu did not finish within 9 s", log=Path("dir/x.log"))
-    found = Finding.of_error("profiling", error)
+    found = Finding.from_error("profiling", error)
     assert found.detail == "ncu did not finish within 9 s (log: dir/x.log)"
     assert found.remedy == CaseTimedOut.remedy
 
 
 def test_an_error_without_a_remedy_is_told_whole() -> None:
-    assert Finding.of_error("x", CaseFailed("it fell over")).detail == "it fell over"
-    assert Finding.of_error("x", ConfigurationError("no; not so")).detail == "no; not so"
+    assert Finding.from_error("x", CaseFailed("it fell over")).detail == "it fell over"
+    assert Finding.from_error("x", ConfigurationError("no; not so")).detail == "no; not so"

@@ -134,8 +134,8 @@ def test_a_missing_ncu_fails() -> None:
     ("says", "status", "words"),
     [
         ("Version 2025.3.1.0 (build 1)", OK, "2025.3.1, "),
-        ("Version 2999.1.0.0 (build 1)", WARNING, "which is older"),
-        ("some other program", FAILED, "does not say which version it is"),
+        ("Version 2999.1.0.0 (build 1)", WARNING, "is older"),
+        ("some other program", FAILED, "is unknown"),
     ],
 )
 def test_ncu_is_named_with_its_version(says: str, status: str, words: str, tmp_path: Path) -> None:

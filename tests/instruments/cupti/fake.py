@@ -240,7 +240,7 @@ def target(
     synchronize: Callable[[], None] = lambda: None,
     *,
     peers: bool = False,
-    payload: Payload | None = None,
+    payload: Payload = dict,
     note: str = "",
 ) -> Target:
     return Target(library(cupti), 0, CONTEXT, synchronize, peers, payload, note)

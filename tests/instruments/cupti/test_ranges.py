@@ -115,6 +115,30 @@ def test_several_passes_are_spread_over_steps() -> None:
     assert whole[STEP]["global_store_bytes"] == 15 * GB
 
 
+@pytest.mark.parametrize(
+    ("rounds", "starts"), [([True, False, False], 1), ([True, True, False, False], 2)]
+)
+def test_it_is_started_once_for_a_step_by_phase_and_the_whole_ones_after_it(
+    rounds: list[bool], starts: int
+) -> None:
+    cupti = FakeCupti(a_pass=12)
+    scales = [1.0, 1.001, 1.002, 1.003][: len(rounds)]
+    counter = count_steps(cupti, scales * 2, rounds=rounds)
+    assert cupti.calls.count("RangeProfiler_Start") == 2 * starts
+    whole = [sum(counted.values()) for counted in read_bytes(counter)]
+    assert whole == pytest.approx([15 * GB * scale for scale in scales])
+
+
+def test_steps_are_read_before_as_many_as_there_may_be() -> None:
+    cupti = FakeCupti()
+    with closing(StepCounter(None, target(cupti), [True, False, False])) as counter:
+        for scale in (1, 2):
+            with observed_step(counter):
+                step(cupti, scale)
+        assert [sum(each.values()) for each in read_bytes(counter)] == [15 * GB, 30 * GB]
+    assert cupti.state == "initialized"
+
+
 @pytest.mark.parametrize("linked", [True, False])
 def test_bytes_between_gpus_come_from_one_step_more_or_are_absent(linked: bool) -> None:
     absent = [] if linked else [counter for counter in OF_LINKS if counter.startswith("nvl")]
@@ -207,14 +231,14 @@ def test_a_round_is_over_with_its_last_pass(a_pass: int, over: list[int]) -> Non
 
 def test_a_lost_range_is_an_error_and_not_a_zero() -> None:
     cupti = FakeCupti(drops=[1])
-    with pytest.raises(RangesLost, match="CUPTI lost 1 of 5 ranges"):
+    with pytest.raises(RangesLost, match="CUPTI lost 1 of 6 ranges"):
         count_steps(cupti, [1, 1])
     assert cupti.state == "initialized"
 
 
 def test_more_ranges_than_there_is_room_for_are_an_error() -> None:
     cupti = FakeCupti()
-    with pytest.raises(RangesLost, match="more than 3 ranges"):
+    with pytest.raises(RangesLost, match="more than 4 ranges"):
         count_steps(cupti, [1], max_ranges=3)
     assert cupti.state == "initialized"
 

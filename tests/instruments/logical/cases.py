@@ -1,4 +1,4 @@
-"""Small cases for the tests of the logical instrument, and readings of their counts."""
+"""Small cases for tests of the logical instrument, and helpers that read their counts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def tiny(
 
 @cache
 def count(case: Case) -> Outcome:
-    """Counts do not change (a test says so), so tests may share them."""
+    """Count a case once for all tests: a test shows that counts do not change."""
     return Logical().count(case)
 
 
 def parameters(case: Case) -> list[int]:
-    """The sizes of a case's parameters, in elements."""
+    """Elements of each parameter of a case's model."""
     with torch.device("meta"):
         model = MODELS[case.model](case.size, attention=case.attention)
     return [parameter.numel() for parameter in model.parameters()]
@@ -55,5 +55,5 @@ def moved(result: Outcome, where: str) -> tuple[float, float]:
 
 
 def guessed(result: Outcome) -> set[str]:
-    """Operators whose bytes are a guess by their schema."""
+    """Operators whose bytes are guessed from their schema."""
     return {count.operator for count in result.operators if count.general_rule}

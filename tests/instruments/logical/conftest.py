@@ -1,4 +1,4 @@
-"""What takes so long that all workers of a session share it."""
+"""Slow fixtures that all workers of a session share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.instruments.logical.ranks import Heard, Heards, case_of
 
 @pytest.fixture(scope="session")
 def heard(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[int], Heards]:
-    """What so many ranks heard for real."""
+    """The counts of real gloo ranks."""
     folder = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""Trainers from outside that are counted in a process of their own, which imports little else."""
+"""Outside trainers that are counted in their own process, which imports little else."""
 
 from __future__ import annotations
 

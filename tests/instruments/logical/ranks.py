@@ -1,4 +1,4 @@
-"""Trainers and an instrument for tests of the count of one rank."""
+"""Trainers and an instrument for tests that count one rank."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ PAIRS = (
     ("fused", "ddp"),
     ("fused", "fsdp2"),
 )
-"""What is trained on several ranks, and whose operators and collectives are all kinds there."""
+"""Pairs of trainer and parallelism, with every kind of operator and collective over ranks."""
 
 
 Heards = list[list[Outcome]]
-"""By rank, what it heard of each of `PAIRS`."""
+"""By rank, the counts of each of `PAIRS`."""
 
 
 def case_of(trainer: str = "standard", parallel: str = "fsdp2", gpus: int = 4, **axes: Any) -> Case:
-    """Two layers whose widths four does not divide, with more gradients than DDP's first bucket."""
+    """Two layers with widths not divisible by four, whose gradients exceed DDP's first bucket."""
     axes = {"model_size": "1001x90x2x2", "seq_len": 8, "batch_size": 2 * gpus} | axes
     return Case(trainer, parallel=parallel, gpus=gpus, **axes)
 
 
 class Alive(TorchDispatchMode):
-    """Follows the memory of real tensors as the counter does that of fake ones."""
+    """Tracks the memory of real tensors, as the counter does for fake ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Alive(TorchDispatchMode):
 
 
 class PeakRecorder(LogicalRecorder):
-    """Notes the most bytes alive at once in its one step, too."""
+    """Also notes the peak of live bytes in its one step."""
 
     def __init__(self, memory: LiveMemory) -> None:
         super().__init__(1)
@@ -79,7 +79,7 @@ class PeakRecorder(LogicalRecorder):
 
 @dataclass(frozen=True)
 class Heard(InProcessInstrument):
-    """Counts the operators of all `PAIRS` as they run, in one process group after another."""
+    """Counts the operators of all `PAIRS` as they run, each in a new process group."""
 
     name: ClassVar[str] = "heard"
 
@@ -94,7 +94,7 @@ class Heard(InProcessInstrument):
             pair = replace(case, trainer=trainer, parallel=parallel)
             alive = Alive()
             recorder = PeakRecorder(alive.memory)
-            # PyTorch's DDP has its final buckets in the second step.
+            # DDP's buckets are final from the second step on.
             warmup = 2 if (trainer, parallel) == ("standard", "ddp") else 1
             with alive, resizing_seen(alive.memory):
                 run_case(pair, recorder, device="cpu", warmup=warmup, active=1)
@@ -103,7 +103,7 @@ class Heard(InProcessInstrument):
 
 
 class Noisy(StandardTrainer):
-    """Adds noise to the part of each gradient that this rank has."""
+    """Adds noise to this rank's shard of each gradient."""
 
     def train_step(self, batch: Batch) -> Tensor:
         with phase("forward"):
@@ -121,7 +121,7 @@ class Noisy(StandardTrainer):
         return loss.detach()
 
     def reduce(self) -> None:
-        """FSDP2 has done it."""
+        """Do nothing: FSDP2 has reduced the gradients."""
 
     def noise(self, gradient: Any) -> Tensor:
         return torch.randn_like(gradient.to_local())
@@ -135,7 +135,7 @@ class ReducesTwice(Noisy):
 
 
 class DrawsAll(Noisy):
-    """Draws noise for a whole parameter, and takes the part of this rank."""
+    """Draws noise for a whole parameter, and takes this rank's shard."""
 
     def noise(self, gradient: Any) -> Tensor:
         rows, *_ = gradient.to_local().shape

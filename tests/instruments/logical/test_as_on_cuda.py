@@ -1,4 +1,4 @@
-"""Operators are counted as CUDA runs them; what cannot be followed is refused by name.
+"""Operators are counted as CUDA runs them; others are refused by name.
 
 Sizes are in elements of four bytes unless a test says otherwise.
 """
@@ -26,18 +26,18 @@ from tests.instruments.logical.cases import count, tiny
 from tests.instruments.logical.test_rules import E, Moved, moved
 
 B, HEADS, T, WIDTH = 2, 3, 32, 8
-"""Batch, heads, length and head width of attention; T is a multiple of 32, to which the
-memory-efficient kernel rounds its logarithms up."""
+"""Batch, heads, length and head width of attention. T is a multiple of 32, because the
+memory-efficient kernel pads its logsumexp to that."""
 
 QK, LSE = B * HEADS * T * WIDTH, B * HEADS * T
 SEEDS = 2 * 8
-"""Bytes of the two int64 numbers by which a kernel draws dropout again."""
+"""Bytes of seed and offset (int64), from which a kernel redraws dropout."""
 
 Step = Callable[..., Tensor]
 
 
 def forward_and_backward(step: Step, *inputs: tuple[int, ...], **like: Any) -> list[ByteCounter]:
-    """Counts of a function of tensors of these shapes, then of its backward pass."""
+    """The counts of a function of tensors with these shapes, and of its backward pass."""
     counters = []
     with without_data() as counter:
         tensors = [torch.empty(shape, requires_grad=True, **like) for shape in inputs]
@@ -142,7 +142,7 @@ class TestAttention:
         assert ("aten.bmm" in operators(forward)) is not fused
         assert sum(each.flops for each in forward.operators) == 2 * 2 * QK * T
         if fused:
-            kept = 4 * LSE  # logarithms stay in single precision
+            kept = 4 * LSE  # logsumexp stays float32
             assert moved(forward) == Moved(2 * (QK + 2 * QK // HEADS), 2 * QK + kept)
 
 
@@ -178,7 +178,7 @@ class TestRefused:
 
 @contextmanager
 def noted(place: Any, *names: str) -> Iterator[None]:
-    """What these attributes are, before and after."""
+    """The patched attributes, to compare before and after."""
     before = [vars(place).get(name) for name in names]
     yield
     assert [vars(place).get(name) for name in names] == before

@@ -69,7 +69,7 @@ def counted(step: object, *shapes: tuple[int, ...], dtype: torch.dtype) -> ByteC
 
 def test_a_layer_reads_what_was_cast_and_each_weight_is_cast_once() -> None:
     def twice(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        y = x * 1  # an activation is cast as often as it is used
+        y = x * 1  # an activation is cast for each use
         return F.linear(y, w, b) + F.linear(y, w, b)
 
     counter = counted(twice, (B, I), (O, I), (O,), dtype=torch.bfloat16)
@@ -85,7 +85,7 @@ def test_what_was_cast_is_forgotten_at_the_end_of_a_region() -> None:
             for _ in range(3):
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     weight @ weight.T
-    assert counter.counts["outside", "aten._to_copy"]["calls"] == 6  # its transpose is no weight
+    assert counter.counts["outside", "aten._to_copy"]["calls"] == 6  # weight.T is cast anew
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -124,7 +124,7 @@ def test_float16_is_read_by_softmax_and_bfloat16_is_cast_before() -> None:
 
 
 class Autocasts(StandardTrainer):
-    """A trainer with a region and a scaler of its own, as its script has them on a GPU."""
+    """A trainer with its own autocast region and gradient scaler, as on a GPU."""
 
     def train_step(self, batch: Batch) -> Tensor:
         scaler = torch.amp.GradScaler("cuda")

@@ -1,4 +1,4 @@
-"""The floating-point operations of single operators, by hand: a multiply-add is two of them."""
+"""FLOPs of single operators, computed by hand; a multiply-add is two."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Work = Callable[[], Any]
 
 
 def running(work: Work) -> ByteCounter:
-    """Counts what runs on the CPU."""
+    """Counts operators on the CPU."""
     counter = RunningCounter()
     with counter, observed_step(counter):
         work()
@@ -41,7 +41,7 @@ def running(work: Work) -> ByteCounter:
 
 
 def imagined(work: Work) -> ByteCounter:
-    """Counts what runs without data."""
+    """Counts operators without data."""
     with without_data() as counter, observed_step(counter):
         work()
     return counter
@@ -52,7 +52,7 @@ def flops(counter: ByteCounter) -> int:
 
 
 def both(work: Work) -> int:
-    """The operations, the same with data and without, and none that is not counted."""
+    """The FLOPs, equal with and without data, and complete."""
     with_data, without = running(work), imagined(work)
     assert flops(with_data) == flops(without)
     assert not [note for note in (*with_data.notes, *without.notes) if note.startswith(NO_FLOPS)]
@@ -84,7 +84,7 @@ def test_a_convolutions_gradients_each_take_what_its_forward_takes(
 
         return both(work)
 
-    # Each place of the input, or of the output, meets a kernel of all channels of its group.
+    # Each position of the input, or of the output, meets one kernel over its group's channels.
     places, channels = (N, IN * OUT // groups) if transposed else (N - K + 1, OUT * IN // groups)
     forward = 2 * B * places**dimensions * channels * K**dimensions
     assert products() == 3 * forward
@@ -126,7 +126,7 @@ def test_trainers_convolve_as_often_whether_they_map_examples_or_not(trainer: st
 
 
 def test_per_sample_gradients_by_functorch_convolve_once_more() -> None:
-    """Forward, the gradient of all, and forward and gradient of each example again."""
+    """Count forward and backward of the batch, then of each example by ``vmap``."""
     sizes = {"workload": "layer:layer=conv,width=16,length=16"}
     by_functorch = values(count(Case("dpsgd:grad_sample=functorch", 8, **sizes)))
     plain = values(count(Case("standard", 8, **sizes)))
@@ -162,7 +162,7 @@ def ends() -> Tensor:
         (lambda: torch.dot(floats(5), floats(5)), 2 * 5),
         (lambda: torch.vdot(floats(5) + 0j, floats(5) + 0j), 8 * 5),
         (lambda: torch.addr(floats(4, 5), floats(4), floats(5)), 2 * 4 * 5),
-        # Two vectors of an example are multiplied elementwise, and the result by a matrix.
+        # Per example: two vectors elementwise, then the result times a matrix.
         (lambda: torch.einsum("bi,oij,bj->bo", floats(2, 3), floats(5, 3, 4), floats(2, 4)), 240),
         (lambda: torch.einsum("bti,btj->bij", floats(2, 7, 3), floats(2, 7, 4)), 2 * 2 * 7 * 12),
         (lambda: torch._int_mm(torch.ones(17, 8).char(), torch.ones(8, 16).char()), 2 * 17 * 128),
@@ -202,7 +202,7 @@ def test_each_token_meets_each_matrix_of_a_recurrent_layer(
     forward = 2 * TOKENS * weights
     assert both(lambda: layer()(torch.randn(T, S, WIDTH))) == forward
     trained = both(lambda: layer()(floats(T, S, WIDTH))[0].sum().backward())
-    # Composed ones leave out the gradient of the first state, which nobody asks for.
+    # Composed operators leave out the unneeded gradient of the initial state.
     assert 3 * forward - 2 * 2 * S * gates * HIDDEN <= trained <= 3 * forward
 
 
@@ -290,7 +290,7 @@ NAMED = words(
     _scaled_dot_product_fused_attention_overrideable _compute_linear_combination
     """
 )
-"""Operators that multiply and have none."""
+"""Operators that multiply and have no formula."""
 
 ELEMENTWISE = words(
     """
@@ -317,7 +317,7 @@ def test_operators_that_multiply_have_a_formula_or_are_named() -> None:
 
 
 def test_every_operator_of_torch_whose_name_is_a_products_counts_or_is_named() -> None:
-    """A new one of these is looked at here before a count of 0 is believed."""
+    """Review each new operator here before its count of 0 is believed."""
     parts = ("mm", "mv", "matmul", "conv", "dot", "linear", "rnn", "lstm", "gru", "attention")
     parts += ("linalg", "fft", "cholesky", "solve", "cdist", "pdist", "bilinear")
     harmless = ELEMENTWISE | words(

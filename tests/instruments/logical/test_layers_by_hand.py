@@ -1,7 +1,7 @@
-"""Whole layers beside bytes that are added up by hand: forward, and backward of what is asked for.
+"""Bytes of whole layers, compared with sums by hand: forward, and the requested gradients.
 
-A layer that is one operator reads its input and parameters and writes its output; its backward
-reads the output's gradient, and beside that only what the gradients that are asked for are made of.
+A layer with one operator reads its input and parameters and writes its output. Its backward reads
+the output's gradient, and only the tensors that the requested gradients need.
 Sizes are in elements of four bytes.
 """
 
@@ -26,7 +26,7 @@ ROWS = (3, 5, 6)
 
 
 class Kept(NamedTuple):
-    """Statistics that a norm keeps: for its backward, and of all batches."""
+    """Statistics of a norm: saved for backward, and running ones."""
 
     batch: int = 0
     running: int = 0
@@ -56,14 +56,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Kept | None]] 
     ),
 }
 STEPS = 8 / E
-"""A batch norm that keeps running statistics counts its steps, in one int64."""
+"""Bytes of a batch norm's step counter, one int64."""
 
 ASKED = {"middle": (True, True), "first": (False, True), "frozen": (True, False)}
-"""Where a layer stands: whether its input, and its parameters, have gradients."""
+"""By position of a layer: whether its input needs a gradient, and whether its parameters do."""
 
 
 def by_hand(layer: nn.Module, shape: tuple[int, ...], kept: Kept | None, where: str) -> list[Moved]:
-    """Forward and backward of a layer that is one operator."""
+    """Bytes of forward and backward of a layer with one operator."""
     asks_input, asks_weight = ASKED[where]
     output = layer(torch.zeros(shape))
     x, y = torch.Size(shape).numel(), output.numel()
@@ -71,7 +71,7 @@ def by_hand(layer: nn.Module, shape: tuple[int, ...], kept: Kept | None, where: 
     batch, running = kept or Kept()
     steps = STEPS if running else 0
     forward = Moved(x + w + b + running + steps, y + batch + running + steps)
-    reads_input = asks_weight or (kept and asks_input)  # a convolution's gradient does not
+    reads_input = asks_weight or (kept and asks_input)  # not for a convolution's input gradient
     read = y + (x + batch if reads_input else 0) + (w if asks_input else 0)
     backward = Moved(read, (x if asks_input else 0) + (w + b if asks_weight else 0))
     return [Moved(int(E * move.read), int(E * move.write)) for move in (forward, backward)]
@@ -160,10 +160,10 @@ def test_an_adapter_of_low_rank_is_five_products_and_two_sums(where: str) -> Non
         gradient = torch.zeros(out.shape)
         with observed_step(counter):
             out.backward(gradient)
-    read, written = y + up, h  # what the narrow layers hand on
+    read, written = y + up, h  # outputs of the narrow layers
     if where != "frozen":
         read, written = read + (y + h) + (h + x), written + up + down
-    if asks_input:  # by both ways, and their sum
+    if asks_input:  # both gradients and their sum
         read, written = read + (h + down) + (y + w) + 2 * x, written + 3 * x
     assert moved(counter) == (E * read, E * written)
 
@@ -216,7 +216,7 @@ def test_memory_holds_no_gradient_that_nobody_asked_for() -> None:
 @pytest.mark.parametrize(
     ("layer", "kept"),
     [
-        (nn.AdaptiveMaxPool2d(2), 2),  # the places of the largest, in int64
+        (nn.AdaptiveMaxPool2d(2), 2),  # indices, int64
         (nn.ReflectionPad2d(1), 0),
         (nn.ReplicationPad2d(1), 0),
         (nn.AvgPool2d(2), 0),

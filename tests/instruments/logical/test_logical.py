@@ -1,4 +1,4 @@
-"""The logical instrument: whole cases, phases, steady steps, peak memory."""
+"""The logical instrument on whole cases: phases, steady steps, peak memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpbench.core.case import PHASES
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import (
     Logical,
-    alive,
+    live_bytes,
     new_objects_collected,
 )
 from dpbench.instruments.logical.memory import ALLOCATION_BYTES
@@ -140,7 +140,7 @@ class TestPhases:
 
 
 def growth(before: Outcome, after: Outcome, operator: str) -> dict[str, int]:
-    """What an operator does more."""
+    """The additional bytes of an operator."""
     return {
         name: sum(
             sign * getattr(each, name)
@@ -153,7 +153,7 @@ def growth(before: Outcome, after: Outcome, operator: str) -> dict[str, int]:
 
 
 class ClonesGradients(DPSGDTrainer):
-    """As `DPSGDTrainer`, but copies every per-sample gradient once more before it clips."""
+    """`DPSGDTrainer` with one more copy of each per-sample gradient before clipping."""
 
     def train_step(self, batch: Batch) -> Tensor:
         input_ids, labels = batch
@@ -204,7 +204,7 @@ class TestSteadyStep:
             for batch in batches:
                 with observed_step(counter):
                     built.train_step(batch)
-                alive(counter)
+                live_bytes(counter)
                 steps.append(counter.counts)
         assert steps[0] == steps[1]
 
@@ -291,6 +291,6 @@ def test_a_counter_hears_nothing_of_phases_between_steps() -> None:
 
 @pytest.mark.parametrize("trainer", ALL_TRAINERS)
 def test_the_optimizer_only_updates(trainer: str) -> None:
-    """The mean of the losses is taken in forward, also where Opacus takes it."""
+    """Opacus's mean of the losses counts in forward too."""
     operators = [each for each in count(tiny(trainer)).operators if each.phase == "optimizer"]
     assert [each.operator for each in operators] == ["aten._foreach_add_"]

@@ -1,4 +1,4 @@
-"""A call that is remembered returns, moves, computes and keeps what PyTorch's own would."""
+"""Remembered calls equal PyTorch's own in results, bytes, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def describe(t: Tensor) -> tuple[Any, ...]:
 
 
 def observed(step: Callable[[Tensor], Any]) -> tuple[Any, ...]:
-    """What a step returns, and what was counted, when it is taken for the second time."""
+    """The result and the counts of a step when it runs for the second time."""
     with without_data() as counter:
         for _ in range(2):
             out, x = None, torch.empty(4, 6)

@@ -1,4 +1,4 @@
-"""Memory of a backward pass in which a tensor was used several times."""
+"""Memory of a backward pass if a tensor was used several times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ USES: dict[str, Loss] = {
 
 
 def backward(loss: Loss) -> Callable[[], Any]:
-    """The backward pass of a loss of a hidden layer and a weight."""
+    """Run backward for a loss of a hidden layer and a weight."""
     w = torch.randn(N, N, requires_grad=True)
     x = torch.randn(4, N, requires_grad=True)
     found = loss(x * 2, w)
@@ -70,7 +70,7 @@ def test_gradients_are_added_in_place_where_autograd_does_it(
 
 
 def test_a_weight_that_is_used_twice_has_two_gradients_at_once() -> None:
-    """And not a third for their sum."""
+    """There is no third gradient for their sum."""
     with without_data() as counter:
         weight = nn.Parameter(torch.randn(N, N))
         optimizer = torch.optim.SGD([weight], lr=0.1)

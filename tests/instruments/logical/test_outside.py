@@ -1,4 +1,4 @@
-"""The logical instrument and code that dpbench does not know: values, models, global state."""
+"""The logical instrument on outside code: values, models, global state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestValuesThatDoNotExist:
         ]
 
     def test_without_a_bound_the_case_fails_and_names_the_operator(self) -> None:
-        with pytest.raises(CaseFailed, match=r"aten\.equal returns depends on data"):
+        with pytest.raises(CaseFailed, match=r"the result of aten\.equal depends on data"):
             count(tiny(Compares))
 
     def test_a_loop_that_waits_for_another_value_ends_and_names_its_line(
@@ -81,7 +81,7 @@ class TestValuesThatDoNotExist:
 class WaitsForALargerValue(StandardTrainer):
     def train_step(self, batch: Batch) -> Tensor:
         tokens, _ = batch
-        while (tokens.max() + 1).item() < 2:  # and 1 is what is assumed
+        while (tokens.max() + 1).item() < 2:  # the assumed value is 1
             tokens = tokens + 1
         return super().train_step(batch)
 
@@ -111,7 +111,7 @@ class ChangesEverything(StandardTrainer):
 
 
 class ScaledEmbedding(nn.Module):
-    """A model with a layer that Opacus has no sampler for, and with dropout."""
+    """A model with dropout and a layer without a grad sampler in Opacus."""
 
     def __init__(self, size: ModelSize, *, attention: str, max_seq_len: int = 1024) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class DrawsItsWeights(ScaledEmbedding):
 
 
 class AddsInPlace(ScaledEmbedding):
-    """As torchvision's ResNets, with group norms."""
+    """A block like those of torchvision's ResNets, with group norms."""
 
     def __init__(self, size: ModelSize, **options: Any) -> None:
         super().__init__(size, **options)
@@ -211,7 +211,7 @@ class TestNothingLeaks:
             torch.set_default_dtype(torch.float32)
 
     def test_no_tensor_outlives_the_count(self) -> None:
-        gc.freeze()  # what there is already need not be looked at
+        gc.freeze()  # skip existing objects
         try:
             Logical().count(tiny("dpsgd"))
             gc.collect()

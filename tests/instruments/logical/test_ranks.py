@@ -1,4 +1,4 @@
-"""One rank of many, counted: as gloo's ranks do it for real, and as arithmetic says."""
+"""Counts of one rank equal those of real gloo ranks, and closed forms."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ F32 = 4
 
 
 def between_ranks(operators: Any) -> set[OperatorCount]:
-    """What collectives did, and FSDP2's copies for them."""
+    """The counts of collectives, and of FSDP2's copies for them."""
     spaces = ("c10d.", "_c10d_functional.", "fsdp.")
     return {each for each in operators if each.operator.startswith(spaces)}
 
@@ -91,7 +91,7 @@ def test_buckets_are_copied_as_ddp_does(gpus: int, heard: Callable[[int], Heards
 
 
 def peak_of(case: Case) -> float:
-    """The most bytes alive at once in a step, counted."""
+    """The counted peak of live bytes in a step."""
     rows = count(case).rows
     return next(r.value for r in rows if (r.phase, r.metric) == (STEP, "peak_memory_bytes"))
 
@@ -106,7 +106,7 @@ def test_a_replica_holds_as_much_as_counted(
 
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd_ghost"])
 def test_shards_of_tensors_with_data_take_as_much(trainer: str) -> None:
-    """Among gloo's ranks it depends on when its threads forget what they have gathered."""
+    """Compare loosely: gloo's threads free gathered tensors at varying times."""
     case, alive = case_of(trainer), Alive()
     with (
         new_objects_collected(),
@@ -123,7 +123,7 @@ def test_shards_of_tensors_with_data_take_as_much(trainer: str) -> None:
 
 
 def padded(shapes: list[torch.Size], ranks: int) -> int:
-    """Bytes of float32 parameters of which each rank holds the same number of rows."""
+    """Bytes of float32 parameters, padded to equal numbers of rows per rank."""
     return sum(-(-shape[0] // ranks) * ranks * shape[1:].numel() * F32 for shape in shapes)
 
 
@@ -185,7 +185,7 @@ def test_an_optimizer_passes_over_the_rank_s_part_only() -> None:
         fully_shard(layer, mesh=init_device_mesh("cpu", (64,)))
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
         layer(torch.empty(2, 64)).sum().backward()
-        with observed_step(counter):  # the first, in which DTensor asks for the shapes
+        with observed_step(counter):  # the first: DTensor propagates shapes
             optimizer.step()
     moved = [(each.read_bytes, each.write_bytes) for each in counter.operators]
     assert moved == [(2 * 64 * F32, 64 * F32)]
@@ -216,7 +216,7 @@ def test_buffers_are_sent_before_each_forward() -> None:
 
 
 class Unused(Normed):
-    """A model with a layer that it does not use."""
+    """A model with an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,12 +231,12 @@ def test_a_gradient_for_which_ddp_would_wait_is_named() -> None:
 
 
 def test_a_layer_is_copied_with_its_shards() -> None:
-    """As Opacus does with one that it has no rule for, such as GPT-2's."""
+    """Opacus deep-copies layers that it has no rule for, such as GPT-2's."""
     pytest.importorskip("transformers")
     sizes = "n_layer=2,n_embd=30,n_head=2,vocab_size=101,n_positions=16,seq_len=8"
     case = Case("dpsgd_ghost", 6, workload="hf-causal-lm", set=sizes, parallel="fsdp2", gpus=3)
     phases = sent(count(case))
-    # As three ranks of gloo send.
+    # Three gloo ranks send the same.
     assert (phases["forward"], phases["backward"], phases[STEP]) == (77600, 251360, 328960)
 
 
@@ -265,7 +265,7 @@ for _ in range(3):
 def test_each_rank_of_a_script_has_what_it_sends_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By tens: one send, a broadcast, a reduction, a gather and a scatter, from and to rank 0."""
+    """Run a send, broadcast, reduction, gather and scatter with root 0, 10 elements each."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -286,7 +286,7 @@ def test_each_rank_of_a_script_has_what_it_sends_itself(
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_who_sends_reads_and_who_receives_writes(rank: int) -> None:
-    """Bytes read and written of 100 elements, by a rank of three of which the first is the root."""
+    """Bytes that a rank of three reads and writes for 100 elements; the first rank is the root."""
     store = fake_pg.FakeStore()
     distributed.init_process_group("fake", store=store, rank=rank, world_size=3)
     x = torch.zeros(100)

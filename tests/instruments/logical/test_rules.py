@@ -1,4 +1,4 @@
-"""The bytes of single operators and of the operations that DP training is made of.
+"""Bytes of single operators, and of the operations of DP training.
 
 Sizes are in elements of four bytes unless a test says otherwise.
 """
@@ -29,7 +29,7 @@ few = settings(max_examples=5, deadline=None)
 
 
 class Moved(NamedTuple):
-    """Bytes read and written, over all operators or over one."""
+    """Bytes read and written by all operators, or by one."""
 
     read: int
     write: int
@@ -43,7 +43,7 @@ def moved(counter: ByteCounter, operator: str | None = None) -> Moved:
 
 
 def cost(work: Callable[..., Any], *shapes: tuple[int, ...] | Tensor) -> Moved:
-    """What ``work`` moves on float tensors of these shapes, made before the count begins."""
+    """The bytes that ``work`` moves on float tensors of these shapes, without making them."""
     with without_data() as counter:
         tensors = [torch.empty(s) if isinstance(s, tuple) else s for s in shapes]
         with observed_step(counter), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What losses, norms, pooling, attention and optimizers move, by rule."""
+"""Bytes of losses, norms, pooling, attention and optimizers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TestClipping:
         return moved(counter)
 
     def test_clipping_by_value_passes_over_gradients_twice(self) -> None:
-        """CUDA's multi-tensor kernels clamp from below, and then from above."""
+        """CUDA's multi-tensor kernels clamp in two passes: from below, then from above."""
         twice = Moved(E * 2 * self.N, E * 2 * self.N)
         assert self.clip(nn.utils.clip_grad_value_) == twice
         assert self.clip(nn.utils.clip_grad_value_, foreach=True) == twice
@@ -118,7 +118,7 @@ class TestClipping:
 
 
 class TestOptimizers:
-    """Bytes of a later step, by parameter element: state exists, every tensor counts."""
+    """Bytes per parameter element of a later step, when optimizer state exists."""
 
     N = 40
 
@@ -149,7 +149,7 @@ class TestOptimizers:
     @pytest.mark.parametrize("foreach", [True, False])
     def test_adam_passes_over_memory_seven_times(self, foreach: bool) -> None:
         moved = self.step(torch.optim.Adam, foreach=foreach)
-        step_number = 4 * E  # incremented, and asked for by Python once or twice
+        step_number = 4 * E  # incremented, and read by Python once or twice
         assert moved.write == E * 7 * self.N + E
         assert E * 11 * self.N < moved.read <= E * 11 * self.N + step_number
 

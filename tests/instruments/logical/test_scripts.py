@@ -1,4 +1,4 @@
-"""What is counted of loops that know nothing of dpbench, while they run on tensors with data."""
+"""Logical counts of ordinary training loops that run on tensors with data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORWARD = 2 * B * (IN * HIDDEN + HIDDEN * CLASSES)
 
 
 def counted(loop: Callable[[], object], steps: int = 3, skip: int = 2, go_on: bool = False) -> Any:
-    """The outcome of steps of a loop, which ends after them unless it goes on."""
+    """The outcome of steps of a loop, which ends after them or continues."""
     recorder = LogicalRecorder(steps)
     finder = StepFinder(recorder, skip=skip, go_on=go_on)
     watch(finder)
@@ -50,7 +50,7 @@ def network() -> nn.Sequential:
 def validating(
     guard: Callable[[], Any], ended: list[int], model: Any = None, **compiling: Any
 ) -> Callable[[], None]:
-    """Validates after each of 12 updates, and says that it has come to its end."""
+    """Validate after each of 12 updates, and print a line at the end."""
 
     def loop() -> None:
         trained = network()

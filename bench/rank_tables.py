@@ -1,0 +1,93 @@
+"""The tables of several GPUs: what ranks were measured to move, send and wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench.runs import of_rank, value
+from bench.tables import SENT, TABLES, Place, gb, joined, markdown, ms, peak, ratio, table
+
+__all__ = ["TABLES"]
+
+PAYLOAD, WITH_PROTOCOL = "nvlink_payload_sent_bytes", "nvlink_sent_bytes"
+
+PLACES = {
+    "ddp": [
+        Place(f"ranks-ddp-{length}", f"8x{length}", precision)
+        for precision in ("fp32", "bf16")
+        for length in (256, 1024)
+    ],
+    "fsdp2": [Place("ranks-fsdp2-256", "8x256", precision) for precision in ("fp32", "bf16")],
+    "lora": [Place("ranks-lora", "8x1024", "bf16")],
+}
+"""Where trainers were measured on two GPUs; a cell has the batch of both."""
+
+TRAINERS = {
+    "ddp": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
+    "fsdp2": ("dpsgd_ghost", "ghost_lean"),
+    "lora": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
+}
+"""The private trainers of each."""
+
+
+def busy(place: Place, trainer: str) -> str:
+    """How busy the GPUs were."""
+    return f"{value(place.file, 'gpu_busy_share', trainer=trainer, **place.axes):.0%}"
+
+
+@table
+def ranks_measured(parallel: str, *trainers: str) -> str:
+    """Time, bytes of both ranks, peak memory of one: of standard, and of the others ÷ it; busy."""
+    places = PLACES[parallel]
+    cells = (joined((m(p, "standard") for m in (ms, gb, peak)), 1) for p in places)
+    busy_too = (busy(p, "standard") for p in places)
+    rows = [["standard: ms, GB, GB", *map("; ".join, zip(cells, busy_too, strict=True))]]
+    for trainer in trainers or TRAINERS[parallel]:
+        ratios = (joined(ratio(m, p, trainer) for m in (ms, gb, peak)) for p in places)
+        busy_too = (busy(p, trainer) for p in places)
+        rows.append([trainer, *map("; ".join, zip(ratios, busy_too, strict=True))])
+    heads = (f"4 × {place.cell.partition('x')[2]} a rank, {place.precision}" for place in places)
+    return markdown(["time, bytes, memory; busy", *heads], rows)
+
+
+@table
+def ranks_sent() -> str:
+    """GB that a rank sends at 4 × 256 and fp32: counted, and measured in two ways."""
+    rows = []
+    for parallel in ("ddp", "fsdp2"):
+        place = PLACES[parallel][0]
+        for trainer in ("standard", *TRAINERS[parallel]):
+            axes = {"trainer": trainer, "parallel": parallel}
+            counted = value("counted-ranks", SENT, gpus=2, **axes)
+            payload, all_of_it = (
+                value(place.file, metric, trainer=trainer, **place.axes)
+                for metric in (PAYLOAD, WITH_PROTOCOL)
+            )
+            shown = (f"{n / 1e9:.3f}" for n in (counted, payload))
+            shares = f"{payload / counted:.4f}", f"{all_of_it / payload:.2f}"
+            rows.append([f"{parallel} {trainer}", *shown, *shares])
+    heads = ["", "counted", "payload measured", "payload ÷ counted", "with headers ÷ payload"]
+    return markdown(heads, rows)
+
+
+def _of_both(file: str, metrics: tuple[str, ...], phase: str, trainer: str) -> Iterator[float]:
+    for rank in (0, 1):
+        axes = {"trainer": trainer, "precision": "fp32", "parallel": "ddp"}
+        yield sum(of_rank(file, metric, rank, phase, **axes) for metric in metrics)
+
+
+@table
+def ranks_apart() -> str:
+    """What the two ranks do differently under DDP at 4 × 256 and fp32: "rank 0, rank 1"."""
+    rows = []
+    for trainer in ("standard", *TRAINERS["ddp"]):
+        noise = "-"
+        if trainer not in ("standard", "fused"):
+            drawn = ("dram_read_bytes", "dram_write_bytes")
+            noise = joined((n / 1e9 for n in _of_both("ranks-ddp-256", drawn, "noise", trainer)), 1)
+        times = (
+            joined((1e3 * n for n in _of_both("ranks-profile-ddp", (m,), "step", trainer)), 1)
+            for m in ("communication_seconds", "exposed_communication_seconds")
+        )
+        rows.append([trainer, noise, *times])
+    return markdown(["rank 0, rank 1", "noise GB", "in collectives ms", "exposed ms"], rows)

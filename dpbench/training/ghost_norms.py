@@ -1,0 +1,162 @@
+"""Norms of each example's gradient from what layers were given, and the gradients they got back.
+
+Of a linear layer or an embedding with T tokens they come in the cheaper of two ways: from products
+T × T where these are smaller than the weight, else from the gradient, which is not kept. This is
+mixed ghost clipping (Bu, Mao and Xu, "Scalable and Efficient Training of Large Convolutional Neural
+Networks with Differential Privacy", 2022, https://arxiv.org/abs/2205.10683). Of several layers of a
+shape at once, they come from one kernel that keeps neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dpbench.training.kernels import (
+    ProductError,
+    by_kernel,
+    gram_norms,
+    gram_sums,
+    product_error,
+    products,
+    wide_product,
+    wide_type,
+)
+from dpbench.training.norm_bounds import (
+    gradient_bound,
+    gram_bound,
+    row_norms,
+    sample_bound,
+    squared_sample_norms,
+    with_rounding,
+)
+
+Item = TypeVar("Item")
+
+WAYS = ("products", "cheaper")
+"""Always by products T × T, or by these where they are smaller than the gradient."""
+
+
+class GhostNorms:
+    """Squared norms of parts of each example's gradient, gathered layer by layer.
+
+    They are upper bounds. A bound takes some twenty small kernels, for whose launches a step would
+    wait: it is made once for all layers of a shape, at the end. Until then a few numbers of each
+    example are kept.
+
+    Args:
+        way: one of `WAYS`.
+    """
+
+    def __init__(self, way: str = "cheaper") -> None:
+        self.way = way
+        self._parts: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def add(
+        self,
+        x: Tensor,
+        g: Tensor,
+        *,
+        weight: bool = True,
+        bias: bool = False,
+        summed_in: torch.dtype | None = None,
+    ) -> None:
+        """Add a linear layer or an embedding.
+
+        Args:
+            x: activations ``[B, T, K]``, or rows ``[B, T]`` int64.
+            g: gradients of what it returned, ``[B, T, N]``.
+            weight: whether its weight is trained.
+            bias: whether its bias is.
+            summed_in: in which the update adds up, if not in float32 or wider.
+        """
+        tokens = g.shape[1]
+        if weight and (x.dim() == 2 or self._by_products(tokens, x.shape[2] * g.shape[2])):
+            errors = product_error(x), product_error(g)
+            sums = gram_sums(*products(x, g), bias)
+            self._put(sums, gram_bound, tokens, errors, g.dtype, summed_in)
+            return
+        lengths = torch.linalg.vector_norm(g, dim=2, dtype=wide_type(g, g))
+        if weight:
+            of_x = torch.linalg.vector_norm(x, dim=2, dtype=lengths.dtype)
+            samples, error = wide_product(g.mT, x), product_error(g.mT, x)
+            self._put_gradient(samples, of_x * lengths, error, tokens, g.dtype)
+        if bias:
+            samples, error = g.sum(1, dtype=torch.float64), ProductError(tokens * 2.0**-53, 0.0)
+            self._put_gradient(samples, lengths, error, tokens, g.dtype)
+
+    def _by_products(self, tokens: int, weights: int) -> bool:
+        return self.way == "products" or are_smaller(tokens, weights)
+
+    def _put_gradient(
+        self, samples: Tensor, lengths: Tensor, error: ProductError, tokens: int, dtype: torch.dtype
+    ) -> None:
+        squares = row_norms(samples).square().sum(1)
+        sums = torch.stack([squares.to(lengths.dtype), lengths.sum(1), lengths.square().sum(1)])
+        self._put(sums, gradient_bound, tokens, error, dtype)
+
+    def add_samples(
+        self, samples: Tensor, dtype: torch.dtype, rounded: Tensor | None = None
+    ) -> None:
+        """Add gradients ``[B, …]`` that are there.
+
+        Args:
+            samples: as they go into the update, but for the factor.
+            dtype: of the parameter.
+            rounded: by how much, ``[B]``, the update may be off from them, if it has others.
+        """
+        dtype = min(
+            dtype, samples.dtype, key=lambda each: each.itemsize
+        )  # in which they are summed
+        if rounded is not None:
+            squares = squared_sample_norms(samples, dtype)
+            self._put(torch.stack([squares, rounded.to(squares.dtype)]), off_bound, dtype)
+            return
+        norms = row_norms(samples)
+        width = samples[0].numel() // norms.shape[1]
+        self._put(norms, sample_bound, width, dtype)
+
+    def _put(self, part: Tensor, bound: Callable[..., Tensor], *about: object) -> None:
+        self._parts.setdefault((bound, part.dtype, *about), []).append(part)
+
+    def squared_norms(self) -> list[Tensor]:
+        """Of the parts, each ``[B]``, float32 at least."""
+        kinds = self._parts.items()
+        made = [bound(parts, *about) for (bound, _, *about), parts in kinds]
+        return [each for norms in made for each in norms.unbind()]
+
+
+def off_bound(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Squared norms from parts ``[2, B]``: of samples, and how far the update is off."""
+    squares, rounded = torch.stack([*parts], 1)
+    return with_rounding(squares, rounded, dtype)
+
+
+def are_smaller(tokens: int, weights: int) -> bool:
+    """Whether both products T × T together have no more elements than a weight has."""
+    return 2 * tokens**2 <= weights
+
+
+def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
+    """Squared norms of layers of one shape, ``[layers, B]``, by `gram_norms`.
+
+    Args:
+        xs: of each, as in `GhostNorms.add`.
+        gs: of each.
+        bias: whether they have one.
+    """
+    x, g = xs[0], gs[0]
+    errors = [product_error(each, by_kernel=by_kernel(x, g)) for each in (x, g)]
+    parts = gram_norms(xs, gs, bias).unbind(1)
+    return gram_bound(parts, x.shape[1], (errors[0], errors[1]), g.dtype)
+
+
+def grouped(items: Iterable[Item], kind: Callable[[Item], object]) -> Iterable[list[Item]]:
+    """The items that are of a kind, together."""
+    kinds: dict[object, list[Item]] = {}
+    for item in items:
+        kinds.setdefault(kind(item), []).append(item)
+    return kinds.values()

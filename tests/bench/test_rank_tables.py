@@ -1,0 +1,67 @@
+"""What the pages say of several GPUs without a number, held to the committed runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.rank_tables import PAYLOAD, PLACES, TRAINERS
+from bench.runs import of_rank, value
+from bench.tables import SENT, gb, ms, peak, ratio
+
+PAIRS = [(parallel, t) for parallel in ("ddp", "fsdp2") for t in ("standard", *TRAINERS[parallel])]
+DDP = {"precision": "fp32", "parallel": "ddp"}
+
+
+@pytest.mark.parametrize(("parallel", "trainer"), PAIRS)
+def test_the_payload_is_what_was_counted(parallel: str, trainer: str) -> None:
+    counted = value("counted-ranks", SENT, gpus=2, trainer=trainer, parallel=parallel)
+    for place in PLACES[parallel]:
+        share = {"fp32": 1.0, "bf16": 0.5}[place.precision]
+        sent = value(place.file, PAYLOAD, trainer=trainer, **place.axes)
+        assert sent == pytest.approx(share * counted, rel=0.005)
+
+
+def seconds(metric: str, trainer: str, rank: int) -> float:
+    return of_rank("ranks-profile-ddp", metric, rank, trainer=trainer, **DDP)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_standard_training_hides_its_collectives_and_opacus_exposes_all(rank: int) -> None:
+    for trainer, least, most in (("standard", 0, 0.05), *((t, 0.9, 1) for t in TRAINERS["ddp"])):
+        together = seconds("communication_seconds", trainer, rank)
+        exposed = seconds("exposed_communication_seconds", trainer, rank)
+        assert least * together <= exposed <= most * together, trainer
+
+
+@pytest.mark.parametrize("trainer", ["dpsgd", "dpsgd_ghost"])
+def test_rank_0_draws_the_noise_and_rank_1_waits(trainer: str) -> None:
+    written = [
+        of_rank("ranks-ddp-256", "dram_write_bytes", rank, "noise", trainer=trainer, **DDP)
+        for rank in (0, 1)
+    ]
+    assert written[0] > 3 * written[1]
+    waited = [seconds("communication_seconds", trainer, rank) for rank in (0, 1)]
+    assert waited[1] > 3 * waited[0]
+
+
+def test_fused_moves_fewer_bytes_than_standard_training_in_less_memory() -> None:
+    for place in PLACES["ddp"]:
+        assert ratio(gb, place, "fused") < 1
+        assert ratio(peak, place, "fused") < 1
+
+
+def test_at_bf16_short_steps_wait_for_python_but_not_those_of_fused() -> None:
+    [place] = [p for p in PLACES["ddp"] if (p.cell, p.precision) == ("8x256", "bf16")]
+    for trainer in ("standard", *TRAINERS["ddp"]):
+        busy = value(place.file, "gpu_busy_share", trainer=trainer, **place.axes)
+        assert (busy > 0.9) == (trainer == "fused"), trainer
+
+
+def test_under_fsdp2_private_steps_wait_more_than_standard_ones() -> None:
+    for place in PLACES["fsdp2"]:
+        shares = [
+            value(place.file, "gpu_busy_share", trainer=trainer, **place.axes)
+            for trainer in ("standard", "ghost_lean", "dpsgd_ghost")
+        ]
+        assert shares == sorted(shares, reverse=True)
+        assert ratio(ms, place, "dpsgd_ghost") > 2 * ratio(ms, place, "ghost_lean")
