@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
-from dpbench.launch.forked import COMMAND, environment_of_cases, fork
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +25,7 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
+from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.training import gradient_sums
 from dpbench.training.fused import FusedTrainer
