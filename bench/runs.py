@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpbench.results.frame import of_one_instrument, summarise
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
+from dpbench.results.summary import of_one_instrument
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
@@ -42,8 +42,8 @@ def run(path: Path) -> Run:
 @cache
 def _metric(file: str, metric: str) -> pd.DataFrame:
     """The rows of one metric; peak memory as it was measured."""
-    summary = of_one_instrument(summarise(run(path_of(file)).frame))
-    rows = summary[summary.metric == metric]
+    rows = run(path_of(file)).summary
+    rows = of_one_instrument(rows[rows.metric == metric])
     if metric == "peak_memory_bytes":
         rows = rows[rows.device != NO_HARDWARE]
     cell = rows.batch_size.astype(str) + "x" + rows.seq_len.astype(str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import check_writable, in_words, is_stream, write_text
 from dpbench.results.conditions import automatic_name, resumed
-from dpbench.results.outcome import Outcome
 from dpbench.results.outcome import document as as_document
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
@@ -79,7 +78,7 @@ class Files:
                 raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
             else:
                 name = automatic_name(begun) if settings.save is None else settings.save
-                empty = as_document((), begun.environment, session, derive=False)
+                empty = as_document((), begun.environment, session)
                 path = storage.allocate(name, device, json.dumps(empty))
                 held.enter_context(storage.writing(path))
             self.path, self._held = path, held.pop_all()
@@ -94,20 +93,13 @@ class Files:
         """Whether there is a file to write."""
         return bool(self.path or self._now(last=last))
 
-    def write(
-        self,
-        outcomes: Sequence[Outcome],
-        environment: Mapping[str, Any],
-        session: Mapping[str, Any],
-        *,
-        last: bool,
-    ) -> None:
+    def write(self, run: Run, session: Mapping[str, Any], *, last: bool) -> None:
         """Bring the run and JSON up to date; at the last write every file.
 
         What follows from the rows is worked out at the last, too: it takes as long as dozens of
         cases that are counted.
         """
-        document = as_document(outcomes, environment, deepcopy(session), derive=last)
+        document = {**(run.with_derived() if last else run).document, "session": deepcopy(session)}
         self._on_document(document)  # which may change all of it
         run = Run(self.path or Path("this session"), document)
         if self.path:

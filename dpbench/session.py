@@ -93,6 +93,7 @@ class Session:
         """Lines that are printed as errors; a session with one has failed."""
         self.verdict: Verdict | None = None
         """How the session differs from its reference, once it is judged."""
+        self._run: Run | None = None
         self._judged = 0
         """How many outcomes there were then."""
         self._planned = [(case, instrument.name) for case, instrument in plan]
@@ -150,6 +151,17 @@ class Session:
         self._on_environment(described)
         shard = self.settings.shard
         return begun(described, self.grid, self.instruments, self.workers, shard)
+
+    @property
+    def run(self) -> Run:
+        """The session so far, with the conditions of `begun` where something has needed them."""
+        outcomes = tuple(self.findings.outcomes())
+        if (known := self._run) is None or known.measured != outcomes:
+            begun = self.begun if "begun" in vars(self) else None
+            environment = begun.environment if begun else {}
+            session = begun.session if begun else {"grid": {"baseline": self.grid.baseline}}
+            self._run = known = Run.of("this session", outcomes, environment, session)
+        return known
 
     # --- for other processes of the session --------------------------------------------------
 
@@ -244,8 +256,8 @@ class Session:
             from dpbench.results.gate import Gate, Verdict
 
             across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
-            run = Run.of("this session", outcomes, self.begun.environment, self.begun.session)
             asked = {*self.asked, *(key for outcome in outcomes for key in outcome.asked)}
+            run = self.begun and self.run
             gate = Gate(self.reference, run, asked, across, first_run_ok)
             verdict = gate.judge(self.limits, {key for keys in limited.values() for key in keys})
             if self.limits and not complete:
@@ -309,9 +321,8 @@ class Session:
         if not (self.files.wanted(last=last) and self.findings.outcomes()):
             return
         with self.findings.lock():
-            outcomes = self.findings.outcomes()
-            session = self._stands(outcomes, complete=complete)
-            self.files.write(outcomes, self.begun.environment, session, last=last)
+            session = self._stands(self.findings.outcomes(), complete=complete)
+            self.files.write(self.run, session, last=last)
 
     def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
         """The run's description of the session so far: ``interrupted`` until it is complete."""
@@ -361,7 +372,7 @@ class Session:
         from dpbench.show.comparison import comparison_tables
         from dpbench.show.export import summary_tables
 
-        listed = summary_tables(self.findings.outcomes(), self.view)
+        listed = summary_tables(self.run, self.view)
         if self.verdict is not None:
             listed += comparison_tables(self.verdict, "Change: ", self.reference.name)
         return listed

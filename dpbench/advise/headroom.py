@@ -10,8 +10,8 @@ import pandas as pd
 
 from dpbench.core.case import PHASES, Case
 from dpbench.instruments.logical.logical import Logical, untouched_torch
-from dpbench.results.frame import of_one_instrument, summarise, to_frame
 from dpbench.results.rows import STEP
+from dpbench.results.summary import of_one_instrument, own_values, summary, to_frame
 
 BYTES = ("logical_read_bytes", "logical_write_bytes")
 
@@ -38,8 +38,8 @@ def _standard_of_rank(case: Case) -> Case:
 
 def by_phase(case: Case) -> dict[str, dict[str, float]]:
     """The logical metrics of a case, and its bytes, by phase and for the step."""
-    summary = summarise(to_frame(Logical().measure(case)))
-    wide = summary.pivot_table(values="value", index="phase", columns="metric")
+    counted = own_values(summary(to_frame(Logical().measure(case))))
+    wide = counted.pivot_table(values="value", index="phase", columns="metric")
     wide["bytes"] = wide[[*BYTES]].sum(axis="columns")
     names = [str(name) for name in wide.columns]
     values = zip(wide.index, wide.to_numpy().tolist(), strict=True)
@@ -77,14 +77,14 @@ def read_by_norms(case: Case) -> int:
         return sum(min(size, gradients(module)) for module, size in passing.items())
 
 
-def measured(frame: pd.DataFrame, cases: Iterable[Case]) -> dict[Case, dict[str, float]]:
+def measured(summary: pd.DataFrame, cases: Iterable[Case]) -> dict[Case, dict[str, float]]:
     """Measured metrics of the cases' whole steps, by case; logical counts are left out.
 
     If two instruments measured a metric, the one that its definition prefers counts.
     """
-    steps = of_one_instrument(frame[(frame.phase == STEP) & (frame.instrument != "logical")])
+    by_hardware = summary[(summary.phase == STEP) & (summary.instrument != "logical")]
     found: dict[Case, dict[str, float]] = {case: {} for case in cases}
-    for row in steps.to_dict("records"):
-        if (metrics := found.get(Case.from_row(row))) is not None:
+    for row in of_one_instrument(by_hardware).to_dict("records"):
+        if (metrics := found.get(row["case"])) is not None:
             metrics[row["metric"]] = row["value"]
     return found

@@ -110,7 +110,7 @@ def _begin(settings: Settings, file: Path, shards: int) -> bool:
     resumes = settings.resume and file.exists()
     if resumes:
         resumed(Run.load(file), asked)
-    empty = document((), asked.environment, session, derive=False)
+    empty = document((), asked.environment, session)
     write_text(file, document_text(empty))
     return resumes
 

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     known: dict[Case, dict[str, float]] = {}
     if saved is not None:
         with METRICS.including(saved.metrics):
-            known = headroom.measured(saved.numbers, cases)
+            known = headroom.measured(saved.summary, cases)
     lines: list[dict[str, Any]] = [{"name": FLOOR, "bytes": least, "over": 1.0, **floor}]
     refused: list[str] = []
     failed = False

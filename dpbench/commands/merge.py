@@ -21,7 +21,7 @@ from dpbench.commands.options import saved_run
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import Settings, declare
-from dpbench.results.outcome import COMPLETE, document
+from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
 from dpbench.results.shards import joined
@@ -55,8 +55,7 @@ def finish(
     with METRICS.including(*(run.metrics for run in runs)):
         merged, notes = joined(runs)
         view = View(baseline=merged.baseline)
-        whole = document(merged.outcomes, merged.environment, merged.session)
-        merged = Run(merged.path, whole, measured=merged.outcomes)
+        merged = merged.with_derived()
         for kind, path in settings.files.values():
             write_output(kind, path, [merged], view)
         if settings.save is not None:
@@ -65,7 +64,7 @@ def finish(
             notes.append(f"saved {storage.allocate(settings.save, device, merged.text)}")
         for note in (*problems, *notes):
             print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
-        text = as_text(summary_tables(merged.outcomes, view), terminal_width())
+        text = as_text(summary_tables(merged, view), terminal_width())
         print(text, file=settings.tables_to)
     failed = any(outcome.error for outcome in merged.outcomes)
     return int(bool(problems) or failed or merged.status != COMPLETE)

@@ -57,7 +57,7 @@ from dpbench.core.settings import Settings, declare
 from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.nsys import timeline_of
 from dpbench.instruments.torch_profiler.profile_folder import with_operators
-from dpbench.results.frame import to_frame
+from dpbench.results.account import dram_bytes_of_step
 from dpbench.results.kernels import KernelCount, fold
 from dpbench.results.roofline import (
     CARDS,
@@ -68,8 +68,9 @@ from dpbench.results.roofline import (
     read_ceilings,
     under,
 )
-from dpbench.results.rows import NO_HARDWARE, identity
+from dpbench.results.rows import NO_HARDWARE, NUMBER
 from dpbench.results.run import Run
+from dpbench.results.summary import own_values, summary, to_frame
 from dpbench.results.times import account
 from dpbench.show.export import summary_tables
 from dpbench.show.kernels import kernel_tables, roofline_tables
@@ -163,7 +164,7 @@ def _tables(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Ite
         return _times(runs, options, view)
     paths = [Path(name) for name in options.files]
     return chain(
-        *(summary_tables(run.outcomes, _view(options, [run])) for run in runs),
+        *(summary_tables(run, _view(options, [run])) for run in runs),
         *(_timeline(path) for path in paths if path.suffix in TIMELINES),
         _of_reports([path for path in paths if path.suffix == REPORT], view, options),
     )
@@ -177,18 +178,18 @@ def _timeline(path: Path) -> list[Table]:
 
 
 def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
-    frame = pd.concat([run.frame for run in runs], ignore_index=True)
-    if frame.duplicated(identity()).any():
+    summary = pd.concat([run.summary for run in runs], ignore_index=True)
+    if own_values(summary).duplicated(NUMBER).any():
         names = ", ".join(options.files)
         raise ConfigurationError(f"{names}: the same case is in two of them; name one")
-    return frame
+    return summary
 
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
     """The phases of the runs under the roofs of the card that was named, or of their own."""
-    frame = _together(runs, options)
-    measured_on = sorted(set(frame[frame.device != NO_HARDWARE].device))
-    for device, rows in intensities(frame).groupby("device", sort=False):
+    summary = _together(runs, options)
+    measured_on = sorted(set(summary[summary.device != NO_HARDWARE].device))
+    for device, rows in intensities(summary).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
         named, file = known_roofs(options.roofline), Path(options.roofline)
         if not named and (file.suffix == ".json" or stat.S_ISREG(mode_of(file))):
@@ -200,9 +201,9 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
 
 def _times(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Iterator[Table]:
     """What the time of the runs' cases is made of, by device."""
-    frame = _together(runs, options)
-    counted = frame.device == NO_HARDWARE
-    if not (timed := frame.metric == "step_time_seconds").any():
+    summary = _together(runs, options)
+    counted = summary.device == NO_HARDWARE
+    if not (timed := summary.metric == "step_time_seconds").any():
         raise ConfigurationError(
             f"{', '.join(options.files)}: no step was timed; dpbench run --instrument cupti times "
             f"steps, counts their bytes and says how busy the GPU was"
@@ -211,9 +212,9 @@ def _times(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Iter
     if len(baselines) > 1:
         names = " and ".join(sorted(baselines))
         raise ConfigurationError(f"the baselines of these runs are {names}: show them one by one")
-    for device in dict.fromkeys(frame[timed].device):
+    for device in dict.fromkeys(summary[timed].device):
         roofs = view.ceilings or find_ceilings(device)
-        times = account(frame[counted | (frame.device == device)], roofs)
+        times = account(summary[counted | (summary.device == device)], roofs)
         yield from time_tables(times, roofs, *baselines)
 
 
@@ -238,9 +239,8 @@ def _of_reports(
             raise ConfigurationError(
                 f"{other} and {path} are the same case; show them one at a time"
             )
-    yield from tables(
-        to_frame(row for case, path in ranges.items() for row in ncu.read(path, case)), view
-    )
+    rows = to_frame(row for case, path in ranges.items() for row in ncu.read(path, case))
+    yield from tables(summary(rows, view.baseline), view)
     yield from of_kernels
 
 
@@ -259,8 +259,9 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
         raise ConfigurationError(
             f"{path}: no kernel in phase {options.phase!r}; there is {present}"
         )
-    ranges, rows = path.resolve().parents[1] / path.name, []
+    ranges, step_bytes = path.resolve().parents[1] / path.name, None
     if path.resolve().parent.name == ncu.KERNELS and ranges.exists():
-        rows = ncu.read(ranges, ncu.case_of(ranges))
+        rows = to_frame(ncu.read(ranges, ncu.case_of(ranges)))
+        step_bytes = dram_bytes_of_step(summary(rows))
     name = ncu.case_of(path).id
-    return kernel_tables(fold(chosen), name, report.device, rows, options.top)
+    return kernel_tables(fold(chosen), name, report.device, step_bytes, options.top)

@@ -30,6 +30,6 @@ def pytest_dpbench_group_stats(
     Args:
         config: of the session.
         summary: one row per case, instrument, phase and metric; see
-            `dpbench.results.frame.summarise`.
+            `dpbench.results.summary.summary`.
         tables: what is shown, in order.
     """

@@ -324,10 +324,7 @@ class WholeSession:
         tables = self.session.summary()
         hook = self.config.hook.pytest_dpbench_group_stats
         if hook.get_hookimpls():  # the project has tables of its own
-            from dpbench.results.frame import summarise, to_frame
-
-            summary = summarise(to_frame(row for outcome in outcomes for row in outcome.rows))
-            hook(config=self.config, summary=summary, tables=tables)
+            hook(config=self.config, summary=self.session.run.summary, tables=tables)
         for line in as_text(tables, terminal_width()).splitlines():
             # Line by line: if the terminal's encoding lacks a character, pytest escapes the whole
             # text, line ends included.

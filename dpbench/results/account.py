@@ -7,14 +7,12 @@ third, nothing is missing from a table of kernels and copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pandas as pd
 
 from dpbench.core.case import ALL_PHASES
 from dpbench.core.metrics import OTHER_COPIES
-from dpbench.results.frame import instruments_of, of_one_instrument, summarise, to_frame
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import STEP
+from dpbench.results.summary import instruments_of, of_one_instrument
 
 TOLERANCE = 0.01
 """The share of the step's bytes up to which the remainder of an account is in order."""
@@ -33,15 +31,14 @@ ACCOUNT_COLUMNS = {
 """The columns of an account, and the metrics of which each is the sum, all of one instrument."""
 
 
-def account(frame: pd.DataFrame) -> pd.DataFrame | None:
+def account(summary: pd.DataFrame) -> pd.DataFrame | None:
     """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
 
     Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
     ``share`` (the remainder over the step's range). None if one of the numbers is not there.
     """
     known = {metric for metrics in ACCOUNT_COLUMNS.values() for metric in metrics}
-    summary = of_one_instrument(summarise(frame[frame.metric.isin(known)]))
-    summary = summary[summary.metric.isin(known)]
+    summary = of_one_instrument(summary[summary.metric.isin(known)])
     if summary.device.nunique() != 1:
         return None
     parts = {}
@@ -61,8 +58,8 @@ def account(frame: pd.DataFrame) -> pd.DataFrame | None:
     return table.assign(remainder=ranges - counted, share=(ranges - counted) / ranges[STEP])
 
 
-def dram_bytes_of_step(rows: Iterable[Measurement]) -> float | None:
+def dram_bytes_of_step(summary: pd.DataFrame) -> float | None:
     """DRAM bytes of a step, by ranges of hardware counters; None if they were not counted."""
-    summary = summarise(to_frame(row for row in rows if row.phase == STEP))
-    values = of_one_instrument(summary[summary.metric == "dram_bytes"]).value
+    step = summary[(summary.phase == STEP) & (summary.metric == "dram_bytes")]
+    values = of_one_instrument(step).value
     return None if values.empty else float(values.iloc[0])

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from dpbench.core.case import ALL_PHASES, Case
+from dpbench.core.case import ALL_PHASES, AXES, Case
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.metrics import METRICS, Metric
-from dpbench.results.frame import as_tuples
-from dpbench.results.rows import NO_HARDWARE, STEP, summed
+from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
 from dpbench.results.run import Run
 
-CHANGES = [*summed(), "unit", "before", "after", "change", "relative"]
+CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
 """The columns of a comparison; ``change`` is after - before, ``relative`` that over before."""
 
 MOST = 5
@@ -43,28 +43,36 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     Returns:
         Every number of either run, with the columns `CHANGES` (``before`` or ``after`` is NaN where
         that run has no such number); ``shared``, whether both have the case by that instrument;
-        and ``steps``, ``came`` and ``ranks`` of `dpbench.results.frame.numbers`, for the run after
-        as ``steps_new``, ``came_new`` and ``ranks_new``.
+        and ``steps``, ``came`` and ``ranks`` of the summary, for the run after as ``steps_new``,
+        ``came_new`` and ``ranks_new``.
     """
-    where = ["device"] if across else []
-    measured = summed("metric", "phase", *where)
-    keys = [*summed(*where), "of", "unit"]
-    old, new = before.numbers, after.numbers
-    if other_baseline(before, after):
-        old, new = (side[side.of == ""] for side in (old, new))
-    if any(len({*as_tuples(side, keys)}) < len(side) for side in (old, new)):
+    which = [name for name in (*AXES, *NUMBER[1:]) if not (across and name == "device")]
+    keys, measured = [*which, "of", "unit"], [n for n in which if n not in ("metric", "phase")]
+    old, new = (_limited(run, ratios=not other_baseline(before, after)) for run in (before, after))
+    if any(side.duplicated(keys).any() for side in (old, new)):
         raise ConfigurationError("a run has measured one case on several devices: not compared")
     both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))
     both = both.rename(columns={"value": "before", "value_new": "after"})
     if across:
         was, now = both.device.fillna(both.device_new), both.device_new.fillna(both.device)
         both["device"] = was.where(was == now, was + " -> " + now)
-    cases = {*as_tuples(old, measured)} & {*as_tuples(new, measured)}
-    both["shared"] = [case in cases for case in as_tuples(both, measured)]
+    there = [
+        both[measured].merge(side[measured].drop_duplicates(), "left", indicator=True)
+        for side in (old, new)
+    ]
+    both["shared"] = np.logical_and(*((side._merge == "both").to_numpy() for side in there))
     both["change"] = both.after - both.before
     both["relative"] = both.change / both.before.abs().where(both.before != 0)
     both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0
     return both
+
+
+def _limited(run: Run, *, ratios: bool) -> pd.DataFrame:
+    """The numbers of a run that can have a limit; the baseline's own ratio is 1 and has none."""
+    rows = run.summary
+    is_ratio = (rows.kind == "ratio") & (rows.trainer != rows.baseline) & ratios
+    columns = [*AXES, *NUMBER[1:], "of", "unit", "value", "steps", "came", "ranks"]
+    return rows.loc[(rows.kind == "value") | is_ratio, columns]
 
 
 def other_baseline(before: Run, after: Run) -> str:

@@ -19,7 +19,6 @@ from dpbench.core.case import AXES, Case
 from dpbench.core.metrics import METRICS
 from dpbench.results.compare import CHANGES, Threshold, largest_changes, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
-from dpbench.results.frame import as_tuples
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, STEP
@@ -278,7 +277,8 @@ def _of(pairs: pd.DataFrame, asked: CasesAsked | None) -> pd.DataFrame:
     if asked is None:
         return pairs
     names = {(*vars(case).values(), name) for case, name in asked}
-    return pairs.loc[[name in names for name in as_tuples(pairs, [*AXES, "instrument"])]]
+    places = zip(*(pairs[column] for column in (*AXES, "instrument")), strict=True)
+    return pairs.loc[[place in names for place in places]]
 
 
 def _distinct(entries: Iterable[Any]) -> list[Any]:
@@ -289,9 +289,8 @@ def _distinct(entries: Iterable[Any]) -> list[Any]:
 
 
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:
-    for values in as_tuples(rows, rows.columns):
-        row = dict(zip(rows.columns, values, strict=True))
-        yield Case.from_row(row), row
+    for row in rows.to_dict("records"):
+        yield Case.from_row(row), {str(name): value for name, value in row.items()}
 
 
 def _missing(mine: Sequence[tuple[Case, str]], others: CasesAsked) -> list[str]:

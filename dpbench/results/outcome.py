@@ -7,11 +7,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from dpbench.core.case import BASELINE_TRAINER, Case
+from dpbench.core.case import AXES, BASELINE_TRAINER, Case
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
 from dpbench.results.kernels import KernelCount, OperatorCount
-from dpbench.results.rows import NO_HARDWARE, SCHEMA, Measurement, summed
+from dpbench.results.rows import NO_HARDWARE, NUMBER, SCHEMA, Measurement
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,6 +68,11 @@ class Outcome:
         """The case by each of the instruments that were to measure it."""
         return [(self.case, name) for name in self.instruments]
 
+    @property
+    def by(self) -> set[str]:
+        """The instruments that have rows of it."""
+        return {row.instrument for row in self.rows}
+
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types, the case's fields first; the inverse of `from_json`."""
         case = vars(self.case)
@@ -120,13 +125,8 @@ def document(
     outcomes: Sequence[Outcome],
     environment: Mapping[str, Any],
     session: Mapping[str, Any] | None = None,
-    *,
-    derive: bool = True,
 ) -> dict[str, Any]:
-    """A run as plain JSON types, every measurement under ``rows``.
-
-    ``session`` says how it came; ``derive`` adds what follows from the rows (ratios, throughputs).
-    """
+    """A run as plain JSON types, every measurement under ``rows``; ``session`` says how it came."""
     rows = [row for outcome in outcomes for row in outcome.rows]
     cases = [outcome.as_json() for outcome in outcomes]
     for number, case in enumerate(cases):
@@ -147,7 +147,6 @@ def document(
         "cases": cases,
         "devices": sorted({row.device for row in rows}),
         **lists,
-        **(_derived(rows, baseline_of(session or {})) if derive else {}),
     }
 
 
@@ -156,18 +155,18 @@ def baseline_of(session: Mapping[str, Any]) -> str:
     return str(session.get("grid", {}).get("baseline", BASELINE_TRAINER))
 
 
-def _derived(rows: Sequence[Measurement], baseline: str) -> dict[str, Any]:
+def derived(summary: pd.DataFrame) -> dict[str, Any]:
     """Ratios and throughputs, for readers without dpbench."""
-    from dpbench.results.frame import summarise, throughputs, to_frame, with_logical, with_ratios
-
-    summary = summarise(to_frame(rows))
-    ratios = with_ratios(summary, baseline).dropna(subset="ratio")
-    against = with_logical(summary).dropna(subset="over_logical")
-    by = [*summed(), "unit", "value"]
+    rows = summary.rename(columns={"baseline": "to"})
+    own, rates = (rows[rows.kind == kind] for kind in ("value", "throughput"))
+    by = [*AXES, *NUMBER[1:], "unit", "value"]
+    ratios = own[own.ratio.notna() & (own.trainer != own.to)]
+    against = own.dropna(subset="over_logical")
+    sources = rates.instrument + " bytes / " + rates.timed_by + " seconds"
     return {
-        "ratios": _records(ratios.loc[ratios.trainer != baseline, [*by, "ratio"]]),
+        "ratios": _records(ratios[[*by, "ratio"]]),
         "measured_over_logical": _records(against[[*by, "logical", "over_logical"]]),
-        "throughputs": _records(throughputs(summary)),
+        "throughputs": _records(rates.assign(instrument=sources)[by]),
     }
 
 

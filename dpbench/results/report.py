@@ -12,10 +12,10 @@ import pandas as pd
 from dpbench.core.case import ALL_PHASES, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS, Timed
-from dpbench.results.frame import of_one_instrument, summarise, to_frame
 from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, summed
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.results.summary import of_one_instrument, own_values, summary, to_frame
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class CaseReport:
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """One row per instrument, phase and metric, over the steps; see `summarise`."""
-        return summarise(self.frame)
+        """One row per instrument, phase and metric; see `dpbench.results.summary.summary`."""
+        return own_values(summary(self.frame))
 
     def value(self, metric: str, phase: str = STEP) -> float:
         """A metric of the step or of one phase: mean over the active steps, median for times.
@@ -98,7 +98,7 @@ class CaseReport:
         timed = [name for name, metric in METRICS.items() if isinstance(metric.how, Timed)]
         rows = self.summary[(self.summary.phase != STEP) & ~self.summary.metric.isin(timed)]
         rows = of_one_instrument(rows)
-        rows = rows.drop_duplicates(summed("instrument", "device"))
+        rows = rows.drop_duplicates(["phase", "metric"])
         wide = rows.pivot(index="phase", columns="metric", values="value")
         return wide.reindex([name for name in ALL_PHASES if name in wide.index])
 

@@ -22,11 +22,11 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.core.case import PRODUCTS, Case
+from dpbench.core.case import PRODUCTS
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.files import read_file
 from dpbench.core.metrics import METRICS
-from dpbench.results.rows import STEP, summed
+from dpbench.results.rows import OF_CASE, PLACE, STEP
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,10 +132,10 @@ LAUNCH_BOUND = 0.7
 """A phase whose GPU is busy for less than this part of its time is launch-bound."""
 
 
-def intensities(frame: pd.DataFrame) -> pd.DataFrame:
+def intensities(summary: pd.DataFrame) -> pd.DataFrame:
     """What `phases` returns, of cases whose operations were all counted: others are an error."""
-    known = frame[frame.precision != ""]
-    if known.empty and not frame.empty:
+    known = summary[summary.precision != ""]
+    if known.empty and not summary.empty:
         raise ConfigurationError("the precision of a script is unknown: no roofline")
     table = phases(known)
     missing = table[table.flops.isna()].sort_values(
@@ -143,52 +143,50 @@ def intensities(frame: pd.DataFrame) -> pd.DataFrame:
     )
     for row in missing.head(1).to_dict("records"):
         raise ConfigurationError(  # never zero
-            f"no operations were counted for {Case.from_row(row).id}, phase {row['phase']}: "
+            f"no operations were counted for {row['case'].id}, phase {row['phase']}: "
             f"count the same case with the logical instrument"
         )
     return table
 
 
-def phases(frame: pd.DataFrame) -> pd.DataFrame:
+def phases(summary: pd.DataFrame) -> pd.DataFrame:
     """Operations, bytes and time of each phase and of the step, as far as they are known.
 
     Operations are counted without hardware, DRAM bytes are those of `of_one_instrument`. Times are
     those of an instrument that has busy shares, which are of these times, where it timed the case.
 
     Returns:
-        One row per case, device and phase: the case's fields, ``device``, ``phase``,
+        One row per case, device and phase: the case and its fields, ``device``, ``phase``,
         ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` and ``busy``, the
         part of them in which the GPU did anything (NaN where they were not measured).
     """
     import pandas as pd
 
-    from dpbench.results.frame import of_one_instrument, summarise
+    from dpbench.results.summary import of_one_instrument, own_values, with_axes
 
-    place, of_case = summed("instrument", "metric"), summed("instrument", "metric", "phase")
-    case = summed("instrument", "metric", "phase", "device")
-    everything = summarise(frame)
-    summary = of_one_instrument(everything)
-    timed = everything[everything.metric.isin(["step_time_seconds", BUSY])]
+    case = [column for column in OF_CASE if column != "device"]
+    every = own_values(summary)
+    preferred = of_one_instrument(every)
+    timed = every[every.metric.isin(["step_time_seconds", BUSY])]
     timed = of_one_instrument(timed, METRICS[BUSY].by)
 
-    def of(metric: str, column: str, summary: pd.DataFrame = summary) -> pd.DataFrame:
-        rows = summary.loc[summary.metric == metric, [*place, "value"]]
-        return rows.rename(columns={"value": column})
+    def of(metric: str, column: str, rows: pd.DataFrame = preferred) -> pd.DataFrame:
+        return rows.loc[rows.metric == metric, [*PLACE, "value"]].rename(columns={"value": column})
 
     flops = of("flops", "flops").drop(columns="device")
     dram = of("dram_bytes", "bytes").assign(bytes_are=MEASURED_BYTES)
     seconds, busy = of("step_time_seconds", "seconds", timed), of(BUSY, "busy", timed)
-    on_hardware = pd.concat([dram, seconds])[of_case].drop_duplicates()
+    on_hardware = pd.concat([dram, seconds])[OF_CASE].drop_duplicates()
     logical = of("logical_bytes", "bytes")
-    logical = logical.merge(on_hardware, "outer", case, suffixes=("_counted", ""))
-    logical["bytes_are"] = COUNTED_BYTES
+    not_counted = on_hardware[~on_hardware.case.isin(logical.case)].assign(phase=STEP)
+    logical = logical.merge(on_hardware, "left", case, suffixes=("_counted", ""))
     logical["device"] = logical.device.fillna(logical.pop("device_counted"))
-    logical["phase"] = logical.phase.fillna(STEP)  # of cases that were not counted
+    logical = pd.concat([logical, not_counted]).assign(bytes_are=COUNTED_BYTES)
     both = pd.concat([dram, logical], ignore_index=True)
-    first = both.groupby(of_case).bytes_are.transform("first")
+    first = both.groupby(OF_CASE, sort=False).bytes_are.transform("first")
     table = both[both.bytes_are == first].merge(flops, "left", [*case, "phase"])
-    table = table.merge(seconds, "left", place).merge(busy, "left", place)
-    return table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0))
+    table = table.merge(seconds, "left", PLACE).merge(busy, "left", PLACE)
+    return with_axes(table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0)))
 
 
 def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
@@ -214,10 +212,9 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
     roof = (arithmetic > bandwidth).map({True: "arithmetic", False: "bandwidth"})
     waits = table.busy.map("launch-bound ({:.0%})".format)
     of_step = table.phase == STEP
-    of_case = [*summed("instrument", "metric", "phase"), "bytes_are"]
-    by_step = [table[key] for key in of_case]
-    unknown = (longer.isna() & ~of_step).groupby(by_step).transform("any")
-    total = longer.mask(of_step).groupby(by_step).transform("sum", min_count=1)
+    by_step = [table[key] for key in (*OF_CASE, "bytes_are")]
+    unknown = (longer.isna() & ~of_step).groupby(by_step, sort=False).transform("any")
+    total = longer.mask(of_step).groupby(by_step, sort=False).transform("sum", min_count=1)
     least = longer.mask(of_step, total.fillna(longer).mask(unknown))
     return table.assign(
         arithmetic_seconds=arithmetic,

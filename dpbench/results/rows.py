@@ -79,18 +79,14 @@ INTEGERS = {*COUNTS, *(field.name for field in OWN_FIELDS if field.type == "int"
 IDENTITY = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
 """The columns that identify a number. Every other such list is made of this one."""
 
-REDUCED = ("rank", "repeat")
-"""The columns that a summary has aggregated: it has one number for all ranks and steps."""
+NUMBER = ["case", *(c for c in IDENTITY if c not in (*AXES, "rank", "repeat"))]
+"""The columns that identify a number of a summary, which is over ranks and steps."""
 
+PLACE = [column for column in NUMBER if column not in ("instrument", "metric")]
+"""Those that say which case it is of, on which device, and in which phase."""
 
-def identity(*without: str) -> list[str]:
-    """The columns that identify a number, except ``without``."""
-    return [column for column in IDENTITY if column not in without]
-
-
-def summed(*without: str) -> list[str]:
-    """The columns that identify a number of a summary, except ``without``."""
-    return identity(*REDUCED, *without)
+OF_CASE = [column for column in PLACE if column != "phase"]
+"""Those that say which case it is of, and on which device."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}

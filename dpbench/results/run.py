@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -23,6 +23,7 @@ from dpbench.results.outcome import (
     UNJUDGED,
     Outcome,
     baseline_of,
+    derived,
     document,
     document_text,
     each_once,
@@ -78,7 +79,7 @@ class Run:
     ) -> Run:
         """A session so far, which need not have a file."""
         listed = tuple(each_once(outcomes))
-        whole = document(listed, environment or {}, session, derive=False)
+        whole = document(listed, environment or {}, session)
         return cls(Path(name), whole, measured=listed)
 
     @classmethod
@@ -182,12 +183,16 @@ class Run:
         return pd.DataFrame(self.document["rows"], columns=COLUMNS).astype({"value": float})
 
     @cached_property
-    def numbers(self) -> pd.DataFrame:
-        """What is compared of it; see `dpbench.results.frame.numbers`."""
-        from dpbench.results.frame import numbers
+    def summary(self) -> pd.DataFrame:
+        """Every number of it; see `dpbench.results.summary.summary`."""
+        from dpbench.results.summary import summary
 
         with METRICS.including(self.metrics):
-            return numbers(self.frame, self.baseline)
+            return summary(self.frame, self.baseline)
+
+    def with_derived(self) -> Run:
+        """The run with what follows from its rows (ratios, throughputs) in its document."""
+        return replace(self, document={**self.document, **derived(self.summary)})
 
     @cached_property
     def places(self) -> dict[tuple[Case, str], list[str]]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpbench.core.case import BASELINE_TRAINER
+from dpbench.core.case import AXES, BASELINE_TRAINER
 from dpbench.results.roofline import MEASURED_BYTES, Roofs, phases, under
-from dpbench.results.rows import STEP, summed
+from dpbench.results.rows import OF_CASE, STEP
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,8 +21,8 @@ PARTS = ("arithmetic", "bytes", "idle", "left")
 """What time is made of; each is a column of seconds, e.g. ``idle_seconds``."""
 
 
-def account(frame: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
-    """The time of each phase and step of a long table, all of one card, and what it is made of.
+def account(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
+    """The time of each phase and step of a summary, all of one card, and what it is made of.
 
     Logical bytes bound no time, since caches keep some of them; only DRAM bytes that were measured
     do.
@@ -33,7 +33,7 @@ def account(frame: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
         unknown; ``left_seconds`` is negative where a bound exceeds the time in which the GPU was
         busy, so that the ceiling must be too low, or the counts are of other work than the time.
     """
-    table = phases(frame)
+    table = phases(summary)
     table = table.assign(bytes=table.bytes.where(table.bytes_are == MEASURED_BYTES))
     table = under(table, ceilings)
     table = table[table.seconds.notna()].reset_index(drop=True)
@@ -45,18 +45,18 @@ def additional(times: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.Data
     """By how much each step of an `account` is longer than its baseline's, and for what.
 
     Returns:
-        One row per case and device that takes longer than the ``baseline`` of its cell:
-        ``more_seconds``, and for each of `PARTS` its own difference as a share of these, e.g.
-        ``idle_share``. Shares of arithmetic and bytes overlap; one can be negative or above 1.
+        One row per case and device that takes longer than the ``baseline`` of its cell, with the
+        case's fields: ``more_seconds``, and for each of `PARTS` its own difference as a share of
+        these, e.g. ``idle_share``. Shares of arithmetic and bytes overlap; one can be negative or
+        above 1.
     """
     steps = times[times.phase == STEP]
+    steps = steps.assign(cell=[case.baseline for case in steps.case])
     seconds = ["seconds", *(f"{part}_seconds" for part in PARTS)]
-    keys = summed("instrument", "metric", "phase", "trainer")
+    keys = ["cell", *OF_CASE[1:]]
     base = steps.loc[steps.trainer == baseline, [*keys, *seconds]]
     both = steps.merge(base, on=keys, suffixes=("", "_of_baseline"))
     both = both[(both.trainer != baseline) & (both.seconds > both.seconds_of_baseline)]
     more = {name: both[name] - both[f"{name}_of_baseline"] for name in seconds}
     shares = {f"{part}_share": more[f"{part}_seconds"] / more["seconds"] for part in PARTS}
-    return both[summed("instrument", "metric", "phase")].assign(
-        more_seconds=more["seconds"], **shares
-    )
+    return both[[*AXES, *OF_CASE]].assign(more_seconds=more["seconds"], **shares)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import BASELINE_TRAINER, Case, Script
+from dpbench.core.case import AXES, BASELINE_TRAINER, Case, Script
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
 from dpbench.results.gate import Verdict
-from dpbench.results.rows import STEP, summed
+from dpbench.results.rows import NUMBER, STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, written
 
 MOST_LINES = 40
@@ -29,13 +29,13 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
     A table's title begins with ``title``, and ends with the reference it is ``against``.
     """
     changes, judged = verdict.changes, verdict.judged
-    keys = summed()
+    keys = [*AXES, *NUMBER[1:]]
     known = pd.MultiIndex.from_frame(changes[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
     rows = changes[changes.metric.isin(_shown()) & (changes.phase == STEP) & ~known]
     if not judged.empty:
         rows = pd.concat([rows, judged])
     tables = []
-    cells_by = summed("trainer", "metric", "phase")
+    cells_by = [key for key in keys if key not in ("trainer", "metric", "phase")]
     for key, group in rows.groupby(cells_by):
         cell = dict(zip(cells_by, key, strict=True))
         case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})

@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.results.frame import to_frame
 from dpbench.results.kernels import guesses
-from dpbench.results.outcome import Outcome, trainer_summary
+from dpbench.results.outcome import trainer_summary
+from dpbench.results.run import Run
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
 from dpbench.show.profile import recorded_tables
@@ -22,16 +22,16 @@ from dpbench.show.view import View
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
 
-def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> list[Table]:
+def summary_tables(run: Run, view: View | None = None) -> list[Table]:
     """Every table of a run; last, how many cases of each trainer succeeded, and why not.
 
     Its notes say what logical counting assumed where a step depends on values of tensors.
     """
-    if not outcomes:
+    if not (outcomes := run.outcomes):
         return []
     view = view or View()
-    frame = to_frame(row for outcome in outcomes for row in outcome.rows)
-    listed = tables(frame, view, outcomes)
+    summary = run.summary
+    listed = tables(summary, view, outcomes)
     guessed = [
         f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, counted by "
         f"its schema, because nothing is known of its kernels."
@@ -42,8 +42,8 @@ def summary_tables(outcomes: Sequence[Outcome], view: View | None = None) -> lis
     assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
     return [
         *listed,
-        *recorded_tables(frame),
-        *(table for outcome in outcomes for table in case_kernel_tables(outcome, view.top)),
+        *recorded_tables(summary, run.frame),
+        *(table for o in outcomes for table in case_kernel_tables(o, summary, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),
     ]
 

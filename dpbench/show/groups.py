@@ -13,8 +13,8 @@ import pandas as pd
 from dpbench.core.case import ALL_PHASES, AXES, SCRIPT, trained_in, unusual
 from dpbench.core.metric import Metric
 from dpbench.core.registry import TRAINERS
-from dpbench.results.frame import CONFIGURATION, as_tuples
-from dpbench.results.rows import STEP, summed
+from dpbench.results.rows import OF_CASE, STEP
+from dpbench.results.summary import CONFIGURATION
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import NAME, OF_TESTS, PARAM, View, column
 
@@ -42,8 +42,8 @@ class Group:
         """By phase and metric, the value and unit of each label."""
         numbers: dict[tuple[str, str], dict[str, tuple[float, str]]] = defaultdict(dict)
         columns = ["phase", "metric", "label", "value", "unit"]
-        for phase, metric, label, *number in as_tuples(self.frame, columns):
-            numbers[phase, metric][label] = (*number,)
+        for phase, metric, label, value, unit in self.frame[columns].itertuples(index=False):
+            numbers[phase, metric][label] = value, unit
         return numbers
 
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
@@ -116,7 +116,7 @@ def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
     always = ("trainer", "batch_size", "seq_len")
     labels = [
         axis
-        for axis in summed("instrument", "phase", "metric")
+        for axis in (*AXES, *OF_CASE[1:])
         if axis not in keys and (axis in always or summary[axis].nunique() > 1)
     ] or ["trainer"]
     rows = ordered(in_order(summary), keys)

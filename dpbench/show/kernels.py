@@ -9,11 +9,11 @@ from dataclasses import replace
 import pandas as pd
 
 from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, account, dram_bytes_of_step
-from dpbench.results.frame import IN_CACHE_BYTES, to_frame
 from dpbench.results.kernels import KernelCount, category, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import LAUNCH_BOUND, Roofs, known_roofs
-from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.results.summary import IN_CACHE_BYTES
 from dpbench.show.groups import in_order, ordered, titled
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds, step_milliseconds
 from dpbench.show.tables import SHOWN_SHARE
@@ -22,27 +22,28 @@ NAME_WIDTH = 24
 """The width of the column of kernels; with it a table fits 80 columns."""
 
 
-def case_kernel_tables(outcome: Outcome, top: int) -> list[Table]:
+def case_kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Table]:
     """The tables of a case's kernels; empty if it was not profiled kernel by kernel."""
+    if not outcome.kernels:
+        return []
+    of_case = summary[(summary.case == outcome.case) & summary.instrument.isin(outcome.by)]
     device = next((row.device for row in outcome.rows if row.device != NO_HARDWARE), "")
-    accounted = account(to_frame(outcome.rows)) if outcome.kernels else None
+    accounted, whole = account(of_case), dram_bytes_of_step(of_case)
     return [
         *([] if accounted is None else [account_table(outcome.case.id, accounted)]),
-        *kernel_tables(outcome.kernels, outcome.case.id, device, outcome.rows, top),
+        *kernel_tables(outcome.kernels, outcome.case.id, device, whole, top),
     ]
 
 
 def kernel_tables(
-    counts: Sequence[KernelCount], name: str, device: str, rows: Iterable[Measurement], top: int
+    counts: Sequence[KernelCount], name: str, device: str, step_bytes: float | None, top: int
 ) -> list[Table]:
     """The ``top`` kernels, categories and operators of a case by DRAM bytes.
 
-    Shares are of the step's DRAM bytes if the case's ``rows`` have them (ranges were measured), and
-    bandwidths of the peak of its card.
+    Shares are of the step's DRAM bytes if these are known (ranges were measured), and bandwidths of
+    the peak of its card.
     """
-    if not counts:
-        return []
-    step_bytes, roofs = dram_bytes_of_step(rows), known_roofs(device)
+    roofs = known_roofs(device)
     groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
     tables = []
     for by in groups if any(count.operator for count in counts) else groups[:2]:

@@ -56,7 +56,7 @@ def markdown_tables(runs: Sequence[Run], view: View) -> str:
         missing = run.cases_asked - len({outcome.case for outcome in run.outcomes})
         if run.status != COMPLETE and missing > 0:
             text += f"Not complete: {missing} of the cases asked for are missing.\n\n"
-        text += as_markdown(summary_tables(run.outcomes, view))
+        text += as_markdown(summary_tables(run, view))
     return text
 
 

@@ -11,9 +11,9 @@ import pandas as pd
 
 from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.metrics import METRICS
-from dpbench.results.frame import summarise, to_frame
 from dpbench.results.kernels import short_name
-from dpbench.results.rows import STEP, Measurement, identity
+from dpbench.results.rows import IDENTITY, STEP, Measurement
+from dpbench.results.summary import summary, to_frame
 from dpbench.show.groups import titled
 from dpbench.show.kernels import wrapped
 from dpbench.show.layout import Shown, Table, as_text, gigabytes, milliseconds
@@ -30,12 +30,16 @@ REPORT_WIDTH = 120
 """The width of a report in characters; it is a file, not a terminal."""
 
 
-def recorded_tables(frame: pd.DataFrame) -> list[Table]:
-    """For each case that a profiler recorded, a table with a line for each phase."""
+def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
+    """For each case that a profiler recorded, a table with a line for each phase.
+
+    The long table has what each rank of several did.
+    """
     tables = []
     for name in (PROFILER, TIMELINE):
-        rows = frame[frame.metric.isin([metric.name for metric in METRICS.in_table(name)])]
-        for title, of_case in titled(summarise(rows), AXES) if len(rows) else ():
+        named = [metric.name for metric in METRICS.in_table(name)]
+        rows = summary[summary.metric.isin(named)]
+        for title, of_case in titled(rows, AXES) if len(rows) else ():
             wide = of_case.pivot(index="phase", columns="metric", values="value")
             tables.append(_by_phase(f"{title}: {name}, per step", wide, name))
     return [*tables, *_by_rank(frame)]
@@ -45,9 +49,10 @@ def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
     """For each case that was profiled over ranks, how long each was in collectives."""
     steps = frame[frame.phase == STEP]
     spent = frame[(frame.metric == "communication_seconds") & (frame.phase != STEP)]
-    least = spent.value.groupby([spent[column] for column in identity("rank")]).transform("min")
+    without_rank, without_phase = ([c for c in IDENTITY if c != lost] for lost in ("rank", "phase"))
+    least = spent.groupby(without_rank, sort=False).value.transform("min")
     waited = spent.assign(metric="waited", value=spent.value - least)
-    whole = waited.groupby(identity("phase"), sort=False, as_index=False).agg({"value": "sum"})
+    whole = waited.groupby(without_phase, sort=False, as_index=False).agg({"value": "sum"})
     rows = pd.concat([steps, whole])
     columns: dict[str, Shown] = {
         "rank": ("rank", str),
@@ -84,7 +89,9 @@ def profile_report(rows: Sequence[Measurement], schedule: Mapping[str, int], ope
     """The text report of one profiled case: its phases, then PyTorch's tables of operators."""
     head = f"{rows[0].tool}, {rows[0].device}; schedule: "
     head += ", ".join(f"{name} {value}" for name, value in schedule.items())
-    return f"{head}\n\n{as_text(recorded_tables(to_frame(rows)), REPORT_WIDTH)}\n\n{operators}"
+    frame = to_frame(rows)
+    tables = recorded_tables(summary(frame), frame)
+    return f"{head}\n\n{as_text(tables, REPORT_WIDTH)}\n\n{operators}"
 
 
 # --- Nsight Systems --------------------------------------------------------------------------

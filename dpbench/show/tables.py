@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
-from dpbench.core.case import ALL_PHASES, AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER, SCRIPT
 from dpbench.core.metric import STANDARD, Metric, derived_name
 from dpbench.core.metrics import METRICS
-from dpbench.results.complete import complete
-from dpbench.results.frame import CONFIGURATION, as_tuples
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.results.summary import CONFIGURATION
 from dpbench.show.groups import Group, groups, in_order
 from dpbench.show.layout import Table
 from dpbench.show.view import View, column, shown_by_default
@@ -40,19 +39,20 @@ AGAINST_LOGICAL = (
 
 
 def tables(
-    frame: pd.DataFrame, view: View | None = None, outcomes: Iterable[Outcome] = ()
+    summary: pd.DataFrame, view: View | None = None, outcomes: Iterable[Outcome] = ()
 ) -> list[Table]:
-    """Every table of a run: by cell, the step and its phases; then throughput, and the rest.
+    """Every table of a summary: by cell, the step and its phases; then throughput, and the rest.
 
     A view with columns gets one table a group, of these columns and nothing else; ``outcomes`` say
     which tests asked for what, if it groups by them, and what trainers say of themselves.
     """
     elsewhere = [metric.name for metric in METRICS.values() if metric.table]
-    frame = frame[~frame.metric.isin(elsewhere)]
-    if frame.empty:
+    summary = summary[~summary.metric.isin(elsewhere) & ~summary.of.isin(elsewhere)]
+    summary = summary[summary.preferred & summary.value.notna()]
+    if summary.empty:
         return []
     view, outcomes = view or View(), list(outcomes)
-    summary = view.under_tests(complete(frame, view.baseline), outcomes)
+    summary = view.under_tests(summary, outcomes)
     listed: list[Table] = []
     for group in groups(summary, view):
         columns = _columns(group, view)
@@ -151,10 +151,10 @@ def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
     """A line for each label in which the cases of a table differ."""
     rows = group.shown
-    shown = dict(zip(as_tuples(rows, AXES), rows.label, strict=True))
+    shown = dict(zip(rows.case, rows.label, strict=True))
     said: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:
-        if row := shown.get((*vars(outcome.case).values(),)):
+        if row := shown.get(outcome.case):
             for name, value in outcome.labels.items():
                 said.setdefault(name, {}).setdefault(value, []).append(row)
     for name, values in said.items():
@@ -170,7 +170,7 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
         if len(rows):
             worst = rows.sort_values("value", ascending=False, kind="stable").iloc[0]
             name = shown.heading.replace("\n", " ").removesuffix(" ms")
-            yield f"{name} {worst.value:.2%} ({worst.label}, {worst.repeats:.0f} steps)"
+            yield f"{name} {worst.value:.2%} ({worst.label}, {worst.steps:.0f} steps)"
 
 
 def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
@@ -242,7 +242,7 @@ def _other_metrics(summary: pd.DataFrame) -> list[Table]:
     """Counters that were asked for by their own names, as the tool gives them."""
     own = summary[summary.metric.str.contains("__") & (summary.phase == STEP)]
     cells = [
-        [Case.from_row(row).id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]
+        [row["case"].id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]
         for row in own.to_dict("records")
         if column(row["metric"]).kind == "value"
     ]

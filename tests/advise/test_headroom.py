@@ -87,7 +87,7 @@ def test_of_two_instruments_the_one_that_a_metric_prefers_is_shown() -> None:
     run = Run.load(Path(__file__).parents[1] / "data/saved/cupti-and-ncu.json")
     with METRICS.including(run.metrics):
         [case] = {o.case for o in run.outcomes if o.case.trainer == "dpsgd"}
-        numbers = run.numbers
+        numbers = run.summary
         steps = numbers[(numbers.trainer == "dpsgd") & (numbers.phase == "step")]
         dram = steps[steps.metric == "dram_bytes"].set_index("instrument").value
         shown = measured(numbers.sort_values("instrument"), [case])[case]

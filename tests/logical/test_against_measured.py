@@ -9,9 +9,9 @@ import pandas as pd
 
 from dpbench.core.case import Case
 from dpbench.core.grid import GRIDS
-from dpbench.results.frame import summarise
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
+from dpbench.results.summary import own_values
 from tests.logical.bounds import FILE, shallow
 from tests.logical.layers import TWO_DEPTHS
 
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 @cache
 def measured() -> pd.Series:
     """DRAM bytes of a step of Grid 1 in GB, by trainer, batch size and sequence length."""
-    summary = summarise(Run.load(RESULTS / "h200-ncu-grid1-1.json").frame)
+    summary = own_values(Run.load(RESULTS / "h200-ncu-grid1-1.json").summary)
     step = summary[(summary.metric == "dram_bytes") & (summary.phase == STEP)]
     return step.set_index(["trainer", "batch_size", "seq_len"]).value / 1e9
 
@@ -29,7 +29,7 @@ def measured() -> pd.Series:
 @cache
 def counted() -> dict[Case, float]:
     """Logical bytes of a step in GB, of the committed shallow models."""
-    summary = summarise(Run.load(FILE).frame)
+    summary = own_values(Run.load(FILE).summary)
     step = summary[(summary.metric == "logical_bytes") & (summary.phase == STEP)]
     return {Case.from_row(row): row["value"] / 1e9 for row in step.to_dict("records")}
 

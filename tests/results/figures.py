@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import pandas as pd
 from hypothesis import strategies as st
 
 from dpbench.core.case import Case
-from dpbench.results.frame import to_frame
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.summary import own_values, summary, to_frame
 from dpbench.show.layout import Table
 from dpbench.show.tables import tables
 
@@ -54,6 +55,12 @@ FIGURES: dict[str, dict[str, float]] = {
 }
 
 
+def summarised(rows: Iterable[Measurement] | pd.DataFrame) -> pd.DataFrame:
+    """The numbers of measurements that follow from no other metric."""
+    frame = rows if isinstance(rows, pd.DataFrame) else to_frame(rows)
+    return own_values(summary(frame))
+
+
 def rows(
     trainer: str, metrics: dict[str, float], *, phase: str = STEP, device: str = "H200", **case: Any
 ) -> list[Measurement]:
@@ -79,7 +86,7 @@ def dram(total: float) -> dict[str, float]:
 
 
 def tables_of(*measurements: Iterable[Measurement]) -> list[Table]:
-    return tables(to_frame(row for group in measurements for row in group))
+    return tables(summary(to_frame(row for group in measurements for row in group)))
 
 
 def every_figure(**case: Any) -> list[Measurement]:

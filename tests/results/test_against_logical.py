@@ -10,8 +10,8 @@ import pytest
 
 from dpbench.core.case import Case
 from dpbench.instruments.logical.logical import Logical
-from dpbench.results.frame import summarise, to_frame, with_logical
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.summary import summary, to_frame
 from dpbench.show.tables import tables
 
 BY_BOTH = Path(__file__).parents[1] / "data/saved/cupti-and-ncu.json"
@@ -27,7 +27,7 @@ def both() -> pd.DataFrame:
 
 
 def test_hardware_moves_what_an_unfused_step_moves_once_and_little_more(both: pd.DataFrame) -> None:
-    found = with_logical(summarise(both)).set_index(["instrument", "phase", "metric"])
+    found = summary(both).set_index(["instrument", "phase", "metric"])
     for metric in ("dram_read_bytes", "dram_write_bytes", "dram_bytes"):
         assert 1.0 < found.over_logical["ncu", STEP, metric] < 1.2
     step = found.loc["ncu", STEP, "dram_bytes"]
@@ -38,7 +38,7 @@ def test_hardware_moves_what_an_unfused_step_moves_once_and_little_more(both: pd
 
 
 def test_the_quotient_has_a_table_in_the_cell_that_was_measured(both: pd.DataFrame) -> None:
-    [table] = [table for table in tables(both) if "÷ logical" in table.title]
+    [table] = [table for table in tables(summary(both)) if "÷ logical" in table.title]
     assert table.title == "1b fp32, batch 8, sequence 256, NVIDIA H200: DRAM measured ÷ logical"
     assert table.headers == [
         *("trainer", "DRAM\nGB", "logical\nGB", "forward", "backward", "optimizer", STEP)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.results.compare import pairs
-from dpbench.results.frame import to_frame
 from dpbench.results.gate import Gate
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
+from dpbench.results.summary import to_frame
 
 H200 = "NVIDIA H200"
 

@@ -6,19 +6,18 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 
-from dpbench.core.case import Script
+from dpbench.core.case import AXES, Script
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS, Counters, Metric
 from dpbench.results.compare import Threshold
-from dpbench.results.frame import summarise, to_frame, with_ratios
 from dpbench.results.gate import Gate
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import STEP, Measurement, checked, identity, summed
+from dpbench.results.rows import IDENTITY, NUMBER, STEP, Measurement, checked
 from dpbench.results.run import Run
-from tests.results.figures import GB, notes, rows, tables_of
+from dpbench.results.summary import summary, to_frame
+from tests.results.figures import GB, notes, rows, summarised, tables_of
 
 NEW_FIELD = """
 import importlib.util, sys
@@ -58,19 +57,19 @@ def run(name, worse=1.0):
 
 before, after = run("before"), run("after", worse=1.5)
 checked_frame(before.document["rows"])
-values = before.numbers[before.numbers.metric == "dram_bytes"]
-assert list(zip(values.trainer, values.host, values.value)) == [
+values = before.summary[before.summary.metric == "dram_bytes"]
+assert sorted(zip(values.trainer, values.host, values.value)) == [
     ("dpsgd", "a", 6e10), ("dpsgd", "b", 12e10), ("standard", "a", 3e10), ("standard", "b", 6e10)
 ], values
-assert {*before.numbers.value[before.numbers.metric == "dram_ratio"]} == {2.0}
+assert {*before.summary.value[before.summary.metric == "dram_ratio"]} == {1.0, 2.0}
 verdict = Gate(before, after).judge([Threshold.parse("dram_bytes:5%")])
 assert [(row["trainer"], row["host"]) for row in verdict.regressions] == [("dpsgd", "b")]
-table = tables(before.frame)[0]
+table = tables(before.summary)[0]
 assert [line[0] for line in table.cells] == [
     f"{trainer} bs8 seq256 host {host}" .replace(" bs8 seq256", "")
     for trainer in ("standard", "dpsgd") for host in "ab"
 ], table.cells
-times = account(before.frame, find_ceilings("NVIDIA H200"))
+times = account(before.summary, find_ceilings("NVIDIA H200"))
 assert [*additional(times).more_seconds] == [1.0, 2.0]
 """
 
@@ -82,22 +81,17 @@ def test_new_field_of_a_measurement_tells_rows_apart_everywhere() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_identity_is_named_by_what_goes() -> None:
-    assert {*identity()} - {*identity("repeat")} == {"repeat"}
-    assert {*identity()} - {*summed("trainer")} == {"trainer", "repeat", "rank"}
+def test_a_number_is_told_apart_by_all_that_tells_rows_apart() -> None:
+    assert {*NUMBER} == {"case", *IDENTITY} - {*AXES, "repeat", "rank"}
 
 
 def test_what_is_left_over_is_an_error_that_names_the_column() -> None:
     step = rows("standard", {"dram_read_bytes": 1.0})
     again = [replace(row, tool="tool 2") for row in step]
     with pytest.raises(ValueError, match=r"2 rows of dram_read_bytes@step of .* differ in tool"):
-        summarise(to_frame([*step, *again]))
-    frame = to_frame(step)
+        summary(to_frame([*step, *again]))
     with pytest.raises(ValueError, match=r"standard-bs16.* by ncu differ in nothing but"):
-        summarise(to_frame([*step, *step]))
-    both = summarise(frame).assign(host="a"), summarise(frame).assign(host="b")
-    with pytest.raises(ValueError, match="differ in host"):
-        with_ratios(pd.concat(both))
+        summary(to_frame([*step, *step]))
 
 
 # --- ranks ---------------------------------------------------------------------------------------
@@ -127,25 +121,25 @@ def of_ranks(trainer: str, metric: str, *values: float) -> list[Measurement]:
 def test_ranks_become_one_number_as_the_metric_says(
     metric: str, values: tuple[float, ...], value: float
 ) -> None:
-    [row] = summarise(to_frame(of_ranks("standard", metric, *values))).to_dict("records")
-    assert (row["value"], row["repeats"], row["ranks"]) == (value, 1, 2)
+    [row] = summarised(of_ranks("standard", metric, *values)).to_dict("records")
+    assert (row["value"], row["steps"], row["ranks"]) == (value, 1, 2)
 
 
 def test_share_of_ranks_is_the_mean_of_theirs() -> None:
     parts = {"sm_busy_cycles": (1.0, 3.0), "sm_elapsed_cycles": (4.0, 4.0)}
     found = [row for metric, values in parts.items() for row in of_ranks("dpsgd", metric, *values)]
-    summary = summarise(to_frame(found)).set_index("metric")
-    assert summary.value["sm_busy_share"] == 0.5
-    assert summary.value["sm_busy_cycles"] == 4.0
+    values = summarised(found).set_index("metric").value
+    assert values["sm_busy_share"] == 0.5
+    assert values["sm_busy_cycles"] == 4.0
 
 
 def test_sum_of_which_a_rank_is_missing_is_refused() -> None:
     both = of_ranks("dpsgd", "dram_read_bytes", 1.0, 2.0)
     with pytest.raises(ConfigurationError, match="some ranks have no dram_read_bytes of step 1"):
-        summarise(to_frame([*both, replace(both[0], repeat=1)]))
+        summary(to_frame([*both, replace(both[0], repeat=1)]))
     lost = [*both, *of_ranks("dpsgd", "dram_write_bytes", 1.0)]
     with pytest.raises(ConfigurationError, match="have no dram_write_bytes"):
-        summarise(to_frame(lost))
+        summary(to_frame(lost))
 
 
 def test_a_case_of_which_a_rank_is_missing_is_refused() -> None:
@@ -153,9 +147,9 @@ def test_a_case_of_which_a_rank_is_missing_is_refused() -> None:
         replace(row, case=replace(row.case, parallel="ddp", gpus=2))
         for row in of_ranks("dpsgd", "step_time_seconds", 1.0, 2.0)
     ]
-    assert summarise(to_frame(two)).ranks.tolist() == [2]
+    assert summarised(two).ranks.tolist() == [2]
     with pytest.raises(ConfigurationError, match="it has 2 ranks, and step_time_seconds of step 0"):
-        summarise(to_frame(two[:1]))
+        summary(to_frame(two[:1]))
 
 
 def test_a_script_in_another_number_of_ranks_is_not_judged() -> None:
@@ -185,7 +179,7 @@ def test_metric_that_nobody_declared_has_no_value_of_several_ranks() -> None:
     with pytest.raises(
         ConfigurationError, match="queue_size of several ranks has no sum or mean: register it"
     ):
-        summarise(to_frame(of_ranks("dpsgd", "queue_size", 1.0, 2.0)))
+        summary(to_frame(of_ranks("dpsgd", "queue_size", 1.0, 2.0)))
 
 
 def test_tables_say_what_is_of_several_ranks() -> None:

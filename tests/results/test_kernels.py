@@ -17,6 +17,7 @@ from dpbench.results.kernels import (
     kernel_rows,
 )
 from dpbench.results.rows import STEP, Measurement
+from tests.results.figures import summarised
 
 CASE = Case("dpsgd", 8, 256)
 FILL = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>>(int)"
@@ -74,8 +75,8 @@ def test_reads_alone_are_not_the_bytes_of_a_step() -> None:
         Measurement(CASE, "ncu", STEP, f"dram_{way}_bytes", 2e9, "B", 0, "x", "y")
         for way in ("read", "write")
     )
-    assert dram_bytes_of_step([read, write]) == 4e9
-    assert dram_bytes_of_step([read]) is None
+    assert dram_bytes_of_step(summarised([read, write])) == 4e9
+    assert dram_bytes_of_step(summarised([read])) is None
 
 
 def test_the_operator_stays_with_the_launches_that_it_made() -> None:

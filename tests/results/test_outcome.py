@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import (
     Outcome,
     document,
-    document_text,
     trainer_summary,
 )
 from dpbench.results.rows import NO_HARDWARE, SCHEMA, STEP, Measurement
@@ -115,11 +115,12 @@ def test_changing_the_json_leaves_the_outcome_alone() -> None:
 
 
 def test_nothing_run_has_no_tables() -> None:
-    assert summary_tables([]) == []
+    assert summary_tables(run([])) == []
 
 
 def test_tables_end_with_the_cases_by_trainer() -> None:
-    assert summary_tables([ok(), failed()])[-1] == trainer_table(trainer_summary([ok(), failed()]))
+    outcomes = [ok(), failed("standard", metrics=FIGURES)]
+    assert summary_tables(run(outcomes))[-1] == trainer_table(trainer_summary(outcomes))
 
 
 def test_counted_cases_have_a_line_of_their_own() -> None:
@@ -128,16 +129,23 @@ def test_counted_cases_have_a_line_of_their_own() -> None:
         (["timing", "ncu"], 2),
         (["logical"], 1),
     ]
-    assert [cells[1] for cells in summary_tables(outcomes)[-1].cells] == ["timing, ncu", "logical"]
+    assert [cells[1] for cells in summary_tables(run(outcomes))[-1].cells] == [
+        "timing, ncu",
+        "logical",
+    ]
 
 
 def test_what_was_assumed_is_said_below_the_tables() -> None:
-    table = summary_tables([counted(notes=("all 64 rows were taken to be distinct",))])[-1]
+    table = summary_tables(
+        Run.of("run", [counted(notes=("all 64 rows were taken to be distinct",))])
+    )[-1]
     assert table.notes == ("dpsgd-bs8-seq256-1b-fp32: all 64 rows were taken to be distinct.",)
 
 
 def test_measured_and_counted_bytes_of_a_case_share_no_table() -> None:
-    titles = [table.title for table in summary_tables([ok(), counted()]) if "GB" in table.title]
+    titles = [
+        table.title for table in summary_tables(run([ok(), counted()])) if "GB" in table.title
+    ]
     assert [title.split(", ")[3] for title in titles if "per step" in title] == [
         "H200: GB per step",
         "logical (no hardware): GB per step",
@@ -145,16 +153,20 @@ def test_measured_and_counted_bytes_of_a_case_share_no_table() -> None:
 
 
 def test_tables_of_a_run_hold_all_its_cases() -> None:
-    titles = [table.title for table in summary_tables([ok("standard"), ok(batch_size=16)])]
+    titles = [table.title for table in summary_tables(run([ok("standard"), ok(batch_size=16)]))]
     assert [t.split(", ")[1] for t in titles if "GB per step" in t] == ["batch 8", "batch 16"]
 
 
 # --- the document ----------------------------------------------------------------------------
 
 
+def run(outcomes: Iterable[Outcome]) -> Run:
+    return Run.of("run", outcomes, {"python": "3"})
+
+
 def saved(*outcomes: Outcome) -> Any:
     """The document as another program reads it; refuses what is not JSON."""
-    return json.loads(json.dumps(document(outcomes, {"python": "3"}), allow_nan=False))
+    return json.loads(json.dumps(run(outcomes).with_derived().document, allow_nan=False))
 
 
 def test_document_has_every_measurement_as_a_row() -> None:
@@ -235,7 +247,7 @@ def test_document_has_measured_over_logical() -> None:
             ok().rows, ("logical_read_bytes", "logical_write_bytes"), strict=False
         )
     ]
-    outcomes = [ok(), replace(ok(), rows=tuple(counted))]
+    outcomes = [ok(), replace(ok(), rows=tuple(counted), instruments=("logical",))]
     found = {
         r["metric"]: (r["logical"], r["over_logical"])
         for r in saved(*outcomes)["measured_over_logical"]
@@ -315,7 +327,7 @@ def test_file_that_cannot_be_put_in_place_leaves_no_part(tmp_path: Path) -> None
 
 def test_json_file_holds_the_document(tmp_path: Path) -> None:
     outcomes = [ok("standard"), failed("dpsgd")]
-    write_text(tmp_path / "run.json", document_text(document(outcomes, {"python": "3"})))
+    write_text(tmp_path / "run.json", run(outcomes).with_derived().text)
     assert json.loads((tmp_path / "run.json").read_text()) == saved(*outcomes)
 
 
@@ -323,7 +335,7 @@ def test_markdown_holds_every_table() -> None:
     outcomes = [ok("standard"), failed("dpsgd")]
     text = markdown_tables([Run(Path("run"), document(outcomes, {}))], View())
     titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("#")]
-    assert titles == [table.title for table in summary_tables(outcomes)]
+    assert titles == [table.title for table in summary_tables(run(outcomes))]
     assert "CaseOutOfMemory: CUDA out of memory" in text
 
 
@@ -333,7 +345,7 @@ def test_a_heavy_operator_of_another_library_is_named_below_the_first_table() ->
         for name, size, known in (("b.c", 30, True), ("aten.mm", 969, False), ("a.b", 1, True))
     ]
     outcome = replace(counted(), operators=tuple(guessed))
-    notes = summary_tables([outcome])[0].notes
+    notes = summary_tables(run([outcome]))[0].notes
     (warning,) = [note for note in notes if note.startswith("WARNING")]
     assert "3% of the logical bytes are b.c, counted by its schema" in warning
     assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome

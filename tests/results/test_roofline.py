@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
 from dpbench.core.case import Script
-from dpbench.results.frame import to_frame
 from dpbench.results.roofline import (
     COUNTED_BYTES,
     MEASURED_BYTES,
@@ -21,6 +20,7 @@ from dpbench.results.roofline import (
     under,
 )
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.summary import summary, to_frame
 from dpbench.show.kernels import roofline_tables
 
 HERE = "Card"
@@ -64,7 +64,7 @@ def times(case: Case = CASE, device: str = HERE, **phases: float) -> list[Measur
 
 def of(*parts: list[Measurement], roofs: Roofs = ROOFS) -> pd.DataFrame:
     """The roofline of rows, by phase."""
-    table = under(intensities(to_frame(row for part in parts for row in part)), roofs)
+    table = under(intensities(summary(to_frame(row for part in parts for row in part))), roofs)
     return table.set_index("phase")
 
 
@@ -176,7 +176,7 @@ def test_the_least_time_is_that_of_the_slower_roof(flops: float, moved: float) -
 
 
 def printed(*parts: list[Measurement], roofs: Roofs = ROOFS) -> list[str]:
-    table = under(intensities(to_frame(row for part in parts for row in part)), roofs)
+    table = under(intensities(summary(to_frame(row for part in parts for row in part))), roofs)
     return [found.as_text() for found in roofline_tables(table, roofs)]
 
 

@@ -15,11 +15,11 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import write_text
 from dpbench.results.conditions import environment
-from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import INTERRUPTED, Outcome, document, document_text
 from dpbench.results.rows import SCHEMA, STEP, Measurement
 from dpbench.results.run import Run
+from dpbench.results.summary import to_frame
 
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
 ROWS = tuple(

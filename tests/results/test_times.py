@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
 from dpbench.core.case import AXES
-from dpbench.results.frame import to_frame
 from dpbench.results.roofline import Roofs, find_ceilings, read_ceilings
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
+from dpbench.results.summary import summary, to_frame
 from dpbench.results.times import PARTS, account, additional
 
 ROOT = Path(__file__).parents[2]
@@ -48,10 +48,12 @@ def step(case: Case, *without: str, **phases: tuple[float, float, float, float])
     """Rows of phases, each (FLOP, bytes, seconds, busy seconds), and of the step, their sum."""
     names = ("flops", "bytes", "s", "busy")
     together = tuple(map(sum, zip(*phases.values(), strict=True)))
-    return to_frame(
-        row
-        for phase, values in {**phases, STEP: together}.items()
-        for row in rows(case, phase, *without, **dict(zip(names, values, strict=True)))
+    return summary(
+        to_frame(
+            row
+            for phase, values in {**phases, STEP: together}.items()
+            for row in rows(case, phase, *without, **dict(zip(names, values, strict=True)))
+        )
     )
 
 
@@ -160,7 +162,7 @@ def recorded(*names: str) -> pd.DataFrame:
     """What private steps of recorded runs take more than standard ones."""
     h200 = find_ceilings("NVIDIA H200")
     runs = [Run.load(RESULTS / f"h200-{name}.json") for name in names]
-    found = pd.concat([additional(account(run.frame, h200)) for run in runs])
+    found = pd.concat([additional(account(run.summary, h200)) for run in runs])
     found = found[found.trainer.isin(OF_OPACUS)]
     return found.drop_duplicates([*AXES])  # a cell is in two grids
 
@@ -185,8 +187,8 @@ def test_arithmetic_explains_more_than_bytes_at_fp32() -> None:
 
 def test_bounds_stay_within_the_recorded_times() -> None:
     files = (RESULTS / "h200-methods-256.json", COUNTED)
-    frame = pd.concat([Run.load(path).frame for path in files])
-    times = account(frame[frame.precision == "fp32"], find_ceilings("NVIDIA H200"))
+    every = pd.concat([Run.load(path).summary for path in files])
+    times = account(every[every.precision == "fp32"], find_ceilings("NVIDIA H200"))
     known = times[times.left_seconds.notna()]
     assert len(known) >= 4 * 4
     longer = known[["arithmetic_seconds", "bytes_seconds"]].max(axis="columns")
@@ -196,7 +198,7 @@ def test_bounds_stay_within_the_recorded_times() -> None:
 
 def test_private_short_steps_are_idle_for_more_of_their_time_at_bf16_than_at_fp32() -> None:
     run = Run.load(RESULTS / "h200-methods-256.json")
-    found = additional(account(run.frame, find_ceilings("NVIDIA H200")))
+    found = additional(account(run.summary, find_ceilings("NVIDIA H200")))
     found = found[found.trainer.isin(OF_OPACUS)].set_index("trainer")
     short, at_fp32 = (found[found.precision == precision] for precision in ("bf16", "fp32"))
     assert (short.idle_share > 2 * at_fp32.idle_share).all()

@@ -11,8 +11,9 @@ from dpbench import Case
 from dpbench.commands.cli import main
 from dpbench.instruments.nsys.nsys import timeline_rows
 from dpbench.instruments.nsys.timeline import Timeline, read_timeline
-from dpbench.results.frame import to_frame
 from dpbench.results.outcome import Outcome
+from dpbench.results.run import Run
+from dpbench.results.summary import summary, to_frame
 from dpbench.show.export import summary_tables
 from dpbench.show.profile import NO_STATISTICS, recorded_tables, timeline_tables
 from tests.instruments.nsys.recording import FILL, Recording, case_recording
@@ -44,14 +45,16 @@ def timeline(tmp_path: Path) -> Timeline:
 def test_a_run_shows_how_busy_the_gpu_was_in_each_phase(timeline: Timeline) -> None:
     rows = tuple(timeline_rows(CASE, timeline, "NVIDIA H200", "nsys 2025.3.1"))
     outcome = Outcome(CASE, rows, 1.0, instruments=("nsys",))
-    table, trainers = summary_tables([outcome])  # and no table of what nsys does not measure
+    table, trainers = summary_tables(
+        Run.of("run", [outcome])
+    )  # and no table of what nsys does not measure
     assert trainers.title == "Cases by trainer"
     assert table.title == (
         "dpsgd, tiny fp32, batch 2, sequence 16, NVIDIA H200: Nsight Systems, per step"
     )
     assert table.headers == ["phase", "ms", "GPU busy\nms", "busy", "launches"]
     assert table.cells == BY_PHASE
-    assert recorded_tables(to_frame([])) == []
+    assert recorded_tables(summary(to_frame([])), to_frame([])) == []
 
 
 def test_a_timeline_shows_the_same_as_the_run(timeline: Timeline) -> None:

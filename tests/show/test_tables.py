@@ -8,7 +8,7 @@ import pytest
 
 from dpbench.core.case import Script
 from dpbench.instruments.timing import timing_rows
-from dpbench.results.frame import to_frame
+from dpbench.results.summary import summary, to_frame
 from dpbench.show.layout import Table
 from dpbench.show.tables import tables
 from tests.results.figures import (
@@ -101,7 +101,7 @@ def test_what_shares_no_baseline_shares_no_table(other: dict[str, Any], title: s
 
 
 def test_nothing_measured_makes_no_table() -> None:
-    assert tables(to_frame([])) == []
+    assert tables(summary(to_frame([]))) == []
 
 
 # --- notes -----------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_script_has_a_table_of_times_by_phase_and_its_place_alone_as_title() -> 
         "phase_seconds": [{"forward": 0.001, "backward": 0.003, "outside": 0.0005}],
         "peak_memory_bytes": None,
     }
-    listed = tables(to_frame(timing_rows(Script("private"), record)))
+    listed = tables(summary(to_frame(timing_rows(Script("private"), record))))
     step = listed[0]
     assert step.title == "cpu: per step"
     assert step.headers == ["trainer", "step\nms"]  # no bytes were counted

@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 
 from dpbench.core.case import ALL_PHASES
-from dpbench.results.frame import IN_CACHE_BYTES
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import STEP
+from dpbench.results.summary import IN_CACHE_BYTES
 from dpbench.show.groups import ordered
 from dpbench.show.html import figures
 from dpbench.show.html.data import CASE, COUNTED, KEYS, MEASURED, Material, pivot

@@ -12,10 +12,10 @@ import pandas as pd
 
 from dpbench.core.case import AXES, SCRIPT
 from dpbench.core.metrics import METRICS, expectations
-from dpbench.results.frame import of_one_instrument, summarise, with_logical, with_ratios
 from dpbench.results.roofline import Roofs
-from dpbench.results.rows import NO_HARDWARE, STEP, summed
+from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, STEP
 from dpbench.results.run import Run
+from dpbench.results.summary import with_logical
 from dpbench.show.groups import in_order, title_parts
 
 MEASURED, COUNTED = "measured", "counted"
@@ -61,15 +61,15 @@ class Material:
     def summary(self) -> pd.DataFrame:
         """One row per run, case, instrument, phase and metric, in the order of reading.
 
-        The columns are those of `with_ratios`, then ``run``, its name; ``premise``; and ``title``,
-        which configuration it is. A ratio compares with the baseline of the same run.
+        The values and ratios of each run's summary, with ``run``, its name; ``premise``; and
+        ``title``, which configuration it is.
         """
         runs = [run for run in self.runs if not run.frame.empty] or self.runs[:1]
-        parts = [
-            with_ratios(of_one_instrument(summarise(run.frame)), run.baseline).assign(run=run.name)
-            for run in runs
-        ]
-        summary = pd.concat(map(in_order, parts), ignore_index=True)
+        parts = []
+        for run in runs:
+            rows = run.summary[run.summary.preferred & run.summary.kind.isin(["value", "ratio"])]
+            parts.append(in_order(rows[rows.value.notna()]).assign(run=run.name))
+        summary = pd.concat(parts, ignore_index=True)
         counted = summary.device == NO_HARDWARE
         summary["premise"] = counted.map({True: COUNTED, False: MEASURED})
         return summary.assign(title=titles(summary, summary))
@@ -114,7 +114,7 @@ class Material:
     @cached_property
     def beside_logical(self) -> pd.DataFrame:
         """Measured steps with the logical bytes of the case, from the first run that has them."""
-        counted = self.step_bytes(COUNTED).drop_duplicates(summed())
+        counted = self.step_bytes(COUNTED).drop_duplicates(NUMBER)
         both = with_logical(pd.concat([self.step_bytes(MEASURED), counted]))
         return both.dropna(subset="logical")
 
@@ -154,7 +154,7 @@ def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     devices = set(subject.device)
     if len(devices) > 1:
         title = title.where(~rows.device.isin(devices), title + ", " + rows.device)
-    again = subject.groupby(summed("instrument", "metric", "phase")).run.nunique() > 1
+    again = subject.groupby(OF_CASE, sort=False).run.nunique() > 1
     if again.any():  # the same case in two runs: only the run's label tells them apart
         title = title + ", " + rows.run
     return title

@@ -15,9 +15,8 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.results.frame import derived
 from dpbench.results.outcome import trainer_summary
-from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP, summed
+from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.export import trainer_table
 from dpbench.show.html.charts import against_logical, busy, memory, phases
@@ -96,8 +95,7 @@ def draw(material: Material) -> list[Chart]:
 
 def headline(material: Material) -> list[str]:
     """Sentences on how many cases were measured, counted, and failed."""
-    told_apart = summed("instrument", "device", "metric", "phase")
-    cases = material.summary.drop_duplicates(["run", *told_apart, "premise"])
+    cases = material.summary.drop_duplicates(["run", "case", "premise"])
     measured = cases[cases.premise == MEASURED]
     counts = {
         f"measured on {', '.join(sorted(set(measured.device)))}": len(measured),
@@ -121,7 +119,7 @@ def trainers(runs: Sequence[Run]) -> Table:
 def cases(material: Material) -> Table:
     """Whole steps, one line per case and premise."""
     step = material.summary[material.summary.phase == STEP]
-    wide = pivot(pd.concat([step, derived(step, "ratio")]), "metric")
+    wide = pivot(step, "metric")
     numbers: dict[str, Shown] = {}
     listed = [c for c in (*usual_columns(), column("samples_per_second")) if c.name in wide]
     for shown in listed:
@@ -142,7 +140,7 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
     return [
         replace(table, title=f"{run.name}: {table.title}" if len(runs) > 1 else table.title)
         for run in runs
-        for table in recorded_tables(run.frame)
+        for table in recorded_tables(run.summary, run.frame)
     ]
 
 

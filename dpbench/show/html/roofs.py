@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
-from dpbench.results.frame import CONFIGURATION
 from dpbench.results.roofline import (
     LAUNCH_BOUND,
     MEASURED_BYTES,
@@ -21,8 +21,9 @@ from dpbench.results.roofline import (
     phases,
     under,
 )
-from dpbench.results.rows import NO_HARDWARE, STEP, identity, summed
+from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, PLACE, STEP
 from dpbench.results.run import Run
+from dpbench.results.summary import CONFIGURATION
 from dpbench.results.times import account, additional
 from dpbench.show.groups import ordered
 from dpbench.show.html import figures
@@ -80,9 +81,9 @@ Account = tuple[pd.DataFrame, Roofs]
 """The phases of a run on one device, and the roofs that they were held against."""
 
 
-def _under_roofs(frame: pd.DataFrame, device: str, run: Run) -> Account | None:
+def _under_roofs(summary: pd.DataFrame, device: str, run: Run) -> Account | None:
     """Phases with counted operations and measured bytes under the roofs of their card."""
-    rows = phases(frame[frame.precision != ""]).dropna(subset="flops")
+    rows = phases(summary[summary.precision != ""]).dropna(subset="flops")
     rows = rows[rows.bytes_are == MEASURED_BYTES]
     if rows.empty:
         return None
@@ -105,14 +106,14 @@ def _accounts(
         cells; and notes: why a device has no account, and the roofs of the others.
     """
     tables, refusals, roofs_said = [], [], []
-    everything = pd.concat([run.frame for run in material.runs], ignore_index=True)
-    counted = everything[everything.device == NO_HARDWARE].drop_duplicates(identity())
+    everything = pd.concat([run.summary for run in material.runs], ignore_index=True)
+    counted = everything[everything.device == NO_HARDWARE].drop_duplicates(NUMBER)
     for run in material.runs:
-        measured = run.frame[run.frame.device != NO_HARDWARE]
+        measured = run.summary[run.summary.device != NO_HARDWARE]
         for device, rows in measured.groupby("device", sort=False):
-            frame = pd.concat([rows, counted], ignore_index=True)
+            together = pd.concat([rows, counted], ignore_index=True)
             try:
-                found = account_of(frame, str(device), run)
+                found = account_of(together, str(device), run)
             except ConfigurationError as error:
                 refusals.append(f"{device}: {error}.")
                 continue
@@ -123,8 +124,8 @@ def _accounts(
     if not tables:
         return pd.DataFrame(), refusals
     table = pd.concat(tables, ignore_index=True)
-    of_case = ["run", *summed("instrument", "metric", "phase")]
-    table = table[table.seconds > SHOWN_SHARE * table.groupby(of_case).seconds.transform("max")]
+    longest = table.groupby(["run", *OF_CASE], sort=False).seconds.transform("max")
+    table = table[table.seconds > SHOWN_SHARE * longest]
     table = table.assign(title=titles(table, material.summary))
     table = ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
     return table, [*refusals, *dict.fromkeys(roofs_said if len(table) else ())]
@@ -206,12 +207,14 @@ def time(material: Material) -> Chart | None:
     return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))
 
 
-def _time_of(frame: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None) -> Account | None:
+def _time_of(
+    summary: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None
+) -> Account | None:
     """What time is made of, where steps were timed and their DRAM bytes counted."""
-    measured = {*frame[frame.device == device].metric}
+    measured = {*summary[summary.device == device].metric}
     if not {"step_time_seconds", "dram_read_bytes"} <= measured:
         return None
     roofs = ceilings or find_ceilings(device)
-    table = account(frame, roofs)
-    added = additional(table, run.baseline).assign(phase=STEP)
-    return table.merge(added, "left", summed("instrument", "metric")), roofs
+    table = account(summary, roofs)
+    added = additional(table, run.baseline).assign(phase=STEP).drop(columns=[*AXES])
+    return table.merge(added, "left", PLACE), roofs

@@ -27,13 +27,13 @@ from dpbench.instruments.cupti.library import CuptiUnusable
 from dpbench.instruments.cupti.ranges import MAX_RANGES
 from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
 from dpbench.launch.case_process import name_of
-from dpbench.results.frame import summarise, throughputs, to_frame
 from dpbench.results.rows import STEP
+from dpbench.results.summary import summary
 from dpbench.show.layout import as_text
-from dpbench.show.tables import tables
 from dpbench.workloads.transformer import SimpleBigModel
 from tests.instruments.cupti.fake import FakeCupti, target
 from tests.programs import program
+from tests.results.figures import summarised, tables_of
 
 CASE = Case("dpsgd", 2, 16, "tiny")
 GB = 1e9
@@ -116,13 +116,13 @@ def test_the_busy_share_of_a_step_is_that_of_the_middle_one(record: dict[str, An
     by_phase, first, *others = record["counted"]
     paused = {STEP: {**first[STEP], "gpu_elapsed_cycles": 10 * GB}}
     rows = cupti_rows(CASE, {**record, "counted": [by_phase, paused, *others]})
-    summary = summarise(to_frame(rows)).set_index(["metric", "phase"])
-    assert summary.value["gpu_busy_share", STEP] == pytest.approx(BUSY)
-    assert summary.spread["gpu_busy_share", STEP] == pytest.approx(0.5)
+    found = summarised(rows).set_index(["metric", "phase"])
+    assert found.value["gpu_busy_share", STEP] == pytest.approx(BUSY)
+    assert found.spread["gpu_busy_share", STEP] == pytest.approx(0.5)
 
 
 def test_tables_show_how_busy_the_gpu_was_and_say_that_a_step_waits(record: dict[str, Any]) -> None:
-    step, *others = tables(to_frame(cupti_rows(CASE, record)))
+    step, *others = tables_of(cupti_rows(CASE, record))
     assert step.headers[-1] == "busy"
     assert step.cells[0][-1] == "40%"
     waits = "Busy below 70%: the step of dpsgd is launch-bound; bytes do not explain its time."
@@ -137,7 +137,7 @@ def test_tables_show_how_busy_the_gpu_was_and_say_that_a_step_waits(record: dict
 def test_a_busy_step_needs_no_word(record: dict[str, Any]) -> None:
     by_phase, *whole = record["counted"]
     busy = [{STEP: {**step[STEP], "gpu_busy_cycles": 4.5 * GB}} for step in whole]
-    text = as_text(tables(to_frame(cupti_rows(CASE, {**record, "counted": [by_phase, *busy]}))))
+    text = as_text(tables_of(cupti_rows(CASE, {**record, "counted": [by_phase, *busy]})))
     assert "90%" in text
     assert "launch-bound" not in text
 
@@ -149,13 +149,14 @@ def test_where_ncu_counted_too_the_tables_show_its_bytes(record: dict[str, Any])
         for row in rows
         if row.metric.startswith("dram_")
     ]
-    step = tables(to_frame([*rows, *by_ncu]))[0]
+    step = tables_of([*rows, *by_ncu])[0]
     assert step.cells[0][1:4] == ["10.0", "10.0", "20.0"]
     both = CaseReport.of(CASE, [*rows, *by_ncu])
     assert both.dram_bytes == both.phases.dram_bytes["forward"] == 20 * GB
     assert both.value("gpu_busy_share") == pytest.approx(BUSY)
     assert len(both.phases) == len(record["counted"][0])
-    rates = throughputs(summarise(both.frame))
+    every = summary(both.frame)
+    rates = every[every.kind == "throughput"]
     assert {*rates.instrument} == {
         "ncu bytes / cupti seconds",
         "cupti bytes / cupti seconds",

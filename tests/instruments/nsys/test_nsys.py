@@ -14,8 +14,8 @@ from dpbench.instruments import choose
 from dpbench.instruments.nsys import nsys
 from dpbench.instruments.nsys.nsys import Nsys, timeline_of, timeline_rows
 from dpbench.instruments.nsys.timeline import NothingTraced
-from dpbench.results.frame import summarise, to_frame
 from dpbench.results.rows import STEP
+from dpbench.results.summary import own_values, summary, to_frame
 from tests.instruments.nsys.recording import Recording, case_recording
 from tests.programs import program
 
@@ -70,12 +70,12 @@ def test_rows_are_times_and_launches_by_phase_and_of_whole_steps(tmp_path: Path)
     rows = running.rows()
     assert {row.tool for row in rows} == {"nsys 2025.3.1, torch 2.13.0"}
     assert {row.device for row in rows} == {"NVIDIA H200"}
-    summary = summarise(to_frame(rows)).set_index(["phase", "metric"])
-    assert summary.value["forward", "timeline_busy_share"] == pytest.approx(0.75)
-    assert summary.value["clip", "timeline_launches"] == 1
-    assert summary.value[STEP, "timeline_seconds"] == pytest.approx(310e-6)
-    assert summary.value[STEP, "timeline_busy_share"] == pytest.approx((160 / 300 + 0.5) / 2)
-    assert summary.repeats[STEP, "timeline_busy_share"] == 2
+    found = own_values(summary(to_frame(rows))).set_index(["phase", "metric"])
+    assert found.value["forward", "timeline_busy_share"] == pytest.approx(0.75)
+    assert found.value["clip", "timeline_launches"] == 1
+    assert found.value[STEP, "timeline_seconds"] == pytest.approx(310e-6)
+    assert found.value[STEP, "timeline_busy_share"] == pytest.approx((160 / 300 + 0.5) / 2)
+    assert found.steps[STEP, "timeline_busy_share"] == 2
     export = instrument.report(CASE).with_suffix(".sqlite")
     slowed = "a step took 0.3 ms recorded, 0.3 ms before"
     assert list(running.notes) == [slowed, f"dpbench show {export}"]

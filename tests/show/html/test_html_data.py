@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dpbench.core.case import Case, Script
-from dpbench.results.frame import with_logical
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
+from dpbench.results.summary import with_logical
 from dpbench.show.html import charts, data, page
 from dpbench.show.html.data import Material, labelled
 from dpbench.show.html.figures import Chart

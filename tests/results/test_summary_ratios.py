@@ -10,21 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.results.frame import (
-    numbers,
-    summarise,
-    throughputs,
-    to_frame,
-    with_ratios,
-)
 from dpbench.results.rows import STEP, Measurement
-from tests.results.test_frame import BYTES, SECONDS, only, quickly, rows
+from dpbench.results.summary import summary, to_frame
+from tests.results.figures import summarised
+from tests.results.test_summary import BYTES, SECONDS, only, quickly, rows
 
 # --- ratios ----------------------------------------------------------------------------------
 
 
 def ratios(measurements: Iterable[Measurement]) -> pd.DataFrame:
-    return with_ratios(summarise(to_frame(measurements)))
+    return summarised(measurements)
 
 
 @quickly
@@ -111,24 +106,20 @@ def test_no_ratio_to_a_baseline_that_moved_nothing() -> None:
     assert found.ratio.isna().all()
 
 
-def test_ratios_keep_every_row_and_value_of_the_summary() -> None:
-    summary = summarise(
-        to_frame(
-            [*rows("dpsgd", {"l2_served_bytes": 4.0}), *rows("standard", {"l2_served_bytes": 2.0})]
-        )
-    )
-    pd.testing.assert_frame_equal(with_ratios(summary).drop(columns=["ratio", "baseline"]), summary)
-
-
 def test_ratios_are_to_the_trainer_that_is_the_baseline() -> None:
     values = {"dpsgd": 4.0, "standard": 2.0, "own": 8.0}
     named = [row for name, v in values.items() for row in rows(name, {"l2_served_bytes": v})]
-    found = numbers(to_frame(named), "dpsgd")
+    found = summary(to_frame(named), "dpsgd")
     ratios = found[found.metric == "l2_served_ratio"].set_index("trainer").value.to_dict()
-    assert ratios == {"standard": 0.5, "own": 2.0}
+    assert ratios == {"dpsgd": 1.0, "standard": 0.5, "own": 2.0}
 
 
 # --- throughputs -----------------------------------------------------------------------------
+
+
+def throughputs(measurements: Iterable[Measurement]) -> pd.DataFrame:
+    every = summary(to_frame(measurements))
+    return every[every.kind == "throughput"]
 
 
 @quickly
@@ -137,14 +128,10 @@ def test_throughput_is_mean_bytes_over_the_median_step_time(
     counted: list[float], seconds: list[float]
 ) -> None:
     rates = throughputs(
-        summarise(
-            to_frame(
-                [
-                    *rows("dpsgd", {"dram_read_bytes": counted}),
-                    *rows("dpsgd", {"step_time_seconds": seconds}, instrument="timing"),
-                ]
-            )
-        )
+        [
+            *rows("dpsgd", {"dram_read_bytes": counted}),
+            *rows("dpsgd", {"step_time_seconds": seconds}, instrument="timing"),
+        ]
     )
     mean, median = sum(counted) / len(counted), sorted(seconds)[1]
     assert only(rates, metric="dram_read_throughput") == pytest.approx(mean / median)
@@ -152,14 +139,10 @@ def test_throughput_is_mean_bytes_over_the_median_step_time(
 
 def test_throughput_says_that_its_factors_come_from_two_processes() -> None:
     rates = throughputs(
-        summarise(
-            to_frame(
-                [
-                    *rows("dpsgd", {"dram_read_bytes": 6.0, "dram_write_bytes": 4.0}),
-                    *rows("dpsgd", {"step_time_seconds": 2.0}, instrument="timing"),
-                ]
-            )
-        )
+        [
+            *rows("dpsgd", {"dram_read_bytes": 6.0, "dram_write_bytes": 4.0}),
+            *rows("dpsgd", {"step_time_seconds": 2.0}, instrument="timing"),
+        ]
     )
     assert dict(zip(rates.metric, rates.value, strict=True)) == {
         "dram_read_throughput": 3.0,
@@ -167,11 +150,11 @@ def test_throughput_says_that_its_factors_come_from_two_processes() -> None:
         "dram_throughput": 5.0,
     }
     assert set(rates.unit) == {"B/s"}
-    assert set(rates.instrument) == {"ncu bytes / timing seconds"}
+    assert {*zip(rates.instrument, rates.timed_by, strict=True)} == {("ncu", "timing")}
 
 
 def test_no_throughput_without_a_step_time() -> None:
-    assert throughputs(summarise(to_frame(rows("dpsgd", {"dram_read_bytes": 6.0})))).empty
+    assert throughputs(rows("dpsgd", {"dram_read_bytes": 6.0})).empty
 
 
 def test_no_throughput_from_the_time_of_a_phase_or_the_bytes_of_another_instrument() -> None:
@@ -182,7 +165,7 @@ def test_no_throughput_from_the_time_of_a_phase_or_the_bytes_of_another_instrume
         *rows("standard", {"dram_read_bytes": 6.0}),
         *rows("standard", {"step_time_seconds": 2.0}, instrument="timing", phase="clip"),
     ]
-    assert throughputs(summarise(to_frame(measurements))).empty
+    assert throughputs(measurements).empty
 
 
 @pytest.mark.parametrize("other", [{"device": "A100"}, {"batch_size": 16}, {"precision": "bf16"}])
@@ -191,4 +174,4 @@ def test_no_throughput_from_the_time_of_another_case_or_device(other: dict[str, 
         *rows("dpsgd", {"dram_read_bytes": 6.0}),
         *rows("dpsgd", {"step_time_seconds": 2.0}, instrument="timing", **other),
     ]
-    assert throughputs(summarise(to_frame(measurements))).empty
+    assert throughputs(measurements).empty

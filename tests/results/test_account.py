@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from dpbench import Case
 from dpbench.core.metrics import METRICS
 from dpbench.results.account import ACCOUNT_COLUMNS, account
-from dpbench.results.frame import to_frame
 from dpbench.results.kernels import KernelCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.summary import summary, to_frame
 from dpbench.show.kernels import account_table, case_kernel_tables
 
 CASE = Case("dpsgd", 8, 256)
@@ -44,7 +44,7 @@ def frame(phases: dict[str, dict[tuple[str, str], float]]) -> pd.DataFrame:
 
 def accounted(rows: pd.DataFrame) -> pd.DataFrame:
     """The account of rows that have all its numbers."""
-    found = account(rows)
+    found = account(summary(rows))
     assert found is not None
     return found
 
@@ -127,14 +127,14 @@ def test_without_one_of_its_numbers_there_is_no_account(missing: dict[str, str])
     whole = frame({"forward": phase(dram_read_bytes=1.0), "clip": phase(dram_read_bytes=1.0)})
     lacking = whole[~(whole[list(missing)] == pd.Series(missing)).all(axis="columns")]
     assert len(lacking) < len(whole)
-    assert account(whole) is not None
-    assert account(lacking) is None
+    assert account(summary(whole)) is not None
+    assert account(summary(lacking)) is None
 
 
 def test_rows_of_two_devices_have_none() -> None:
     whole = frame({"forward": phase(dram_read_bytes=1.0)})
     on_cpu = whole.device.where(whole.instrument != "torch_profiler", "cpu")
-    assert account(whole.assign(device=on_cpu)) is None
+    assert account(summary(whole.assign(device=on_cpu))) is None
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_case_with_ranges_kernels_and_copies_is_accounted_for_in_its_tables() 
     kernel = KernelCount(0, "forward", "void norm()", 1, 7e9, 0.0, 0.0, 0.5)
     outcome = Outcome(CASE, tuple(map(Measurement.from_row, rows.to_dict("records"))), 1.0)
     with_kernels = replace(outcome, kernels=(kernel,))
-    assert next(table.title for table in case_kernel_tables(with_kernels, 10)) == (
+    assert next(table.title for table in case_kernel_tables(with_kernels, summary(rows), 10)) == (
         "dpsgd-bs8-seq256-1b-fp32: DRAM GB per step"
     )
-    assert case_kernel_tables(outcome, 10) == []
+    assert case_kernel_tables(outcome, summary(rows), 10) == []

@@ -1,0 +1,365 @@
+"""The summary of a run: every number that is shown, compared or judged, each computed here once.
+
+It has one row for each case, instrument, device, phase and metric, over steps and ranks. Ratios,
+spreads, throughputs and numbers over logical ones are metrics of their own, and have rows, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dpbench.core.case import AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.metric import DERIVED, Kind, Share, derived_name
+from dpbench.core.metrics import LARGEST_SPREAD, METRICS
+from dpbench.results.rows import (
+    COLUMNS,
+    NO_HARDWARE,
+    NUMBER,
+    OF_CASE,
+    OWN_COLUMNS,
+    PLACE,
+    STEP,
+    Measurement,
+    as_rows,
+)
+
+CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
+"""The columns that a case shares with its baseline."""
+
+IN_CACHE_BYTES = 1e9
+"""Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
+ratios of DRAM bytes say nothing."""
+
+_OF_STEP = [*PLACE, "instrument", "rank", "repeat", "tool"]
+"""The columns that identify the numbers of one step or phase of it."""
+
+
+def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
+    """One row per measurement, with the columns of `Measurement.as_row`."""
+    return pd.DataFrame(as_rows(measurements), columns=COLUMNS)
+
+
+def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
+    """The summary of a long table.
+
+    Returns:
+        One row per number, with the case and its fields, and
+
+        - ``value``: the mean over the steps, of times and rates the median; of several ranks what
+          the metric says (bytes are summed, of times the longest counts, of shares the mean). A
+          phase that only some of a script's steps have, such as the optimizer's under gradient
+          accumulation, counts as 0 in the others, so that phases add up to the step. NaN where
+          steps of a case lack it, and for ratios without a baseline.
+        - ``of`` and ``kind``: of a number that follows from another metric, which one and how.
+        - ``steps``: how many steps it is over; ``came``: how many of these have it.
+        - ``ranks``: in how many processes the case was measured; ``imbalance``: largest ÷ mean.
+        - ``ratio`` to the same number under the trainer ``baseline``; ``spread``, (largest -
+          smallest) / value; ``logical``, the number that corresponds, counted without hardware for
+          an unfused step; ``over_logical``; ``over_one_gpu``: over that of one GPU with the same
+          batch. NaN where that was not measured or is 0.
+        - ``preferred``: whether it is the number, or follows from the number, of the instrument
+          that tables take, see `of_one_instrument`.
+        - ``has_baseline``: whether the baseline was measured in the cell; ``in_cache``: whether
+          the case moves so little that DRAM ratios mean nothing; ``timed_by``: of a throughput.
+    """
+    rows = _over_steps(_over_ranks(_with_totals(_by_case(frame))))
+    rows = with_logical(_with_ratios(rows, baseline))
+    rows["over_one_gpu"] = _over_one_gpu(rows)
+    preferred = rows.index.isin(of_one_instrument(rows).index)
+    rows = rows.assign(of="", kind="value", timed_by="", preferred=preferred)
+    parts = [rows, *(_derived(rows, kind) for kind in DERIVED), _throughputs(rows), _largest(rows)]
+    whole = pd.concat([part for part in parts if not part.empty] or [rows], ignore_index=True)
+    dram_step = (whole.metric == "dram_bytes") & (whole.phase == STEP)
+    small = dram_step & (whole.value < IN_CACHE_BYTES)
+    standard = each_case(whole.case, lambda case: case.trainer == baseline)
+    cell = [each_case(whole.case, lambda case: case.baseline), *(whole[c] for c in OF_CASE[1:])]
+    whole["has_baseline"] = standard.astype(bool).groupby(cell, sort=False).transform("any")
+    whole["in_cache"] = small.groupby([whole[c] for c in OF_CASE], sort=False).transform("any")
+    return with_axes(whole)
+
+
+def with_axes(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a column for each field of their cases."""
+    axes = pd.DataFrame([vars(case) for case in rows.case], columns=AXES, index=rows.index)
+    return pd.concat([axes, rows], axis="columns")
+
+
+def own_values(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a summary that follow from no other metric."""
+    return rows[rows.kind == "value"]
+
+
+def of_one_instrument(rows: pd.DataFrame, preferred: Sequence[str] = ()) -> pd.DataFrame:
+    """The summary with one number a case, device, phase and metric.
+
+    It is that of the first of the ``preferred`` instruments, or by default of those that the
+    definition of the metric names.
+    """
+    order = {name: preferred or instruments_of(name) for name in rows.metric.unique()}
+    places = [
+        order[metric].index(by) if by in order[metric] else len(order[metric])
+        for metric, by in zip(rows.metric, rows.instrument, strict=True)
+    ]
+    best_first = rows.iloc[np.argsort(places, kind="stable")]
+    return best_first.drop_duplicates([*PLACE, "metric"]).sort_index()
+
+
+def instruments_of(name: str) -> tuple[str, ...]:
+    """The instruments that have a metric, the preferred one first."""
+    metric = METRICS.find(name)
+    return metric.by if metric else ()
+
+
+def each_case(cases: pd.Series[Any], made: Callable[[Case], Any]) -> pd.Series[Any]:
+    """What is made of each case, computed once however many rows it has."""
+    known: dict[int, Any] = {}  # by identity: to hash a case takes long
+    every = cases.to_numpy(dtype=object)
+    for case in every:
+        if id(case) not in known:
+            known[id(case)] = made(case)
+    return pd.Series([known[id(case)] for case in every], cases.index)
+
+
+def _by_case(frame: pd.DataFrame) -> pd.DataFrame:
+    """The long table with the case in place of its fields; numbers that are not finite are lost."""
+    frame = frame[np.isfinite(frame.value.astype(float))]
+    axes = [*zip(*(frame[axis] for axis in AXES), strict=True)]
+    cases = {
+        each: Case.from_row(dict(zip(AXES, each, strict=True))) for each in dict.fromkeys(axes)
+    }
+    case = pd.Series([cases[each] for each in axes], frame.index, dtype=object)
+    rows = frame[OWN_COLUMNS].assign(case=case)
+    _check_unique(rows, [*NUMBER, "rank", "repeat"])
+    return rows
+
+
+def _with_totals(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table with rows of metrics that are sums or shares of others added, step by step."""
+    made = [metric for metric in METRICS.behind({*rows.metric}) if metric.parts]
+    if not made:
+        return rows
+    needed = [*{part for metric in made for part in metric.parts}, "range_time_seconds"]
+    parts = rows[rows.metric.isin(needed)]
+    number = parts.groupby(_OF_STEP, sort=False, dropna=False).ngroup()
+    steps = parts.loc[~number.duplicated(), _OF_STEP].reset_index(drop=True)
+    wide = parts.assign(step=number).pivot(index="step", columns="metric", values="value")
+    wide = wide.reindex(columns=needed).reset_index(drop=True)
+    added = []
+    for metric in made:
+        values = wide[[*metric.parts]].sum(axis="columns", skipna=False)
+        if isinstance(metric.how, Share):
+            part, whole = (wide[name] for name in metric.parts)
+            values = part / whole.where(whole > 0)
+        if metric.name == "gpu_busy_share":
+            values = _of_timed_steps(values, wide.range_time_seconds, steps, rows)
+        values = values.dropna()
+        own = steps.loc[values.index]
+        added.append(own.assign(metric=metric.name, value=values, unit=metric.unit))
+    return pd.concat([rows, *(each for each in added if len(each))], ignore_index=True)
+
+
+def _of_timed_steps(
+    shares: pd.Series[float], spans: pd.Series[float], steps: pd.DataFrame, rows: pd.DataFrame
+) -> pd.Series[float]:
+    """Busy shares of ranges, converted to shares of the time that steps and phases take uncounted.
+
+    A counted range starts with an idle GPU and ends when the GPU is done; in timed steps the CPU
+    launches work while earlier work runs. Waiting for launches makes a range longer, but not its
+    busy time. Where nothing was timed, a step's share is unknown, and a phase's that of its range.
+    """
+    timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
+    medians = timed.groupby(on, sort=False).value.median()
+    times = _beside(steps, medians.reset_index(), on)
+    # Counted and timed steps differ, so a GPU that is always busy can come out slightly above 1.
+    of_timed = (shares * spans / times.where(times > 0)).clip(upper=1.0)
+    return of_timed.fillna(shares.where(steps.phase != STEP))
+
+
+def _over_ranks(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row for all ranks of a step: ``ranks`` is how many, ``imbalance`` largest ÷ mean.
+
+    Raises:
+        ConfigurationError: a rank is missing, or lacks a number of the whole step, or an
+            unregistered metric does not say how ranks become one number.
+    """
+    if rows["rank"].any():
+        rows = _reduced(rows, [*NUMBER, "unit", "repeat"], "rank").rename(
+            columns={"count": "ranks"}
+        )
+        rows["imbalance"] = (rows["max"] / rows["mean"]).fillna(1.0)
+        every = rows.groupby([*OF_CASE, "instrument"], sort=False).ranks.transform("max")
+        for row in rows[(rows.ranks < every) & (rows.phase == STEP)].to_dict("records"):
+            raise ConfigurationError(
+                f"{row['case'].id}: some ranks have no {row['metric']} of step {row['repeat']}"
+            )
+    else:
+        rows = rows.assign(ranks=1, imbalance=1.0)
+    steps = rows[(rows.phase == STEP) & (rows.device != NO_HARDWARE)]
+    gpus = each_case(steps.case, lambda case: case.gpus)
+    for row in steps[steps.ranks < gpus].to_dict("records"):
+        raise ConfigurationError(
+            f"{row['case'].id}: it has {row['case'].gpus} ranks, and {row['metric']} of step "
+            f"{row['repeat']} is of {row['ranks']}"
+        )
+    return rows
+
+
+def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
+    """A row for each group of numbers that differ in a column, with their ``mean``, ``max``, ….
+
+    ``value`` is one of these, as the metric says.
+    """
+    reduced = rows.groupby(keys, sort=False, as_index=False).agg(
+        **{how: ("value", how) for how in ("count", "mean", "median", "sum", "min", "max")},
+        **{name: (name, "mean") for name in ("imbalance",) if name in rows},
+        **{name: (name, "max") for name in ("ranks",) if name in rows},
+    )
+    known = {name: METRICS.find(name) for name in reduced.metric.unique()}
+    if column == "rank" and (unknown := [name for name, metric in known.items() if not metric]):
+        raise ConfigurationError(f"{unknown[0]} of several ranks has no sum or mean: register it")
+    how = reduced.metric.map({n: m.over(column) if m else "mean" for n, m in known.items()})
+    reduced["value"] = reduced["mean"]
+    for other in {*how} - {"mean"}:
+        reduced["value"] = reduced.value.mask(how == other, reduced[other])
+    return reduced
+
+
+def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row for all steps: value, spread, over how many steps, and how many of these have it."""
+    _check_unique(rows, [*NUMBER, "repeat"])
+    reduced = _reduced(rows, [*NUMBER, "unit"], "repeat").rename(columns={"count": "came"})
+    # Steps and phases apart: whole steps can be counted more often.
+    like = [*(reduced[c] for c in (*OF_CASE, "instrument", "metric")), reduced.phase == STEP]
+    steps = reduced.came.groupby(like, sort=False).transform("max")
+    whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
+    partial = (reduced.came < steps) & ~reduced.metric.isin(whole)
+    of_script = each_case(reduced.case, lambda case: case.workload == SCRIPT).astype(bool)
+    scaled = reduced["mean"] * reduced.came / steps
+    value = reduced.value.mask(partial, scaled)
+    spread = (reduced["max"] - reduced["min"].mask(partial, 0.0)) / value
+    steps = steps.where(of_script | partial, reduced.came)
+    every = reduced.groupby([*OF_CASE, "instrument"], sort=False).ranks.transform("max")
+    return reduced[[*NUMBER, "unit", "came", "imbalance"]].assign(
+        ranks=every,
+        value=value.mask(partial & ~of_script),
+        spread=spread.fillna(0.0).where(steps > 1),  # of one step there is none
+        steps=steps,
+    )
+
+
+def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """The rows with ``ratio``: value over that of the same cell's ``baseline``."""
+    cell = rows.assign(case=each_case(rows.case, lambda case: case.baseline))
+    standard = each_case(rows.case, lambda case: case.trainer == baseline).astype(bool)
+    divisor = _beside(cell, cell[standard], NUMBER)
+    fewer = _beside(cell, cell[standard].assign(value=cell.steps[standard]), NUMBER)
+    return rows.assign(
+        ratio=rows.value / divisor.where(divisor != 0),
+        baseline=baseline,
+        ratio_steps=rows.steps.where(~(fewer < rows.steps), fewer),
+    )
+
+
+def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with ``logical`` and ``over_logical`` for what hardware measured.
+
+    ``logical`` is what an unfused step of the same case and phase must move at least (for peak
+    memory: hold), counted without hardware. One of several ranks is counted, the first: what all
+    moved together is compared with as many of it.
+    """
+    by_hardware = rows.device != NO_HARDWARE
+    said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
+    wanted = rows.metric.map(said).where(by_hardware).astype(object)
+    counted = of_one_instrument(rows[~by_hardware])
+    on = [column for column in (*PLACE, "metric") if column != "device"]
+    logical = _beside(rows.assign(metric=wanted), counted, on)
+    together = [name for name, metric in METRICS.items() if metric.over("rank") == "sum"]
+    gpus = each_case(rows.case, lambda case: case.gpus)
+    logical *= gpus.where(rows.metric.isin(together), 1)
+    return rows.assign(logical=logical, over_logical=rows.value / logical.where(logical != 0))
+
+
+def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
+    """What several ranks did over what the same trainer did with the same batch on one GPU."""
+
+    def alone(case: Case) -> Case:
+        return replace(case, parallel="none", gpus=1) if case.gpus > 1 else case
+
+    gpus = each_case(rows.case, lambda case: case.gpus)
+    by_one = _beside(rows.assign(case=each_case(rows.case, alone)), rows[gpus == 1], NUMBER)
+    return (rows.value / by_one.where(by_one != 0)).where(gpus > 1)
+
+
+def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
+    """A column as rows of metrics, e.g. ``ratio`` of DRAM bytes as ``dram_ratio``.
+
+    A case without a baseline has a ratio, which is NaN; a script need not have one.
+    """
+    known = rows[kind].notna()
+    if kind == "ratio":
+        known |= each_case(rows.case, lambda case: case.workload != SCRIPT).astype(bool)
+        rows = rows.assign(steps=rows.ratio_steps)
+    if kind == "spread":
+        known &= rows.metric.isin([metric.name for metric in METRICS.values() if metric.spread])
+    rows = rows[known]
+    names = {metric: derived_name(metric, kind) for metric in rows.metric.unique()}
+    unit = rows.unit if kind == "logical" else "1"
+    value = rows[kind].astype(float)
+    return rows.assign(
+        of=rows.metric, metric=rows.metric.map(names), value=value, unit=unit, kind=kind
+    )
+
+
+def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Counted bytes per second of unprofiled step time, for each byte metric of the step.
+
+    The time is that of the instrument that counted, or else of another one, in another process.
+    """
+    step = rows[rows.phase == STEP]
+    times = step[step.metric == "step_time_seconds"].assign(metric="")
+    whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
+    counters, timers = instruments_of("dram_bytes"), instruments_of("step_time_seconds")
+    counted = step[(step.unit == "B") & ~step.metric.isin(whole) & step.instrument.isin(counters)]
+    seconds = _beside(counted.assign(metric=""), times, NUMBER)
+    by = counted.instrument.where(seconds.notna(), "")
+    for timer in timers:
+        other = _beside(counted.assign(metric="", instrument=timer), times, NUMBER)
+        by = by.mask(seconds.isna() & other.notna(), timer)
+        seconds = seconds.fillna(other)
+    names = counted.metric.map(lambda metric: derived_name(metric, "throughput"))
+    rates = counted.assign(of=counted.metric, metric=names, value=counted.value / seconds)
+    rates = rates.assign(unit="B/s", kind="throughput", timed_by=by, spread=np.nan)
+    return rates[seconds.notna()]
+
+
+def _largest(rows: pd.DataFrame) -> pd.DataFrame:
+    """The largest of the spreads of a case's metrics, of those that count for it."""
+    spreads = _derived(rows[rows.preferred], "spread")
+    largest = spreads.sort_values("value", ascending=False, kind="stable")
+    return largest.assign(metric=LARGEST_SPREAD.name, of="").drop_duplicates(PLACE)
+
+
+def _beside(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series[float]:
+    """For each row the value of the other with the same keys; NaN where there is none."""
+    _check_unique(others, on)
+    both = rows[on].merge(others[[*on, "value"]], "left", on)
+    return pd.Series(both.value.to_numpy(float), rows.index)
+
+
+def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
+    """Refuse rows that differ in something besides these, naming the column in which they do."""
+    again = rows.duplicated(keys, keep=False)
+    if not again.any():
+        return
+    row = rows[again].iloc[0]
+    alike = rows[again & (rows[keys] == row[keys]).all(axis="columns")]
+    differ = [str(name) for name in alike if name != "value" and alike[name].nunique() > 1]
+    what = f"{row.metric}@{row.phase} of {row.case.id} by {row.instrument}"
+    columns = ", ".join(differ) or "nothing but their value"
+    raise ValueError(f"{len(alike)} rows of {what} differ in {columns}")
