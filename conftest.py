@@ -149,15 +149,23 @@ def pytest_sessionfinish() -> None:
     gc.freeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare ``--slow``."""
+    parser.addoption("--slow", action="store_true", help="run tests marked slow, too")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` without a GPU, and run the longest tests first.
+    """Skip tests marked ``gpu`` without a GPU and ``slow`` without ``--slow``; longest tests first.
 
     Tests that run pytest take seconds. Workers steal tests from each other, except the last two: if
     these are short, all workers end together. pytest-randomly keeps its order.
     """
     if not config.pluginmanager.hasplugin("randomly"):
         items.sort(key=lambda item: "pytester" not in getattr(item, "fixturenames", ()))
-    if not visible_gpus():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    skipped = {} if visible_gpus() else {"gpu": "needs an NVIDIA GPU"}
+    if not config.getoption("--slow"):
+        skipped["slow"] = "takes long: --slow runs it"
+    for item in items:
+        for marker, reason in skipped.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
