@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from dpbench import SimpleBigModel, get_random_dataloader
 from dpbench.core.model_size import MODEL_SIZES, ModelSize
 from dpbench.training.book_keeping import BookKeepingTrainer
-from dpbench.training.kernels import ProductError, gram_sums, products
-from dpbench.training.norm_bounds import gram_bound
+from dpbench.training.kernels import gram_sums, products
+from dpbench.training.norm_bounds import ProductError, gram_bound
 from dpbench.training.per_layer import EmbeddingRule, LinearRule, Seen
 
 BLOCKS = 2

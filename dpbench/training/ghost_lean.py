@@ -240,9 +240,9 @@ class FirstPass:
         samples = self.samples.pop(parameter, None)
         if samples is None:  # checkpointing comes to it for each block
             return torch.zeros_like(gradient)
-        by_example = samples.reshape(len(samples), -1).t()
-        summed = torch.mv(by_example, rounded_down(weights, samples.dtype))
-        return summed.view_as(gradient).to(gradient.dtype)
+        wide = torch.promote_types(samples.dtype, weights.dtype)  # so that it is rounded once
+        by_example = samples.reshape(len(samples), -1).t().to(wide)
+        return torch.mv(by_example, weights.to(wide)).view_as(gradient).to(gradient.dtype)
 
 
 def is_convolution(layer: nn.Module) -> bool:

@@ -9,32 +9,30 @@ shape at once, they come from one kernel that keeps neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpbench.training.kernels import (
-    ProductError,
     by_kernel,
     gram_norms,
     gram_sums,
-    product_error,
     products,
     wide_product,
     wide_type,
 )
 from dpbench.training.norm_bounds import (
+    ProductError,
     gradient_bound,
     gram_bound,
+    product_error,
     row_norms,
     sample_bound,
     squared_sample_norms,
     with_rounding,
 )
-
-Item = TypeVar("Item")
 
 WAYS = ("products", "cheaper")
 """Always by products T × T, or by these where they are smaller than the gradient."""
@@ -152,11 +150,3 @@ def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: boo
     errors = [product_error(each, by_kernel=by_kernel(x, g)) for each in (x, g)]
     parts = gram_norms(xs, gs, bias).unbind(1)
     return gram_bound(parts, x.shape[1], (errors[0], errors[1]), g.dtype)
-
-
-def grouped(items: Iterable[Item], kind: Callable[[Item], object]) -> Iterable[list[Item]]:
-    """The items that are of a kind, together."""
-    kinds: dict[object, list[Item]] = {}
-    for item in items:
-        kinds.setdefault(kind(item), []).append(item)
-    return kinds.values()

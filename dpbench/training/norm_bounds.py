@@ -8,7 +8,7 @@ threshold. So what rounding takes from a norm is bounded and added, and what the
 rounding error. A is off by a matrix of Frobenius norm ``e_A = a |A| + a' tr A`` at most: each of
 its roundings is of a sum over some of the K columns of x, and such a sum is no larger than A,
 because both and their difference are positive semidefinite; a and a' are those of
-`dpbench.training.kernels.product_error`. With ``e_B`` likewise, and n roundings of 2⁻²⁴ in the sum
+`product_error`. With ``e_B`` likewise, and n roundings of 2⁻²⁴ in the sum
 of the products, P is off by at most (Cauchy and Schwarz)::
 
     e_A |B| + e_B |A| + e_A e_B + n 2⁻²⁴ |A| |B|
@@ -49,7 +49,63 @@ import torch
 from torch import Tensor
 
 from dpbench.training.gradient_sums import rounded_down
-from dpbench.training.kernels import ProductError, has_tf32, wide_type
+from dpbench.training.kernels import TILINGS, wide_type
+
+
+class ProductError(NamedTuple):
+    """How far a product ``a b`` may be off, in the Frobenius norm.
+
+    By ``of_sums`` times the largest norm that the sum of some of its terms ``a_k b_kᵀ`` has, and
+    ``of_terms`` times the sum of the norms of all terms. Where b is the transpose of a, these are
+    the norm and the trace of the product: without some of its terms, ``a aᵀ`` is no larger.
+    """
+
+    of_sums: float
+    of_terms: float
+
+
+def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> ProductError:
+    """How far products of `dpbench.training.kernels` may be off: the worst case.
+
+    - Each of K sums is rounded to the nearest, by 2⁻²⁴ of itself at most, in any order, and so is
+      each term (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1).
+    - On tensor cores a sum of products of 16-bit numbers and of what was there before is cut off,
+      not rounded, to 24 bits of the largest of them, and so is each term (Fasi, Higham, Mikaitis
+      and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
+      https://doi.org/10.7717/peerj-cs.330). Of 4 products at a time, without a bit more: 12 units
+      of 2⁻²⁴. From Hopper on 16 at a time, terms with two bits more: 11.
+    - With TF32 switched on, both numbers are rounded to 11 bits: 2⁻¹⁰ of terms more.
+    - In the kernel of `gram_norms` a float32 product is three of tf32, of the numbers' upper and
+      lower parts, without that of the lower parts. A part has 11 bits, so what is left out and
+      rounded off is less than 3 · 2⁻²⁰, were parts cut off rather than rounded (Ootomo and Yokota,
+      "Recovering single precision accuracy from Tensor Cores", 2022,
+      https://arxiv.org/abs/2203.03341). Each step of it is summed on tensor cores, 8 products and
+      what was there before without a bit more, and added to the others in float32.
+
+    Args:
+        a: ``[B, I, K]``; of whole numbers, there is no error.
+        b: ``[B, K, J]``; the transpose of a, if left out.
+        by_kernel: whether it is a product of `gram_norms_by_kernel`.
+    """
+    if not a.is_floating_point():
+        return ProductError(0.0, 0.0)
+    length = a.shape[2]
+    if wide_type(a, a if b is None else b) == torch.float64 and not by_kernel:
+        return ProductError(length * 2.0**-53, 2.0**-53)
+    if a.is_cuda and a.itemsize == 2:
+        together, units = (16, 11) if torch.cuda.get_device_capability(a.device)[0] > 8 else (4, 12)
+        return ProductError((length / together + 1) * units * 2.0**-24, units * 2.0**-24)
+    if by_kernel:
+        step = TILINGS[torch.float32][1]
+        return ProductError((length / step + 1) * 2.0**-24, (48 + 18 * step / 8) * 2.0**-24)
+    if has_tf32():
+        return ProductError(3 * length * 2.0**-24, 2.0**-10 + 12 * 2.0**-24)
+    return ProductError(length * 2.0**-24, 2.0**-24)
+
+
+def has_tf32() -> bool:
+    """Whether products of float32 numbers may round these to 11 bits."""
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 class GramSums(NamedTuple):

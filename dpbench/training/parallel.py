@@ -7,7 +7,7 @@ that of the batch, because they are equal.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -101,14 +101,6 @@ def begun_together(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         distributed.broadcast(parameter.data, 0)
     return model
-
-
-def summed(buffers: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Sum buffers over the ranks, in place; each is ready when it comes."""
-    reductions = [distributed.all_reduce(buffer, async_op=True) for buffer in buffers]
-    for reduction, buffer in zip(reductions, buffers, strict=True):
-        reduction.wait()
-        yield buffer
 
 
 def own_part(gradient: Any, parallel: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench import MODEL_SIZES, TRAINERS, Case, SimpleBigModel, get_random_dataloader
+from dpbench.commands.cli import main
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical.logical import Logical
 from dpbench.training.ghost_norms import GhostNorms
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 TINY = MODEL_SIZES["tiny"]
 BATCH_SIZE = 4
 ORIGINAL = {
@@ -70,6 +73,14 @@ def test_norms_the_cheaper_way_move_less_than_either_kind_alone() -> None:
 
     ways = [bytes_of(f"ghost_lean:norms={way}") for way in ("cheaper", "products")]
     assert ways[0] < min(ways[1], bytes_of("dpsgd_fgc"))
+
+
+def test_runs_that_name_trainers_of_before_are_still_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for file, before in (("methods-256", "mixed_ghost"), ("opacus-changes", "lean:changes=kept")):
+        assert main(["show", str(RESULTS / f"h200-{file}.json")]) == 0
+        assert f"\n{before} " in capsys.readouterr().out
 
 
 class Operators(TorchDispatchMode):

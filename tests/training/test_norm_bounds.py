@@ -16,8 +16,8 @@ from dpbench import TRAINERS, Batch, Workload
 from dpbench.core.errors import ConfigurationError
 from dpbench.training import kernels
 from dpbench.training.ghost_norms import GhostNorms, are_smaller
-from dpbench.training.kernels import ProductError
 from dpbench.training.norm_bounds import (
+    ProductError,
     clipping_factors,
     gram_bound,
     squared_sample_norms,

@@ -55,7 +55,7 @@ def test_sums_of_products_compile(capability: int, kind: str) -> None:
 
     from dpbench.training.triton_kernels import gram_sums
 
-    constants = {"rows": 8, "some": 128}
+    constants = {"bias": True, "rows": 8, "some": 128}
     types = dict.fromkeys(("of_x", "of_g", "sums"), f"*{kind}")
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in gram_sums.arg_names}

@@ -277,9 +277,7 @@ def test_the_seed_of_whoever_asks_stays_as_it_was() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize(
-    "trainer", ["ghost_lean", "dpsgd_ghost", "dpsgd_fgc", "ghost_lean:norms=cheaper"]
-)
+@pytest.mark.parametrize("trainer", ["dpsgd_ghost", "dpsgd_fgc"])
 def test_a_weight_that_is_used_by_hand_is_told_from_one_that_is_not_used(trainer: str) -> None:
     with pytest.raises(ConfigurationError, match="whose layer its hooks did not hear") as by_hand:
         checks_of(trainer, workload="tests.verify.right:ByHand")
@@ -287,6 +285,13 @@ def test_a_weight_that_is_used_by_hand_is_told_from_one_that_is_not_used(trainer
     with pytest.raises(ConfigurationError, match="the loss does not depend on it") as unused:
         checks_of(trainer, workload="tests.verify.right:ByHand:unused=true")
     assert unused.value.exit_code == 2
+
+
+def test_a_weight_that_is_used_by_hand_is_refused_and_one_that_is_not_used_is_not() -> None:
+    with pytest.raises(ConfigurationError, match=r"layer 1 .* uses its parameters without calling"):
+        checks_of("ghost_lean", workload="tests.verify.right:ByHand")
+    checks = checks_of("ghost_lean", workload="tests.verify.right:ByHand:unused=true")
+    assert [check.name for check in checks if not check.passed] == []
 
 
 def test_a_trainer_of_another_model_is_not_judged_by_a_layer_and_says_so() -> None:
