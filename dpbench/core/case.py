@@ -256,7 +256,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """The axes that have few values, and these values."""
 
-LATER = AXES[AXES.index("optimizer") :]
+OPTIONAL_AXES = AXES[AXES.index("optimizer") :]
 """Axes that ids and titles name only where the value is not the default."""
 
 OF_TRANSFORMER = {
@@ -266,14 +266,14 @@ OF_TRANSFORMER = {
 
 
 def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
-    """The values along `LATER` that are known and not the default."""
-    known = {axis: axes[axis] for axis in LATER if axes.get(axis)}
+    """The values along `OPTIONAL_AXES` that are known and not the default."""
+    known = {axis: axes[axis] for axis in OPTIONAL_AXES if axes.get(axis)}
     return {axis: str(value) for axis, value in known.items() if value != ADDED[axis]}
 
 
 def _for_path(text: str) -> str:
     """A text as part of a file's name, apart from the parts that are joined by hyphens."""
-    return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(LATER)})=)", "@2D", quoted(text))
+    return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(OPTIONAL_AXES)})=)", "@2D", quoted(text))
 
 
 def _name_for_path(name: str) -> str:
