@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from dpbench import SimpleBigModel, get_random_dataloader
 from dpbench.core.model_size import MODEL_SIZES, ModelSize
 from dpbench.training.book_keeping import BookKeepingTrainer
-from dpbench.training.kernels import gram_sums, products
-from dpbench.training.norm_bounds import GramSums, gram_bound
+from dpbench.training.kernels import ProductError, gram_sums, products
+from dpbench.training.norm_bounds import gram_bound
 from dpbench.training.per_layer import EmbeddingRule, LinearRule, Seen
 
 BLOCKS = 2
 
-WAYS = {
-    ("fp32", "products"): lambda k: k * 2.0**-24,
-    ("fp32", "kernel"): lambda k: (48 + 72 + k / 32) * 2.0**-24,
-    ("bf16", "both"): lambda k: k * 2.0**-24 * 2 / 3,
+WAYS: dict[tuple[str, str], Callable[[int], tuple[float, float]]] = {
+    ("fp32", "products"): lambda k: (k, 1),
+    ("fp32", "kernel"): lambda k: (k / 32 + 1, 48 + 72),
+    ("bf16", "both"): lambda k: (11 * (k / 16 + 1), 11),
 }
-"""By precision and way of the products, `entry_error` on a GPU."""
+"""By precision and way of the products K long, `product_error` on a GPU, in units of 2⁻²⁴."""
 
 
 class Kept(BookKeepingTrainer):
@@ -39,7 +39,7 @@ class Kept(BookKeepingTrainer):
     def __init__(self, model: nn.Module, *, batch_size: int) -> None:
         super().__init__(model, batch_size=batch_size, noise_multiplier=0.0)
         self.names = {layer: name for name, layer in model.named_modules()}
-        self.kept: list[tuple[float, GramSums, int, int, int]] = []
+        self.kept: list[tuple[bool, Tensor, int, int, int]] = []
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
         for layer, calls in seen.items():
@@ -48,9 +48,9 @@ class Kept(BookKeepingTrainer):
                 x, g = rule.joined(calls)
                 width = x.shape[2] if x.dim() == 3 else 0
                 x = x.double() if width else x
-                made = GramSums(*gram_sums(*products(x, g.double())))
+                made = gram_sums(*products(x, g.double()))
                 name = self.names[layer]
-                self.kept.append((name.count("blocks."), made, x.shape[1], width, g.shape[2]))
+                self.kept.append(("blocks." in name, made, x.shape[1], width, g.shape[2]))
         return super().squared_norms(seen)
 
 
@@ -67,11 +67,10 @@ def rows(size: ModelSize, lengths: list[int]) -> Iterator[list[object]]:
             exact = bound = 0.0
             for in_block, sums, length, width, height in trainer.kept:
                 times = size.layers / shallow.layers if in_block else 1
-                narrow = GramSums(*(each.float() for each in sums))
-                exact += times * float(sums.squared_norm)
-                bound += times * float(
-                    gram_bound(narrow, length, (error(width), error(height)), dtype)
-                )
+                errors = [ProductError(*(n * 2.0**-24 for n in error(k))) for k in (width, height)]
+                norms = gram_bound([sums.float()], length, (errors[0], errors[1]), dtype)
+                exact += times * float(sums[0])
+                bound += times * float(norms)
             yield [tokens, precision, way, f"{100 * (1 - (exact / bound) ** 0.5):.2f} %"]
 
 

@@ -304,38 +304,31 @@ def spread(of_trainers: Iterable[dict[str, float]]) -> float | None:
 # --- several GPUs, diffs, peers, files ------------------------------------------------------------
 
 
-def of_ranks(metric: str, phase: str = "step", **axes: object) -> float | None:
-    """A counted number of one rank, if it was counted."""
-    for file in COUNTED_RANKS:
-        with suppress(LookupError):
-            return value(file, metric, phase, **axes)
-    return None
+def of_ranks(number: Callable[..., float], *what: str, **axes: object) -> float:
+    """A counted number of one rank, from the file that has it."""
+    first, second = COUNTED_RANKS
+    try:
+        return number(first, *what, **axes)
+    except LookupError:
+        return number(second, *what, **axes)
 
 
 @table
 def ranks(parallel: str, *trainers: str) -> str:
-    """What one rank sends and draws, counted; "-" where it was not."""
+    """What one rank sends and draws, counted."""
     rows = []
-    standard = of_ranks(SENT, trainer="standard", parallel=parallel, gpus=64)
+    standard = of_ranks(value, SENT, trainer="standard", parallel=parallel, gpus=64)
     for trainer in trainers:
         axes = {"trainer": trainer, "parallel": parallel}
-        sent = [of_ranks(SENT, gpus=gpus, **axes) for gpus in (8, 64, 1024)]
-        if not (sent[1] and standard):
-            raise LookupError(f"nothing of {trainer} under {parallel} was counted")
-        noise = of_ranks("logical_bytes", "noise", gpus=64, **axes)
-        shown = ("-" if n is None else f"{n / 1e9:.2f}" for n in (*sent, noise))
-        *three, drawn = shown
-        rows.append([trainer, *three, sent[1] / standard, calls(trainer, parallel), drawn])
+        sent = [of_ranks(value, SENT, gpus=gpus, **axes) for gpus in (8, 64, 1024)]
+        noise = "-"
+        with suppress(LookupError):
+            noise = f"{of_ranks(value, 'logical_bytes', 'noise', gpus=64, **axes) / 1e9:.2f}"
+        shown = (f"{number / 1e9:.2f}" for number in sent)
+        calls = f"{of_ranks(collectives, gpus=64, **axes):.0f}"
+        rows.append([trainer, *shown, sent[1] / standard, calls, noise])
     heads = [parallel, "8 GPUs", "64 GPUs", "1024 GPUs", "÷ standard", "collectives", "noise GB"]
     return markdown(heads, rows)
-
-
-def calls(trainer: str, parallel: str) -> str:
-    """How often one rank of 64 sends in a step."""
-    for file in COUNTED_RANKS:
-        with suppress(LookupError):
-            return str(collectives(file, trainer=trainer, parallel=parallel, gpus=64))
-    return "-"
 
 
 @table

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import distributed
 
-from dpbench.training.parallel import rank_and_ranks
+from dpbench.training.parallel import leave_group, rank_and_ranks
+
+__all__ = ["FOR_EVER", "all_gather", "leave_group"]
 
 FOR_EVER = timedelta(days=30)  # whoever started the ranks ends those that wait in vain
 

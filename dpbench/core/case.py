@@ -76,7 +76,7 @@ class Case:
     ``transformer:seq_len=128``, ``resnet:depth=50,image_size=64``.
     """
 
-    trainer: str = axis("{names}, their class names, or package.module:Class")
+    trainer: str = axis("{names}, or package.module:Class")
     batch_size: int = axis("examples in a step", count="batch size")
     seq_len: int = axis("tokens in an example of the transformer", 0, count="sequence length")
     model_size: str = axis(

@@ -110,12 +110,16 @@ class Registry(Mapping[str, Any]):
         return partial(named, **parameters)
 
     def locate(self, spelling: str) -> None:
-        """Refuse a class whose module is missing; imports only the packages around it."""
-        if self.is_builtin(spelling):  # around some lies torch
-            return
-        with self._importing(spelling) as (module, _):
-            if module not in sys.modules and find_spec(module) is None:
-                raise ModuleNotFoundError(name=module)
+        """Refuse a class whose module is missing, or which does not take its parameters.
+
+        Imports a class with parameters; of others only the packages around them.
+        """
+        if parted(spelling)[1]:
+            self[spelling]
+        elif not self.is_builtin(spelling):  # around some of which lies torch
+            with self._importing(spelling) as (module, _):
+                if module not in sys.modules and find_spec(module) is None:
+                    raise ModuleNotFoundError(name=module)
 
     @contextmanager
     def _importing(self, spelling: str) -> Iterator[tuple[str, str]]:
@@ -289,7 +293,7 @@ def resolve(case: Case) -> Case:
     """The case with short names, whichever spelling it has."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
     case = replace(case, **names) if names else case
-    import_named(case, if_parameters=True)
+    locate([case])
     return case
 
 
@@ -298,14 +302,12 @@ def locate(cases: Iterable[Case]) -> None:
     for case in cases:
         for _, registry, name in names_of(case):
             registry.locate(name)
-        import_named(case, if_parameters=True)
 
 
-def import_named(case: Case, *, if_parameters: bool = False) -> None:
-    """Import the classes that a case names, or those with parameters alone, to check these."""
+def import_named(case: Case) -> None:
+    """Import the classes that a case names."""
     for _, registry, name in names_of(case):
-        if parted(name)[1] or not if_parameters:
-            registry[name]
+        registry[name]
 
 
 def is_builtin(case: Case) -> bool:

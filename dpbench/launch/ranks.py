@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from dpbench.child.agreement import FOR_EVER, all_gather
+from dpbench.child.agreement import FOR_EVER, all_gather, leave_group
 from dpbench.child.build import pick_device
 from dpbench.child.hang_report import ASKED, STACK, place
 from dpbench.child.messages import LOST
@@ -171,7 +171,7 @@ def in_group(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group(check_backend(device), timeout=FOR_EVER)
     yield
-    distributed.destroy_process_group()
+    leave_group()
 
 
 def _error_of_rank(rank: int, failure: ProcessFailure) -> DpbenchError:

@@ -26,7 +26,6 @@ from dpbench.training.gradient_sums import Buffer, Factors, scaled
 from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import EmbeddingRule, LinearRule, Rule, Seen, rule_of
 from dpbench.training.phases import phase
-from dpbench.training.reductions import taken
 
 
 class BookKeepingTrainer(ClippedSumTrainer):
@@ -133,13 +132,12 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     def clip(self, last: bool) -> None:
         """Add the clipped gradients to those of earlier micro-batches; reduce the last ones."""
-        layers = self.clipped(last)
-        while complete := taken(layers):
-            self.reduce(complete)
+        for buffer in self.clipped(last):
+            self.reduce(buffer)
 
     @torch.no_grad()
-    def clipped(self, last: bool) -> Iterator[list[Buffer]]:
-        """Clip, and over ranks take out each layer's buffers once the last micro-batch is in them.
+    def clipped(self, last: bool) -> Iterator[Buffer]:
+        """Clip, and over ranks take out each buffer once the last micro-batch is in it.
 
         All ranks do so in the order of the model's layers, also of those that one has not called.
         """
@@ -150,7 +148,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
             if layer in seen:
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
             if early:
-                yield [*self.sums.close(rule.trained)]
+                yield from self.sums.close(rule.trained)
 
     def clipping_factors(self, seen: dict[nn.Module, Seen]) -> Tensor:
         """What each example's gradient is multiplied by, ``[B]``, float32 at least."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from dpbench.training.known_model import KnownModel
 from dpbench.training.norm_bounds import clipping_factors, total
 from dpbench.training.parallel import begun_together, own_generator, own_part, rank_and_ranks
 from dpbench.training.phases import phase
-from dpbench.training.reductions import Reduction, Share, as_gradient
+from dpbench.training.reductions import Reduction, as_gradient
 from dpbench.training.refusals import ONLY_GHOST, check_layers
 
 
@@ -83,31 +83,24 @@ class ClippedSumTrainer(TrainerBase):
         """What gradients are multiplied by, of whose parts these are the squared norms ``[B]``."""
         return clipping_factors(total(squared_norms), self.max_grad_norm)
 
-    def reduce(self, buffers: list[Buffer]) -> None:
-        """Begin to add buffers up over the ranks, to which no rank adds anything any more.
+    def reduce(self, buffer: Buffer) -> None:
+        """Begin to add a buffer up over the ranks, to which no rank adds anything any more.
 
-        Under DDP the noise is in them: each rank draws a share. Under FSDP2 there are only those
-        that are sent and those that are filled meanwhile.
+        Under DDP the noise is in it: each rank draws a share.
         """
         if self.parallel == "ddp" and not self.draws_in_update:
             with phase("noise"):
-                for buffer in buffers:
-                    self.make_private(buffer.flat)
-        self._reductions.append(Reduction(buffers, self.parallel))
-        if self.parallel == "fsdp2" and len(self._reductions) > 1:
-            self._reductions[-2].wait()
+                self.make_private(buffer.flat)
+        self._reductions.append(Reduction(buffer, self.parallel))
+        if self.parallel == "fsdp2" and len(self._reductions) > AT_ONCE:
+            self._reductions[-1 - AT_ONCE].wait()  # which frees what was sent
 
-    def take_shares(self) -> Iterator[Share]:
-        """What this rank has of all sums, as soon as they are there; reduce what is left."""
-        if rest := [*self.take_sums().close()]:
-            self.reduce(rest)
-        yield from self.take_reduced()
-
-    def take_reduced(self) -> Iterator[Share]:
-        """The same of what is being reduced."""
+    def all_reductions(self) -> list[Reduction]:
+        """Those of all buffers; reduce what is left."""
+        for buffer in self.take_sums().close():
+            self.reduce(buffer)
         reductions, self._reductions = self._reductions, []
-        for reduction in reductions:
-            yield from reduction.wait()
+        return reductions
 
     def make_private(self, gradient: Tensor) -> None:
         """Add noise to a sum, or to this rank's share of it, and make it a mean."""
@@ -121,17 +114,21 @@ class ClippedSumTrainer(TrainerBase):
     @torch.no_grad()
     def update(self) -> None:
         """Add noise to the summed gradients, and let the optimizer step with their mean."""
-        with phase("optimizer" if self.parallel == "ddp" else "noise"):
-            shares = [*self.take_shares()]
-            if self.parallel != "ddp":
-                for share in shares:
-                    self.make_private(share.flat)
+        reductions = self.all_reductions()
+        if self.parallel != "ddp":
+            with phase("noise"):
+                for each in reductions:
+                    self.make_private(each.wait())
         with phase("optimizer"):
-            for share in shares:
-                for parameter, part in zip(share.parameters, share.parts(share.flat), strict=True):
+            for each in reductions:
+                for parameter, part in zip(each.parameters, each.parts(each.wait()), strict=True):
                     parameter.grad = as_gradient(part, parameter)
             self.plain_optimizer.step()
             self.plain_optimizer.zero_grad(set_to_none=True)
+
+
+AT_ONCE = 4
+"""Buffers that are being reduced under FSDP2 while others are filled; each takes memory."""
 
 
 def check_alike(parameters: list[nn.Parameter]) -> None:

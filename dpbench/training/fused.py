@@ -11,26 +11,26 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch
 from dpbench.training.book_keeping import BookKeepingTrainer
-from dpbench.training.clip_graphs import FixedInputs, Turns
 from dpbench.training.ghost_norms import squared_norms_of_alike
-from dpbench.training.gradient_sums import Buffer, Sums, in_buffers, one_buffer, part_size
+from dpbench.training.gradient_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.kernels import layer_norm_samples, noisy_descent, scaled
 from dpbench.training.known_model import KnownModel
 from dpbench.training.norm_bounds import squared_sample_norms
-from dpbench.training.parallel import rank_and_ranks
+from dpbench.training.parallel import GRAPHS, rank_and_ranks
 from dpbench.training.per_layer import (
     EmbeddingRule,
     Gradients,
@@ -42,14 +42,15 @@ from dpbench.training.per_layer import (
     three_dimensional,
 )
 from dpbench.training.phases import phase
-from dpbench.training.reductions import Share, taken
+from dpbench.training.reductions import Reduction
 
 T = TypeVar("T")
 
-GraphAndBuffers = tuple[torch.cuda.CUDAGraph, list[Buffer]]
-"""A graph of a part of a step, and the buffers that are complete after it."""
-Graphs = dict[str, list[GraphAndBuffers]]
-"""Those of all parts, by phase."""
+Graphs = dict[str, list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]]
+"""By phase the graphs of its parts, and of each the buffers that are complete after it."""
+
+REDUCED_TOGETHER = 2**26
+"""Bytes of buffers after which they are reduced, while the next graph is computed."""
 
 
 class LayerNormRule(SampledRule):
@@ -75,9 +76,9 @@ class FusedTrainer(BookKeepingTrainer):
     each draws it for its shards, which stay where they are.
 
     The first step makes the graphs, and only it. A batch of other shapes than its is trained
-    without them, as are micro-batches, steps whose operators somebody counts, a model some layers
-    of which have gone over to `eval`, or back. Under FSDP2 only clip has graphs: see
-    `dpbench.training.clip_graphs`.
+    without them, as are micro-batches, steps whose operators somebody counts, and a model some
+    layers of which have gone over to `eval`, or back. Under FSDP2 they hold its collectives: see
+    `dpbench.training.parallel.leave_group`.
     """
 
     scaled = staticmethod(scaled)
@@ -87,16 +88,23 @@ class FusedTrainer(BookKeepingTrainer):
         self.merged = is_plain(self.plain_optimizer)
         if self.merged:
             self.labels = {**self.labels, "noise": "in the update"}
-        if self.merged and self.parallel != "fsdp2":
-            self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
+            if self.parallel != "fsdp2":
+                self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
             self.known = KnownModel(self.model, in_place=True)
         self.draws_in_update = self.merged
         self._seed_buffers()
         device = self.trained[0].device
         self._graphs: Graphs | None = None  # before the first step
-        self._clip_inputs: FixedInputs | None = None  # under FSDP2, once its clip has graphs
+        self._recorded_reductions: list[Reduction] = []
         self._loss = torch.zeros((), device=device)
         self._layers = [*self.model.modules()]
+        self._last_block: Any = None  # of those that FSDP2 gathers, in forward
+        for layer in self._layers[1:]:
+            if isinstance(layer, FSDPModule):
+                layer.register_forward_hook(self._note_block)
+
+    def _note_block(self, block: nn.Module, *_: object) -> None:
+        self._last_block = block
 
     def _seed_buffers(self) -> None:
         """Give each buffer a seed; under FSDP2 others in each rank."""
@@ -141,17 +149,17 @@ class FusedTrainer(BookKeepingTrainer):
             super().update()
             return
         with phase("optimizer"):
-            self._descend(self.take_shares())
+            self._descend(self.all_reductions())
 
     @torch.no_grad()
-    def _descend(self, shares: Iterable[Share]) -> None:
+    def _descend(self, reductions: Iterable[Reduction]) -> None:
         """Noise and update in one pass over gradients and parameters."""
         rate = self.plain_optimizer.param_groups[0]["lr"] / self.joint_batch_size
         deviation = self.noise_multiplier * self.max_grad_norm
         self.seeds += self._seeds_of_a_step  # seeds are never reused
         seeds = self.seeds.unbind()
-        for each in shares:
-            gradient, seed = each.flat, seeds[each.number]
+        for each in reductions:
+            gradient, seed = each.wait(), seeds[each.number]
             if self.parallel != "fsdp2":
                 noisy_descent(self.flats[each.number], gradient, seed, deviation, rate)
                 continue
@@ -165,14 +173,10 @@ class FusedTrainer(BookKeepingTrainer):
 
     # --- graphs ------------------------------------------------------------------------------
 
-    def has_graphs(self) -> bool:
-        """Whether a step may be one of graphs, if it is like the first."""
-        possible = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
-        # Whoever listens to operators does not hear those of a graph.
-        return possible and _get_current_dispatch_mode() is None
-
     def train_step(self, batch: Batch) -> Tensor:
-        graphs = self.parallel != "fsdp2" and self.has_graphs()
+        graphs = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
+        # Whoever listens to operators does not hear those of a graph.
+        graphs = graphs and _get_current_dispatch_mode() is None
         if self._graphs is None:
             self.begin_step()
             next(self.parts(batch))  # refuses another size
@@ -185,10 +189,10 @@ class FusedTrainer(BookKeepingTrainer):
             with phase(name):
                 for graph, complete in graphs_of_phase:
                     graph.replay()
-                    if complete:
-                        self.reduce(complete)
+                    for buffer in complete:
+                        self.reduce(buffer)
         with phase("optimizer"):
-            self._descend(self.take_reduced())
+            self._descend(self._recorded_reductions or self._reductions)
         return self._loss.clone()
 
     def _signature(self, batch: Batch) -> tuple[object, ...]:
@@ -212,7 +216,7 @@ class FusedTrainer(BookKeepingTrainer):
         torch.cuda.current_stream().wait_stream(side)
         graphs: Graphs = {}
         pool = torch.cuda.graph_pool_handle()
-        with capture_errors_explained():
+        try:
             with self.without_parameter_gradients():
                 # Hugging Face's attention makes a mask where a stream is being captured, and runs
                 # other kernels then. Only a model that would read from the GPU has to know.
@@ -220,6 +224,12 @@ class FusedTrainer(BookKeepingTrainer):
                     graphs["forward"] = [(recorded(self._forward, pool)[0], [])]
                 graphs["backward"] = [(recorded(self._backward, pool)[0], [])]
             graphs["clip"] = self._recorded_clip(pool)
+        except RuntimeError as error:
+            what = str(error).partition("\n")[0]
+            raise ConfigurationError(
+                f"a step cannot become a CUDA graph, because the model or its loss asks the GPU "
+                f"for something ({what}); use the trainer book_keeping"
+            ) from error
         return graphs
 
     def _forward(self) -> None:
@@ -227,57 +237,38 @@ class FusedTrainer(BookKeepingTrainer):
         self._loss.copy_(self._live.detach())
 
     def _backward(self) -> None:
+        if self.parallel == "fsdp2" and torch.cuda.is_current_stream_capturing():
+            # FSDP2's own streams, which gather ahead, are not in this graph before they wait for
+            # something in it; this stream begins, and they wait for it.
+            self._last_block.unshard(async_op=True)
         (self._live * self.batch_size).backward()
         del self._live
 
-    def _sum_clipped(self) -> Iterator[list[Buffer]]:
+    def _sum_clipped(self) -> Iterator[Buffer]:
         yield from self.clipped(last=True)
-        yield [*self.take_sums().close()]
+        yield from self.take_sums().close()
 
-    def _recorded_clip(self, pool: Any, memory: Turns | None = None) -> list[GraphAndBuffers]:
-        """Over ranks as several graphs, with the buffers that can be reduced after each."""
-        layers, left = self._sum_clipped(), len(in_buffers(self.trained))
-        least = math.inf if self.parallel == "none" else None
-        graphs: list[GraphAndBuffers] = []
+    def _sum_over_ranks(self) -> list[Reduction]:
+        """Clip with its reductions; what was sent makes room for other sums."""
+        self._reductions = []
+        for buffer in self._sum_clipped():
+            self.reduce(buffer)
+        for each in self._reductions:
+            each.wait()
+        return self._reductions
+
+    def _recorded_clip(self, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]:
+        """Under DDP as several graphs, with the buffers that can be reduced after each."""
+        if self.parallel == "fsdp2":
+            graph, self._recorded_reductions = recorded(self._sum_over_ranks, pool)
+            return [(graph, [])]
+        buffers, left = self._sum_clipped(), len(in_buffers(self.trained))
+        least = REDUCED_TOGETHER if self.parallel == "ddp" else math.inf
+        graphs = []
         while left:
-            graphs.append(recorded(partial(taken, layers, least), pool))
+            graphs.append(recorded(partial(taken, buffers, least), pool))
             left -= len(graphs[-1][1])
-            if memory:
-                memory.swap()
         return graphs
-
-    def clip(self, last: bool) -> None:
-        """As `BookKeepingTrainer` does; under FSDP2 as graphs."""
-        if self.parallel != "fsdp2" or not self.has_graphs():
-            super().clip(last)
-            return
-        if self._clip_inputs is None:
-            self._record_clip()
-        same = self._clip_threshold == self.max_grad_norm
-        if not (same and self._clip_inputs and self._clip_inputs.take(self.seen)):
-            super().clip(last)
-            return
-        self.seen = {}
-        for graph, complete in self._clip_graphs:
-            graph.replay()
-            self.reduce(complete)
-        self._sums = self._closed_sums
-
-    def _record_clip(self) -> None:
-        """Make the graphs of clip, after it was done once, without reductions, to warm up."""
-        seen, ranks = self.seen, rank_and_ranks()[1]
-        self._clip_inputs, self._clip_threshold = FixedInputs(seen), self.max_grad_norm
-        self.seen = self._clip_inputs.seen
-        for _ in self._sum_clipped():
-            pass
-        layers = [[ranks * part_size(p, ranks) for p in r.trained] for r in self.rules.values()]
-        memory = Turns(max(map(sum, layers)), self.trained[0])
-        self._closed_sums = self._sums = Sums(self.trained, None, ranks, memory)
-        self.seen = self._clip_inputs.seen
-        with capture_errors_explained():
-            pool = torch.cuda.graph_pool_handle()
-            self._clip_graphs = self._recorded_clip(pool, memory)
-        self._sums, self.seen = None, seen
 
 
 def moved_together(parameters: list[Tensor]) -> Tensor:
@@ -292,22 +283,20 @@ def moved_together(parameters: list[Tensor]) -> Tensor:
 def recorded(part: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
     """A graph of what a part of a step does, with its memory in a pool; and what it returned."""
     graph = torch.cuda.CUDAGraph()
+    GRAPHS.add(graph)
     with torch.cuda.graph(graph, pool=pool):
         returned = part()
     return graph, returned
 
 
-@contextmanager
-def capture_errors_explained() -> Iterator[None]:
-    """Say of an error in here what it means, and what works."""
-    try:
-        yield
-    except RuntimeError as error:
-        what = str(error).partition("\n")[0]
-        raise ConfigurationError(
-            f"a step cannot become a CUDA graph, because the model or its loss asks the GPU "
-            f"for something ({what}); use the trainer book_keeping"
-        ) from error
+def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
+    """The next of some buffers, which have so many bytes together, or the last ones."""
+    some: list[Buffer] = []
+    for buffer in buffers:
+        some.append(buffer)
+        if sum(each.flat.nbytes for each in some) >= least:
+            break
+    return some
 
 
 def waits_for_the_gpu(part: Callable[[], object]) -> bool:

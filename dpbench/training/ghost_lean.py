@@ -107,6 +107,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
                 means.append(losses.detach().mean())
             with phase("backward"):
                 self.backward(losses, found)
+            del losses  # whose graph has hooks
             with phase("clip"):
                 self.take_gradients(found)
         self.update()
@@ -125,12 +126,13 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         rule.check_call(given, options, returned, self.part_size)
         if not given[0].requires_grad:  # no trained layer is before it
             found.firsts.append(get_gradient_edge(returned))
-        activations = given[0].detach()
-        version = activations._version
+        held = [given[0].detach()]
+        version = held[0]._version
 
         def measure(gradient: Tensor) -> None:
             if self._found is None:
                 return
+            activations = held.pop()  # the graph has this function until the second pass is over
             if activations._version != version:  # autograd, which need not keep it, does not look
                 raise rule.refusal("what it was given was changed in place afterwards")
             found.measure(rule, activations, gradient.detach())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,21 +22,16 @@ class Buffer(NamedTuple):
 
 
 def one_buffer(
-    parameters: Sequence[Tensor],
-    dtype: torch.dtype | None = None,
-    ranks: int = 1,
-    number: int = 0,
-    memory: Callable[[int], Tensor] | None = None,
+    parameters: Sequence[Tensor], dtype: torch.dtype | None = None, ranks: int = 1, number: int = 0
 ) -> Buffer:
     """A buffer that is not yet filled.
 
     Of ``ranks`` each gets a part of every parameter's rows: after them is room for as many as make
-    the parts equal. The flat tensor comes from ``memory``, which is given its length, or is new.
+    the parts equal.
     """
     sizes = [-(-ranks * part_size(p, ranks) // ALIGNED) * ALIGNED for p in parameters]
     first = parameters[0]
-    new = partial(torch.empty, dtype=dtype or first.dtype, device=first.device)
-    flat = (memory or new)(sum(sizes))
+    flat = torch.empty(sum(sizes), dtype=dtype or first.dtype, device=first.device)
     parts = zip(parameters, flat.split(sizes), strict=True)
     return Buffer(flat, {p: part[: p.numel()].view(p.shape) for p, part in parts}, number)
 
@@ -68,17 +62,12 @@ class Sums:
         parameters: whose gradients are summed.
         dtype: of the sums, if it is not that of the parameters.
         ranks: among which they will be shared out, see `one_buffer`.
-        memory: where buffers of one parameter come from, see `one_buffer`.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        dtype: torch.dtype | None = None,
-        ranks: int = 1,
-        memory: Callable[[int], Tensor] | None = None,
+        self, parameters: Sequence[Tensor], dtype: torch.dtype | None = None, ranks: int = 1
     ) -> None:
-        self._dtype, self._ranks, self._memory = dtype, ranks, memory
+        self._dtype, self._ranks = dtype, ranks
         self._sharing = dict(enumerate(in_buffers(parameters)))
         self._number = {p: n for n, sharing in self._sharing.items() for p in sharing}
         self._made: dict[int, Buffer] = {}
@@ -125,8 +114,7 @@ class Sums:
         number = self._number[parameter]
         if number not in self._made:
             sharing = self._sharing[number]
-            memory = self._memory if len(sharing) == 1 else None
-            self._made[number] = one_buffer(sharing, self._dtype, self._ranks, number, memory)
+            self._made[number] = one_buffer(sharing, self._dtype, self._ranks, number)
         return self._made[number].places[parameter]
 
     def _is_first(self, parameter: Tensor) -> bool:

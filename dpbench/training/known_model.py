@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
 
@@ -52,6 +55,12 @@ def refusal(name: str, what: str, remedy: str) -> ConfigurationError:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Which storage a tensor is in, of tensors without data as well."""
-    storage: int = tensor.untyped_storage()._cdata
-    return storage
+    """Which storage a tensor is in, of tensors without data as well; of shards, this rank's.
+
+    FSDP2 gives a shard without rows memory in the first step.
+    """
+    local: Any = tensor.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    storage: int = local.untyped_storage()._cdata
+    return storage if local.numel() else 0

@@ -21,12 +21,13 @@ tokens, 2048 to 8192 wide, a ten-thousandth.
 
 - its result, by half a unit u of its type: u times the norm, the worst case;
 - its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores
-  cut it off: 3 T units of float32 of that are added, the worst case. Else `LIKELY` times T^½ units,
-  at most T: if roundings are independent and 0 in the mean, more comes with a probability of at
-  most 1e-9 (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci.
-  Comput. 41(5), 2019; Pinelis, Optimum Bounds for the Distributions of Martingales in Banach
-  Spaces, Ann. Probab. 22(4), 1994). Where the gradient itself was made, A and B are not known: sums
-  over some tokens are taken to be no larger than ``D^½`` below, as if tokens were independent;
+  cut it off: 3 T units of float32 of that are added, the worst case. Else 2 T^½ units are, at most
+  T: if roundings are independent and uniform, a norm is off by more with a probability of at most
+  1e-9, unless one number of a gradient is more than half of its norm (Higham and Mary, A New
+  Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4:
+  6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the gradient itself was
+  made, A and B are not known: sums over some tokens are taken to be no larger than ``D^½`` below,
+  as if tokens were independent;
 - the numbers that it multiplies, c·g or the gradient. In float32 and float64 ``T^½ u D^½`` is added
   for it, where ``D = Σ |x_t|² |g_t|²``, the worst case. **In 16 bits, and with TF32, it is**
   ``u D^½``, **which is the worst case of one token only**: were roundings independent and uniform,
@@ -49,9 +50,6 @@ from torch import Tensor
 
 from dpbench.training.gradient_sums import rounded_down
 from dpbench.training.kernels import ProductError, has_tf32, wide_type
-
-LIKELY = 6.6
-"""For which ``2 exp(-LIKELY² / 2)`` is at most 1e-9."""
 
 
 class GramSums(NamedTuple):
@@ -113,7 +111,7 @@ def of_sums(dtype: torch.dtype, tokens: int, summed_in: torch.dtype | None = Non
         return tokens * unit(summed_in)
     if dtype.itemsize == 2 or (dtype == torch.float32 and has_tf32()):
         return 3 * tokens * wide_unit(dtype)
-    return min(tokens, LIKELY * math.sqrt(tokens)) * wide_unit(dtype)
+    return min(tokens, 2 * math.sqrt(tokens)) * wide_unit(dtype)
 
 
 def gram_bound(

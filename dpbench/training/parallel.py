@@ -6,8 +6,10 @@ that of the batch, because they are equal.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
@@ -24,6 +26,27 @@ def kind_of(layer: nn.Module) -> type[nn.Module]:
     kinds: list[Any] = [*type(layer).__mro__]
     kind: type[nn.Module] = next(each for each in kinds if not issubclass(each, FSDPModule))
     return kind
+
+
+GRAPHS: WeakSet[Any] = WeakSet()
+"""CUDA graphs that may hold collectives."""
+
+
+@atexit.register
+def reset_graphs() -> None:
+    """End the graphs of all trainers, which cannot train any more.
+
+    A process group whose collectives graphs hold waits for their end in ``destroy_process_group``:
+    https://github.com/pytorch/pytorch/issues/115388.
+    """
+    for graph in [*GRAPHS]:
+        graph.reset()
+
+
+def leave_group() -> None:
+    """Destroy the process group, and before it the graphs for which it would wait."""
+    reset_graphs()
+    distributed.destroy_process_group()
 
 
 def mesh_of_all(device_type: str) -> DeviceMesh:

@@ -33,7 +33,7 @@ def test_it_fails_the_test_of_a_trainer_that_does_otherwise(
             verify("fused", workload="layer", set=layer, device="cpu")
 
         def test_wrong(verify):
-            verify(HalfTheNoise, device="cpu", **SMALL)
+            verify(f"{__name__}:HalfTheNoise", device="cpu", **SMALL)
 
         def test_refused(verify):
             with pytest.raises(DpbenchError, match="unknown field of a case 'seqlen'"):

@@ -125,6 +125,15 @@ def test_a_block_may_be_one_layer_or_have_none_that_is_trained(layer: nn.Module)
     trainer.train_step(BATCH)
 
 
+def test_a_shard_that_was_given_other_memory_is_refused() -> None:
+    trainer = made(Blocks(nn.Linear(WIDTH, WIDTH)))
+    for _ in range(2):
+        trainer.train_step(BATCH)
+    trainer.model.double()
+    with pytest.raises(ConfigurationError, match=r"parameter first\.weight was given other memory"):
+        trainer.train_step(BATCH)
+
+
 def test_a_frozen_layer_is_gathered_and_stays() -> None:
     workload = Blocks(nn.Linear(WIDTH, WIDTH))
     model: Any = workload.model()

@@ -6,7 +6,6 @@ import os
 import subprocess
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +27,7 @@ from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement
-from dpbench.training import fused, gradient_sums, reductions
+from dpbench.training import gradient_sums
 from dpbench.training.fused import FusedTrainer
 from dpbench.training.lean import LeanTrainer
 from dpbench.verify.checks import verify_here
@@ -70,23 +69,15 @@ Wrong = dict[str, list[str]]
 """Messages by failed check, or that of a refusal under ``refused``."""
 
 
-@contextmanager
-def matrices_are_large() -> Iterator[None]:
-    """In here matrices have buffers of their own, and each is reduced as soon as it is full."""
-    large = patch.object(gradient_sums, "LARGE", ROWS * WIDTH)
-    with large, patch.object(reductions, "REDUCED_TOGETHER", 4 * ROWS * WIDTH):
-        yield
-
-
 class Apart(FusedTrainer):
     """Reduces matrices one by one and the rest together, as if matrices were large."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        with matrices_are_large():
+        with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
             super().__init__(model, **options)
 
     def train_step(self, batch: Batch) -> Tensor:
-        with matrices_are_large():
+        with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
             return super().train_step(batch)
 
 
@@ -94,44 +85,8 @@ class LeanApart(LeanTrainer):
     """`LeanTrainer` that treats matrices as large."""
 
     def train_step(self, batch: Batch) -> Tensor:
-        with matrices_are_large():
+        with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
             return super().train_step(batch)
-
-
-class Tape(TorchDispatchMode):
-    """As a CUDA graph does, calls operators again on the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, made))
-        return made
-
-    def replay(self) -> None:
-        for func, args, kwargs, made in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(pytree.tree_leaves(made), pytree.tree_leaves(again), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-class Replayed(Apart):
-    """Has tapes for graphs."""
-
-    def has_graphs(self) -> bool:
-        return self.micro_batches == 1
-
-    def clip(self, last: bool) -> None:
-        def recorded(part: Callable[[], Any], pool: object) -> tuple[Tape, Any]:
-            with Tape() as tape:
-                return tape, part()
-
-        pool = patch.object(torch.cuda, "graph_pool_handle")
-        with pool, patch.object(fused, "recorded", recorded):
-            super().clip(last)
 
 
 @dataclass(frozen=True)
@@ -181,10 +136,7 @@ class Counts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = [
-            [t for t in pytree.tree_leaves(each) if isinstance(t, Tensor)] for each in (*args, made)
-        ]
-        tensors = [tensor for each in given for tensor in each]
+        tensors = [t for t in pytree.tree_leaves((args, made)) if isinstance(t, Tensor)]
         packet = func.overloadpacket
         if "reduce" in str(packet):
             self.found["order"] += "r"
@@ -192,7 +144,7 @@ class Counts(TorchDispatchMode):
             self.found["order"] += "m"
         if func.namespace == "c10d":
             self.found["calls"] += 1
-            self.found["bytes"] += max(sum(t.nbytes for t in each) for each in given)
+            self.found["bytes"] += max(t.nbytes for t in tensors)
         elif "normal" in str(func):
             self.found["drawn"] += max(t.numel() for t in tensors)
         return made
