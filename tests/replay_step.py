@@ -20,7 +20,7 @@ from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from dpbench.child.messages import hand_over
 from dpbench.child.task import Task
 from dpbench.commands.step import write_report
-from dpbench.core.case import ADDED
+from dpbench.core.case import USUAL
 from dpbench.instruments.torch_profiler import profile_folder as profile_files
 from dpbench.instruments.torch_profiler import trace
 from dpbench.instruments.torch_profiler.operators import operator_tables
@@ -77,7 +77,7 @@ def main() -> int:
     path = recording(isinstance(instrument, TorchProfiler))
     record = json.loads(path.read_text(encoding="utf-8"))
     for name, value in {"case": vars(case), **asked(instrument)}.items():
-        found = {**ADDED, **record[name]} if name == "case" else record[name]
+        found = {**USUAL, **record[name]} if name == "case" else record[name]
         if found != value:
             error = {"kind": "RuntimeError", "message": f"no recording of {name} {value}"}
             hand_over(error=error)

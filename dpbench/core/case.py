@@ -112,8 +112,7 @@ class Case:
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
         """The case that a row is about."""
-        known = {**ADDED, **row}
-        return subject(**{axis: known[axis] for axis in AXES})
+        return subject(**{axis: row[axis] for axis in AXES})
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -268,7 +267,7 @@ OF_TRANSFORMER = {
 def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
     """The values along `OPTIONAL_AXES` that are known and not the default."""
     known = {axis: axes[axis] for axis in OPTIONAL_AXES if axes.get(axis)}
-    return {axis: str(value) for axis, value in known.items() if value != ADDED[axis]}
+    return {axis: str(value) for axis, value in known.items() if value != USUAL[axis]}
 
 
 def _for_path(text: str) -> str:
@@ -281,9 +280,6 @@ def _name_for_path(name: str) -> str:
     name, parameters = parted(name)
     return name + (_for_path(f":{parameters}").replace("-", "@2D") if parameters else "")
 
-
-ADDED = {axis: USUAL[axis] for axis in AXES[AXES.index("workload") :]}
-"""Axes that files of older versions lack, and the value that they had then."""
 
 SCRIPT = "script"
 """What the rows of a `Script` have for their workload."""

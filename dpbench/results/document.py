@@ -1,22 +1,158 @@
-"""A run's JSON document: what it must look like, checked when it is read."""
+"""A run's JSON document: its schema, checked when it is read."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Annotated, Any, Literal
 
-from dpbench.core.case import ADDED, ALL_PHASES, AXES, Case
+import msgspec
+
+from dpbench.core.case import ALL_PHASES, AXES, COUNTS, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metric import AGGREGATES, Kind, Shown
-from dpbench.core.metrics import METRICS
-from dpbench.results.outcome import LISTS, STATUSES
-from dpbench.results.rows import COLUMNS, IDENTITY, INTEGERS, LATER, SCHEMA, STEP
+from dpbench.results.outcome import LISTS, SEEN, STATUSES
+from dpbench.results.rows import IDENTITY, SCHEMA, STEP, impossible_number
 
-if TYPE_CHECKING:
-    import pandas as pd
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+_TYPES: dict[str, Any] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "str | None": str | None,
+}
+"""Types of the fields of rows, operators and kernels, as they are written."""
+
+_AXES = [(axis, int if axis in COUNTS else str) for axis in AXES]
+
+
+class Environment(msgspec.Struct):
+    """Machine, GPU, versions and the measured project's code."""
+
+    versions: dict[str, Any] = {}
+    gpu: dict[str, Any] | None = None
+    code: dict[str, Any] | None = None
+
+
+class Grid(msgspec.Struct):
+    """The values along each axis, and the baseline of ratios."""
+
+    baseline: str = ""
+
+
+class Part(msgspec.Struct):
+    """What one of several merged runs has of its own."""
+
+    environment: Environment = msgspec.field(default_factory=Environment)
+    settings: dict[str, dict[str, Any]] = {}
+    grid: dict[str, Any] = {}
+
+
+class SessionPart(msgspec.Struct):
+    """How a run came."""
+
+    grid: Grid = msgspec.field(default_factory=Grid)
+    settings: dict[str, dict[str, Any]] = {}
+    parts: list[Part] = []
+    cases_asked: Count = 0
+    seconds: float = 0.0
+    status: Literal[STATUSES] = STATUSES[0]  # type: ignore[valid-type]
+    regressed: bool = False
+    unjudged: list[dict[str, Any]] = []
+
+
+class TestPart(msgspec.Struct):
+    """A test that asked for a case."""
+
+    test: str
+    params: dict[str, str] = {}
+
+
+class HowPart(msgspec.Struct):
+    """Where a metric comes from."""
+
+    kind: str
+    names: list[str] = []
+    parts: list[str] = []
+    scale: float = 1
+    chips: list[list[Any]] = []
+    less: str = ""
+
+
+class MetricPart(msgspec.Struct, forbid_unknown_fields=True):
+    """The definition of a metric."""
+
+    name: str
+    how: HowPart
+    header: str = ""
+    by: list[str] = []
+    repeats: Literal[AGGREGATES] | None = None  # type: ignore[valid-type]
+    ranks: Literal[AGGREGATES] | None = None  # type: ignore[valid-type]
+    nvprof: str = ""
+    logical: str = ""
+    shown: list[Shown] = []
+    giga: bool = False
+    expected: list[float] | None = None
+    higher_is_better: bool = False
+    signed: bool = False
+    throughput: bool = True
+    spread: bool = False
+    source: str = ""
+    table: str = ""
+    of: str = ""
+    kind: Kind = "value"
+
+
+@cache
+def _schema() -> type[Any]:
+    """The type of a whole document; its lists have the fields of the classes in `LISTS`."""
+    phase = Literal[(STEP, *ALL_PHASES)]  # type: ignore[valid-type]
+    lists: dict[str, Any] = {}
+    for part, kind in LISTS.items():
+        own: list[Any] = [("outcome", Count)] if part in SEEN else []
+        for each in fields(kind):
+            if each.name == "case":
+                continue
+            declared = phase if each.name == "phase" else _TYPES[str(each.type)]
+            if each.name in ("repeat", "rank"):
+                declared = Count
+            optional = part in SEEN and each.default is not MISSING
+            own.append((each.name, declared, each.default) if optional else (each.name, declared))
+        lists[part] = list[msgspec.defstruct(part, [*_AXES, *own], kw_only=True)]  # type: ignore[misc]
+    case: Any = msgspec.defstruct(
+        "case",
+        [
+            *_AXES,
+            ("seconds", float),
+            ("error", str | None),
+            ("message", str),
+            ("log", str | None),
+            ("instruments", list[str]),
+            ("notes", list[str]),
+            ("extra_info", dict[str, Any], {}),
+            ("tests", list[TestPart], []),
+            ("labels", dict[str, str], {}),
+            ("imported", dict[str, str], {}),
+        ],
+    )
+    parts: list[Any] = [
+        ("environment", Environment, msgspec.field(default_factory=Environment)),
+        ("session", SessionPart, msgspec.field(default_factory=SessionPart)),
+        ("metrics", list[MetricPart], []),
+        ("cases", list[case], []),
+        ("devices", list[str], []),
+        *((part, kind, []) for part, kind in lists.items() if part != "rows"),
+    ]
+    return msgspec.defstruct("Document", [("schema", int), ("rows", lists["rows"]), *parts])
+
+
+class _Head(msgspec.Struct):
+    schema: int
 
 
 @contextmanager
@@ -25,132 +161,37 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        why = str(error.strerror) if isinstance(error, OSError) else why
+        why = str(error.strerror) if isinstance(error, OSError) else str(error)
         raise ConfigurationError(f"run file {path} cannot be read: {why}") from error
 
 
-_NUMBER = int | float
-
-_ENVIRONMENT: dict[str, Any] = {"versions": {}, "gpu": dict | None, "code": dict | None}
-
-_SHAPE: dict[str, Any] = {
-    "environment": _ENVIRONMENT,
-    "session": {
-        "grid": {"baseline": str},
-        "settings": dict,
-        "parts": [{"environment": _ENVIRONMENT, "settings": dict, "grid": dict}],
-        "cases_asked": range(2**31),
-        "seconds": _NUMBER,
-        "status": STATUSES,
-        "regressed": bool,
-        "unjudged": [dict],
-    },
-    "cases": [
-        {
-            "seconds": _NUMBER,
-            "error": str | None,
-            "message": str,
-            "log": str | None,
-            "instruments": [str],
-            "notes": [str],
-            "extra_info": {},
-            "tests": [{"test": str, "params": {}}],
-            "labels": {},
-            "imported": {},
-        }
-    ],
-    "devices": [str],
-    "metrics": [
-        {
-            **dict.fromkeys(("name", "header", "nvprof", "logical", "source"), str),
-            **dict.fromkeys(("of", "table"), str),
-            **dict.fromkeys(("giga", "higher_is_better", "signed", "throughput", "spread"), bool),
-            "by": [str],
-            "how": {"names": [str], "parts": [str], "scale": _NUMBER, "chips": [list], "less": str},
-            "repeats": AGGREGATES,
-            "ranks": AGGREGATES,
-            "shown": [get_args(Shown)],
-            "expected": [_NUMBER],
-            "kind": get_args(Kind),
-        }
-    ],
-    **{part: [{}] for part in LISTS},
-}
-"""What each part of a document is, if it is there: of a type, one of some values, a list of such,
-or an object of which these fields are known."""
-
-
-def _check(value: Any, shape: Any, place: str = "") -> None:
-    """Refuse a value that does not fit its part of `_SHAPE`; ``place`` is where it stands."""
-    kind = type(shape) if isinstance(shape, list | dict) else shape
-    if isinstance(kind, range | tuple):
-        fits = type(value) is type(kind[0]) and value in kind
-    else:
-        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if not fits:
-        raise TypeError(f"{place} cannot be {value!r:.40}")
-    if isinstance(shape, list):
-        for number, entry in enumerate(value):
-            _check(entry, shape[0], f"{place}[{number}]")
-    elif isinstance(shape, dict):
-        for name in shape.keys() & value.keys():
-            _check(value[name], shape[name], f"{place}.{name}".lstrip("."))
-
-
 def parsed(data: bytes) -> dict[str, Any]:
-    """The document in a file, checked, with later axes and columns added to an older one."""
-    try:
-        document = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"it is no JSON ({error})") from error
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if type(schema) is not int or schema < 1:
-        raise ValueError("no document of dpbench")
-    if schema > SCHEMA:
-        raise ValueError(f"schema {schema}, this dpbench reads up to {SCHEMA}; upgrade dpbench")
-    _check(document, _SHAPE)
-    for instrument, options in document.get("session", {}).get("settings", {}).items():
-        _check(options, dict, f"session.settings.{instrument}")
+    """The document in a file, checked; an error names the field that is wrong."""
+    head = msgspec.json.decode(data, type=_Head)
+    if head.schema != SCHEMA:
+        upgrade = "; upgrade dpbench" if head.schema > SCHEMA else ""
+        raise ValueError(f"schema {head.schema}, this dpbench reads {SCHEMA}{upgrade}")
+    msgspec.json.decode(data, type=_schema())
+    document: dict[str, Any] = msgspec.json.decode(data)
     for part in ("cases", *LISTS):
-        added = ADDED | LATER if part == "rows" else ADDED
         for entry in document.get(part, ()):
-            entry.update(added | entry)
-    for case in document.get("cases", ()):
-        Case.from_row(case)
-    return dict(document)
+            Case.from_row(entry)
+    return document
 
 
-def checked_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """The long table of rows that lack nothing, are possible, and say one thing of each number."""
-    import numpy as np
-    import pandas as pd
-
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    for column in COLUMNS if rows else ():
-        allowed = ["integer" if column in INTEGERS else "string"]
-        if column == "value":
-            allowed = ["integer", "floating", "mixed-integer-float"]
-        if frame[column].hasnans or pd.api.types.infer_dtype(frame[column]) not in allowed:
-            raise TypeError(f"a row lacks {column!r}, or it is of the wrong kind")
-    frame = frame.astype({"value": float})
-    for axes in frame[list(AXES)].drop_duplicates().to_dict("records"):
-        Case.from_row(axes)
-    said = frame.drop_duplicates([*IDENTITY, "value", "unit"])
-    units = frame.metric.map({metric.name: metric.unit for metric in METRICS.values()})
-    signed = [metric.name for metric in METRICS.values() if metric.signed]
-    may_fall = units.isna() | frame.metric.isin(signed)
-    wrong = {
-        "the phase {phase!r}": ~frame.phase.isin((STEP, *ALL_PHASES)),
-        "the unit {unit!r}": units.notna() & (units != frame.unit),
-        "the repeat {repeat}": frame.repeat < 0,
-        "the rank {rank}": frame["rank"] < 0,
-        "the value {value}": ~np.isfinite(frame.value) | (frame.value < 0) & ~may_fall,
-        "a second value, {value},": frame.index.isin(said.index[said.duplicated(IDENTITY)]),
-    }
-    for what, where in wrong.items():
-        if where.any():
-            row = frame[where].iloc[0].to_dict()
-            where_from = "of {metric}@{phase} of {id} by {instrument} cannot be"
-            raise ValueError(f"{what} {where_from}".format(**row, id=Case.from_row(row).id))
-    return frame
+def each_once(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of a document without those that say the same again; impossible ones are refused."""
+    known: dict[tuple[Any, ...], tuple[float, str]] = {}
+    kept = []
+    for row in rows:
+        key, said = tuple(row[name] for name in IDENTITY), (row["value"], row["unit"])
+        why = impossible_number(row["metric"], *said)
+        if not why and known.get(key, said) != said:
+            why = f"a second value, {float(row['value'])},"
+        if why:
+            where = f"{row['metric']}@{row['phase']} of {Case.from_row(row).id}"
+            raise ValueError(f"{why} of {where} by {row['instrument']} cannot be")
+        if key not in known:
+            known[key] = said
+            kept.append(row)
+    return kept

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from dpbench.core.case import ALL_PHASES, AXES, COUNTS, Case, Script
+from dpbench.core.case import ALL_PHASES, AXES, Case, Script
 from dpbench.core.metrics import METRICS
 
 SCHEMA = 2
@@ -58,8 +58,8 @@ class Measurement:
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Measurement:
-        """The inverse of `as_row`, or a row of an older document."""
-        return cls(Case.from_row(row), **{name: (LATER | row)[name] for name in OWN_COLUMNS})
+        """The inverse of `as_row`."""
+        return cls(Case.from_row(row), **{name: row[name] for name in OWN_COLUMNS})
 
 
 _, *OWN_FIELDS = fields(Measurement)
@@ -67,14 +67,8 @@ _, *OWN_FIELDS = fields(Measurement)
 OWN_COLUMNS = [field.name for field in OWN_FIELDS]
 """The columns of the long table that are not the case's."""
 
-LATER = {field.name: field.default for field in OWN_FIELDS if field.default is not MISSING}
-"""The values of columns that older documents lack."""
-
 COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""
-
-INTEGERS = {*COUNTS, *(field.name for field in OWN_FIELDS if field.type == "int")}
-"""The columns that hold integers."""
 
 IDENTITY = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
 """The columns that identify a number. Every other such list is made of this one."""
@@ -119,18 +113,24 @@ def _impossible(case: Case, row: Measurement, stands: Container[Measurement]) ->
         value = getattr(row, each.name)
         if isinstance(value, bool) or not isinstance(value, _TYPES[str(each.type)]):
             return f"the {each.name} {value!r}"
-    metric = METRICS.get(row.metric)
-    is_finite = abs(row.value) <= sys.float_info.max
     wrong = {
         f"a number of {row.case.id}": row.case != case,
         f"the phase {row.phase!r}": row.phase not in (STEP, *ALL_PHASES),
-        f"the unit {row.unit!r}": metric and row.unit != metric.unit,
         f"the repeat {row.repeat}": row.repeat < 0,
         f"the rank {row.rank}": row.rank < 0,
-        f"the value {row.value}": not is_finite or (metric and row.value < 0 and not metric.signed),
         f"a second value, {row.value},": _without_value(row) in stands,
     }
-    return next((what for what, is_so in wrong.items() if is_so), "")
+    why = next((what for what, is_so in wrong.items() if is_so), "")
+    return why or impossible_number(row.metric, row.value, row.unit)
+
+
+def impossible_number(metric: str, value: float, unit: str) -> str:
+    """What cannot be true of a metric's value and unit; empty if it can."""
+    known = METRICS.get(metric)
+    if known and unit != known.unit:
+        return f"the unit {unit!r}"
+    is_finite = abs(value) <= sys.float_info.max
+    return "" if is_finite and (value >= 0 or not known or known.signed) else f"the value {value}"
 
 
 def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,10 @@ from dpbench.core.case import AXES, Case
 from dpbench.core.files import printable, read_file
 from dpbench.core.metric import Metric
 from dpbench.core.metrics import METRICS
-from dpbench.results.document import checked_frame, naming, parsed
+from dpbench.results.document import each_once as rows_once
+from dpbench.results.document import naming, parsed
 from dpbench.results.outcome import (
     COMPLETE,
-    LISTS,
     REGRESSED,
     SEEN,
     UNJUDGED,
@@ -28,7 +27,7 @@ from dpbench.results.outcome import (
     document_text,
     each_once,
 )
-from dpbench.results.rows import COLUMNS, IDENTITY, NO_HARDWARE
+from dpbench.results.rows import COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,12 +54,8 @@ class Run:
         """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
         with naming(path):
             saved = parsed(read_file(path))
-            for part in SEEN:
-                for entry in saved.get(part, ()):
-                    LISTS[part].from_row(entry)
             with METRICS.including(cls(path, saved).metrics):
-                again = checked_frame(saved["rows"]).duplicated(IDENTITY)
-            saved["rows"] = [*compress(saved["rows"], ~again)]
+                saved["rows"] = rows_once(saved["rows"])
             return cls(path, saved)
 
     @classmethod
@@ -216,25 +211,17 @@ class Run:
         rows: dict[Case, dict[str, list[Any]]] = defaultdict(dict)
         for row in self.document["rows"]:
             rows[Case.from_row(row)].setdefault(row["instrument"], []).append(row)
-        seen: dict[tuple[str, Any], list[Any]] = defaultdict(list)
+        seen: dict[tuple[str, int], list[Any]] = defaultdict(list)
         for part in SEEN:
             for entry in self.document.get(part, ()):
-                seen[part, entry.get("outcome", Case.from_row(entry))].append(entry)
+                seen[part, entry["outcome"]].append(entry)
         outcomes = []
         for number, data in enumerate(self.document.get("cases", ())):
-            case = Case.from_row(data)
-            # Older documents do not name a case's instruments: then it is all that have rows.
-            names = data.get("instruments") or [*rows[case]]
-            lists = {"rows": [row for name in names for row in rows[case].pop(name, ())]}
-            for part in SEEN:
-                lists[part] = seen.pop((part, number), [])
-                # Older operators belong to an outcome that was counted, kernels to a measured one.
-                counted = part == "operators"
-                if any((row["device"] == NO_HARDWARE) == counted for row in lists["rows"]):
-                    lists[part] += seen.pop((part, case), [])
-            outcomes.append(Outcome.from_json({**data, **lists, "instruments": names}))
-        left = [{**own[0], "rows": own} for by in rows.values() for own in by.values()]
-        return (*outcomes, *map(Outcome.from_json, left))
+            by = rows[Case.from_row(data)]
+            lists = {"rows": [row for name in data["instruments"] for row in by.pop(name, ())]}
+            lists |= {part: seen[part, number] for part in SEEN}
+            outcomes.append(Outcome.from_json({**data, **lists}))
+        return tuple(outcomes)
 
 
 def _common(mappings: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:

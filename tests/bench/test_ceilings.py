@@ -19,7 +19,7 @@ H200 = {"device": "NVIDIA H200", "bandwidth": 4.2e12, "flops": FLOPS, "torch": "
 
 def document(tmp_path: Path, ceilings: object) -> Path:
     path = tmp_path / "ceilings.json"
-    path.write_text(json.dumps({"schema": 1, "rows": [], "ceilings": ceilings}))
+    path.write_text(json.dumps({"schema": 2, "rows": [], "ceilings": ceilings}))
     return path
 
 

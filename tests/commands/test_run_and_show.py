@@ -114,7 +114,7 @@ def test_a_run_of_nothing_is_not_shown_as_a_blank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = tmp_path / "empty.json"
-    empty.write_text('{"schema": 1, "rows": []}')
+    empty.write_text('{"schema": 2, "rows": []}')
     assert main(["show", str(empty)]) == 2
     assert capsys.readouterr().err == f"dpbench show: {empty}: nothing to show\n"
     assert main(["compare", str(empty), str(empty)]) == 2

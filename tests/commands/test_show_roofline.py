@@ -43,7 +43,7 @@ def saved(name: str, case: Case, metrics: dict[str, dict[str, float]], device: s
         for metric, value in values.items()
         for phase in phases
     ]
-    Path(name).write_text(json.dumps({"schema": 1, "rows": as_rows(found)}))
+    Path(name).write_text(json.dumps({"schema": 2, "rows": as_rows(found)}))
     return name
 
 

@@ -28,7 +28,7 @@ def of_cell(path: Path, file: Path, **axes: object) -> str:
     of_opacus = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
     rows = [row for row in document["rows"] if axes.items() <= row.items()]
     rows = [row for row in rows if row["trainer"] in of_opacus]
-    return saved(file, {"schema": 1, "rows": rows})
+    return saved(file, {"schema": 2, "rows": rows})
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_bad_input_gets_one_clear_line(
     monkeypatch.chdir(tmp_path)
     document = json.loads(GRID1.read_text())
     rows = [{**row, "device": "NVIDIA T4"} for row in document["rows"][:200]]
-    saved(Path("other.json"), {"schema": 1, "rows": rows})
+    saved(Path("other.json"), {"schema": 2, "rows": rows})
     assert main(["show", *map(str, arguments)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("dpbench show: ")

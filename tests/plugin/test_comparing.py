@@ -150,7 +150,7 @@ def test_run_of_another_gpu_is_not_compared_with(
 def test_bad_values_get_one_line_before_anything_runs(
     refused: Callable[..., str], pytester: pytest.Pytester, arguments: list[str], words: str
 ) -> None:
-    pytester.makefile(".json", cut='{"schema": 1, "rows": [')
+    pytester.makefile(".json", cut='{"schema": 2, "rows": [')
     assert words in refused(*arguments)
     assert not (pytester.path / "ncu_reports/tiny-fp32").exists()
 

@@ -59,14 +59,16 @@ def test_run_is_what_was_saved(saved: Path) -> None:
     assert run.sources == (("NVIDIA H200", "ncu"),)
 
 
+SAVED = sorted((Path(__file__).parents[1] / "data/saved").glob("*.json"))
+
+
 def _sorted(row: dict[str, object]) -> str:
     return str(sorted(row.items()))
 
 
-def test_a_document_of_the_first_version_is_a_run() -> None:
-    run = Run.load(Path(__file__).parents[1] / "data/saved/first_version.json")
-    assert run.devices == ("NVIDIA H200",)
-    assert (run.status, run.regressed) == ("complete", False)
+@pytest.mark.parametrize("path", SAVED, ids=lambda path: path.stem)
+def test_rows_of_a_saved_run_are_those_of_its_outcomes(path: Path) -> None:
+    run = Run.load(path)
     rows = [row.as_row() for outcome in run.outcomes for row in outcome.rows]
     assert sorted(map(_sorted, rows)) == sorted(map(_sorted, run.document["rows"]))
     assert [outcome.seconds for outcome in run.outcomes] == [
@@ -96,16 +98,17 @@ def test_trainer_that_this_process_does_not_know_is_read(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "cannot be read"),
-        ('{"schema": 1, "rows": [{"tra', "cannot be read: it is no JSON"),
-        ("[1, 2]", "cannot be read: no document of dpbench"),
+        ("", "cannot be read: Input data was truncated"),
+        ('{"schema": 2, "rows": [{"tra', "cannot be read: Input data was truncated"),
+        ("[1, 2]", "cannot be read: Expected `object`, got `array`"),
         ("[" * 100_000, "cannot be read"),
-        (b"\xff\xfe", "cannot be read"),
-        ('{"schema": 1}', "cannot be read: lacks 'rows'"),
-        ('{"schema": true, "rows": []}', "cannot be read"),
-        (json.dumps({"schema": SCHEMA + 1, "rows": []}), f"reads up to {SCHEMA}; upgrade dpbench"),
+        (b"\xff\xfe", "cannot be read: JSON is malformed"),
+        (json.dumps({"schema": SCHEMA}), "cannot be read: Object missing required field `"),
+        ('{"schema": true, "rows": []}', "Expected `int`, got `bool` - at `$.schema`"),
+        (json.dumps({"schema": SCHEMA + 1}), f"this dpbench reads {SCHEMA}; upgrade dpbench"),
+        (json.dumps({"schema": SCHEMA - 1}), f"schema {SCHEMA - 1}, this dpbench reads {SCHEMA}"),
     ],
-    ids=["empty", "cut off", "a list", "deep", "binary", "no rows", "no schema", "newer"],
+    ids=["empty", "cut off", "a list", "deep", "binary", "no rows", "no schema", "newer", "older"],
 )
 def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: str) -> None:
     path = tmp_path / "0007_bad.json"
@@ -166,33 +169,34 @@ def test_damage_anywhere_in_a_file_is_found_when_it_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "words"),
+    ("place", "value"),
     [
-        ("cases.0.seconds", "long", r"cases\[0\]\.seconds cannot be 'long'"),
-        ("cases.0.error", 5, r"cases\[0\]\.error cannot be 5"),
-        ("cases.0.message", None, r"cases\[0\]\.message cannot be None"),
-        ("cases.0.instruments", 5, r"cases\[0\]\.instruments cannot be 5"),
-        ("cases.0.instruments", "ncu", r"cases\[0\]\.instruments cannot be 'ncu'"),
-        ("cases.0.instruments", [["ncu"]], r"cases\[0\]\.instruments\[0\] cannot be \['ncu'\]"),
-        ("cases.1.notes", {}, r"cases\[1\]\.notes cannot be {}"),
-        ("cases.1.tests", [5], r"cases\[1\]\.tests\[0\] cannot be 5"),
-        ("cases.1.tests", [{"test": []}], r"cases\[1\]\.tests\[0\]\.test cannot be \[\]"),
-        ("cases.1.extra_info", [], r"cases\[1\]\.extra_info cannot be \[\]"),
-        ("cases.1", None, r"cases\[1\] cannot be None"),
-        ("cases.1", "dpsgd", r"cases\[1\] cannot be 'dpsgd'"),
-        ("rows.1", 3, r"rows\[1\] cannot be 3"),
-        ("rows", {}, "rows cannot be {}"),
-        ("devices", "H200", "devices cannot be 'H200'"),
-        ("session.cases_asked", 10**30, "session.cases_asked cannot be 10000"),
-        ("session.cases_asked", -1, "session.cases_asked cannot be -1"),
-        ("session.cases_asked", True, "session.cases_asked cannot be True"),
-        ("session.status", [], r"session\.status cannot be \[\]"),
-        ("session.regressed", "no", "session.regressed cannot be 'no'"),
-        ("session.seconds", "2", "session.seconds cannot be '2'"),
+        ("cases.0.seconds", "long"),
+        ("cases.0.error", 5),
+        ("cases.0.message", None),
+        ("cases.0.instruments", 5),
+        ("cases.0.instruments", "ncu"),
+        ("cases.1.notes", {}),
+        ("cases.1.extra_info", []),
+        ("cases.1", None),
+        ("rows.1", 3),
+        ("rows", {}),
+        ("rows.1.value", "5"),
+        ("rows.1.rank", -1),
+        ("rows.1.gpus", "two"),
+        ("operators.0.flops", None),
+        ("devices", "H200"),
+        ("session.cases_asked", 10**30),
+        ("session.cases_asked", -1),
+        ("session.cases_asked", True),
+        ("session.status", []),
+        ("session.regressed", "no"),
+        ("session.seconds", "2"),
+        ("environment.gpu", "H200"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_named_with_its_place(
-    saved: Path, place: str, value: object, words: str
+    saved: Path, place: str, value: object
 ) -> None:
     data = json.loads(saved.read_text())
     *around, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
@@ -201,8 +205,11 @@ def test_a_value_of_the_wrong_kind_is_named_with_its_place(
         part = part[name]
     part[last] = value
     saved.write_text(json.dumps(data))
-    with pytest.raises(ConfigurationError, match=rf"0001_before\.json cannot be read: {words}"):
+    named = "$" + "".join(f"[{p}]" if p.isdecimal() else f".{p}" for p in place.split("."))
+    with pytest.raises(ConfigurationError) as caught:
         Run.load(saved)
+    assert str(caught.value).endswith(f" - at `{named}`")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_damage_in_what_a_list_says_is_found_by_reading_the_head(
@@ -211,7 +218,7 @@ def test_damage_in_what_a_list_says_is_found_by_reading_the_head(
     data = json.loads(saved.read_text())
     data["session"]["cases_asked"] = None
     write_text(saved, document_text(data))
-    with pytest.raises(ConfigurationError, match=r"session\.cases_asked cannot be None"):
+    with pytest.raises(ConfigurationError, match=r"session\.cases_asked"):
         Run.load_head(saved)
 
 
@@ -234,7 +241,7 @@ def test_counters_and_metrics_of_others_are_read_as_they_are(saved: Path) -> Non
         dict(row),  # said twice, and the same
     ]
     data["rows"] += others
-    data["speed_of_light"] = [{"phase": "clip"}]  # of an older version
+    data["speed_of_light"] = [{"phase": "clip"}]  # a project's hook has added it
     saved.write_text(json.dumps(data))
     run = Run.load(saved)
     assert len(run.frame) == len(run.document["rows"]) == len(ROWS) + len(others) - 1

@@ -107,7 +107,7 @@ def test_markdown_has_the_columns_that_were_asked_for() -> None:
 
 def test_markdown_of_a_session_that_broke_off_says_what_is_missing() -> None:
     first, *_ = markdown_tables(
-        [run(MEASURED, status="interrupted", cases_asked=4)], View()
+        [run(MEASURED, status="interrupted", cases_asked=3)], View()
     ).splitlines()
     assert first == "Not complete: 2 of the cases asked for are missing."
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.core.case import Case, Script
+from dpbench.core.case import AXES, Case, Script
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.summary import with_logical
@@ -52,7 +52,7 @@ def logical(trainer: str, total: float, **fields: Any) -> list[dict[str, Any]]:
 
 
 def material(**runs: list[dict[str, Any]]) -> Material:
-    return Material(labelled((label, {"schema": 1, "rows": rows}) for label, rows in runs.items()))
+    return Material(labelled((label, {"schema": 2, "rows": rows}) for label, rows in runs.items()))
 
 
 @cache
@@ -179,8 +179,14 @@ def test_same_label_twice_is_numbered() -> None:
     assert [run.name for run in found] == ["run", "run (2)"]
 
 
+def measured_case(trainer: str) -> dict[str, Any]:
+    """A case as a document has it."""
+    fields = {k: v for k, v in row(trainer, "x", 1).items() if k in AXES}
+    return {**fields, "instruments": ["ncu"], "error": None, "message": ""}
+
+
 def test_failed_case_is_counted_and_named_with_its_error() -> None:
-    case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
+    case = measured_case("dpsgd")
     document = {
         "rows": dram("standard", 2e9),
         "cases": [
@@ -198,7 +204,7 @@ def test_failed_case_is_counted_and_named_with_its_error() -> None:
 
 def test_trainers_from_outside_come_after_the_known_ones_as_they_came() -> None:
     names = ["zeroing", "dpsgd", "adding", "standard"]
-    case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
+    case = measured_case("dpsgd")
     cases = [{**case, "trainer": name, "error": None, "message": ""} for name in names]
     document = {"rows": [row for name in names for row in dram(name, 2e9)], "cases": cases}
     table = page.trainers(labelled([("run", document)]))
@@ -206,7 +212,7 @@ def test_trainers_from_outside_come_after_the_known_ones_as_they_came() -> None:
 
 
 def test_what_trainers_clip_is_said_below_their_cases() -> None:
-    case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
+    case = measured_case("dpsgd")
     cases = [{**case, "error": None, "message": "", "labels": {"clips": "flat"}}]
     [run] = labelled([("run", {"rows": dram("dpsgd", 2e9), "cases": cases})])
     assert page.trainers([run]).notes == ("dpsgd: clips flat.",)
@@ -227,7 +233,7 @@ def test_a_script_has_no_batch_size_but_the_one_it_was_given() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_run_in_which_everything_failed_was_on_no_device() -> None:
-    case = {k: v for k, v in row("dpsgd", "x", 1).items() if k in GRID1["cases"][0]}
+    case = measured_case("dpsgd")
     runs = labelled([("run", {"rows": [], "cases": [{**case, "error": "CaseTimedOut"}]})])
     assert Material(runs).failed.device.tolist() == [""]
 

@@ -121,5 +121,5 @@ def test_a_case_that_failed_in_two_runs_is_said_once() -> None:
 
 
 def test_nothing_measured_is_a_page_all_the_same() -> None:
-    document = {"schema": 1, "rows": [], "cases": []}
+    document = {"schema": 2, "rows": [], "cases": []}
     assert "No number was measured or counted" in render(material(document))
