@@ -24,8 +24,8 @@ from dpbench.session import Session
 
 if TYPE_CHECKING:
     from dpbench.core.grid import Grid
+    from dpbench.judging import Failure
     from dpbench.results.outcome import Outcome
-    from dpbench.session import Failure
 
 SHARED = "dpbench"
 """The key of what the controller passes to xdist workers."""

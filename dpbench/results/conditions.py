@@ -14,13 +14,15 @@ from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.gpu import Gpu
-from dpbench.core.grid import Grid
 from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
+
+if TYPE_CHECKING:
+    from dpbench.core.gpu import Gpu
+    from dpbench.core.grid import Grid
 
 _NOT_SETTINGS = {"directory", "path", "timeout"}
 """Fields of instruments that do not change what they measure."""

@@ -1,7 +1,6 @@
 """The summary of a run: every number that is shown, compared or judged, each computed here once.
 
-It has one row for each case, instrument, device, phase and metric, over steps and ranks. Ratios,
-spreads, throughputs and numbers over logical ones are metrics of their own, and have rows, too.
+Ratios, spreads, throughputs and numbers over logical ones are metrics of their own.
 """
 
 from __future__ import annotations
@@ -29,15 +28,11 @@ from dpbench.results.rows import (
     as_rows,
 )
 
-CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
-"""The columns that a case shares with its baseline."""
-
 IN_CACHE_BYTES = 1e9
 """Below this, a step's data stays in the L2 cache (60 MB on an H200) between kernels, and
 ratios of DRAM bytes say nothing."""
 
 _OF_STEP = [*PLACE, "instrument", "rank", "repeat", "tool"]
-"""The columns that identify the numbers of one step or phase of it."""
 
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
@@ -51,20 +46,17 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     Returns:
         One row per number, with the case and its fields, and
 
-        - ``value``: the mean over the steps, of times and rates the median; of several ranks what
-          the metric says (bytes are summed, of times the longest counts, of shares the mean). A
-          phase that only some of a script's steps have, such as the optimizer's under gradient
-          accumulation, counts as 0 in the others, so that phases add up to the step. NaN where
-          steps of a case lack it, and for ratios without a baseline.
+        - ``value``: the mean over the steps, of times and rates the median; over ranks as the
+          metric says. A phase that only some of a script's steps have, such as the optimizer's
+          under gradient accumulation, counts as 0 in the others, so that phases add up to the
+          step. NaN where steps of a case lack it, and for ratios without a baseline.
         - ``of`` and ``kind``: of a number that follows from another metric, which one and how.
-        - ``steps``: how many steps it is over; ``came``: how many of these have it.
-        - ``ranks``: in how many processes the case was measured; ``imbalance``: largest ÷ mean.
-        - ``ratio`` to the same number under the trainer ``baseline``; ``spread``, (largest -
-          smallest) / value; ``logical``, the number that corresponds, counted without hardware for
-          an unfused step; ``over_logical``; ``over_one_gpu``: over that of one GPU with the same
-          batch. NaN where that was not measured or is 0.
-        - ``preferred``: whether it is the number, or follows from the number, of the instrument
-          that tables take, see `of_one_instrument`.
+        - ``steps``: how many it is over; ``came``: how many have it; ``ranks``: in how many
+          processes the case was measured; ``imbalance``: the largest rank's ÷ their mean.
+        - ``ratio`` to the trainer ``baseline``; ``spread``, (largest - smallest) / value;
+          ``logical``, what is counted for an unfused step; ``over_logical``; ``over_one_gpu``, with
+          the same batch. NaN where that was not measured or is 0.
+        - ``preferred``: whether tables take it, or the number that it follows from.
         - ``has_baseline``: whether the baseline was measured in the cell; ``in_cache``: whether
           the case moves so little that DRAM ratios mean nothing; ``timed_by``: of a throughput.
     """
@@ -75,8 +67,7 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     rows = rows.assign(of="", kind="value", timed_by="", preferred=preferred)
     parts = [rows, *(_derived(rows, kind) for kind in DERIVED), _throughputs(rows), _largest(rows)]
     whole = pd.concat([part for part in parts if not part.empty] or [rows], ignore_index=True)
-    dram_step = (whole.metric == "dram_bytes") & (whole.phase == STEP)
-    small = dram_step & (whole.value < IN_CACHE_BYTES)
+    small = (whole.metric == "dram_bytes") & (whole.phase == STEP) & (whole.value < IN_CACHE_BYTES)
     standard = each_case(whole.case, lambda case: case.trainer == baseline)
     cell = [each_case(whole.case, lambda case: case.baseline), *(whole[c] for c in OF_CASE[1:])]
     whole["has_baseline"] = standard.astype(bool).groupby(cell, sort=False).transform("any")
@@ -118,16 +109,13 @@ def instruments_of(name: str) -> tuple[str, ...]:
 
 def each_case(cases: pd.Series[Any], made: Callable[[Case], Any]) -> pd.Series[Any]:
     """What is made of each case, computed once however many rows it has."""
-    known: dict[int, Any] = {}  # by identity: to hash a case takes long
-    every = cases.to_numpy(dtype=object)
-    for case in every:
-        if id(case) not in known:
-            known[id(case)] = made(case)
-    return pd.Series([known[id(case)] for case in every], cases.index)
+    every = {id(case): case for case in cases}  # by identity: to hash a case takes long
+    known = {number: made(case) for number, case in every.items()}
+    return pd.Series([known[id(case)] for case in cases], cases.index)
 
 
 def _by_case(frame: pd.DataFrame) -> pd.DataFrame:
-    """The long table with the case in place of its fields; numbers that are not finite are lost."""
+    """The long table with the case in place of its fields, without numbers that are not finite."""
     frame = frame[np.isfinite(frame.value.astype(float))]
     axes = [*zip(*(frame[axis] for axis in AXES), strict=True)]
     cases = {
@@ -152,10 +140,10 @@ def _with_totals(rows: pd.DataFrame) -> pd.DataFrame:
     wide = wide.reindex(columns=needed).reset_index(drop=True)
     added = []
     for metric in made:
-        values = wide[[*metric.parts]].sum(axis="columns", skipna=False)
+        parts = wide[[*metric.parts]]
+        values = parts.sum(axis="columns", skipna=False)
         if isinstance(metric.how, Share):
-            part, whole = (wide[name] for name in metric.parts)
-            values = part / whole.where(whole > 0)
+            values = parts.iloc[:, 0] / parts.iloc[:, 1].where(parts.iloc[:, 1] > 0)
         if metric.name == "gpu_busy_share":
             values = _of_timed_steps(values, wide.range_time_seconds, steps, rows)
         values = values.dropna()
@@ -169,9 +157,8 @@ def _of_timed_steps(
 ) -> pd.Series[float]:
     """Busy shares of ranges, converted to shares of the time that steps and phases take uncounted.
 
-    A counted range starts with an idle GPU and ends when the GPU is done; in timed steps the CPU
-    launches work while earlier work runs. Waiting for launches makes a range longer, but not its
-    busy time. Where nothing was timed, a step's share is unknown, and a phase's that of its range.
+    A counted range starts with an idle GPU; waiting for launches makes it longer, but not its busy
+    time. Where nothing was timed, a step's share is unknown, and a phase's that of its range.
     """
     timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
     medians = timed.groupby(on, sort=False).value.median()
@@ -287,13 +274,11 @@ def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
     """What several ranks did over what the same trainer did with the same batch on one GPU."""
-
-    def alone(case: Case) -> Case:
-        return replace(case, parallel="none", gpus=1) if case.gpus > 1 else case
-
     gpus = each_case(rows.case, lambda case: case.gpus)
-    by_one = _beside(rows.assign(case=each_case(rows.case, alone)), rows[gpus == 1], NUMBER)
-    return (rows.value / by_one.where(by_one != 0)).where(gpus > 1)
+    several = rows[gpus > 1]
+    alone = each_case(several.case, lambda case: replace(case, parallel="none", gpus=1))
+    by_one = _beside(several.assign(case=alone), rows[gpus == 1], NUMBER).reindex(rows.index)
+    return rows.value / by_one.where(by_one != 0)
 
 
 def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
@@ -319,7 +304,7 @@ def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
 def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
     """Counted bytes per second of unprofiled step time, for each byte metric of the step.
 
-    The time is that of the instrument that counted, or else of another one, in another process.
+    The time is that of the instrument that counted, or else of another one.
     """
     step = rows[rows.phase == STEP]
     times = step[step.metric == "step_time_seconds"].assign(metric="")
@@ -354,11 +339,11 @@ def _beside(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Serie
 
 def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
     """Refuse rows that differ in something besides these, naming the column in which they do."""
-    again = rows.duplicated(keys, keep=False)
-    if not again.any():
+    again = rows[rows.duplicated(keys, keep=False)]
+    if again.empty:
         return
-    row = rows[again].iloc[0]
-    alike = rows[again & (rows[keys] == row[keys]).all(axis="columns")]
+    row = again.iloc[0]
+    alike = again[(again[keys] == row[keys]).all(axis="columns")]
     differ = [str(name) for name in alike if name != "value" and alike[name].nunique() > 1]
     what = f"{row.metric}@{row.phase} of {row.case.id} by {row.instrument}"
     columns = ", ".join(differ) or "nothing but their value"

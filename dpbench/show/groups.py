@@ -14,9 +14,11 @@ from dpbench.core.case import ALL_PHASES, AXES, SCRIPT, trained_in, unusual
 from dpbench.core.metric import Metric
 from dpbench.core.registry import TRAINERS
 from dpbench.results.rows import OF_CASE, STEP
-from dpbench.results.summary import CONFIGURATION
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
 from dpbench.show.view import NAME, OF_TESTS, PARAM, View, column
+
+CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
+"""The columns that a case shares with its baseline."""
 
 
 @dataclass(frozen=True)

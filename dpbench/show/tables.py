@@ -12,8 +12,7 @@ from dpbench.core.metrics import METRICS
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import NO_HARDWARE, STEP
-from dpbench.results.summary import CONFIGURATION
-from dpbench.show.groups import Group, groups, in_order
+from dpbench.show.groups import CONFIGURATION, Group, groups, in_order
 from dpbench.show.layout import Table
 from dpbench.show.view import View, column, shown_by_default
 

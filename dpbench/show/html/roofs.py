@@ -23,9 +23,8 @@ from dpbench.results.roofline import (
 )
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, PLACE, STEP
 from dpbench.results.run import Run
-from dpbench.results.summary import CONFIGURATION
 from dpbench.results.times import account, additional
-from dpbench.show.groups import ordered
+from dpbench.show.groups import CONFIGURATION, ordered
 from dpbench.show.html import figures
 from dpbench.show.html.data import Material, titles
 from dpbench.show.html.figures import NAMES, NEUTRAL, PHASE_STYLES, Chart, Json

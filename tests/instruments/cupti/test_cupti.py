@@ -157,10 +157,8 @@ def test_where_ncu_counted_too_the_tables_show_its_bytes(record: dict[str, Any])
     assert len(both.phases) == len(record["counted"][0])
     every = summary(both.frame)
     rates = every[every.kind == "throughput"]
-    assert {*rates.instrument} == {
-        "ncu bytes / cupti seconds",
-        "cupti bytes / cupti seconds",
-    }
+    by = {*zip(rates.instrument, rates.timed_by, strict=True)}
+    assert by == {("ncu", "cupti"), ("cupti", "cupti")}
 
 
 # --- its process ---------------------------------------------------------------------------------
