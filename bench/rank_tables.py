@@ -29,6 +29,9 @@ TRAINERS = {
 }
 """The private trainers of each."""
 
+APART = {("fsdp2", "fused"): "ranks-fused-fsdp2-256"}
+"""Trainers that were measured in a run of their own, with a standard step beside them."""
+
 
 def busy(place: Place, trainer: str) -> str:
     """How busy the GPUs were."""
@@ -43,6 +46,8 @@ def ranks_measured(parallel: str, *trainers: str) -> str:
     busy_too = (busy(p, "standard") for p in places)
     rows = [["standard: ms, GB, GB", *map("; ".join, zip(cells, busy_too, strict=True))]]
     for trainer in trainers or TRAINERS[parallel]:
+        file = APART.get((parallel, trainer))
+        places = [p._replace(file=file or p.file) for p in PLACES[parallel]]
         ratios = (joined(ratio(m, p, trainer) for m in (ms, gb, peak)) for p in places)
         busy_too = (busy(p, trainer) for p in places)
         rows.append([trainer, *map("; ".join, zip(ratios, busy_too, strict=True))])

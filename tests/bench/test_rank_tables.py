@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.rank_tables import PAYLOAD, PLACES, TRAINERS
+from bench.rank_tables import APART, PAYLOAD, PLACES, TRAINERS
 from bench.runs import of_rank, value
-from bench.tables import SENT, gb, ms, peak, ratio
+from bench.tables import SENT, Place, gb, ms, peak, ratio
 
 PAIRS = [(parallel, t) for parallel in ("ddp", "fsdp2") for t in ("standard", *TRAINERS[parallel])]
 DDP = {"precision": "fp32", "parallel": "ddp"}
@@ -65,3 +65,13 @@ def test_under_fsdp2_private_steps_wait_more_than_standard_ones() -> None:
         ]
         assert shares == sorted(shares, reverse=True)
         assert ratio(ms, place, "dpsgd_ghost") > 2 * ratio(ms, place, "ghost_lean")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_under_fsdp2_fused_sends_what_standard_sends_in_at_most_1_15_times_its_time(
+    precision: str,
+) -> None:
+    place = Place(APART["fsdp2", "fused"], "8x256", precision)
+    assert ratio(ms, place, "fused") <= 1.15
+    sent = [value(place.file, PAYLOAD, trainer=t, **place.axes) for t in ("fused", "standard")]
+    assert sent[0] == pytest.approx(sent[1], rel=0.02)
