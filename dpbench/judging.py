@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.findings import Findings
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, check_comparable, reference
-from dpbench.saving import Files, reporting
+from dpbench.run_writer import RunWriter, reporting
+from dpbench.session_store import SessionStore
 
 if TYPE_CHECKING:
     from dpbench.core.settings import Settings
@@ -38,8 +38,8 @@ class Judged(ABC):
     sources: list[tuple[str, str]]
     limits: list[Threshold]
     notes: list[str]
-    findings: Findings
-    files: Files
+    store: SessionStore
+    files: RunWriter
     verdict: Verdict | None
     _planned: Keys
     _judged: int
@@ -61,7 +61,7 @@ class Judged(ABC):
     @property
     def asked(self) -> Keys:
         """What the session is known to ask for."""
-        of_tests = (key for request in self.findings.requests for key in request.asked)
+        of_tests = (key for request in self.store.requests for key in request.asked)
         return [*dict.fromkeys([*self._planned, *of_tests])]
 
     def _check_reference(self) -> None:
@@ -119,7 +119,7 @@ class Judged(ABC):
         failures: dict[str, Failure] = {}
         with reporting(self.problem):
             limited, own = self._limited(passed)
-            outcomes = self.findings.outcomes()
+            outcomes = self.store.outcomes()
             if not (own or (self.settings.compares and (outcomes or self.limits))):
                 return {}
             from dpbench.results.gate import Gate, Verdict
@@ -147,7 +147,7 @@ class Judged(ABC):
             self.verdict = Verdict.merge(verdicts)
             self._judged = len(outcomes)
             self._report(self.verdict)
-        measured = {r.test for r in self.findings.requests if r.params is not None} | {*passed}
+        measured = {r.test for r in self.store.requests if r.params is not None} | {*passed}
         return {
             test: failures[test] for test in failures if test in measured and any(failures[test])
         }
@@ -156,7 +156,7 @@ class Judged(ABC):
         """What the limits of the command line are for, by test; and each test's own limits."""
         limited: dict[str, Keys] = {"": [*self._planned]}
         own: dict[tuple[str, tuple[str, ...]], Keys] = {}
-        for request in self.findings.requests:
+        for request in self.store.requests:
             if request.limits is None:
                 limited.setdefault(request.test, []).extend(request.asked)
             elif request.limits and (request.asked or request.test in passed):

@@ -16,13 +16,13 @@ from dpbench.child.imported import digest
 from dpbench.core.case import Case
 from dpbench.core.files import printable
 from dpbench.core.registry import OUTPUTS
-from dpbench.findings import Findings
 from dpbench.judging import Judged, read_limits
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
-from dpbench.saving import Files, Hook
-from dpbench.show.view import View
+from dpbench.run_writer import Hook, RunWriter
+from dpbench.session_store import SessionStore
+from dpbench.show.view import TableOptions
 
 if TYPE_CHECKING:
     from dpbench.core.gpu import Gpu
@@ -70,7 +70,7 @@ class Session(Judged):
         self.gpu = gpu
         self.workers = workers
         self.grid = grid or settings.chosen_grid()
-        self.view = View.of(settings, self.grid.baseline)
+        self.view = TableOptions.of(settings, self.grid.baseline)
         self.sources = sources(self.instruments, settings, gpu)
         self.limits = read_limits(settings.compare_fail)
         """Those of the command line; tests may have their own."""
@@ -86,9 +86,9 @@ class Session(Judged):
         self._planned = [(case, instrument.name) for case, instrument in plan]
         self._on_environment = on_environment
         shared = shared or {}
-        self.findings = Findings(shared.get("directory"))
+        self.store = SessionStore(shared.get("directory"))
         self.began: float = shared.get("began", time.monotonic())
-        self.files = Files(
+        self.files = RunWriter(
             settings, self.view, self.notes, self.problem, on_document, shared.get("path")
         )
         if begun := shared.get("begun"):
@@ -110,10 +110,10 @@ class Session(Judged):
             self._check_reference()
         if self.settings.saves:  # last: no number is taken if anything else fails
             device = device_of(self.instruments, self.settings, self.gpu)
-            self.begun = self.files.open(device, self.begun, self._stands(()))
+            self.begun = self.files.open(device, self.begun, self._session_record(()))
             done = [outcome for outcome in self.begun.outcomes if outcome.error is None]
             kept = [o for o in done if all(digest(Path(f)) == d for f, d in o.imported.items())]
-            self.findings.keep(kept)
+            self.store.keep(kept)
             if again := [outcome.case.id for outcome in done if outcome not in kept]:
                 self.notes.append(f"measured again, for their code has changed: {', '.join(again)}")
 
@@ -136,7 +136,7 @@ class Session(Judged):
     @property
     def run(self) -> Run:
         """The session so far, with the conditions of `begun` where something has needed them."""
-        outcomes = tuple(self.findings.outcomes())
+        outcomes = tuple(self.store.outcomes())
         if (known := self._run) is None or known.measured != outcomes:
             begun = self.begun if "begun" in vars(self) else None
             environment = begun.environment if begun else {}
@@ -150,7 +150,7 @@ class Session(Judged):
         """What another process needs to join the session, as plain JSON types."""
         writes = self.files.path or self.settings.files
         return {
-            "directory": str(self.findings.directory),
+            "directory": str(self.store.directory),
             "began": self.began,
             "path": str(self.files.path) if self.files.path else None,
             "begun": [self.begun.environment, self.begun.session] if writes else None,
@@ -169,7 +169,7 @@ class Session(Judged):
             fresh.append(measure(case, chosen))
             return fresh[0]
 
-        outcome = self.findings.once(case, measure_now, by=[i.name for i in chosen])
+        outcome = self.store.once(case, measure_now, by=[i.name for i in chosen])
         if fresh:
             self.write()
         return outcome
@@ -178,13 +178,15 @@ class Session(Judged):
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
         """Write the run and the files; pages and pipes only the last time."""
-        if not (self.files.wanted(last=last) and self.findings.outcomes()):
+        if not (self.files.wanted(last=last) and self.store.outcomes()):
             return
-        with self.findings.lock():
-            session = self._stands(self.findings.outcomes(), complete=complete)
+        with self.store.lock():
+            session = self._session_record(self.store.outcomes(), complete=complete)
             self.files.write(self.run, session, last=last)
 
-    def _stands(self, outcomes: Sequence[Outcome], *, complete: bool = False) -> dict[str, Any]:
+    def _session_record(
+        self, outcomes: Sequence[Outcome], *, complete: bool = False
+    ) -> dict[str, Any]:
         """The run's description of the session so far: ``interrupted`` until it is complete."""
         began, verdict = self.begun.session, self.verdict
         unjudged = [vars(missing) for missing in verdict.unjudged] if verdict else []
@@ -200,7 +202,7 @@ class Session(Judged):
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
         """The number of cases that are asked for, or are in the grid and measured."""
         measured = {outcome.case for outcome in outcomes}.intersection(self.grid.cases())
-        known = {request.case for request in self.findings.requests if request.params is None}
+        known = {request.case for request in self.store.requests if request.params is None}
         return len(measured.union(case for case, _ in self._planned) | known - {None})
 
     def problem(self, text: str) -> None:
@@ -218,14 +220,14 @@ class Session(Judged):
         """
         if self.verdict is None:
             self.judge(complete=complete)
-        outcomes = self.findings.outcomes()
+        outcomes = self.store.outcomes()
         if self.verdict is not None and (late := outcomes[self._judged :]):
             names = ", ".join(outcome.case.id for outcome in late)
             self.problem(f"measured after the last test, and so judged by no limit: {names}")
         if self.files.path is not None:  # a run that it resumes may have been asked for more
             complete = complete and self._cases_of(outcomes) >= self.begun.cases_asked
         self.write(complete=complete, last=True)
-        self.files.let_go()
+        self.files.close()
 
     def summary(self) -> list[Table]:
         """Every table of the session, the comparison's last."""
@@ -240,12 +242,12 @@ class Session(Judged):
     @property
     def failed(self) -> bool:
         """Whether a case failed, something got worse, or there is a problem."""
-        broken = any(o.error for o in self.findings.outcomes())
+        broken = any(o.error for o in self.store.outcomes())
         return bool(broken or self.problems)
 
     def close(self) -> None:
         """Remove what its processes shared."""
-        self.findings.close()
+        self.store.close()
 
 
 def device_of(instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None) -> str | None:

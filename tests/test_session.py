@@ -112,7 +112,7 @@ def test_resumed_run_goes_on_with_what_did_not_fail_and_adds_up_its_time(begin: 
     run = broken_off(begin)
     session = begin(resume=True)
     assert session.files.path == run.path
-    assert [outcome.case for outcome in session.findings.outcomes()] == [DONE]
+    assert [outcome.case for outcome in session.store.outcomes()] == [DONE]
     with pytest.raises(ConfigurationError, match="is being written"):
         begin(resume=True)
     session.finish(complete=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbench.child.parts import hold_to_parts
+from dpbench.child.parts import enforce_micro_batches
 from dpbench.core import gpu
 from dpbench.core.case import MIXED, TRANSFORMER, Case
 from dpbench.core.errors import ConfigurationError
@@ -106,7 +106,7 @@ def build(
     if ranks > 1:
         torch.manual_seed((seed + 1) * ranks + rank)  # no other rank has it, with any seed
     if case.micro_batches > 1:
-        hold_to_parts(trainer, batches, case.micro_batches)
+        enforce_micro_batches(trainer, batches, case.micro_batches)
     return trainer, batches
 
 

@@ -18,7 +18,7 @@ from dpbench.training.base import Batch, TrainerBase
 from dpbench.workloads.base import examples_in
 
 
-def hold_to_parts(trainer: TrainerBase, batches: list[Batch], number: int) -> None:
+def enforce_micro_batches(trainer: TrainerBase, batches: list[Batch], number: int) -> None:
     """Make each step raise if a forward sees more examples than a micro-batch has."""
     size = examples_in(batches[0]) // number
     seen: list[int] = []

@@ -51,8 +51,8 @@ from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
+from dpbench.run_writer import reporting
 from dpbench.runner import measure
-from dpbench.saving import reporting
 from dpbench.session import Session, sources
 
 DECLARED = {
@@ -138,14 +138,14 @@ def run(options: argparse.Namespace) -> int:
     session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
     with closing(session):
         session.begin()
-        session.findings.keep(map(_as_standard, standards))
+        session.store.keep(map(_as_standard, standards))
         try:
             if rank:
-                session.findings.keep([rank.gather(measure(case, scripts))])
+                session.store.keep([rank.gather(measure(case, scripts))])
                 session.write()
             _measure(session, case, scripts)
         finally:  # an interrupted session keeps and shows what it has
-            outcomes = session.findings.outcomes()
+            outcomes = session.store.outcomes()
             failed = any(outcome.error for outcome in outcomes)  # so it becomes no reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete)

@@ -29,7 +29,7 @@ from dpbench.results.storage import Storage
 from dpbench.show.export import summary_tables
 from dpbench.show.layout import as_text, terminal_width
 from dpbench.show.outputs import write_output
-from dpbench.show.view import View
+from dpbench.show.view import TableOptions
 
 WRITTEN = ("output", "json", "markdown", "csv", "html", "save", "storage")
 """The options that say what is written of the run."""
@@ -54,7 +54,7 @@ def finish(
     """Join runs, show and write the one that they are; the exit status is 1 if it lacks a part."""
     with METRICS.including(*(run.metrics for run in runs)):
         merged, notes = joined(runs)
-        view = View(baseline=merged.baseline)
+        view = TableOptions(baseline=merged.baseline)
         merged = merged.with_derived()
         for kind, path in settings.files.values():
             write_output(kind, path, [merged], view)

@@ -100,7 +100,7 @@ def measured(settings: Settings) -> int:
         try:
             _measure(session, cases)
         finally:  # an interrupted run keeps and shows what it has
-            complete = {*cases} <= {outcome.case for outcome in session.findings.outcomes()}
+            complete = {*cases} <= {outcome.case for outcome in session.store.outcomes()}
             session.finish(complete=complete)
             show(session, "run")
         return 1 if session.failed else 0
@@ -110,7 +110,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
     """Measure the cases in order, on all cores if without hardware; print why one failed."""
     from dpbench.runner import cores, measure_at_once
 
-    known = {outcome.case for outcome in session.findings.outcomes()}
+    known = {outcome.case for outcome in session.store.outcomes()}
     at_once = not any(i.hardware for i in session.instruments) and cores() > 1
     ahead = [case for case in cases if case not in known] if at_once else []
     with (
@@ -120,7 +120,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.findings.keep([next(outcomes)])
+                session.store.keep([next(outcomes)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:

@@ -79,7 +79,7 @@ from dpbench.show.outputs import write_output
 from dpbench.show.profile import timeline_tables
 from dpbench.show.tables import tables
 from dpbench.show.times import time_tables
-from dpbench.show.view import View
+from dpbench.show.view import TableOptions
 
 REPORT = ".ncu-rep"
 TIMELINES = (".nsys-rep", ".sqlite")
@@ -147,14 +147,16 @@ def run(options: argparse.Namespace) -> int:
         return 0
 
 
-def _view(options: argparse.Namespace, runs: Sequence[Run]) -> View:
+def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
     """What was asked for; the usual ranges are of ratios to the standard trainer."""
     baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
     ceilings = read_ceilings(Path(options.time)) if options.time else None
-    return replace(View.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
+    return replace(TableOptions.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
 
 
-def _tables(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Iterator[Table]:
+def _tables(
+    runs: Sequence[Run], options: argparse.Namespace, view: TableOptions
+) -> Iterator[Table]:
     """The one table that was asked for, or those of runs, of timelines and of reports."""
     if options.roofline is not None and options.time is not None:
         raise ConfigurationError("--roofline and --time are two tables: ask for one")
@@ -199,7 +201,7 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
         yield from roofline_tables(under(rows, roofs), roofs)
 
 
-def _times(runs: Sequence[Run], options: argparse.Namespace, view: View) -> Iterator[Table]:
+def _times(runs: Sequence[Run], options: argparse.Namespace, view: TableOptions) -> Iterator[Table]:
     """What the time of the runs' cases is made of, by device."""
     summary = _together(runs, options)
     counted = summary.device == NO_HARDWARE
@@ -227,7 +229,7 @@ def _card_here() -> str:
 
 
 def _of_reports(
-    reports: Iterable[Path], view: View, options: argparse.Namespace
+    reports: Iterable[Path], view: TableOptions, options: argparse.Namespace
 ) -> Iterator[Table]:
     """Tables of ranges, all together, then those of each report of kernels."""
     ranges: dict[Case, Path] = {}

@@ -129,9 +129,9 @@ class Case:
     @property
     def baseline(self) -> Case:
         """The same configuration under the standard trainer."""
-        return self.under(BASELINE_TRAINER)
+        return self.with_trainer(BASELINE_TRAINER)
 
-    def under(self, trainer: str) -> Case:
+    def with_trainer(self, trainer: str) -> Case:
         """The same configuration under another trainer."""
         return replace(self, trainer=trainer)
 
@@ -303,7 +303,7 @@ class Script(Case):
         if self.batch_size:
             object.__setattr__(self, "batch_size", positive("batch size", self.batch_size))
 
-    def under(self, trainer: str) -> Script:
+    def with_trainer(self, trainer: str) -> Script:
         """Another script with the same batch size."""
         return Script(trainer, self.batch_size)
 

@@ -155,7 +155,7 @@ def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None =
     return chosen
 
 
-EVERY = "DPBENCH_GPUS"
+SESSION_GPUS = "DPBENCH_GPUS"
 """The environment variable with all GPUs of a session, in a worker that sees only its own."""
 
 
@@ -164,7 +164,10 @@ def environment_of(gpus: int, environment: Mapping[str, str] = os.environ) -> di
 
     They are those that follow that one in the session's list; all that there are, if too few.
     """
-    own, every = environment.get("CUDA_VISIBLE_DEVICES"), environment.get(EVERY, "").split(",")
+    own, every = (
+        environment.get("CUDA_VISIBLE_DEVICES"),
+        environment.get(SESSION_GPUS, "").split(","),
+    )
     if gpus < 2 or own not in every:
         return {}
     first = every.index(own)
@@ -173,7 +176,7 @@ def environment_of(gpus: int, environment: Mapping[str, str] = os.environ) -> di
 
 def number_of_gpus() -> int:
     """How many the session may use, of which a worker sees one."""
-    return len(every.split(",")) if (every := os.environ.get(EVERY)) else len(visible_gpus())
+    return len(every.split(",")) if (every := os.environ.get(SESSION_GPUS)) else len(visible_gpus())
 
 
 def child_environment() -> dict[str, str]:

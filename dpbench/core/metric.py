@@ -33,7 +33,7 @@ AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
 """How several numbers become one."""
 
 
-class How:
+class Aggregation:
     """Where the numbers of a metric come from, and how several become one.
 
     Attributes:
@@ -46,7 +46,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Counters(How):
+class Counters(Aggregation):
     """Counted; of hardware, as the sum of counters.
 
     Args:
@@ -64,14 +64,14 @@ class Counters(How):
 
 
 @dataclass(frozen=True)
-class Sum(How):
+class Sum(Aggregation):
     """The sum of other metrics, in every run that has all of them."""
 
     parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Share(How):
+class Share(Aggregation):
     """One metric divided by another, in every run that has the two."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "mean"}
@@ -81,21 +81,21 @@ class Share(How):
 
 
 @dataclass(frozen=True)
-class Timed(How):
+class Timed(Aggregation):
     """Read from a clock; ranks wait for the slowest."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "max"}
 
 
 @dataclass(frozen=True)
-class Peak(How):
+class Peak(Aggregation):
     """The largest value at any moment, or any other number whose phases do not add up."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "max"}
     adds_up: ClassVar[bool] = False
 
 
-_HOWS: dict[str, Callable[..., How]] = {
+_HOWS: dict[str, Callable[..., Aggregation]] = {
     kind.__name__: kind for kind in (Counters, Sum, Share, Timed, Peak)
 }
 
@@ -107,7 +107,7 @@ class Metric:
     name: str  # spelled out; its unit follows from the end, see `UNITS`
     header: str = ""  # of its column, on one or two lines; made of the name if empty
     by: tuple[str, ...] = ("ncu", "cupti")  # the instruments that have it, the preferred one first
-    how: How = Counters()
+    how: Aggregation = Counters()
     # How steps, and how ranks, become one number, if not as `how` says.
     repeats: Aggregate | None = None
     ranks: Aggregate | None = None

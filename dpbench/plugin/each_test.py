@@ -10,7 +10,6 @@ import pytest
 
 from dpbench.child.messages import Steps
 from dpbench.core.case import Case, Script
-from dpbench.findings import Request
 from dpbench.plugin.fixtures import (
     NEEDS,
     asked_case,
@@ -21,6 +20,7 @@ from dpbench.plugin.fixtures import (
     texts_of,
 )
 from dpbench.session import Session
+from dpbench.session_store import Request
 
 if TYPE_CHECKING:
     from dpbench.instruments.interface import Instrument
@@ -127,7 +127,7 @@ class EachTest:
         self._ask(case, [instrument.name for instrument in instruments])
         outcome = self.session.measure(case, instruments)
         if not (step or outcome.error) and self._limits_ratios():
-            self.session.measure(case.under(self.session.grid.baseline), instruments)
+            self.session.measure(case.with_trainer(self.session.grid.baseline), instruments)
         from dpbench.results.report import CaseReport
 
         report = CaseReport.of_outcome(outcome)
@@ -146,12 +146,12 @@ class EachTest:
         """
         item, extra = self._item, json.loads(json.dumps(extra_info or {}, default=str))
         if item is None:
-            self.session.findings.ask([Request("", case, (*instruments,))])
+            self.session.store.ask([Request("", case, (*instruments,))])
             return
         given = item.callspec.params if hasattr(item, "callspec") else {}
         params = {name: v.id if isinstance(v, Case) else str(v) for name, v in given.items()}
         request = Request(item.nodeid, case, (*instruments,), texts_of(item), params, extra)
-        self.session.findings.ask([request])
+        self.session.store.ask([request])
 
     def _subject(self, step: Step) -> Script:
         """A step of the running test as a subject, named after the test and the function."""
@@ -243,7 +243,7 @@ class EachTest:
                 if measured.extra_info:
                     self._ask(outcome.case, outcome.instruments, measured.extra_info)
         report = yield
-        if unwritten := self.session.findings.unwritten:  # goes with the report to the controller
+        if unwritten := self.session.store.unwritten:  # goes with the report to the controller
             vars(report)["dpbench"] = unwritten
         return report
 

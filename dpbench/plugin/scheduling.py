@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from dpbench.findings import Findings
+from dpbench.session_store import SessionStore
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """xdist's ``--dist=loadscope`` with cases as scopes; every other test is a scope of its own."""
 
-    def __init__(self, config: pytest.Config, log: Any, findings: Findings) -> None:
+    def __init__(self, config: pytest.Config, log: Any, store: SessionStore) -> None:
         super().__init__(config, log)
-        self.findings = findings
+        self.store = store
         self.scopes: dict[str, str] = {}
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid not in self.scopes:
-            asked = (r.case.id for r in self.findings.requests if r.test == nodeid and r.case)
+            asked = (r.case.id for r in self.store.requests if r.test == nodeid and r.case)
             self.scopes[nodeid] = next(asked, nodeid)
         return self.scopes[nodeid]
 

@@ -14,7 +14,7 @@ import pytest
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
-from dpbench.core.gpu import EVERY, visible_gpus
+from dpbench.core.gpu import SESSION_GPUS, visible_gpus
 from dpbench.core.registry import locate
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
@@ -99,7 +99,7 @@ class WholeSession:
         """What became of each test, by its id."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
-            self.session.findings.directory  # noqa: B018  # for forks: made now, they share it
+            self.session.store.directory  # noqa: B018  # for forks: made now, they share it
             if self.measures:
                 # A batch system's SIGTERM must end the measured processes too, as Ctrl-C does.
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -159,7 +159,7 @@ class WholeSession:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Share what the tests are known to ask for."""
         if self.runs_tests and (known := [*filter(None, map(self.each_test.known, session.items))]):
-            self.session.findings.ask(known)
+            self.session.store.ask(known)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note which tests have ended and how, and store what a worker could not write."""
@@ -168,7 +168,7 @@ class WholeSession:
         if report.when != "teardown":
             self.reports[report.nodeid] = report
         if unwritten := getattr(report, "dpbench", None):
-            self.session.findings.take(unwritten)
+            self.session.store.take(unwritten)
 
     # --- xdist -------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class WholeSession:
         names = visible_names() if self.measures else []
         for number, spec in enumerate(spec for spec in specs if names and spec.popen):
             spec.env["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
-            spec.env[EVERY] = ",".join(names)
+            spec.env[SESSION_GPUS] = ",".join(names)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
@@ -195,7 +195,7 @@ class WholeSession:
             return None
         from dpbench.plugin.scheduling import CaseScheduling
 
-        return CaseScheduling(config, log, self.session.findings)
+        return CaseScheduling(config, log, self.session.store)
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class WholeSession:
     def _has_measured(self) -> bool:
         """Whether the session has measured, which it was asked to; if not, a problem says so."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
-        outcomes = self.session.findings.outcomes()
+        outcomes = self.session.store.outcomes()
         has_measured = any(o.rows and o.instruments == instruments for o in outcomes)
         if not has_measured:
             asked = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
@@ -300,7 +300,7 @@ class WholeSession:
             if waiting := sum(f"Skipped: needs {options}'" in reason for reason in skipped):
                 test = "tests measure" if waiting > 1 else "test measures"
                 say(f"dpbench: {waiting} {test} with {options}")
-        outcomes = session.findings.outcomes()
+        outcomes = session.store.outcomes()
         if not outcomes and self.runs_tests:
             for _, path in self.settings.files.values():
                 named = os.path.relpath(path, self.settings.directory)

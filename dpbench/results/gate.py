@@ -194,7 +194,7 @@ class Gate:
         if came < steps:
             return f"only {came:.0f} of {steps:.0f} steps have {metric}{where} in {run.name}"
         if row["of"]:
-            needed = case.under(run.baseline).id
+            needed = case.with_trainer(run.baseline).id
             return f"no {row['of']}{where} of its baseline {needed} to divide by in {run.name}"
         return f"no {metric} by {instrument}{where} in {run.name}"
 
@@ -265,7 +265,7 @@ class Gate:
         worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
         regressions = []
         for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
-            cases = [case, case.under(self.after.baseline)] if row["of"] else [case]
+            cases = [case, case.with_trainer(self.after.baseline)] if row["of"] else [case]
             by_case = [largest_changes(self.before, self.after, each, row) for each in cases]
             largest = [change for changes in by_case for change in changes]
             regressions.append(row | {"reference": self.before.name, "largest_changes": largest})

@@ -118,10 +118,10 @@ def _impossible(case: Case, row: Measurement, stands: Container[Measurement]) ->
         f"the phase {row.phase!r}": row.phase not in (STEP, *ALL_PHASES),
         f"the repeat {row.repeat}": row.repeat < 0,
         f"the rank {row.rank}": row.rank < 0,
-        f"a second value, {row.value},": _without_value(row) in stands,
     }
     why = next((what for what, is_so in wrong.items() if is_so), "")
-    return why or impossible_number(row.metric, row.value, row.unit)
+    why = why or impossible_number(row.metric, row.value, row.unit)
+    return why or (f"a second value, {row.value}," if _without_value(row) in stands else "")
 
 
 def impossible_number(metric: str, value: float, unit: str) -> str:

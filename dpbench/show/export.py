@@ -17,19 +17,19 @@ from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
 from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import tables
-from dpbench.show.view import View
+from dpbench.show.view import TableOptions
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
 
-def summary_tables(run: Run, view: View | None = None) -> list[Table]:
+def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
     """Every table of a run; last, how many cases of each trainer succeeded, and why not.
 
     Its notes say what logical counting assumed where a step depends on values of tensors.
     """
     if not (outcomes := run.outcomes):
         return []
-    view = view or View()
+    view = view or TableOptions()
     summary = run.summary
     listed = tables(summary, view, outcomes)
     guessed = [

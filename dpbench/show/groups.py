@@ -15,7 +15,7 @@ from dpbench.core.metric import Metric
 from dpbench.core.registry import TRAINERS
 from dpbench.results.rows import OF_CASE, STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
-from dpbench.show.view import NAME, OF_TESTS, PARAM, View, column
+from dpbench.show.view import NAME, OF_TESTS, PARAM, TableOptions, column
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """The columns that a case shares with its baseline."""
@@ -111,7 +111,7 @@ def titled(
         yield title_of(dict(zip(keys, values, strict=True))), group
 
 
-def groups(summary: pd.DataFrame, view: View) -> Iterator[Group]:
+def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
     """The groups of a summary, in order, the cases of each in the order of the view."""
     named = [k for name in view.group_by for k in (CONFIGURATION if name == "cell" else [name])]
     keys = list(dict.fromkeys([*(name for name in named if name != "device"), "device"]))

@@ -1,6 +1,6 @@
 """What is written of runs: an output for each ending of a file, found in `OUTPUTS`.
 
-An output is a function of the runs and of the `View` that was asked for; it returns text or bytes.
+An output is a function of the runs and of the `TableOptions`; it returns text or bytes.
 A session has one run; ``dpbench show`` may have several, and what cannot hold several refuses them.
 """
 
@@ -18,12 +18,12 @@ from dpbench.results.rows import COLUMNS
 from dpbench.results.run import Run
 
 if TYPE_CHECKING:
-    from dpbench.show.view import View
+    from dpbench.show.view import TableOptions
 
-Output = Callable[[Sequence[Run], "View"], str | bytes]
+Output = Callable[[Sequence[Run], "TableOptions"], str | bytes]
 
 
-def write_output(kind: str, path: Path, runs: Sequence[Run], view: View) -> None:
+def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions) -> None:
     """Write a file, whole or not at all; a `ConfigurationError` says why it could not be."""
     output: Output = OUTPUTS[kind]
     try:
@@ -38,7 +38,7 @@ def write_output(kind: str, path: Path, runs: Sequence[Run], view: View) -> None
         raise ConfigurationError(f"{path}: the output {kind!r} failed: {why}") from error
 
 
-def json_document(runs: Sequence[Run], view: View) -> str:
+def json_document(runs: Sequence[Run], view: TableOptions) -> str:
     """The document of one run, as it is saved."""
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
@@ -46,7 +46,7 @@ def json_document(runs: Sequence[Run], view: View) -> str:
     return runs[0].text
 
 
-def markdown_tables(runs: Sequence[Run], view: View) -> str:
+def markdown_tables(runs: Sequence[Run], view: TableOptions) -> str:
     """The tables of each run; of one that broke off, how many cases are missing."""
     from dpbench.show.export import summary_tables
     from dpbench.show.layout import as_markdown
@@ -65,7 +65,7 @@ def labels_text(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in labels.items())
 
 
-def csv_rows(runs: Sequence[Run], view: View) -> str:
+def csv_rows(runs: Sequence[Run], view: TableOptions) -> str:
     """The long table, exact, in bytes and seconds, with what each trainer says that it clips.
 
     Ratios are not in it: they are between means over the steps, and a line is one step. A text that

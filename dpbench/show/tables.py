@@ -14,7 +14,7 @@ from dpbench.results.roofline import BUSY, LAUNCH_BOUND
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.show.groups import CONFIGURATION, Group, groups, in_order
 from dpbench.show.layout import Table
-from dpbench.show.view import View, column, shown_by_default
+from dpbench.show.view import TableOptions, column, shown_by_default
 
 SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
@@ -38,7 +38,7 @@ AGAINST_LOGICAL = (
 
 
 def tables(
-    summary: pd.DataFrame, view: View | None = None, outcomes: Iterable[Outcome] = ()
+    summary: pd.DataFrame, view: TableOptions | None = None, outcomes: Iterable[Outcome] = ()
 ) -> list[Table]:
     """Every table of a summary: by cell, the step and its phases; then throughput, and the rest.
 
@@ -50,7 +50,7 @@ def tables(
     summary = summary[summary.preferred & summary.value.notna()]
     if summary.empty:
         return []
-    view, outcomes = view or View(), list(outcomes)
+    view, outcomes = view or TableOptions(), list(outcomes)
     summary = view.under_tests(summary, outcomes)
     listed: list[Table] = []
     for group in groups(summary, view):
@@ -75,7 +75,7 @@ def tables(
 # --- the step --------------------------------------------------------------------------------
 
 
-def _columns(group: Group, view: View) -> list[Metric]:
+def _columns(group: Group, view: TableOptions) -> list[Metric]:
     """The columns that were asked for, or else the default ones.
 
     Columns without a number are left out of groups of one phase, and of groups without bytes. A
@@ -94,14 +94,14 @@ def _columns(group: Group, view: View) -> list[Metric]:
     return [c for c in chosen if c in filled or (c.of or c.name) in usual]
 
 
-def _header(shown: Metric, view: View) -> str:
+def _header(shown: Metric, view: TableOptions) -> str:
     """A column's header, if its ratio is to another trainer than the usual with that one's name."""
     if view.baseline == BASELINE_TRAINER:
         return shown.heading
     return shown.heading.replace(STANDARD, f"÷ {view.baseline}")
 
 
-def _notes(group: Group, columns: list[Metric], view: View) -> Iterator[str]:
+def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[str]:
     rows, names = group.shown, {column.name for column in columns}
     ratios = {c.of for c in columns if c.kind == "ratio"}
     known = rows.groupby("label", sort=False).has_baseline.any()
@@ -193,7 +193,7 @@ def _phases_shown(group: Group, metric: str) -> list[str]:
     return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
 
-def _phase_table(group: Group, metric: str, name: str, view: View) -> list[Table]:
+def _phase_table(group: Group, metric: str, name: str, view: TableOptions) -> list[Table]:
     """Bytes by case and phase, with the ratio to the same phase of the baseline."""
     columns = {}
     for phase in _phases_shown(group, metric):

@@ -67,7 +67,7 @@ GROUPS = ("cell", "device", "phase", *AXES)
 
 
 @dataclass(frozen=True)
-class View:
+class TableOptions:
     """Columns, order and grouping of the tables by case, and how many kernels are shown.
 
     Without ``columns`` those of `shown_by_default` are shown, and all other tables; ``sort`` is a
@@ -86,7 +86,7 @@ class View:
     ceilings: Roofs | None = None
 
     @classmethod
-    def of(cls, asked: Settings | Namespace, baseline: str = BASELINE_TRAINER) -> View:
+    def of(cls, asked: Settings | Namespace, baseline: str = BASELINE_TRAINER) -> TableOptions:
         """The view that was asked for on a command line: names separated by commas."""
         if asked.top < 1:
             raise ConfigurationError(f"a table shows 1 kernel or more, not {asked.top}")

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
 from dpbench.training.gradient_sums import Buffer, Sums
-from dpbench.training.known_model import KnownModel
+from dpbench.training.known_model import ModelSnapshot
 from dpbench.training.norm_bounds import clipping_factors, total
-from dpbench.training.parallel import begun_together, own_generator, own_part, rank_and_ranks
+from dpbench.training.parallel import broadcast_parameters, own_generator, own_part, rank_and_ranks
 from dpbench.training.phases import phase
 from dpbench.training.reductions import Reduction, as_gradient
 from dpbench.training.refusals import ONLY_GHOST, check_layers
@@ -45,7 +45,7 @@ class ClippedSumTrainer(TrainerBase):
         self.trained = [p for p in model.parameters() if p.requires_grad]
         check_alike(self.trained)
         self.part_size = batch_size // self.micro_batches
-        self.known = KnownModel(self.model)
+        self.known = ModelSnapshot(self.model)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []
         together = self.parallel != "none"
@@ -57,7 +57,7 @@ class ClippedSumTrainer(TrainerBase):
         if self.parallel == "none":
             return model
         self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
-        return begun_together(model)
+        return broadcast_parameters(model)
 
     @property
     def sums(self) -> Sums:

@@ -28,7 +28,7 @@ from dpbench.training.book_keeping import BookKeepingTrainer
 from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.gradient_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.kernels import layer_norm_samples, noisy_descent, scaled
-from dpbench.training.known_model import KnownModel
+from dpbench.training.known_model import ModelSnapshot
 from dpbench.training.norm_bounds import squared_sample_norms
 from dpbench.training.parallel import GRAPHS, rank_and_ranks
 from dpbench.training.per_layer import (
@@ -89,8 +89,8 @@ class FusedTrainer(BookKeepingTrainer):
         if self.merged:
             self.labels = {**self.labels, "noise": "in the update"}
             if self.parallel != "fsdp2":
-                self.flats = [moved_together(sharing) for sharing in in_buffers(self.trained)]
-            self.known = KnownModel(self.model, in_place=True)
+                self.flats = [flatten_parameters(sharing) for sharing in in_buffers(self.trained)]
+            self.known = ModelSnapshot(self.model, in_place=True)
         self.draws_in_update = self.merged
         self._seed_buffers()
         device = self.trained[0].device
@@ -271,7 +271,7 @@ class FusedTrainer(BookKeepingTrainer):
         return graphs
 
 
-def moved_together(parameters: list[Tensor]) -> Tensor:
+def flatten_parameters(parameters: list[Tensor]) -> Tensor:
     """One buffer that the parameters become parts of."""
     flat, places, _ = one_buffer(parameters)
     for parameter, place in places.items():

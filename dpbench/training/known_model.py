@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from dpbench.core.errors import ConfigurationError
 
 
-class KnownModel:
+class ModelSnapshot:
     """The layers and parameters of a model, as a trainer found them.
 
     A trainer has lists, rules and buffers of them, and would not hear of a change.

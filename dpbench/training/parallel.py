@@ -96,7 +96,7 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def begun_together(model: nn.Module) -> nn.Module:
+def broadcast_parameters(model: nn.Module) -> nn.Module:
     """The model with the parameters that it has in rank 0."""
     for parameter in model.parameters():
         distributed.broadcast(parameter.data, 0)

@@ -78,7 +78,7 @@ def test_no_private_method_is_below_the_floor(axes: dict[str, Any]) -> None:
     counted = {}
     for name in PRIVATE:
         with suppress(CaseFailed, CaseRefused, ConfigurationError):  # it does not train so
-            counted[name] = by_phase(case.under(name))["step"]["bytes"]
+            counted[name] = by_phase(case.with_trainer(name))["step"]["bytes"]
     assert "dpsgd_ghost" in counted
     assert {name: size for name, size in counted.items() if size < least} == {}
 

@@ -26,6 +26,7 @@ def test_a_diff_applies_to_the_installed_opacus(name: str, tmp_path: Path) -> No
     assert "```diff" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", upstream.names())
 def test_opacus_own_tests_of_gradients_pass_with_a_diff(name: str) -> None:
     outcomes = upstream.opacus_tests(name, upstream.READ_GRADIENTS[:3])
@@ -104,6 +105,7 @@ def test_an_update_keeps_the_threshold_with_the_diff(tmp_path: Path) -> None:
 # --- the grid --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_grid_of_layers_can_be_counted(tmp_path: Path) -> None:
     command = ["run", "--grid", "opacus-layers", "--batch-size", "16", "--instrument", "logical"]
     done = subprocess.run(

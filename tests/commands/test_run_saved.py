@@ -122,6 +122,6 @@ def test_numbers_outlast_a_full_directory_of_temporary_files(
         write_text(path, text)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dpbench.findings.write_text", full)
+    monkeypatch.setattr("dpbench.session_store.write_text", full)
     assert main([*RUN, *TWO, "--json=run.json"]) == 0
     assert len(json.loads(Path("run.json").read_text())["cases"]) == 2

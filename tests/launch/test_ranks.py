@@ -187,7 +187,7 @@ def test_what_cannot_measure_several_gpus_says_so_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "visible_gpus", list)
-    monkeypatch.setenv(gpu.EVERY, "GPU-0")
+    monkeypatch.setenv(gpu.SESSION_GPUS, "GPU-0")
     one = measure(ranks("standard"), [replace(timing(tmp_path), device="cuda")])
     assert one.message.endswith("needs 2 GPUs, and 1 can be used (CUDA_VISIBLE_DEVICES)")
 
@@ -208,7 +208,7 @@ def test_a_case_of_several_gpus_sees_those_that_follow_the_workers_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2")
-    monkeypatch.setenv(gpu.EVERY, "GPU-0,GPU-1,GPU-2")
+    monkeypatch.setenv(gpu.SESSION_GPUS, "GPU-0,GPU-1,GPU-2")
     running = timing(tmp_path).start(ranks("standard"))
     running.cancel()
     assert "CUDA_VISIBLE_DEVICES=GPU-2,GPU-0 " in running.log.read_text().partition("\n")[0]

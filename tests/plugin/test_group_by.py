@@ -9,7 +9,7 @@ import pytest
 from dpbench.commands.cli import main
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.settings import Settings
-from dpbench.show.view import View, label_of
+from dpbench.show.view import TableOptions, label_of
 from tests.plugin.conftest import RunSuite
 
 SUITE = """
@@ -89,4 +89,4 @@ def test_labels_are_those_of_pytest_benchmark(label: str, text: str) -> None:
 
 def test_other_labels_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="unknown group 'function'; choose from cell, "):
-        View.of(Settings(group_by="function"))
+        TableOptions.of(Settings(group_by="function"))

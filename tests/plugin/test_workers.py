@@ -9,10 +9,10 @@ import pytest
 
 from dpbench.core.gpu import Gpu
 from dpbench.core.grid import GRIDS
-from dpbench.findings import Findings, Request
 from dpbench.plugin import whole_session
 from dpbench.plugin.scheduling import CaseScheduling
 from dpbench.plugin.whole_session import useful_workers, visible_names
+from dpbench.session_store import Request, SessionStore
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -88,7 +88,7 @@ def test_gpus_are_named_by_uuid_or_as_the_caller_named_them(
 def test_tests_of_a_case_stay_together(pytester: pytest.Pytester) -> None:
     case, other = GRIDS["grid1"].cases()[:2]
     config = pytester.parseconfigure("--tx=popen", "--dpbench-disable")
-    with closing(Findings()) as findings:
+    with closing(SessionStore()) as findings:
         tests = {"test_first": case, "test_again": case, "test_other": other, "test_by_name": None}
         findings.ask([Request(test, of) for test, of in tests.items()])
         scheduling = CaseScheduling(config, None, findings)

@@ -62,7 +62,7 @@ def made(subject: str, factor: float) -> dict[str, Any]:
             instruments=(by,),
             tests=({"test": "test_it", "params": {}},),
         )
-        for each, more in ((case, factor), (case.under("standard"), 1.0))
+        for each, more in ((case, factor), (case.with_trainer("standard"), 1.0))
     ]
     return document(outcomes, {})
 

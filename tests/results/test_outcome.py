@@ -26,7 +26,7 @@ from dpbench.results.rows import NO_HARDWARE, SCHEMA, STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.show.export import summary_tables, trainer_table
 from dpbench.show.outputs import markdown_tables
-from dpbench.show.view import View
+from dpbench.show.view import TableOptions
 from tests.results.figures import any_text
 
 UNITS = {"bytes": "B", "seconds": "s"}
@@ -333,7 +333,7 @@ def test_json_file_holds_the_document(tmp_path: Path) -> None:
 
 def test_markdown_holds_every_table() -> None:
     outcomes = [ok("standard"), failed("dpsgd")]
-    text = markdown_tables([Run(Path("run"), document(outcomes, {}))], View())
+    text = markdown_tables([Run(Path("run"), document(outcomes, {}))], TableOptions())
     titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("#")]
     assert titles == [table.title for table in summary_tables(run(outcomes))]
     assert "CaseOutOfMemory: CUDA out of memory" in text

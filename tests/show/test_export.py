@@ -18,7 +18,7 @@ from dpbench.results.run import Run
 from dpbench.show.export import STEP_SUMMARY, append_step_summary
 from dpbench.show.layout import Table
 from dpbench.show.outputs import csv_rows, markdown_tables
-from dpbench.show.view import View
+from dpbench.show.view import TableOptions
 
 
 def run(measured: list[Measurement], **session: object) -> Run:
@@ -65,7 +65,7 @@ def test_csv_has_no_formula(sign: str) -> None:
     [measured] = rows(text, dram_read_bytes=[-1.0])
     outcome = Outcome(measured.case, (measured,), labels={"clips": "flat"})
     [read] = csv.DictReader(
-        StringIO(csv_rows([Run(Path("r"), document([outcome], {}, {}))], View()))
+        StringIO(csv_rows([Run(Path("r"), document([outcome], {}, {}))], TableOptions()))
     )
     assert read["trainer"] == f"'{measured.case.trainer}"
     assert (read["value"], read["labels"]) == ("-1.0", "clips flat")
@@ -75,7 +75,7 @@ def test_csv_has_no_formula(sign: str) -> None:
 @given(st.lists(st.floats(0, 1e15) | st.integers(0, 2**60), min_size=1, max_size=4))
 def test_csv_keeps_every_digit(values: list[float]) -> None:
     measured = rows("dpsgd", dram_read_bytes=values)
-    read = list(csv.DictReader(StringIO(csv_rows([run(measured)], View()))))
+    read = list(csv.DictReader(StringIO(csv_rows([run(measured)], TableOptions()))))
     assert list(read[0]) == [*COLUMNS, "labels"]
     assert [{**row, "value": float(row["value"])} for row in read] == [
         {**{name: str(v) for name, v in m.as_row().items()}, "value": float(m.value), "labels": ""}
@@ -86,28 +86,28 @@ def test_csv_keeps_every_digit(values: list[float]) -> None:
 def test_csv_quotes_what_would_break_a_line() -> None:
     [row] = rows("dpsgd", dram_read_bytes=[1.0])
     changed = Measurement(**{**vars(row), "tool": 'a,"b"\nc'})
-    text = csv_rows([run([changed])], View())
+    text = csv_rows([run([changed])], TableOptions())
     assert [line["tool"] for line in csv.DictReader(StringIO(text))] == ['a,"b"\nc']
 
 
 def test_csv_says_what_trainers_clip() -> None:
     case = rows("dpsgd", dram_read_bytes=[1.0, 2.0])
     outcome = Outcome(case[0].case, tuple(case), labels={"clips": "flat", "noise": "in place"})
-    text = csv_rows([Run(Path("run"), document([outcome], {}))], View())
+    text = csv_rows([Run(Path("run"), document([outcome], {}))], TableOptions())
     assert [line["labels"] for line in csv.DictReader(StringIO(text))] == [
         "clips flat, noise in place"
     ] * 2
 
 
 def test_markdown_has_the_columns_that_were_asked_for() -> None:
-    text = markdown_tables([run(MEASURED)], View.of(Settings(columns="dram_ratio")))
+    text = markdown_tables([run(MEASURED)], TableOptions.of(Settings(columns="dram_ratio")))
     assert "DRAM ÷ std" in text
     assert "DRAM read" not in text
 
 
 def test_markdown_of_a_session_that_broke_off_says_what_is_missing() -> None:
     first, *_ = markdown_tables(
-        [run(MEASURED, status="interrupted", cases_asked=3)], View()
+        [run(MEASURED, status="interrupted", cases_asked=3)], TableOptions()
     ).splitlines()
     assert first == "Not complete: 2 of the cases asked for are missing."
 

@@ -14,7 +14,7 @@ from dpbench.results.rows import STEP, Measurement
 from dpbench.results.summary import summary, to_frame
 from dpbench.show.groups import groups
 from dpbench.show.tables import tables
-from dpbench.show.view import View
+from dpbench.show.view import TableOptions
 
 GB = 1e9
 
@@ -42,7 +42,7 @@ GRID = [
 
 def grouped(rows: list[Measurement], **view: str) -> dict[str, list[str]]:
     """Titles, and the labels below them."""
-    found = groups(summary(to_frame(rows)), View.of(Settings(**view)))
+    found = groups(summary(to_frame(rows)), TableOptions.of(Settings(**view)))
     return {group.title: list(group.shown.label.unique()) for group in found}
 
 
@@ -147,7 +147,7 @@ def test_labels_are_those_of_the_rows_of_a_table(group_by: str, differ: bool) ->
         for row in outcome.rows
         for rank in range(row.case.gpus)
     ]
-    made = tables(summary(to_frame(rows)), View.of(Settings(group_by=group_by)), outcomes)
+    made = tables(summary(to_frame(rows)), TableOptions.of(Settings(group_by=group_by)), outcomes)
     notes = [note for table in made for note in table.notes if "Labels differ" in note]
     assert bool(notes) is differ
     if differ:

@@ -13,7 +13,7 @@ from dpbench.results.rows import STEP, Measurement
 from dpbench.results.summary import summary, to_frame
 from dpbench.show.layout import Table, as_text
 from dpbench.show.tables import tables
-from dpbench.show.view import View
+from dpbench.show.view import TableOptions
 from tests.results.figures import (
     GB,
     by_phase,
@@ -28,7 +28,7 @@ from tests.results.figures import (
 
 
 def viewed(measurements: Iterable[Measurement], **view: str) -> list[Table]:
-    return tables(summary(to_frame(measurements)), View.of(Settings(**view)))
+    return tables(summary(to_frame(measurements)), TableOptions.of(Settings(**view)))
 
 
 def test_chosen_columns_are_the_only_table_of_a_cell() -> None:

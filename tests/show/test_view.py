@@ -9,15 +9,15 @@ import pytest
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.settings import Settings
-from dpbench.show.view import View, column, columns, shown_by_default
+from dpbench.show.view import TableOptions, column, columns, shown_by_default
 
 
 def test_nothing_said_is_the_default() -> None:
-    assert View.of(Settings()) == View() == View((), None, ("cell",))
+    assert TableOptions.of(Settings()) == TableOptions() == TableOptions((), None, ("cell",))
 
 
 def test_names_are_separated_by_commas_and_each_counts_once() -> None:
-    view = View.of(
+    view = TableOptions.of(
         Settings(
             columns="dram_bytes, dram_ratio,dram_bytes",
             sort="step_time_seconds",
@@ -73,25 +73,27 @@ def test_what_is_shown_by_default() -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_axes_sort_and_group(axis: str) -> None:
-    assert View.of(Settings(sort=axis, group_by=axis)) == View((), axis, (axis,))
+    assert TableOptions.of(Settings(sort=axis, group_by=axis)) == TableOptions((), axis, (axis,))
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         (
-            lambda: View.of(Settings(columns="dram")),
+            lambda: TableOptions.of(Settings(columns="dram")),
             "unknown column 'dram'; choose from dram_bytes, dram_",
         ),
-        (lambda: View.of(Settings(columns="dram_bytes,nope")), "unknown column 'nope'"),
-        (lambda: View.of(Settings(sort="fastest")), "unknown column 'fastest'"),
+        (lambda: TableOptions.of(Settings(columns="dram_bytes,nope")), "unknown column 'nope'"),
+        (lambda: TableOptions.of(Settings(sort="fastest")), "unknown column 'fastest'"),
         (
-            lambda: View.of(Settings(group_by="gpu")),
+            lambda: TableOptions.of(Settings(group_by="gpu")),
             "unknown group 'gpu'; choose from cell, device, phase, ",
         ),
     ],
 )
-def test_unknown_names_are_refused_in_one_line(wrong: Callable[[], View], words: str) -> None:
+def test_unknown_names_are_refused_in_one_line(
+    wrong: Callable[[], TableOptions], words: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         wrong()
     assert str(caught.value).startswith(words)

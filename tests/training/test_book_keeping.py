@@ -299,7 +299,13 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(
     assert torch.equal(trained(fails=fails), trained(fails=0))
 
 
-@pytest.mark.parametrize("trainer", [*BOTH, *BY_EXAMPLE, *TWO_PASSES, "lean"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param(trainer, marks=[pytest.mark.slow] if trainer != "fused" else [])
+        for trainer in (*BOTH, *BY_EXAMPLE, *TWO_PASSES, "lean")
+    ],
+)
 def test_at_fp32_each_gradient_of_long_sequences_is_within_1e5_of_that_at_float64(
     trainer: str,
 ) -> None:

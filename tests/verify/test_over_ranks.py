@@ -46,7 +46,10 @@ THREE_RANKS = [
     "ghost_lean@fsdp2",
 ]
 
+SOME = ["standard@ddp", "dpsgd@ddp", "dpsgd_ghost@fsdp2", "lean@ddp", f"{APART}@fsdp2"]
+
 RIGHT = {
+    "some": (2, SOME),
     "of Opacus": (2, ["standard@ddp", "standard@fsdp2", *OF_OPACUS]),
     "of ours": (2, [*OF_OURS, f"{FAULTY}:OverRanks@ddp"]),
     "three ranks": (3, THREE_RANKS),
@@ -104,7 +107,13 @@ def wrong(pairs: Iterable[str], ranks: int, folder: Path) -> dict[str, dict[str,
     return found
 
 
-@pytest.mark.parametrize(("ranks", "pairs"), RIGHT.values(), ids=RIGHT)
+@pytest.mark.parametrize(
+    ("ranks", "pairs"),
+    [
+        pytest.param(*values, id=name, marks=[pytest.mark.slow] if name != "some" else [])
+        for name, values in RIGHT.items()
+    ],
+)
 def test_gradients_are_those_of_the_joint_batch_and_noise_is_drawn_once(
     ranks: int, pairs: list[str], tmp_path: Path
 ) -> None:

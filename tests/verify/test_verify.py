@@ -87,12 +87,14 @@ def test_they_pass_on_a_gpu(trainer: str, precision: str) -> None:
     assert not unexpected(trainer, checks_of(trainer, precision=precision, device="cuda"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Looped", "WithoutClosure", "ByLayer"])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_a_right_trainer_of_ones_own_passes(name: str, optimizer: str) -> None:
     assert not wrong(own(name, optimizer=optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "axes"),
     [

@@ -13,7 +13,7 @@ from dpbench.results.rows import STEP
 from dpbench.results.summary import IN_CACHE_BYTES
 from dpbench.show.groups import ordered
 from dpbench.show.html import figures
-from dpbench.show.html.data import CASE, COUNTED, KEYS, MEASURED, Material, pivot
+from dpbench.show.html.data import CASE, COUNTED, KEYS, MEASURED, PageData, pivot
 from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, times
 from dpbench.show.layout import gigabytes
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE
@@ -29,7 +29,7 @@ IN_CACHE = (
 )
 
 
-def phases(material: Material) -> Chart | None:
+def phases(material: PageData) -> Chart | None:
     """Bytes by trainer, stacked by phase; one panel per cell of the grid.
 
     A phase is left out if no case moves `SHOWN_SHARE` of its step there. A case that failed
@@ -69,7 +69,7 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
     return f" {gigabytes(row[STEP])}{ratio}"
 
 
-def _about_ratios(material: Material) -> Iterator[str]:
+def _about_ratios(material: PageData) -> Iterator[str]:
     """The notes on ratios of these bytes."""
     baseline, step = material.baseline, material.step_bytes(material.premise)
     yield f"At the end of a bar: GB of the whole step, and how many times {baseline}'s."
@@ -81,7 +81,7 @@ def _about_ratios(material: Material) -> Iterator[str]:
         yield IN_CACHE
 
 
-def memory(material: Material) -> Chart | None:
+def memory(material: PageData) -> Chart | None:
     """Peak memory by trainer; one panel per cell of the grid."""
     peaks = material.peaks
     if peaks.empty:
@@ -98,7 +98,7 @@ def memory(material: Material) -> Chart | None:
     )
 
 
-def busy(material: Material) -> Chart | None:
+def busy(material: PageData) -> Chart | None:
     """The share of each phase's time in which the GPU was busy; no chart if it is unknown.
 
     Phases that take too little to matter are left out.
@@ -127,7 +127,7 @@ def busy(material: Material) -> Chart | None:
     )
 
 
-def against_logical(material: Material) -> Chart | None:
+def against_logical(material: PageData) -> Chart | None:
     """Measured beside logical bytes of the same case."""
     both = material.beside_logical
     if both.empty:

@@ -41,7 +41,7 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
 
 
 @dataclass(frozen=True)
-class Material:
+class PageData:
     """What the charts of one page have in common: the frames, and which bytes they are about.
 
     ``expected`` has by metric the expected range of its ratio to standard, ``ceilings`` what the

@@ -20,14 +20,14 @@ from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.export import trainer_table
 from dpbench.show.html.charts import against_logical, busy, memory, phases
-from dpbench.show.html.data import MEASURED, Material, labelled, pivot
+from dpbench.show.html.data import MEASURED, PageData, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.html.ranks import sent, waits
 from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.outputs import labels_text
 from dpbench.show.profile import recorded_tables
-from dpbench.show.view import View, column, usual_columns
+from dpbench.show.view import TableOptions, column, usual_columns
 
 NEEDS_LOGICAL = (
     "These runs hold no logical counts of the measured cases, without which there is no roofline "
@@ -36,16 +36,16 @@ NEEDS_LOGICAL = (
 )
 
 
-def page(runs: Sequence[Run], view: View) -> str:
+def page(runs: Sequence[Run], view: TableOptions) -> str:
     """The output for ``.html``: the page of some runs."""
     for run in runs:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
     named = labelled((run.name, run.document) for run in runs)
-    return render(Material(named, view.expected, view.ceilings))
+    return render(PageData(named, view.expected, view.ceilings))
 
 
-def render(material: Material) -> str:
+def render(material: PageData) -> str:
     """The page of some runs.
 
     Everything from outside is escaped, and the page's own policy lets a browser run no script
@@ -87,13 +87,13 @@ def _template() -> Template:
     return environment.get_template("report.html.j2")
 
 
-def draw(material: Material) -> list[Chart]:
+def draw(material: PageData) -> list[Chart]:
     """Every chart of the page, in order."""
     every = (phases, sent, memory, busy, time, waits, roofline, against_logical)
     return [chart for draws in every if (chart := draws(material))]
 
 
-def headline(material: Material) -> list[str]:
+def headline(material: PageData) -> list[str]:
     """Sentences on how many cases were measured, counted, and failed."""
     cases = material.summary.drop_duplicates(["run", "case", "premise"])
     measured = cases[cases.premise == MEASURED]
@@ -116,7 +116,7 @@ def trainers(runs: Sequence[Run]) -> Table:
     return trainer_table(trainer_summary(outcomes), notes)
 
 
-def cases(material: Material) -> Table:
+def cases(material: PageData) -> Table:
     """Whole steps, one line per case and premise."""
     step = material.summary[material.summary.phase == STEP]
     wide = pivot(step, "metric")

@@ -9,7 +9,7 @@ import pandas as pd
 from dpbench.core.case import ALL_PHASES
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
-from dpbench.show.html.data import KEYS, MEASURED, Material, pivot, titles
+from dpbench.show.html.data import KEYS, MEASURED, PageData, pivot, titles
 from dpbench.show.html.figures import PHASE_STYLES, TRAINER_COLOURS, Chart
 from dpbench.show.layout import gigabytes
 
@@ -19,7 +19,7 @@ HOW_TO_READ = (
 )
 
 
-def sent(material: Material) -> Chart | None:
+def sent(material: PageData) -> Chart | None:
     """What a rank sends by trainer, stacked by phase; no chart of one rank alone."""
     rows = material.summary[material.summary.metric == "collective_bytes"]
     wide = pivot(rows[rows.gpus > 1], "phase")
@@ -38,7 +38,7 @@ def sent(material: Material) -> Chart | None:
     )
 
 
-def waits(material: Material) -> Chart | None:
+def waits(material: PageData) -> Chart | None:
     """How long each rank was in collectives, a bar for each; no chart if nothing recorded it."""
     frames = [run.frame.assign(run=run.name) for run in material.runs]
     rows = pd.concat(frames, ignore_index=True)

@@ -26,7 +26,7 @@ from dpbench.results.run import Run
 from dpbench.results.times import account, additional
 from dpbench.show.groups import CONFIGURATION, ordered
 from dpbench.show.html import figures
-from dpbench.show.html.data import Material, titles
+from dpbench.show.html.data import PageData, titles
 from dpbench.show.html.figures import NAMES, NEUTRAL, PHASE_STYLES, Chart, Json
 from dpbench.show.kernels import ROOFLINE_COLUMNS, launch_bound_notes, roofs_in_words
 from dpbench.show.layout import Shown, Table, step_milliseconds
@@ -36,7 +36,7 @@ from dpbench.show.times import ABOUT_SHARES, ADDED_COLUMNS, HOW_TO_READ, TIME_CO
 TERA = 1e12
 
 
-def roofline(material: Material) -> Chart | None:
+def roofline(material: PageData) -> Chart | None:
     """Each phase under the roofs of the card that ran it; panels per cell of the grid."""
     table, notes = _accounts(material, _under_roofs)
     premise = (
@@ -96,7 +96,7 @@ def _under_roofs(summary: pd.DataFrame, device: str, run: Run) -> Account | None
 
 
 def _accounts(
-    material: Material, account_of: Callable[[pd.DataFrame, str, Run], Account | None]
+    material: PageData, account_of: Callable[[pd.DataFrame, str, Run], Account | None]
 ) -> tuple[pd.DataFrame, list[str]]:
     """An account of each run and device, beside what any run has counted.
 
@@ -177,7 +177,7 @@ def _under(row: Mapping[Any, Any]) -> str:
 TIME_COLOURS = {"arithmetic": "#0072B2", "bytes": "#E69F00", "idle": NEUTRAL}
 
 
-def time(material: Material) -> Chart | None:
+def time(material: PageData) -> Chart | None:
     """Of each step's time, the least for its arithmetic and for its bytes, and the idle part."""
     table, notes = _accounts(material, partial(_time_of, ceilings=material.ceilings))
     premise = (

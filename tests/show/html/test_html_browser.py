@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.results.run import Run
-from dpbench.show.html.data import Material, labelled
+from dpbench.show.html.data import PageData, labelled
 from dpbench.show.html.page import render
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def show(browser: Chrome, path: Path, *documents: tuple[str, Any]) -> None:
     """Write a page of some documents, load it, and wait until it is drawn."""
     from selenium.webdriver.support.wait import WebDriverWait
 
-    path.write_text(render(Material(labelled(documents))), encoding="utf-8")
+    path.write_text(render(PageData(labelled(documents))), encoding="utf-8")
     for log in ("browser", "performance"):  # of the page before
         browser.get_log(log)
     browser.get(path.as_uri())

@@ -13,7 +13,7 @@ from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.summary import with_logical
 from dpbench.show.html import charts, data, page
-from dpbench.show.html.data import Material, labelled
+from dpbench.show.html.data import PageData, labelled
 from dpbench.show.html.figures import Chart
 from dpbench.show.layout import Table
 
@@ -51,13 +51,13 @@ def logical(trainer: str, total: float, **fields: Any) -> list[dict[str, Any]]:
     ]
 
 
-def material(**runs: list[dict[str, Any]]) -> Material:
-    return Material(labelled((label, {"schema": 2, "rows": rows}) for label, rows in runs.items()))
+def material(**runs: list[dict[str, Any]]) -> PageData:
+    return PageData(labelled((label, {"schema": 2, "rows": rows}) for label, rows in runs.items()))
 
 
 @cache
-def grid1() -> Material:
-    return Material(labelled([("grid1", GRID1), ("counted", COUNTED)]))
+def grid1() -> PageData:
+    return PageData(labelled([("grid1", GRID1), ("counted", COUNTED)]))
 
 
 def drawn(chart: Chart | None) -> Chart:
@@ -136,7 +136,7 @@ def test_peak_memory_is_of_the_premise_of_the_bytes() -> None:
 
 
 def test_peak_memory_is_that_of_the_step_and_not_of_its_first_phase() -> None:
-    of = Material(labelled([("counted", COUNTED)]))
+    of = PageData(labelled([("counted", COUNTED)]))
     peaks = [r for r in COUNTED["rows"] if r["metric"] == "peak_memory_bytes"]
     whole = {r["trainer"]: r["value"] for r in peaks if r["phase"] == STEP}
     assert len(whole) < len(peaks)
@@ -194,7 +194,7 @@ def test_failed_case_is_counted_and_named_with_its_error() -> None:
             {**case, "error": "CaseOutOfMemory", "message": "61 GiB"},
         ],
     }
-    of = Material(labelled([("run", document)]))
+    of = PageData(labelled([("run", document)]))
     table = page.trainers(of.runs)
     assert table.notes == ("CaseOutOfMemory: 61 GiB",)
     assert [[line[0], line[2]] for line in table.cells] == [["standard", "1/1"], ["dpsgd", "0/1"]]
@@ -235,7 +235,7 @@ def test_a_script_has_no_batch_size_but_the_one_it_was_given() -> None:
 def test_a_run_in_which_everything_failed_was_on_no_device() -> None:
     case = measured_case("dpsgd")
     runs = labelled([("run", {"rows": [], "cases": [{**case, "error": "CaseTimedOut"}]})])
-    assert Material(runs).failed.device.tolist() == [""]
+    assert PageData(runs).failed.device.tolist() == [""]
 
 
 def test_environment_is_one_column_per_run() -> None:

@@ -19,7 +19,7 @@ import pytest
 from dpbench.results.roofline import Roofs
 from dpbench.results.run import Run
 from dpbench.show.html import charts, roofs
-from dpbench.show.html.data import Material, labelled
+from dpbench.show.html.data import PageData, labelled
 from dpbench.show.html.figures import PHASE_STYLES, Chart, plain, trainer_colours
 from dpbench.show.html.page import draw, exact, render
 
@@ -64,15 +64,15 @@ def cell() -> dict[str, Any]:
     return copy.deepcopy(CELL)
 
 
-def material(*documents: dict[str, Any], **expected: tuple[float, float]) -> Material:
+def material(*documents: dict[str, Any], **expected: tuple[float, float]) -> PageData:
     runs = labelled((f"run{place}", document) for place, document in enumerate(documents))
-    return Material(runs, expected) if expected else Material(runs)
+    return PageData(runs, expected) if expected else PageData(runs)
 
 
 ALONE, COUNTED_TOO = material(CELL), material(CELL, COUNTED)
 
 
-def drawn(chart: Callable[[Material], Chart | None], of: Material) -> Chart:
+def drawn(chart: Callable[[PageData], Chart | None], of: PageData) -> Chart:
     found = chart(of)
     assert found is not None
     return found
@@ -82,7 +82,7 @@ def figures_of(chart: Chart) -> list[Any]:
     return [*chart.panels.values()]
 
 
-def page_of(of: Material) -> Elements:
+def page_of(of: PageData) -> Elements:
     return Elements(render(of))
 
 
@@ -226,7 +226,7 @@ def test_text_from_outside_is_text() -> None:
     for case in document["cases"]:
         if case["trainer"] == "dpsgd":
             case |= {"trainer": HOSTILE, "error": HOSTILE, "message": HOSTILE}
-    page = Elements(render(Material(labelled([(HOSTILE, document)]))))
+    page = Elements(render(PageData(labelled([(HOSTILE, document)]))))
     assert [tag for tag, _ in page.tags].count("script") == 3
     assert "img" not in [tag for tag, _ in page.tags]
     assert page.text.count(HOSTILE) > 10

@@ -12,7 +12,7 @@ from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.show.html import ranks
-from dpbench.show.html.data import Material
+from dpbench.show.html.data import PageData
 from dpbench.show.html.figures import PHASE_STYLES
 from dpbench.show.html.page import draw, render
 from tests.instruments.logical.cases import count
@@ -20,8 +20,8 @@ from tests.instruments.logical.cases import count
 SENDING = Case("dpsgd_ghost", 8, 8, "99x16x1x2", parallel="fsdp2", gpus=2)
 
 
-def material(*outcomes: Outcome) -> Material:
-    return Material([Run(Path("run"), document(outcomes, {}))])
+def material(*outcomes: Outcome) -> PageData:
+    return PageData([Run(Path("run"), document(outcomes, {}))])
 
 
 def bars(figure: Any) -> dict[str, list[float]]:

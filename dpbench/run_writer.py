@@ -17,16 +17,16 @@ from dpbench.results.outcome import document as as_document
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
 from dpbench.show.outputs import write_output
+from dpbench.show.view import TableOptions
 
 if TYPE_CHECKING:
     from dpbench.core.settings import Settings
-    from dpbench.show.view import View
 
 Hook = Callable[[dict[str, Any]], object]
 """Changes what the session writes."""
 
 
-class Files:
+class RunWriter:
     """The files of a session, which each of its processes writes.
 
     Args:
@@ -41,7 +41,7 @@ class Files:
     def __init__(
         self,
         settings: Settings,
-        view: View,
+        view: TableOptions,
         notes: list[str],
         problem: Callable[[str], object],
         on_document: Hook,
@@ -114,7 +114,7 @@ class Files:
                 named = run if kind == "json" else replace(run, path=path)
                 write_output(kind, path, [named], self.view)
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Unlock the run's file and note what is saved; a file without cases is removed."""
         if (path := self.path) is None:
             return

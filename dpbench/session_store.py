@@ -66,7 +66,7 @@ class Request:
         return Outcome(self.case, (), instruments=self.instruments, extra_info=extra, tests=tests)
 
 
-class Findings:
+class SessionStore:
     """What the processes of a session know: a file for each outcome, and for what a test asks for.
 
     What a process has written survives it. What cannot be written (a full disk) stays with the

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from dpbench.core.case import Case, Script
-from dpbench.findings import Findings, Request
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
+from dpbench.session_store import Request, SessionStore
 
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
 
@@ -38,7 +38,7 @@ def never(case: Case) -> Outcome:
 def test_case_is_measured_once_whether_it_succeeds_or_fails(
     tmp_path: Path, measure: Callable[[Case], Outcome]
 ) -> None:
-    store = Findings(tmp_path)
+    store = SessionStore(tmp_path)
     first = store.once(CASE, measure)
     assert first == measure(CASE)
     assert store.once(CASE, never) == first
@@ -56,7 +56,7 @@ def test_case_is_measured_once_whether_it_succeeds_or_fails(
     ids=lambda difference: next(iter(difference)),
 )
 def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, object]) -> None:
-    store = Findings(tmp_path)
+    store = SessionStore(tmp_path)
     store.once(CASE, measured)
     different = replace(CASE, **other)  # type: ignore[arg-type]
     assert store.once(different, out_of_memory) == out_of_memory(different)
@@ -64,15 +64,15 @@ def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, objec
 
 
 def test_any_name_has_an_outcome_of_its_own(tmp_path: Path) -> None:
-    store = Findings(tmp_path)
+    store = SessionStore(tmp_path)
     names = ["test_it[a/b]", "test_it[a_b]", "x" * 1000, f"{'x' * 1000}y", "\0", "../up"]
     cases = [Script(name) for name in names]
     assert [store.once(case, measured).case for case in cases] == cases
-    assert {outcome.case for outcome in Findings(tmp_path).outcomes()} == {*cases}
+    assert {outcome.case for outcome in SessionStore(tmp_path).outcomes()} == {*cases}
 
 
 def test_instruments_do_not_mix(tmp_path: Path) -> None:
-    store = Findings(tmp_path)
+    store = SessionStore(tmp_path)
     store.once(CASE, measured, by=("timing", "ncu"))
     assert store.once(CASE, out_of_memory, by=("logical",)) == out_of_memory(CASE)
     assert store.once(CASE, never, by=("timing", "ncu")) == measured(CASE)
@@ -80,8 +80,8 @@ def test_instruments_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_outcomes_survive_the_process_that_measured_them(tmp_path: Path) -> None:
-    Findings(tmp_path).once(CASE, measured)
-    later = Findings(tmp_path)
+    SessionStore(tmp_path).once(CASE, measured)
+    later = SessionStore(tmp_path)
     assert later.outcomes() == [measured(CASE)]
     assert later.once(CASE, never) == measured(CASE)
 
@@ -90,7 +90,7 @@ def test_measurement_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
     def interrupted(case: Case) -> Outcome:
         raise KeyboardInterrupt
 
-    store = Findings(tmp_path)
+    store = SessionStore(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         store.once(CASE, interrupted)
     assert store.outcomes() == []
@@ -103,22 +103,22 @@ def test_what_cannot_be_written_stays_with_who_measured_it(
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    store = Findings(tmp_path)
-    monkeypatch.setattr("dpbench.findings.write_text", full)
+    store = SessionStore(tmp_path)
+    monkeypatch.setattr("dpbench.session_store.write_text", full)
     assert store.once(CASE, measured) == measured(CASE)
     assert store.once(CASE, never) == measured(CASE)
     assert store.outcomes() == [measured(CASE)]
     store.ask([Request("it", CASE)])
     assert store.requests == [Request("it", CASE)]
     monkeypatch.undo()
-    other = Findings(tmp_path)
+    other = SessionStore(tmp_path)
     other.take(store.unwritten)
     assert (other.unwritten, other.outcomes()) == ({}, store.outcomes())
     assert other.requests == [Request("it", CASE)]
 
 
 def test_what_tests_ask_for_is_known_to_all_in_its_order(tmp_path: Path) -> None:
-    one, other = Findings(tmp_path), Findings(tmp_path)
+    one, other = SessionStore(tmp_path), SessionStore(tmp_path)
     known = Request("it", CASE, ("ncu",), limits=("dram_bytes:5%",))
     asks = replace(known, params={"size": "1"}, extra_info={"why": "size"})
     one.ask([known, Request("by name")])
@@ -133,7 +133,7 @@ def test_what_tests_ask_for_is_known_to_all_in_its_order(tmp_path: Path) -> None
 
 
 def test_an_outcome_has_the_tests_that_asked_for_it(tmp_path: Path) -> None:
-    store = Findings(tmp_path)
+    store = SessionStore(tmp_path)
     store.ask([Request("skipped", CASE, ("ncu",)), Request("it", CASE, ("ncu",), params={})])
     store.once(CASE, lambda case: replace(measured(case), instruments=("ncu",)), by=("ncu",))
     [outcome] = store.outcomes()
@@ -141,7 +141,7 @@ def test_an_outcome_has_the_tests_that_asked_for_it(tmp_path: Path) -> None:
 
 
 def test_outcomes_come_in_the_order_in_which_they_were_finished(tmp_path: Path) -> None:
-    store = Findings(tmp_path)
+    store = SessionStore(tmp_path)
     cases = [replace(CASE, batch_size=batch_size) for batch_size in (8, 16, 4)]
     for second, case in enumerate(cases):
         there = {*tmp_path.iterdir()}
@@ -152,7 +152,7 @@ def test_outcomes_come_in_the_order_in_which_they_were_finished(tmp_path: Path) 
 
 
 def test_nothing_measured_is_no_outcome(tmp_path: Path) -> None:
-    store = Findings(tmp_path)
+    store = SessionStore(tmp_path)
     with store.lock():
         assert store.outcomes() == []
 
@@ -166,7 +166,7 @@ def test_case_is_measured_once_among_threads(tmp_path: Path) -> None:
 
     cases = [CASE, replace(CASE, batch_size=16)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda case: Findings(tmp_path).once(case, count), cases * 4))
+        found = list(pool.map(lambda case: SessionStore(tmp_path).once(case, count), cases * 4))
     assert sorted(made, key=lambda case: case.batch_size) == cases
     assert found == [measured(case) for case in cases * 4]
 
@@ -175,7 +175,7 @@ PROCESS = """
 import os, pathlib, sys, time
 from dpbench.core.case import Case
 from dpbench.results.outcome import Outcome
-from dpbench.findings import Findings
+from dpbench.session_store import SessionStore
 
 directory = pathlib.Path(sys.argv[1])
 
@@ -186,7 +186,7 @@ def measure(case):
     return Outcome(case, (), 1.0, error="CaseFailed", message=str(os.getpid()))
 
 input()  # until both are ready
-store = Findings(directory)
+store = SessionStore(directory)
 print(store.once(Case("dpsgd", batch_size=8, seq_len=256), measure).message)
 """
 
@@ -212,4 +212,4 @@ def test_case_is_measured_once_among_processes(tmp_path: Path) -> None:
             process.kill()
     [measurer] = (tmp_path / "measured").read_text().split()
     assert answers == {measurer}
-    assert [outcome.message for outcome in Findings(tmp_path).outcomes()] == [measurer]
+    assert [outcome.message for outcome in SessionStore(tmp_path).outcomes()] == [measurer]
