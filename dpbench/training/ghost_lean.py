@@ -132,9 +132,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         def measure(gradient: Tensor) -> None:
             if self._found is None:
                 return
-            activations = (
-                held.pop()
-            )  # the graph references this function until the second pass ends
+            activations = held.pop()  # the graph keeps this function until the second pass ends
             if activations._version != version:  # autograd need not keep it and does not check it
                 raise rule.refusal("what it was given was changed in place afterwards")
             found.measure(rule, activations, gradient.detach())
