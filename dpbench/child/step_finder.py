@@ -77,22 +77,22 @@ class StepFinder:
         self.steps_elsewhere = 0  # of optimizers in other threads, which are not seen
         self.evaluations = 0  # calls of modules without gradients, within steps that count
         self.failure: Exception | None = None  # afterwards, the recorder gets no more calls
-        self.notes: list[str] = []  # what a reader should know
+        self.notes: list[str] = []  # for the reader of the numbers
         self.turns = AlternatingOptimizers()
         self.settled = False  # in a module, backward or batch: modules begin no step
         self.undo = ExitStack()  # what `close` undoes
         self._thread = threading.get_ident()
         self._children = page_faults_of_children()
         self._closed = False
-        self._begun = False  # a step
-        self._updated = False  # an optimizer has stepped: the next turn begins
+        self._begun = False  # whether a step has begun
+        self._updated = False  # an optimizer has stepped: a new turn comes next
         self._step = Step()
         self._forward: OpenPhase | None = None  # maybe of a module that has returned
         self._in_backward = False
         self._updating = 0  # depth of nested optimizers' steps
         self._updates = 0  # begun steps of optimizers
-        self._skipped = 0  # steps by scalers, in counted training steps
-        self._infinite: list[Any] = []  # whether optimizers handle the scaling themselves
+        self._skipped = 0  # skipped by scalers, in counted steps
+        self._infinite: list[Any] = []  # found_inf of optimizers that skip steps themselves
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class StepFinder:
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
-            self._border()  # called from its own closure, as nothing ran since
+            self._border()  # no call since its last step: its closure makes them
         within = self.within("optimizer")
         within.__enter__()
         self._updating += 1

@@ -222,7 +222,7 @@ def own_axes(workload: str) -> Mapping[str, Any]:
 
 
 def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
-    """Refuse axes that cannot be given by themselves for any of the workloads."""
+    """Refuse axes that none of the workloads takes separately from its name."""
     for axis in given:
         if all(axis in own_axes(workload) for workload in workloads):
             raise ConfigurationError(

@@ -164,7 +164,7 @@ def _open(path: Path) -> int:
     flags, descriptor = os.O_RDWR | os.O_NOFOLLOW, None
     while descriptor is None:
         try:
-            descriptor = os.open(path, flags)  # O_CREAT, Linux may refuse for another's
+            descriptor = os.open(path, flags)  # Linux may refuse O_CREAT for another's file
         except FileNotFoundError:
             with suppress(FileExistsError):  # another process was faster: open that one's
                 descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)

@@ -27,9 +27,9 @@ class Gpu:
     name: str
     memory_bytes: int | None  # the card's or, if it is cut into MIG slices, the slice's
     driver: str
-    chip: str = ""  # named where it has counters of its own, see chip_of
+    chip: str = ""  # the chip, see chip_of
     free_bytes: int | None = field(default=None, compare=False)  # when the driver was asked
-    processes: tuple[int, ...] = field(default=(), compare=False)  # that computed on it then
+    processes: tuple[int, ...] = field(default=(), compare=False)  # that computed on it
 
 
 def chip_of(major: int, minor: int) -> str:

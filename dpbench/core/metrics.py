@@ -275,8 +275,8 @@ METRICS = Metrics((
     _kernels("kernel_time_seconds", ranks="max", source="seconds"),
     _profiler("cpu_time_seconds", "CPU\nms", ranks="max"),
     _profiler("device_time_seconds", "GPU\nms", ranks="max"),
-    # From when a collective begins in a rank until it ends: moving data, and waiting for ranks that
-    # come later. Exposed is the part in which the rank ran nothing else.
+    # The time from a collective's begin in a rank to its end: moving data, and waiting for later
+    # ranks. Exposed is the part in which the rank ran nothing else.
     _profiler("communication_seconds", "in collec-\ntives ms", ranks="max"),
     _profiler("exposed_communication_seconds", "exposed\nms", ranks="max"),
     _profiler("exposed_communication_share", "exposed",

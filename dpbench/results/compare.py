@@ -23,7 +23,8 @@ from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
 from dpbench.results.run import Run
 
 CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
-"""The columns of a comparison; ``relative`` is ``change``, after - before, over before."""
+"""The columns of a comparison; ``change`` is after - before, ``relative`` is ``change`` over
+before."""
 
 MOST = 5
 """How many operators or kernels are named for a regression."""

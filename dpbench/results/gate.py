@@ -217,7 +217,7 @@ class Gate:
         return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
 
     def _not_counted(self, case: Case, row: Mapping[str, Any]) -> str:
-        """Why logical counts of the two differ: one left out more than the other.
+        """Why a count is not judged: logical counting left out more than in the reference.
 
         Work that ran elsewhere, or that was left out, is unknown: it may have grown.
         """

@@ -96,7 +96,7 @@ class ClippedSumTrainer(TrainerBase):
             self._reductions[-1 - AT_ONCE].wait()  # which frees what was sent
 
     def all_reductions(self) -> list[Reduction]:
-        """The sums of all buffers; reduce those that are left."""
+        """Reduce the buffers that are left; returns the reductions of all."""
         for buffer in self.take_sums().close():
             self.reduce(buffer)
         reductions, self._reductions = self._reductions, []

@@ -54,7 +54,7 @@ def in_buffers(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 class Sums:
     """The sums of clipped gradients, each in its place in a buffer: see `in_buffers`.
 
-    A buffer is allocated on first use, because the inputs of large ones are freed meanwhile.
+    A buffer is allocated on first use, so that inputs freed until then make room for it.
 
     Args:
         parameters: whose gradients are summed.
@@ -154,7 +154,7 @@ class Factors:
     def times(self, tensor: Tensor) -> Tensor:
         """`scaled`, computed once for successive layers with the same input."""
         if self._last is None or not is_same_memory(self._last[0], tensor):
-            self._last = None  # before there is another
+            self._last = None  # free it before making another
             self._last = tensor, self._scaled(tensor, self._exact)
         return self._last[1]
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dpbench.training import gradient_sums
 
 EXAMPLES_AT_A_TIME = 2
-"""For these PyTorch computes the products T × T where no kernel has the type."""
+"""PyTorch makes the products T × T of this many at once, where no kernel has the type."""
 
 SMALL = 2**22
 """Products of at most this many numbers use float64: their time is negligible."""

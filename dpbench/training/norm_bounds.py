@@ -21,13 +21,13 @@ tokens, 2048 to 8192 wide, a ten-thousandth.
 
 - its result, by half a unit u of its type: u times the norm, the worst case;
 - its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores
-  cut it off: 3 T units of float32 of that are added, the worst case. Else 2 T^½ units are, at most
-  T: if roundings are independent and uniform, a norm is off by more with a probability of at most
-  1e-9, unless one number of a gradient is more than half of its norm (Higham and Mary, A New
-  Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4:
-  6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the gradient itself was
-  made, A and B are not known: sums over some tokens are taken to be no larger than ``D^½`` below,
-  as if tokens were independent;
+  cut it off: 3 T units of float32 of that are added, the worst case. Otherwise 2 T^½ units, at most
+  T, are added: if roundings are independent and uniform, a norm is off by more with a probability
+  of at most 1e-9, unless one number of a gradient is more than half of its norm (Higham and Mary, A
+  New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem
+  2.4: 6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the gradient itself
+  was made, A and B are not known: sums over some tokens are taken to be no larger than ``D^½``
+  below, as if tokens were independent;
 - the numbers that it multiplies, c·g or the gradient. In float32 and float64 ``T^½ u D^½`` is added
   for it, where ``D = Σ |x_t|² |g_t|²``, the worst case. **In 16 bits, and with TF32, it is**
   ``u D^½``, **which is the worst case of one token only**: were roundings independent and uniform,

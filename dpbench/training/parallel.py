@@ -107,7 +107,7 @@ def own_part(gradient: Any, parallel: str) -> Tensor:
     """The part of a gradient for which this rank draws the noise: its shard, or a share of rows.
 
     Each element's noise is drawn once, by a rank that then knows it, so every rank must be trusted.
-    Where rank 0 draws all of it, only rank 0 must be.
+    If rank 0 drew all of it, only rank 0 would have to be trusted.
     """
     if parallel == "fsdp2":
         gradient = gradient.to_local()

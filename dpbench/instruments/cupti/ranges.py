@@ -184,7 +184,7 @@ class StepCounter:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            # All steps of one configuration together: another one needs a new profiler.
+            # Steps of one configuration are consecutive: another one needs a new profiler.
             self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
