@@ -109,7 +109,7 @@ class RunWriter:
                 self._error = error
         for kind, path in self._now(last=last):
             with reporting(self.problem):
-                # A page is called after its file; the text of JSON is made once for all files.
+                # A page's title is its file's name; the JSON text is made once for all files.
                 named = run if kind == "json" else replace(run, path=path)
                 write_output(kind, path, [named], self.view)
 

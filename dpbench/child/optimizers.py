@@ -75,7 +75,7 @@ class AlternatingOptimizers:
             if len(self._late) == MOST_TURNS:  # the first one no longer steps
                 steps, self._first = MOST_TURNS, None
                 self.awaited = WeakSet(each for turn in self._late for each in turn)
-        elif not self._whole:  # the others were awaited in vain
+        elif not self._whole:  # the others did not step
             steps, self.awaited = self.taken, WeakSet(self.stepped)
         if steps:
             self._late = []

@@ -181,8 +181,8 @@ def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], activ
 def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
     """Run a case while no other dpbench process uses the GPU, and leave its memory free.
 
-    Yields a clock of this process's activities, as phases of one step, from the request for the GPU
-    to its release.
+    Yields the times of what this process does, as phases of one step, from the request for
+    the GPU to its release.
     """
     import_named(case)  # without the GPU, on which others measure meanwhile
     import_module("torch._dynamo")  # as the first optimizer does

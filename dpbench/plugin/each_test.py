@@ -142,7 +142,7 @@ class EachTest:
     ) -> None:
         """Let the session know what is asked for before it is measured, maybe in a fork.
 
-        What no test asks for (a hook, after the last one) is limited, too.
+        Limits also apply to cases that no test asks for (a hook does, after the last test).
         """
         item, extra = self._item, json.loads(json.dumps(extra_info or {}, default=str))
         if item is None:
@@ -202,7 +202,7 @@ class EachTest:
     def known(self, item: pytest.Item) -> Request | None:
         """What a test asks for, as its parameters, fixtures and marker say before it runs.
 
-        None if it asks for nothing of dpbench. A marker of its class or module may be meant for
+        None if it asks nothing of dpbench. A marker of its class or module may be meant for
         other tests.
         """
         if not (takes(item) or "dpbench" in [marker.name for marker in item.own_markers]):

@@ -128,7 +128,7 @@ class Gate:
             unjudged.append(Unjudged("a limit", [], why))
         nothing = pd.DataFrame(columns=[*CHANGES, "of", "limit", "regressed", "threshold"])
         table = pd.concat(judged, ignore_index=True) if judged else nothing
-        # A ratio that only one of the two has is not shown.
+        # Ratios that only one run has are not shown.
         is_shown = compared.before.notna() & compared.shared
         is_shown &= compared.after.notna() | (compared.of == "")
         return Verdict(

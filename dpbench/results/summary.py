@@ -159,7 +159,7 @@ def _of_timed_steps(
     """Busy shares of ranges, converted to shares of the time that steps and phases take uncounted.
 
     A counted range starts with an idle GPU; waiting for launches makes it longer, but not its busy
-    time. Where nothing was timed, a step's share is unknown, and a phase's that of its range.
+    time. Where nothing was timed, a step's share is unknown, and a phase has its range's share.
     """
     timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
     medians = timed.groupby(on, sort=False).value.median()

@@ -77,7 +77,7 @@ def gram_norms(
         of_g = tl.dot(a, tl.trans(b), of_g, input_precision=precision)
     if bias:
         of_x = tl.where((down < tokens)[:, None] & (across < tokens)[None, :], of_x + 1.0, 0.0)
-    # Axis by axis, Triton 3.6 and 3.7 cannot compile sums for sm_100.
+    # Triton 3.6 and 3.7 cannot compile sums over one axis after another for sm_100.
     both = of_x * of_g
     off = down[:, None] != across[None, :]
     times = tl.where(i == j, 1.0, 2.0)
