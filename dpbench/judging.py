@@ -1,4 +1,4 @@
-"""What a session is compared with, and what limits say of it."""
+"""Compares a session with its reference, and applies limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Keys = list[tuple[Case, str]]
 
 
 class Failure(NamedTuple):
-    """Why a test fails: the rows of what got worse, and what its own limits did not judge."""
+    """Why a test fails: rows that got worse, and what its own limits did not judge."""
 
     regressions: list[dict[str, Any]]
     unjudged: Sequence[Unjudged] = ()
@@ -91,7 +91,7 @@ class Judged(ABC):
 
     @cached_property
     def reference(self) -> Run:
-        """The run that was named, or the latest that can be one; without rows if none can."""
+        """The named run, or the latest valid reference; a run without rows if there is none."""
         settings, notes = self.settings, list[str]()
         if settings.compare:
             is_number = settings.compare.isdecimal()
@@ -106,7 +106,7 @@ class Judged(ABC):
         return run or Run.of("the storage")
 
     def judge(self, *, complete: bool, passed: Collection[str] = ()) -> dict[str, Failure]:
-        """Compare the session with its reference, and apply each limit to what it is for.
+        """Compare the session with its reference, and apply each limit to its cases.
 
         Args:
             complete: whether all that was asked for has ended.
@@ -153,7 +153,7 @@ class Judged(ABC):
         }
 
     def _limited(self, passed: Collection[str]) -> tuple[dict[str, Keys], dict[Any, Keys]]:
-        """What the limits of the command line are for, by test; and each test's own limits."""
+        """The cases of the command line's limits, by test; and each test's own limits."""
         limited: dict[str, Keys] = {"": [*self._planned]}
         own: dict[tuple[str, tuple[str, ...]], Keys] = {}
         for request in self.store.requests:
@@ -177,7 +177,7 @@ class Judged(ABC):
 
     @property
     def remedy(self) -> str:
-        """Words about the option that helps if there is no reference."""
+        """A hint at the option that helps without a reference."""
         if not self.reference.frame.empty:
             return ""
         option = self.settings.option("compare_first_run_ok")

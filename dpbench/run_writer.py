@@ -85,7 +85,7 @@ class RunWriter:
         return begun
 
     def _now(self, *, last: bool) -> list[tuple[str, Path]]:
-        """What is written now: before the end only JSON, which a killed session needs."""
+        """The outputs to write now: before the end only JSON, which a killed session needs."""
         files = self.settings.files.values()
         return [f for f in files if last or (f[0] == "json" and not is_stream(f[1]))]
 
@@ -96,8 +96,7 @@ class RunWriter:
     def write(self, run: Run, session: Mapping[str, Any], *, last: bool) -> None:
         """Bring the run and JSON up to date; at the last write every file.
 
-        What follows from the rows is worked out at the last, too: it takes as long as dozens of
-        cases that are counted.
+        Derived metrics are also computed only then: they take as long as counting dozens of cases.
         """
         document = {**(run.with_derived() if last else run).document, "session": deepcopy(session)}
         self._on_document(document)  # which may change all of it
@@ -110,7 +109,7 @@ class RunWriter:
                 self._error = error
         for kind, path in self._now(last=last):
             with reporting(self.problem):
-                # A page is called after its file; the text of JSON is made once for all files.
+                # A page's title is its file's name; the JSON text is made once for all files.
                 named = run if kind == "json" else replace(run, path=path)
                 write_output(kind, path, [named], self.view)
 

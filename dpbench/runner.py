@@ -1,4 +1,4 @@
-"""Cases in, outcomes out: one failure leaves the others running."""
+"""Measures cases; if one fails, the others still run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dpbench.results.rows import Measurement, checked
 
 
 class RowsRefused(InstrumentError):
-    """An instrument recorded numbers that cannot be; the others are kept."""
+    """An instrument recorded impossible numbers; the others are kept."""
 
 
 MOST_REFUSED = 3
@@ -35,7 +35,7 @@ MOST_REFUSED = 3
 
 
 def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
-    """Refuse several GPUs where there are fewer, or an instrument can measure but one process."""
+    """Refuse several GPUs where there are fewer, or an instrument supports only one."""
     if case.gpus < 2:
         return
     for instrument in instruments:
@@ -94,7 +94,7 @@ class Measuring:
 
     @property
     def runs(self) -> bool:
-        """Whether a process measures the case; False if `outcome` does so in this one."""
+        """Whether another process measures the case; False if `outcome` does so in this one."""
         return any(isinstance(each, CaseProcess) and each.runs for each in self._running)
 
     def outcome(self) -> Outcome:
@@ -111,7 +111,7 @@ class Measuring:
                         rows, wrong = checked(self.case, measurement.rows())
                         self._rows += rows
                         refused += wrong
-                    finally:  # what it saw until it failed
+                    finally:  # rows from before the failure
                         for part, entries in seen.items():
                             entries += getattr(measurement, part)
                         labels |= measurement.labels
@@ -133,7 +133,7 @@ class Measuring:
         )
 
     def cancel(self) -> None:
-        """End what has begun."""
+        """End the measurements that have begun."""
         if not self._failure:
             self._held.close()
 
@@ -166,7 +166,7 @@ def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
     """
     named = [getattr(instrument, "directory", None) for instrument in instruments]
     with ExitStack() as held:
-        # Each once, and in order, or a session would wait for itself, or two for each other.
+        # Sorted, without duplicates: else a session could wait for itself, or two for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
             with suppress(
                 OSError

@@ -37,14 +37,14 @@ class Session(Judged):
     """A session, in each process that takes part in it.
 
     The first process begins and finishes it. Others (xdist workers) join it with what the first
-    has `shared`. What one of them has measured, or reports of a test, is known to all of them.
+    has `shared`. Measurements and reports of tests are shared by all of them.
 
     Args:
         plan: what is measured, each case by an instrument, as far as it is known.
         settings: what was asked for.
         gpu: the GPU that measures, if one does.
-        instruments: what measures cases that are not planned; by default all those of the plan.
-        grid: the cases that the session is about; by default those that the settings choose.
+        instruments: those for cases outside the plan; by default all of the plan.
+        grid: the session's grid; by default the one that the settings choose.
         workers: the number of other processes.
         shared: what the first process has `shared`; None in the first process itself.
         on_environment: called once with the run's description of software and machine.
@@ -73,7 +73,7 @@ class Session(Judged):
         self.view = TableOptions.of(settings, self.grid.baseline)
         self.sources = sources(self.instruments, settings, gpu)
         self.limits = read_limits(settings.compare_fail)
-        """Those of the command line; tests may have their own."""
+        """The limits of the command line; tests may have their own."""
         self.notes = self.grid.notes
         """Lines that are printed at the end of the session."""
         self.problems: list[str] = []
@@ -82,7 +82,7 @@ class Session(Judged):
         """How the session differs from its reference, once it is judged."""
         self._run: Run | None = None
         self._judged = 0
-        """How many outcomes there were then."""
+        """The number of outcomes when it was judged."""
         self._planned = [(case, instrument.name) for case, instrument in plan]
         self._on_environment = on_environment
         shared = shared or {}
@@ -213,7 +213,7 @@ class Session(Judged):
     # --- the end -----------------------------------------------------------------------------
 
     def finish(self, *, complete: bool) -> None:
-        """Judge what is not judged yet, write everything for the last time, release the run's file.
+        """Judge what is not judged yet, write all files a last time, release the run's file.
 
         Args:
             complete: whether every case that was asked for has an outcome, or a reason why not.

@@ -1,4 +1,4 @@
-"""What the processes of a session have found, which each of them may ask for."""
+"""Shares the results of a session's processes among them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Request:
         test: its id; empty for a hook that asks outside of every test.
         case: None if the test takes a fixture, and its parameters do not say for which case.
         instruments: those that shall measure the case.
-        limits: the test's own, as written; None if those of the command line are for it.
+        limits: the test's own, as written; None if those of the command line apply.
         params: its parameters as text; None as long as it has not called its fixture.
         extra_info: what it adds to the run's document.
     """
@@ -67,13 +67,13 @@ class Request:
 
 
 class SessionStore:
-    """What the processes of a session know: a file for each outcome, and for what a test asks for.
+    """Results shared by a session's processes: a file for each outcome and each test's request.
 
-    What a process has written survives it. What cannot be written (a full disk) stays with the
-    process that found it, in `unwritten`, by the name of its file.
+    Files survive the process that wrote them. What cannot be written (a full disk) is kept in
+    memory, in `unwritten`, by file name.
 
     Args:
-        directory: where they share it; None in the first process, which makes it when needed.
+        directory: the shared directory; None in the first process, which makes it when needed.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
@@ -91,7 +91,7 @@ class SessionStore:
     def once(
         self, case: Case, measure: Callable[[Case], Outcome], *, by: Sequence[str] = ("measured",)
     ) -> Outcome:
-        """The outcome of a case: measured by whoever asks first, while others wait.
+        """The outcome of a case: the first process to ask measures it, while others wait.
 
         Outcomes ``by`` different instruments are kept apart.
         """
@@ -133,7 +133,7 @@ class SessionStore:
         return [name for name in every if name.endswith(ending)]
 
     def _load(self, name: str, made: Callable[[dict[str, Any]], Made]) -> Made:
-        """What is made of a file, which is written once."""
+        """The parsed content of a file, which is written only once."""
         if name not in self._read:
             unwritten = self.unwritten.get(name)
             self._read[name] = made(

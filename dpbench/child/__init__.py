@@ -1,1 +1,1 @@
-"""What runs in the process that is measured, and what it and its parent tell each other."""
+"""Code of the measured process, and its messages to and from its parent."""

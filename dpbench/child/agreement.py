@@ -1,4 +1,4 @@
-"""What the ranks of a case tell each other outside their steps."""
+"""Messages between the ranks of a case outside their steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpbench.training.parallel import leave_group, rank_and_ranks
 
 __all__ = ["FOR_EVER", "all_gather", "leave_group"]
 
-FOR_EVER = timedelta(days=30)  # whoever started the ranks ends those that wait in vain
+FOR_EVER = timedelta(days=30)  # the starter of the ranks ends those that hang
 
 
 @lru_cache(maxsize=1)
@@ -22,10 +22,10 @@ def _group(of: Any) -> Any:
 
 
 def all_gather(word: str) -> list[str]:
-    """Send a word to all ranks, and wait for theirs; returns the words by rank.
+    """Send a value to all ranks, and wait for theirs; returns the values by rank.
 
     Ranks must take equally many steps, or some would wait in a collective for ever. So ranks agree
-    here, between two steps, how many they take. All ranks must call it in the same order.
+    here, between two steps, on their number. All ranks must call it in the same order.
     """
     _, ranks = rank_and_ranks()
     if ranks == 1:

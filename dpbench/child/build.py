@@ -1,4 +1,4 @@
-"""From a case to its device, its trainer and its batches; and whether that trains at all."""
+"""Builds the device, trainer and batches of a case, and checks that it trains."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TRAINER = (
     "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model, batch_size=…, "
     "**options), with train_step(batch)"
 )
-"""What is said of what is no trainer."""
+"""The error for an object that is no trainer."""
 
 WORKLOAD = "a workload is a subclass of dpbench.Workload, with its parameters by --set"
-"""What is said of what is no workload."""
+"""The error for an object that is no workload."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -57,9 +57,9 @@ def build(
     """The trainer of a case and its batches, everything on ``device`` and seeded.
 
     Other options are the trainer's: they are its constructor's arguments, beside those of the case.
-    In one of several ranks each batch is this rank's part. All ranks build the same model, and draw
-    other random numbers from then on. With ``alone`` this process trains whole batches by itself,
-    whatever group it is in.
+    With several ranks, each batch is this rank's part. All ranks build the same model, and then
+    draw different random numbers. With ``alone`` this process trains whole batches by itself, even
+    in a process group.
 
     Raises:
         ConfigurationError: the case has another number of ranks than this process group.
@@ -99,19 +99,19 @@ def build(
 
     def place(tensor: Tensor) -> Tensor:
         kind = dtype if tensor.is_floating_point() else None
-        return tensor[own].to(device, kind, copy=ranks > 1)  # nothing keeps the others' parts
+        return tensor[own].to(device, kind, copy=ranks > 1)  # frees the other ranks' parts
 
-    labels_of(trainer)  # raises if they are no labels, before it trains
+    labels_of(trainer)  # raises for invalid labels, before training
     batches = [*batches_of(workload, case.batch_size, num_batches, place)]
     if ranks > 1:
-        torch.manual_seed((seed + 1) * ranks + rank)  # no other rank has it, with any seed
+        torch.manual_seed((seed + 1) * ranks + rank)  # differs between ranks, with any seed
     if case.micro_batches > 1:
         enforce_micro_batches(trainer, batches, case.micro_batches)
     return trainer, batches
 
 
 def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module:
-    """The workload's model on a device, with what the case says of it."""
+    """The workload's model on a device, with the case's options."""
     with device:
         model = workload.model()
     if not isinstance(model, nn.Module):

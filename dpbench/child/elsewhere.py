@@ -1,4 +1,4 @@
-"""Sees that threads or forks of a loop call operators, which a count of its own thread lacks."""
+"""Detects operators in a loop's threads or forks, which a count of its own thread misses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOADERS = "torch.utils.data."
 
 def watch_elsewhere(finder: StepFinder) -> None:
     """Note operators of other threads and forks while steps count, until the finder is closed."""
-    # Forks have it, too: whether steps count, and whether one called an operator meanwhile.
+    # Shared with forks: whether steps count, and whether a fork called an operator then.
     shared = mmap.mmap(-1, 2)
     keep, start = finder.keep, threading.Thread.start
 
@@ -60,7 +60,7 @@ def _enter_in_fork(shared: mmap.mmap, saw: Callable[[], object]) -> None:
 
 
 def _seeing(saw: Callable[[], object]) -> AbstractContextManager[object]:
-    """A mode that says of each operator of this thread that it saw one."""
+    """A mode that reports each operator of this thread."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.data import get_worker_info
 

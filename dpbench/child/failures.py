@@ -20,7 +20,7 @@ class InstrumentError(DpbenchError):
     rows: Sequence[Measurement] = ()
 
     def __init__(self, message: str, *, log: Path | None = None) -> None:
-        super().__init__(message)  # alone, so that another process can send it on
+        super().__init__(message)  # alone, so that it can be pickled
         self.log = log
 
     def __str__(self) -> str:

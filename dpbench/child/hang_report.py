@@ -1,4 +1,4 @@
-"""Where a process was when it was ended, by the frames that Python's faulthandler has written."""
+"""Reports where a process was when it was ended, from the frames of Python's faulthandler."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 STACK = "stack"  # the name of the file with these frames
 
 ASKED = "SIGURG"
-"""The signal that asks ranks for their frames; who does not hear it ignores it. That which ends
-ranks comes twice, from their launcher as well, and the second would cut the frames off."""
+"""The signal that asks ranks for their frames; ignored by default. The signal that ends ranks comes
+twice, also from their launcher, and the second would cut the frames off."""
 
 COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
 """The parts of PyTorch in which a process waits for others, or for a GPU that does."""
@@ -26,7 +26,7 @@ FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 def place(stack: str) -> tuple[bool, str]:
     """Whether a rank waited for others in a collective, and where it was in its main thread.
 
-    One that nobody has asked, or that had no time to answer, has left no frames.
+    A rank that was not asked, or had no time to answer, leaves no frames.
     """
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:
@@ -35,7 +35,7 @@ def place(stack: str) -> tuple[bool, str]:
         return False, "had taken its steps"
     of_torch = str(Path(str(getattr(find_spec("torch"), "origin", ""))).parent)
     waited = frames[0][0].startswith(tuple(f"{of_torch}/{part}" for part in COLLECTIVES))
-    others = (of_torch, str(Path(__file__).parent))  # what finds steps calls PyTorch for a script
+    others = (of_torch, str(Path(__file__).parent))  # the step finder calls PyTorch for a script
     own = (frame for frame in frames if not frame[0].startswith(others))
     file, line, name = next(own, frames[-1])
     return waited, f"{WAITED if waited else 'was'} in {name} ({Path(file).name}:{line})"

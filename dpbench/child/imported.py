@@ -1,4 +1,4 @@
-"""The code that a process has imported from no installed package: a trainer's, a test's."""
+"""Finds imported code from outside installed packages: a trainer's, a test's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 def imported_files() -> dict[str, str]:
-    """The files of these modules, each with its `digest`; other code may give other numbers.
+    """The files of these modules, each with its `digest`, since changed code may change numbers.
 
     Code that PyTorch's compiler writes and loads has no import specification.
     """
@@ -29,7 +29,7 @@ def imported_files() -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """What a file holds, in short; empty if it cannot be read."""
+    """A digest of a file's content; empty if it cannot be read."""
     with suppress(OSError):
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return ""

@@ -17,11 +17,11 @@ from dpbench.child.imported import imported_files
 from dpbench.core.errors import ConfigurationError, unknown
 
 WAITING, MEASURING = "waiting for", "measuring"
-"""The records that a process waits for its GPU, or for another process that holds it; and that it
-has its GPU. All others are results."""
+"""Records that a process waits for its GPU or for the process that holds it, and that it has its
+GPU. All others are results."""
 
 LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
-"""What ranks fail with because another one has ended."""
+"""The errors of ranks that fail because another one has ended."""
 
 NVTX_DOMAIN = "dpbench"  # the NVTX domain of the ranges by which a profiler knows a step's phases
 NVTX_END = "end"
@@ -29,7 +29,7 @@ NVTX_END = "end"
 shorter one; a report without this range is incomplete."""
 
 POLL_SECONDS = 0.05
-"""How often a file is looked at that another process writes."""
+"""Seconds between looks at a file that another process writes."""
 
 RECORDS = "DPBENCH_RECORDS"
 """The environment variable that names the file of records."""
@@ -43,7 +43,7 @@ def append_record(record: dict[str, Any], path: str | None = None) -> None:
 
 
 def hand_over(**record: Any) -> None:
-    """Append this process's result or error; print it if nobody waits for it, as by hand."""
+    """Append this process's result or error; print it if no parent waits for it."""
     if RECORDS in os.environ:
         append_record(record | {"imported": imported_files()})
     else:
@@ -81,9 +81,9 @@ class Schedule:
     """The arguments of ``torch.profiler.schedule``, in steps."""
 
     skip_first: int = 1  # before anything else; the first step initialises libraries
-    wait: int = 0  # of each cycle, those that the profiler sleeps through
-    warmup: int = 1  # those that it traces and throws away
-    active: int = 1  # those that it records
+    wait: int = 0  # in each cycle, steps without the profiler
+    warmup: int = 1  # steps that it traces and discards
+    active: int = 1  # steps that it records
     repeat: int = 1  # cycles
 
     def __post_init__(self) -> None:

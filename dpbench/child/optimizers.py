@@ -1,10 +1,9 @@
 """Which optimizers step in a training step: one, several at once, or several in turn.
 
-GANs and actor-critic methods train models in turn, each of them maybe more often than once. No
-batch tells where such an iteration ends, for each turn may take its own. It lies between updates
-of the optimizer that stepped first: it is over once all optimizers have stepped, and what steps
-after that and is not the first belongs to it, too. How many turns those are is known from the
-iterations before.
+GANs and actor-critic methods train models in turn, each of them maybe more often than once. Batches
+do not mark its end, because each turn may take its own. An iteration begins with the optimizer that
+stepped first, and lasts until all have stepped. Later turns of optimizers other than the first
+still belong to it; earlier iterations tell how many such turns there are.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ class AlternatingOptimizers:
     """The optimizers of a training loop, and which of them have stepped in this training step."""
 
     def __init__(self) -> None:
-        self.awaited: WeakSet[Any] = WeakSet()  # which step in each training step
+        self.awaited: WeakSet[Any] = WeakSet()  # those that step in each training step
         self.stepped: WeakSet[Any] = WeakSet()
-        self.taken = 0  # turns since the step began, each of one optimizer or several at once
-        self.heard = 0  # the most turns that a step had which counts
-        self._first: ref[Any] | None = None  # the optimizer with which steps begin
+        self.taken = 0  # turns since the step began, each of one or more optimizers
+        self.heard = 0  # the most turns of any counted step
+        self._first: ref[Any] | None = None  # the optimizer that begins steps
         self._turn: list[ref[Any]] = []  # the optimizers of this turn
-        self._after = 0  # turns since all have stepped, and the one in which they had
+        self._after = 0  # turns from the one in which all had stepped
         self._more = 0  # turns of a step after all have stepped
-        self._late: list[WeakSet[Any]] = []  # the turns, in a row, that belonged to a step before
+        self._late: list[WeakSet[Any]] = []  # consecutive turns that belonged to an earlier step
         self._began = True  # the first one stepped in the first turn
-        self._whole = False  # all that were awaited have stepped
-        self._known = True  # and none else
+        self._whole = False  # all awaited ones have stepped
+        self._known = True  # and no others
 
     def add(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped."""
@@ -65,18 +64,18 @@ class AlternatingOptimizers:
         """Begin the next training step.
 
         Returns:
-            As how many steps the last one counts: none if it belongs to the one before it, more
-            than 1 if an awaited optimizer did not step.
+            How many steps the last one counts as: 0 if it belongs to the one before it, more than 1
+            if an awaited optimizer did not step.
         """
         steps = 1
         if not self._began:
             steps, self._more = 0, self._more + 1
             self._late.append(self.stepped)
             self.awaited |= self.stepped
-            if len(self._late) == MOST_TURNS:  # the first one steps no more
+            if len(self._late) == MOST_TURNS:  # the first one no longer steps
                 steps, self._first = MOST_TURNS, None
                 self.awaited = WeakSet(each for turn in self._late for each in turn)
-        elif not self._whole:  # the others were awaited in vain
+        elif not self._whole:  # the others did not step
             steps, self.awaited = self.taken, WeakSet(self.stepped)
         if steps:
             self._late = []

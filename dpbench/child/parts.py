@@ -1,6 +1,6 @@
-"""Checks that a trainer trains a batch in micro-batches, by the examples of which it asks losses.
+"""Checks that a trainer uses micro-batches, by counting examples in its loss calls.
 
-Under ``torch.func.vmap`` a loss is asked of one example and computed for all that are mapped over.
+Under ``torch.func.vmap`` a loss call has one example, but computes all that are mapped over.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def enforce_micro_batches(trainer: TrainerBase, batches: list[Batch], number: in
             refuse("the forwards of a step see fewer examples than the batch has")
         return loss
 
-    workload = trainer.workload = copy.copy(trainer.workload)  # others may train the same one
+    workload = trainer.workload = copy.copy(trainer.workload)  # other trainers may use it too
     vars(workload).update(losses=seeing(workload.losses), loss=seeing(workload.loss))
     trainer.train_step = train_step  # type: ignore[method-assign]
 

@@ -1,7 +1,7 @@
 """Wraps functions of PyTorch and Opacus that every training loop calls, for a `StepFinder`.
 
 Libraries are wrapped as soon as the script imports them. Nothing else is imported here, so that
-what the script sets before its imports (threads, allocators) has its effect.
+settings before the script's imports (threads, allocators) take effect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {
         "amp.GradScaler.update": "optimizer",
         "optim.Optimizer.zero_grad": "optimizer",
     },
-    # A loss that runs backward twice, of which autograd hears only the parts.
+    # This loss runs backward twice; autograd's hooks see only the parts.
     "opacus.utils.fast_gradient_clipping_utils": {
         "DPTensorFastGradientClipping.backward": "backward",
     },
@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {
     "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
     "fastDP.privacy_engine": {"PrivacyEngine._create_noisy_clipped_gradient": "noise"},
 }
-"""The phases of functions, by the module that has them."""
+"""The phases of functions, by their module."""
 
 OPACUS = {
     "clip_and_accumulate": "clip",
@@ -63,7 +63,7 @@ BEGIN_STEPS = ("backward", OUTSIDE)
 """A step may begin with a function of these phases: a backward, or a batch."""
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""The module by which Dynamo compiles each Python function that a compiled one calls."""
+"""The module with which Dynamo compiles Python functions that compiled code calls."""
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Wraps a function, so that a `StepFinder` knows of its calls."""
@@ -92,7 +92,7 @@ class _Watching:
     def __init__(self, finder: StepFinder) -> None:
         self.finder = finder
         self._updates: list[tuple[Any, Any]] = []
-        self._codes: set[CodeType] = set()  # of what stands for others' functions
+        self._codes: set[CodeType] = set()  # wrappers of others' functions
         self.further: dict[str, Callable[[Any], None]] = {
             "torch": self.torch,
             DYNAMO: self.dynamo,
@@ -133,7 +133,7 @@ class _Watching:
             def called(*args: Any, **options: Any) -> Any:
                 if compiles():
                     return function(*args, **options)
-                # A loss may contain a gradient; one by torch.func is all of a backward.
+                # A loss may contain a gradient; torch.func's gradient is a whole backward.
                 resumes = bool(options.get("create_graph")) and not in_transform()
                 with finder.within(phase, begins=begins, resumes=resumes):
                     return function(*args, **options)
@@ -167,7 +167,7 @@ class _Watching:
         return called
 
     def optimizer(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Wrap the constructor of optimizers, each of which is awaited in a training step."""
+        """Wrap the constructor of optimizers; a training step awaits each of them."""
 
         def called(optimizer: Any, *args: Any, **options: Any) -> None:
             init(optimizer, *args, **options)
@@ -183,7 +183,7 @@ class _Watching:
             if compiles():
                 return call(module, *args, **options)
             if finder.settled and module._compiled_call_impl is None:
-                return module._call_impl(*args, **options)  # all that the original does
+                return module._call_impl(*args, **options)  # as the original
             if finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
             with finder.forward():
@@ -195,7 +195,7 @@ class _Watching:
         self._updates.append((optimizer, self.finder.begin_update(optimizer)))
 
     def _after_update(self, optimizer: Any, args: Any, options: Any) -> None:
-        while self._updates:  # those above raised, and were not heard to end
+        while self._updates:  # calls above raised, so their end was not seen
             begun, update = self._updates.pop()
             self.finder.end_update(update)
             if begun is optimizer:
@@ -218,8 +218,8 @@ class _Watching:
     def dynamo(self, eval_frame: Any) -> None:
         """Exclude the wrappers from compilation, as Dynamo excludes the functions they replace.
 
-        Else it would compile the layers of a ``Sequential.compile()``, which it leaves alone, and
-        these would draw other random numbers.
+        Otherwise it would compile the layers of a ``Sequential.compile()``, which it usually skips,
+        and these would draw other random numbers.
         """
         for code in self._codes:
             eval_frame.skip_code(code)
@@ -239,7 +239,7 @@ class _Watching:
 
         def made(init: Callable[..., None]) -> Callable[..., None]:
             def initialised(optimizer: Any, /, *args: Any, **options: Any) -> None:
-                watch_all()  # the script's own classes have come since
+                watch_all()  # also the script's own later classes
                 init(optimizer, *args, **options)
 
             return initialised
@@ -248,7 +248,7 @@ class _Watching:
         self.replace(module.DPOptimizer, "__init__", made)
 
     def norms(self, module: ModuleType) -> None:
-        """Wrap what makes clipping factors of norms, without per-sample gradients."""
+        """Wrap what makes clipping factors from norms, without per-sample gradients."""
         for cls in vars(module).values():
             if isinstance(cls, type) and "get_clipping_coef" in vars(cls):
                 self.replace(cls, "get_clipping_coef", self.phase("clip"))

@@ -24,7 +24,7 @@ def run_program(program: Sequence[str], *, is_module: bool) -> None:
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         return
-    main = ModuleType("__main__")  # which stays, unlike runpy's: what runs at exit may pickle
+    main = ModuleType("__main__")  # it stays, unlike runpy's: exit handlers may pickle
     main.__dict__.update(__file__=str(path), __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))

@@ -1,8 +1,8 @@
-"""Recorders: they hear steps and phases in the process that trains, and make rows of them.
+"""Recorders observe steps and phases in the process that trains, and make rows of them.
 
 Each instrument has one. It is the same in the process of a case, of a script and of a test: it
 works on that process's own tensors and devices. A script may set up its environment before it
-imports torch, so recorders of scripts import that when they hear the first step.
+imports torch, so recorders of scripts import torch at the first step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHORT_SECONDS = 1.0
 
 
 class NullListener(PhaseListener):
-    """Hears a step and does nothing."""
+    """Ignores a step."""
 
     def start_step(self) -> None:
         return
@@ -43,9 +43,9 @@ class NullListener(PhaseListener):
 
 
 class Recorder(StepRecorder):
-    """Hears as many steps as it wants, whoever takes them.
+    """Observes as many steps as it wants, of any loop.
 
-    An own one overrides `start_step`, `switch` and `end_step`, calling these, or `listener`; and
+    A subclass overrides `start_step`, `switch` and `end_step`, calling these, or `listener`; and
     `rows`.
 
     Args:
@@ -55,15 +55,15 @@ class Recorder(StepRecorder):
     quick: ClassVar[bool] = True  # rows can be made after each step
     hears_warmup = False
 
-    wait = True  # for the GPU, when rows are made; else of the steps that are over there
+    wait = True  # wait for the GPU; else only steps that it has finished
     operators: Sequence[OperatorCount] = ()  # in the last step, if it sees operators
-    notes: Sequence[str] = ()  # what was assumed
+    notes: Sequence[str] = ()  # assumptions
 
     def __init__(self, wanted: int | None = None) -> None:
         self.wanted = wanted
         self.heard = 0
-        self.phases: list[set[str]] = []  # of each step that has begun
-        self.held = ExitStack()  # what it holds of this process
+        self.phases: list[set[str]] = []  # one entry per begun step
+        self.held = ExitStack()  # resources that it holds in this process
 
     def prepare(self) -> None:
         return
@@ -107,7 +107,7 @@ class Recorder(StepRecorder):
         return Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
 
     def record(self, case: Case) -> dict[str, Any]:
-        """The part of a case's record that is about the steps, plain JSON types."""
+        """The steps' part of a case's record, as plain JSON types."""
         return {"outcome": self.outcome(case).as_json()}
 
     def close(self) -> None:
@@ -115,11 +115,11 @@ class Recorder(StepRecorder):
         self.held.close()
 
     def forked(self) -> None:
-        return  # counters and ranges are the parent's
+        return  # counters and ranges belong to the parent
 
 
 def whole_steps(seconds: float) -> int:
-    """How often a step that takes so long is observed as a whole; rank 0 decides for all ranks."""
+    """How often a step of this duration is observed as a whole; rank 0 decides for all."""
     from dpbench.child.agreement import all_gather  # which imports torch
 
     return int(all_gather(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])

@@ -1,4 +1,4 @@
-"""Runs a script, unmodified, while a recorder hears its steps."""
+"""Runs a script, unmodified, while a recorder observes its steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dpbench.results.outcome import Outcome
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 OFTEN = 100
-"""The record is written after each of the first steps, then every so many, in case of a kill."""
+"""In case of a kill, the record is written after each of the first steps, then at this interval."""
 
 
 def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bool]:
@@ -72,11 +72,11 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
             print_error(error)
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             raised = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-        if os.getpid() != process:  # a fork of the script's own: all that is held is its parent's
+        if os.getpid() != process:  # a fork by the script: its parent owns all resources
             held.pop_all()
             if isinstance(code, str):
                 print(code, file=sys.stderr)
-            # At its end Python would wait for the thread of the time-out, which no fork has.
+            # Python would wait at exit for the time-out's thread, which a fork lacks.
             end(code if isinstance(code, int) else int(code is not None))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _write_down(records, case, finder, recorder, code, raised)
@@ -84,7 +84,7 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
 
 
 def _lock_gpus(case: Case, held: ExitStack) -> None:
-    """Lock the GPU of this process; those of all ranks as the first, for which the others wait."""
+    """Lock this process's GPU; the first rank locks all ranks' GPUs, and the others wait."""
     rank = Rank.here()
     cards = gpu.visible_gpus()[: rank.ranks if rank else 1]
     if rank and rank.number:
@@ -124,7 +124,7 @@ def _write_down(
         )
     except DpbenchError as error:
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
-    # The report of ncu may have a further step, which did not end.
+    # ncu's report may have one more step, which did not end.
     more = {"torch": torch, "heard": recorder.heard, "under_way": under_way}
     append_record({**outcome.as_json(), **more}, path)
 
@@ -139,11 +139,11 @@ def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> I
 
 def main() -> NoReturn:
     """Run the script of the task that the first argument names."""
-    if sys.platform == "linux":  # this process shall end with its parent, however that ends
+    if sys.platform == "linux":  # end with the parent, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = Task.read(Path(sys.argv[1]))
     assert task.program
     code, stopped = run(task, task.program, os.environ.pop(RECORDS))
-    if stopped:  # its threads may wait for what it would have done
+    if stopped:  # its threads may wait for unfinished work
         end(0, wait=False)
     sys.exit(code)

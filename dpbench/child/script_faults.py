@@ -1,4 +1,4 @@
-"""Why nothing, or less than asked for, was heard of a script's steps."""
+"""Explains why fewer steps of a script were observed than asked for, or none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A script in ranks that ``torchrun`` has started, each of which runs it under ``dpbench exec``.
 
-Each rank records its own steps. The first has the rows of all, from files: the process group is the
-script's, which may have ended it.
+Each rank records its own steps. The first collects all rows from files, because the script may have
+ended its process group.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
 
 PATIENCE_SECONDS = 60.0
-"""How long the first rank waits for those that have not ended when its own script has."""
+"""Seconds that the first rank waits for unfinished ranks after its own script."""
 
 CAUSE_SECONDS = 3.0
-"""The same once its own has failed, maybe because another did."""
+"""The same if its own script failed, maybe because another did."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Rank:
 
     number: int
     ranks: int
-    folder: Path  # that of the launcher, new for each start
+    folder: Path  # the launcher's id, new for each start
 
     @classmethod
     def here(cls) -> Rank | None:
@@ -50,7 +50,7 @@ class Rank:
         return cls(int(os.environ["RANK"]), int(ranks), Path(own).parents[1])
 
     def file(self, number: int) -> Path:
-        """Where a rank leaves its outcome."""
+        """The file of a rank's outcome."""
         return self.folder / f"dpbench-{number}.json"
 
     @property
@@ -59,14 +59,14 @@ class Rank:
         return self.folder / "dpbench-locked"
 
     def hand_over(self, outcome: Outcome) -> int:
-        """Leave the outcome of this rank to the first; returns the exit status."""
+        """Write this rank's outcome for the first rank; returns the exit status."""
         write_text(self.file(self.number), json.dumps(outcome.as_json()))
         if outcome.error == CaseTimedOut.__name__:
-            time.sleep(CAUSE_SECONDS)  # the launcher ends the others, which have not said it yet
+            time.sleep(CAUSE_SECONDS)  # the launcher ends ranks that have not written theirs
         return 1 if outcome.error else 0
 
     def gather(self, own: Outcome) -> Outcome:
-        """The outcome of all ranks, with rows by rank; of a failure, that of the one at fault."""
+        """The outcome of all ranks, with rows by rank; of a failure, that at fault."""
         deadline = time.monotonic() + (CAUSE_SECONDS if own.error else PATIENCE_SECONDS)
         every = [own, *(self._of(number, own, deadline) for number in range(1, self.ranks))]
         failed = [(rank, outcome) for rank, outcome in enumerate(every) if outcome.error]
@@ -88,8 +88,8 @@ class Rank:
         return replace(own, rows=tuple(rows), notes=tuple(notes))
 
     def _of(self, number: int, own: Outcome, deadline: float) -> Outcome:
-        """What another rank has left, once it is there."""
-        with suppress(KeyboardInterrupt):  # by the launcher, because a rank has failed
+        """Another rank's outcome, once it has written it."""
+        with suppress(KeyboardInterrupt):  # ended by the launcher, because a rank failed
             while not self.file(number).exists() and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         try:

@@ -60,13 +60,13 @@ class PhaseTimes:
 
     @property
     def ranges(self) -> int:
-        """How many ranges, from one change of phase to the next, a step had at most."""
+        """The most ranges (from one change of phase to the next) in a step."""
         return max(Counter(step for step, phase, _ in self.marks if phase).values(), default=0)
 
     def seconds(self, *, wait: bool = True) -> list[dict[str, float]]:
         """For each step, the time in each phase; their sum is the step's time.
 
-        Without waiting for the GPU, only for those steps that are over there.
+        Without waiting for the GPU, only for steps that it has finished.
         """
         steps: list[dict[str, float]] = []
         if self.on_cuda and wait:
@@ -90,14 +90,14 @@ def run_case(
 
     Args:
         case: what to run.
-        recorder: hears the steps after the warm-up. If it has not heard enough after the active
-            ones, it hears more, of the same batches from the first one on.
+        recorder: observes the steps after the warm-up. If the active ones are not enough, it
+            observes more, with the same batches from the first one on.
         device: ``auto``, ``cpu`` or ``cuda``.
         warmup: steps before anything is observed.
         active: steps that are observed first.
 
     Returns:
-        What was done, as plain JSON types, with the recorder's record.
+        The run as plain JSON types, with the recorder's record.
     """
     target = pick_device(device)
     recorder.prepare()
@@ -132,15 +132,15 @@ def _observe(
 
 
 def _one_wants_more(recorder: StepRecorder) -> bool:
-    """Whether the recorder of some rank does: all take as many steps."""
+    """Whether any rank's recorder needs more steps: all ranks take equally many."""
     return "more" in all_gather("enough" if recorder.finished else "more")
 
 
 def peak_memory() -> int:
-    """The most bytes that were in use at once since the allocator's peak was reset, of this GPU.
+    """The most bytes in use at once on this GPU since the allocator's peak was reset.
 
-    That is what the allocator had handed out at most, and what it keeps for CUDA graphs: a replay
-    uses memory of their pools that no tensor holds, and asks nobody for it.
+    That is the allocator's peak plus the memory kept for CUDA graphs: a replay uses memory of their
+    pools that no tensor holds, without allocating it.
     """
     held = held_by_graphs(torch.cuda.memory_snapshot(), torch.cuda.current_device())
     return torch.cuda.max_memory_allocated() + held
@@ -158,12 +158,12 @@ def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
 def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], active: int) -> None:
     """Raise if a GradScaler skipped one of the active steps, which moved fewer bytes than others.
 
-    Without a skip its growth tracker counts every step, and begins anew where the scale grows.
+    Without a skip its growth tracker counts every step, and restarts when the scale grows.
 
     Args:
         scaler: after these steps.
-        before: its ``state_dict()`` before them.
-        active: how many they are.
+        before: the scaler's ``state_dict()`` before the active steps.
+        active: the number of active steps.
     """
     if not scaler.is_enabled():
         return
@@ -181,10 +181,10 @@ def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], activ
 def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
     """Run a case while no other dpbench process uses the GPU, and leave its memory free.
 
-    Yields what this process spends its time on, as if these were phases of one step, from when it
-    asks for the GPU until it gives that back.
+    Yields the times of what this process does, as phases of one step, from the request for
+    the GPU to its release.
     """
-    import_named(case)  # before it holds the GPU: others measure meanwhile
+    import_named(case)  # without the GPU, on which others measure meanwhile
     import_module("torch._dynamo")  # as the first optimizer does
     spent = PhaseTimes(torch.device("cpu"))
     spent.start_step("waiting")
@@ -193,7 +193,7 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
         try:
             yield spent
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the model, and its memory
+            traceback.clear_frames(error.__traceback__)  # they keep the model's memory alive
             if isinstance(error, torch.OutOfMemoryError):
                 raise OutOfMemory(str(error).partition(" If reserved")[0]) from None
             raise
@@ -209,7 +209,7 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
 def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]:
     """Lock the first GPUs against other dpbench processes; says which of them it waits for.
 
-    The ranks of a case take no locks: whoever started them holds those of all.
+    The ranks of a case take no locks: the process that started them holds all.
     """
     locks = device.type == "cuda" and rank_and_ranks()[1] == 1
     cards = gpu.visible_gpus()[:number] if locks else []

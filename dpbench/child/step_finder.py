@@ -4,8 +4,8 @@ Functions that every training loop calls are wrapped (`dpbench.child.patches`): 
 module's call, ``backward``, clipping, noise, optimizers, batches. Forward lasts until backward
 begins, so it contains the loss. A training step does not end with an optimizer's step, which
 another optimizer, a scheduler or a log may follow, but where the next one begins: at a batch, a
-forward or a backward after the last optimizer that takes turns (`dpbench.child.optimizers`). What
-belongs to no phase is outside: batches, logs, evaluation.
+forward or a backward after the last optimizer that takes turns (`dpbench.child.optimizers`). All
+else is outside: batches, logs, evaluation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepRecorder(PhaseListener, Protocol):
     """Whether it also observes the warm-up steps of a case."""
 
     def prepare(self) -> None:
-        """Do what can fail or takes long (imports) before this process locks its GPU."""
+        """Do what can fail or is slow (imports) before this process locks its GPU."""
 
     @property
     def finished(self) -> bool:
@@ -73,26 +73,26 @@ class StepFinder:
     ) -> None:
         self.recorder, self.keep = recorder, keep
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
-        self.steps = 0  # that are over
+        self.steps = 0  # finished ones
         self.steps_elsewhere = 0  # of optimizers in other threads, which are not seen
         self.evaluations = 0  # calls of modules without gradients, within steps that count
-        self.failure: Exception | None = None  # after it the recorder hears nothing any more
-        self.notes: list[str] = []  # what a reader should know
+        self.failure: Exception | None = None  # afterwards, the recorder gets no more calls
+        self.notes: list[str] = []  # for the reader of the numbers
         self.turns = AlternatingOptimizers()
-        self.settled = False  # in a module, a backward or a batch: modules begin nothing
-        self.undo = ExitStack()  # what `close` takes back
+        self.settled = False  # in a module, backward or batch: modules begin no step
+        self.undo = ExitStack()  # what `close` undoes
         self._thread = threading.get_ident()
         self._children = page_faults_of_children()
         self._closed = False
-        self._begun = False  # a step
-        self._updated = False  # an optimizer has stepped: what begins next is another turn
+        self._begun = False  # whether a step has begun
+        self._updated = False  # an optimizer has stepped: a new turn comes next
         self._step = Step()
-        self._forward: OpenPhase | None = None  # that of a module which has returned, maybe
+        self._forward: OpenPhase | None = None  # maybe of a module that has returned
         self._in_backward = False
-        self._updating = 0  # optimizers' steps that are inside each other
-        self._updates = 0  # optimizers' steps that have begun
-        self._skipped = 0  # by scalers, in steps that count
-        self._infinite: list[Any] = []  # whether they are, by optimizers that see to it themselves
+        self._updating = 0  # depth of nested optimizers' steps
+        self._updates = 0  # begun steps of optimizers
+        self._skipped = 0  # skipped by scalers, in counted steps
+        self._infinite: list[Any] = []  # found_inf of optimizers that skip steps themselves
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class StepFinder:
     def _border(self) -> None:
         """End the last step and begin the next, at a call with which a step can begin.
 
-        Not in inference mode, whose end would undo a dispatch mode that began or ended in it.
+        Not in inference mode, whose end would undo a dispatch mode begun or ended inside.
         """
         import torch
 
@@ -178,7 +178,7 @@ class StepFinder:
 
     @property
     def counts(self) -> bool:
-        """Whether a step is under way that is recorded."""
+        """Whether a recorded step is under way."""
         return self._step.listener is not None
 
     # --- phases ------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class StepFinder:
 
     @contextmanager
     def within(self, phase: str, *, begins: bool = False, resumes: bool = False) -> Iterator[None]:
-        """Mark the phase of a call, with which a step may begin; forward may resume after it."""
+        """Mark the phase of a call; the call may begin a step, and forward may resume after it."""
         if not self._hears():
             yield
             return
@@ -244,13 +244,13 @@ class StepFinder:
                 step.leave(evaluation)
 
     def begin_update(self, optimizer: Any = None) -> Any:
-        """Begin an update; without an optimizer for Opacus's and scalers' steps, which call one."""
+        """Begin an update; no optimizer for Opacus's and scalers' steps, which call one."""
         if not self._hears():
             self.steps_elsewhere += optimizer is not None and not self._closed
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
-            self._border()  # nothing was called since its last step: its closure does that
+            self._border()  # no call since its last step: its closure makes them
         within = self.within("optimizer")
         within.__enter__()
         self._updating += 1

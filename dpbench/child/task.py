@@ -1,4 +1,4 @@
-"""What a process is to measure, as a file of JSON that its parent writes."""
+"""What a process should measure, as a JSON file that its parent writes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Program:
 
     program: tuple[str, ...]  # a script or module, and its arguments
     is_module: bool = False
-    skip: int = 3  # steps that come before those that count
+    skip: int = 3  # steps before those that count
     steps: int = 5  # that count
-    go_on: bool = False  # after them, instead of being ended
-    timeout: float | None = None  # seconds on its GPU after which it is ended all the same
+    go_on: bool = False  # whether it runs on afterwards
+    timeout: float | None = None  # seconds on its GPU after which it is ended anyway
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Task:
     program: Program | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON types, with names for a process in which nothing was registered."""
+        """Plain JSON types, with names that work without registration."""
         case: dict[str, Any] = asdict(self.case)
         for axis, known, spelled in names_of(self.case):
             case |= {axis: known.argument(spelled), "set": ""}  # it is with the workload's name
@@ -56,7 +56,7 @@ class Task:
 
     @classmethod
     def from_json(cls, task: Mapping[str, Any]) -> Task:
-        """The task of which `as_json` made this."""
+        """The inverse of `as_json`."""
         before = [*sys.path]
         sys.path += filter(None, [task["folder"]])
         try:
@@ -87,7 +87,7 @@ def plain(value: Any, kind: Any = None) -> Any:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """The value of a type that `plain` has made this of."""
+    """The inverse of `plain` for a type."""
     if get_origin(kind) in (Union, UnionType) and value is not None:
         kind = next(each for each in get_args(kind) if each is not NoneType)
     if isinstance(value, dict) and isinstance(kind, type):

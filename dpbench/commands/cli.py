@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             name += f" {options.command_name}"
             with _ending_signals_as_ctrl_c():
                 return int(options.command(options))
-        finally:  # here, where a closed pipe can be caught, and not when the interpreter ends
+        finally:  # here, where a closed pipe can be caught, and not at exit
             print(end="", flush=True)
     except DpbenchError as error:
         code, words = error.exit_code, str(error)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # dpbench list | head, or >/dev/full
         if error.filename is not None:
             raise
-        # Discard what is left, which the interpreter would write again when it ends.
+        # Discard the rest, which the interpreter would write again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return PIPE_CLOSED
@@ -99,7 +99,7 @@ def _ending_signals_as_ctrl_c() -> Iterator[None]:
 
 
 def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of a command; without one, of all, whose docstrings are read, not imported.
+    """The parser of one command or of all; docstrings are read without importing modules.
 
     Args:
         command: its name.

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def run(options: argparse.Namespace, measured: Callable[[Settings], int]) -> int:
-    """Submit the shards, each to be ``measured``, wait, and join the runs."""
+    """Submit the shards as jobs, wait, and join the runs."""
     from dpbench.commands.merge import finish  # loads pandas
 
     settings, directory = _checked(options), options.cluster_dir
@@ -80,12 +80,12 @@ def run(options: argparse.Namespace, measured: Callable[[Settings], int]) -> int
 
 
 def _checked(options: argparse.Namespace) -> Settings:
-    """What is asked for; what makes no sense on a cluster is refused before a job is submitted."""
+    """The settings; those that make no sense on a cluster are refused before submitting jobs."""
     for name in REFUSED:
         if getattr(options, name):
             raise ConfigurationError(f"--cluster does not take --{name.replace('_', '-')}")
     settings = Settings.read(options)
-    if not settings.instrument:  # this machine's default need not be the others'
+    if not settings.instrument:  # this machine's default may differ from the others'
         raise ConfigurationError(
             "--cluster measures on other machines: name what measures there, such as --instrument "
             "cupti, or --instrument logical without a GPU"
@@ -100,7 +100,8 @@ def _checked(options: argparse.Namespace) -> Settings:
 def _begin(settings: Settings, file: Path, shards: int) -> bool:
     """Write what the shards are of; returns whether those that are there are resumed.
 
-    Refused if they are of something else.
+    Refused if
+    they are of something else.
     """
     asked = begun(environment(project=settings.directory.absolute()), settings.chosen_grid())
     measuring = {name: str(value) for name, value in vars(_of_a_job(settings)).items()}
@@ -155,7 +156,7 @@ def _parameters(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _wait(jobs: Mapping[Shard, Any]) -> None:
-    """Wait for all jobs; if that is interrupted, none goes on."""
+    """Wait for all jobs; cancel them if interrupted."""
     try:
         for shard, job in jobs.items():
             job.wait()

@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
     case, scripts = _chosen(options, settings, "cupti" if card else "logical")
     if rank and len(scripts) > 1:
         raise ConfigurationError("ranks run a script once: choose one --instrument")
-    if rank and rank.number:  # the first has the session
+    if rank and rank.number:  # the first rank has the session
         return rank.hand_over(measure(case, scripts))
     baseline, standards = None, []
     if options.baseline is not None:
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
             _measure(session, case, scripts)
         finally:  # an interrupted session keeps and shows what it has
             outcomes = session.store.outcomes()
-            failed = any(outcome.error for outcome in outcomes)  # so it becomes no reference
+            failed = any(outcome.error for outcome in outcomes)  # so that it becomes no reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete)
             if session.limits or baseline:
@@ -167,7 +167,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
         if outcome.error:
             print(f"dpbench exec: {outcome.message}", file=sys.stderr)
             if outcome.error == ScriptInterrupted.__name__:
-                raise KeyboardInterrupt  # and not the script once more
+                raise KeyboardInterrupt  # instead of running the script again
         elif isinstance(script.instrument, TorchProfiler):
             folder = own_folder(script.instrument.directory.absolute() / case.file_name)
             steps = {"active": 1, "repeat": len({row.repeat for row in outcome.rows})}
@@ -245,7 +245,7 @@ def _as_standard(outcome: Outcome) -> Outcome:
 
 
 def _about_sizes(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Notes: whose steps differ in arithmetic, as do batches that Poisson sampling draws."""
+    """Notes: which steps differ in arithmetic, as with Poisson sampling."""
     for outcome in outcomes:
         flops = [r.value for r in outcome.rows if (r.metric, r.phase) == ("flops", "forward")]
         if flops and (more := max(flops) / (min(flops) or math.nan) - 1) > ALIKE:

@@ -122,7 +122,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _memory(options: argparse.Namespace) -> tuple[float, str]:
-    """The bytes that a GPU has, and how it is called."""
+    """The memory of a GPU in bytes, and its name."""
     from dpbench.results.roofline import find_card
 
     if options.memory:

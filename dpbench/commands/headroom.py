@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what methods move beside the floor; the exit status is 1 if counting fails.
+    """Print the bytes of methods and the floor; the exit status is 1 if counting fails.
 
     A method that does not train as the case says is an error only if it was named.
     """
@@ -107,7 +107,7 @@ def _line(
     least: float,
     measured: Mapping[str, float],
 ) -> dict[str, object]:
-    """What a method is counted to move by phase, beside the floor, and what was measured of it."""
+    """A method's counted bytes by phase, with the floor and what was measured."""
     by_phase = {phase: phases[phase]["bytes"] for phase in PHASES if phase in phases}
     known = {f"measured {name}": value for name, value in measured.items()}
     over = phases[STEP]["bytes"] / least

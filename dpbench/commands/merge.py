@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Join the runs, show and write what they are together."""
+    """Join the runs, show and write the result."""
     settings = Settings.read(options)
     settings.check()  # before anything is done
     return finish([saved_run(name, options.storage) for name in options.runs], settings, "merge")
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 def finish(
     runs: Sequence[Run], settings: Settings, command: str, problems: Sequence[str] = ()
 ) -> int:
-    """Join runs, show and write the one that they are; the exit status is 1 if it lacks a part."""
+    """Join runs, show and write the result; the exit status is 1 if it lacks a part."""
     with METRICS.including(*(run.metrics for run in runs)):
         merged, notes = joined(runs)
         view = TableOptions(baseline=merged.baseline)

@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
-    """What was asked for; the usual ranges are of ratios to the standard trainer."""
+    """The requested view; the usual ranges are for ratios to the standard trainer."""
     baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
     ceilings = read_ceilings(Path(options.time)) if options.time else None
     return replace(TableOptions.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
@@ -202,7 +202,7 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
 
 
 def _times(runs: Sequence[Run], options: argparse.Namespace, view: TableOptions) -> Iterator[Table]:
-    """What the time of the runs' cases is made of, by device."""
+    """The time breakdown of the runs' cases, by device."""
     summary = _together(runs, options)
     counted = summary.device == NO_HARDWARE
     if not (timed := summary.metric == "step_time_seconds").any():
@@ -249,7 +249,7 @@ def _of_reports(
 def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     """Which kernels of a report move the bytes, compared with the step's if its ranges are known.
 
-    Those are in a report one folder up, see `dpbench.instruments.ncu`.
+    Ranges are in a report one folder up, see `dpbench.instruments.ncu`.
     """
     report = ncu.read_kernels(path)
     launches: Sequence[KernelCount] = report.launches

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             short, parameters = parted(name)
             name = joined(TRAINERS[short].__name__, parameters)
             smoke_test(case, device=options.device)
-        except Exception as error:  # whatever broke is reported
+        except Exception as error:  # any error is reported
             failed += 1
             where = own_line(error.__traceback__)
             print(f"[TEST FAILED] {name}: {type(error).__name__}: {error}{where}")

@@ -84,12 +84,12 @@ def run(options: argparse.Namespace) -> int:
             record = instrument.observe(case)
         if isinstance(instrument, TorchProfiler):
             _report(case, record, own_folder(instrument.directory / case.file_name))
-    except Exception as error:  # whoever started this process learns why from the record
+    except Exception as error:  # the parent reads the reason in the record
         message = str(error)
         if not isinstance(error, DpbenchError):
             first_line = message.partition("\n")[0]  # PyTorch appends its C++ stack
             message = f"{type(error).__name__}: {first_line}{own_line(error.__traceback__)}"
-        message = message.removeprefix(f"{case.id}: ")  # the parent says whose it is
+        message = message.removeprefix(f"{case.id}: ")  # the parent adds the case
         kind = next((to for of, to in MEANT.items() if isinstance(error, of)), type(error))
         hand_over(error={"kind": name_of(kind), "message": message})
         raise

@@ -30,7 +30,7 @@ ATTENTIONS = ("sdpa", "dp_mha")
 """``sdpa``: ``scaled_dot_product_attention``. ``dp_mha``: Opacus's ``DPMultiheadAttention``."""
 
 PARALLELS = ("none", "ddp", "fsdp2")
-"""How ranks, processes of one GPU each, share a step. ``ddp``: each has the whole model, and
+"""How ranks (processes with one GPU each) share a step. ``ddp``: each has the whole model, and
 gradients are reduced over them. ``fsdp2``: each has a shard of every parameter."""
 
 TRANSFORMER = "transformer"
@@ -167,7 +167,7 @@ class Case:
 
 @lru_cache(maxsize=None, typed=True)
 def _checked(**given: Any) -> dict[str, Any]:
-    """The axes of a case, written in one way; each case is checked once in a process."""
+    """The axes of a case in normalized spelling; a process checks each case once."""
     axes = _with_parameters(given)
     checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else OF_TRANSFORMER.keys())
     for axis, what in COUNTS.items():
@@ -178,7 +178,7 @@ def _checked(**given: Any) -> dict[str, Any]:
             raise unknown(axis.replace("_", " "), axes[axis], known)
     if "model_size" in checked:
         ModelSize.parse(axes["model_size"])
-    lora_rank(axes["trainable"])  # refuses what is no rank
+    lora_rank(axes["trainable"])  # refuses an invalid rank
     gpus, size = axes["gpus"], axes["batch_size"]
     if (axes["parallel"] == "none") != (gpus == 1):
         raise ConfigurationError(
@@ -222,7 +222,7 @@ def own_axes(workload: str) -> Mapping[str, Any]:
 
 
 def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
-    """Refuse axes that cannot be given by themselves for any of the workloads."""
+    """Refuse axes that none of the workloads takes separately from its name."""
     for axis in given:
         if all(axis in own_axes(workload) for workload in workloads):
             raise ConfigurationError(
@@ -245,7 +245,7 @@ USUAL: dict[str, Any] = {field.name: field.default for field in fields(Case)}
 """The default along each axis; `MISSING` for those that must be given."""
 
 DECLARED = {field.name: field.metadata for field in fields(Case)}
-"""What `axis` was given for each."""
+"""The arguments of `axis` for each field."""
 
 COUNTS: dict[str, str] = {name: said["count"] for name, said in DECLARED.items() if said["count"]}
 """The axes that are positive integers, and what each counts."""
@@ -271,7 +271,7 @@ def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _for_path(text: str) -> str:
-    """A text as part of a file's name, apart from the parts that are joined by hyphens."""
+    """A text as part of a file name, distinct from other parts joined by hyphens."""
     return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(OPTIONAL_AXES)})=)", "@2D", quoted(text))
 
 
@@ -289,8 +289,8 @@ SCRIPT = "script"
 class Script(Case):
     """A script, a loop or a step of one's own, by its name.
 
-    Its rows have the columns of a case: the name for the trainer, and nothing along the other
-    axes, for only who wrote it knows how it trains. The batch size is 0 unless it is given.
+    Its rows have the columns of a case: the name as trainer, and nothing on other axes, because
+    only its author knows how it trains. The batch size is 0 unless it is given.
     """
 
     def __init__(self, name: str, batch_size: int = 0) -> None:
@@ -319,7 +319,7 @@ class Script(Case):
 
 
 def subject(**axes: Any) -> Case:
-    """The case or the script that these axes are of."""
+    """The case or script with these axes."""
     if axes.get("workload") == SCRIPT:
         return Script(axes["trainer"], axes["batch_size"])
     return Case(**axes)

@@ -1,4 +1,4 @@
-"""Files: what can be written, written whole, locked where the file system can."""
+"""Checks that files can be written, writes them atomically, and locks them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ def in_words(error: OSError) -> str:
 
 
 def mode_of(path: Path) -> int:
-    """The mode of what a user named, for `stat.S_ISDIR` and its like; 0 if nothing is there.
+    """The mode of a path that a user named, for `stat.S_ISDIR`; 0 if nothing is there.
 
-    Instead of ``path.exists()`` and its like, which raise some errors, or hide all, as the version
-    of Python has it.
+    ``path.exists()`` and similar methods raise or hide errors, depending on Python's version.
     """
     try:
         return path.stat().st_mode
@@ -48,7 +47,7 @@ def mode_of(path: Path) -> int:
 
 
 def check_is_file(path: Path) -> None:
-    """Refuse what is not a file."""
+    """Refuse a path that is not a file."""
     if not stat.S_ISREG(mode := mode_of(path)):
         raise ConfigurationError(f"{path}: {'not a file' if mode else 'no such file'}")
 
@@ -165,7 +164,7 @@ def _open(path: Path) -> int:
     flags, descriptor = os.O_RDWR | os.O_NOFOLLOW, None
     while descriptor is None:
         try:
-            descriptor = os.open(path, flags)  # O_CREAT, Linux may refuse for another's
+            descriptor = os.open(path, flags)  # Linux may refuse O_CREAT for another's file
         except FileNotFoundError:
             with suppress(FileExistsError):  # another process was faster: open that one's
                 descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)

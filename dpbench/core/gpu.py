@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, and one measurement at a time on each.
+"""Lists the GPUs that this process may use, and locks each for one measurement at a time.
 
 Asks the driver through NVML, which creates no CUDA context and needs no torch.
 """
@@ -27,9 +27,9 @@ class Gpu:
     name: str
     memory_bytes: int | None  # the card's or, if it is cut into MIG slices, the slice's
     driver: str
-    chip: str = ""  # named where it has counters of its own, see chip_of
+    chip: str = ""  # the chip, see chip_of
     free_bytes: int | None = field(default=None, compare=False)  # when the driver was asked
-    processes: tuple[int, ...] = field(default=(), compare=False)  # that computed on it then
+    processes: tuple[int, ...] = field(default=(), compare=False)  # that computed on it
 
 
 def chip_of(major: int, minor: int) -> str:
@@ -62,8 +62,8 @@ def visible_gpus() -> list[Gpu]:
 
     Follows ``CUDA_VISIBLE_DEVICES``, by index or UUID, in the order of `child_environment`.
     Empty without a driver that answers. A MIG slice counts as the GPU that it is cut from,
-    because its DRAM counters are that GPU's, but has memory of its own. Of a GPU with slices that
-    is not visible by slice, CUDA takes the first.
+    because its DRAM counters are that GPU's, but has memory of its own. If a GPU with slices is
+    listed as a whole, CUDA takes its first slice.
     """
     return _asked_driver()[0]
 
@@ -74,7 +74,7 @@ def chip_here() -> str:
 
 
 def why_no_gpu() -> str:
-    """What the driver says, where `visible_gpus` is empty."""
+    """The driver's message if `visible_gpus` is empty."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     said = _asked_driver()[1] or "NVML shows none"
     return said if hidden is None else f"{said} (CUDA_VISIBLE_DEVICES is {hidden!r})"
@@ -130,7 +130,7 @@ def _memory(nvml: Any, handle: object) -> dict[str, Any]:
 
 
 def _slices(nvml: Any, handle: object, gpu: Gpu) -> Iterator[tuple[str, Gpu]]:
-    """The UUID of each MIG slice, and the GPU with as much memory as that has."""
+    """The UUID of each MIG slice, and the GPU with the slice's memory."""
     with suppress(nvml.NVMLError):  # no MIG on this GPU, or no further slice
         for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
@@ -160,9 +160,9 @@ SESSION_GPUS = "DPBENCH_GPUS"
 
 
 def environment_of(gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a process of so many GPUs has in its environment: more than the worker's own.
+    """The environment of a process that needs this many GPUs, more than the worker's own.
 
-    They are those that follow that one in the session's list; all that there are, if too few.
+    They follow the worker's GPU in the session's list; if there are too few, all are used.
     """
     own, every = (
         environment.get("CUDA_VISIBLE_DEVICES"),
@@ -175,7 +175,7 @@ def environment_of(gpus: int, environment: Mapping[str, str] = os.environ) -> di
 
 
 def number_of_gpus() -> int:
-    """How many the session may use, of which a worker sees one."""
+    """How many GPUs the session may use; a worker sees one of them."""
     return len(every.split(",")) if (every := os.environ.get(SESSION_GPUS)) else len(visible_gpus())
 
 
@@ -194,7 +194,7 @@ POLL_SECONDS = 0.05
 def exclusive(
     gpu: Gpu, purpose: str = "", waiting: Callable[[str], object] = lambda holder: None
 ) -> Iterator[None]:
-    """Hold a GPU alone among dpbench processes on this machine.
+    """Lock a GPU against other dpbench processes on this machine.
 
     DRAM counters are device-wide: without this, another case's traffic would be counted.
     The operating system releases the lock when the process ends, however it ends. The file is not
@@ -211,7 +211,7 @@ def exclusive(
                 break
             except Locked as error:
                 holder = str(error)
-            if holder.endswith("\n") and holder != reported:  # else it is still to be written
+            if holder.endswith("\n") and holder != reported:  # otherwise not written yet
                 waiting(holder.strip())
                 reported = holder
             time.sleep(POLL_SECONDS)
@@ -219,7 +219,7 @@ def exclusive(
             raise ConfigurationError(
                 f"{path} cannot be locked; set TMPDIR to another folder, on a local disk"
             )
-        os.ftruncate(file, 0)  # of one that was killed
+        os.ftruncate(file, 0)  # left by a killed process
         since = time.strftime("%H:%M:%S")
         os.pwrite(file, f"process {os.getpid()} ({purpose}) since {since}\n".encode(), 0)
         yield
@@ -230,12 +230,12 @@ def exclusive(
 def all_exclusive(
     gpus: Iterable[Gpu], purpose: str, waiting: Callable[[Gpu, str], object]
 ) -> Iterator[None]:
-    """Hold several GPUs, each as `exclusive` does; ``waiting`` is called with the GPU as well.
+    """Lock several GPUs, each as `exclusive` does; ``waiting`` is called with the GPU as well.
 
     Every process takes its locks in the same order, so that no two wait for each other.
     """
     with ExitStack() as held:
-        once = {gpu.uuid: gpu for gpu in gpus}  # two slices may be of one
+        once = {gpu.uuid: gpu for gpu in gpus}  # two slices may share a GPU
         for _, gpu in sorted(once.items()):
             held.enter_context(exclusive(gpu, purpose, partial(waiting, gpu)))
         yield

@@ -32,7 +32,7 @@ class Grid:
     """Every combination of the values along each axis of a `Case`.
 
     Args:
-        name: of the grid, or of its file.
+        name: the name of the grid, or its file.
         axes: the values along fields of a case; other fields have their default.
         baseline: the trainer whose numbers ratios divide by.
     """
@@ -64,7 +64,7 @@ class Grid:
         return list(dict.fromkeys(cases))
 
     def _left_out(self) -> list[tuple[str, int]]:
-        """The combinations of parallel and gpus of which there is no case.
+        """The combinations of parallel and gpus that have no case.
 
         Several GPUs train in parallel, and one alone. Others are left out, unless a value would
         have no case at all: then the grid is refused.
@@ -77,7 +77,7 @@ class Grid:
 
     @property
     def notes(self) -> list[str]:
-        """What a session says of the grid: the combinations that it leaves out."""
+        """The session's note about combinations that the grid leaves out."""
         said = ", ".join(f"parallel={way} with gpus={gpus}" for way, gpus in self._left_out())
         return [f"left out: {said}"] if said else []
 

@@ -1,4 +1,4 @@
-"""What a metric is: where its numbers come from, how several become one, how it is shown."""
+"""Defines a metric: the source of its numbers, their aggregation, and how it is shown."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, get_args
 
 Kind = Literal["value", "ratio", "spread", "over_one_gpu", "over_logical", "logical", "throughput"]
-"""A metric's own value, or what follows from it."""
+"""A metric's own value, or one derived from it."""
 
 STANDARD = "÷ std"
-"""What heads the ratio to standard training."""
+"""The heading of the ratio to standard training."""
 
 DERIVED: Mapping[Kind, str] = {
     "ratio": STANDARD,
@@ -21,7 +21,7 @@ DERIVED: Mapping[Kind, str] = {
     "over_logical": "÷ logical",
     "logical": "logical",
 }
-"""The metrics that follow from a metric, e.g. ``dram_ratio``, and what heads their columns."""
+"""The metrics derived from a metric, e.g. ``dram_ratio``, with the headings of their columns."""
 
 Shown = Literal[Kind, "change"]
 """What is shown by default; ``change``: in comparisons, with its ratio if that is shown."""
@@ -30,14 +30,14 @@ SHOWN: tuple[Shown, ...] = ("value", "change")
 
 Aggregate = Literal["mean", "median", "sum", "max"]
 AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
-"""How several numbers become one."""
+"""How several numbers are aggregated."""
 
 
 class Aggregation:
-    """Where the numbers of a metric come from, and how several become one.
+    """The source of a metric's numbers, and how they are aggregated.
 
     Attributes:
-        over: how numbers that differ in ``repeat`` or ``rank`` become one.
+        over: how numbers are aggregated over ``repeat`` or ``rank``.
         adds_up: whether phases add up to the step.
     """
 
@@ -47,14 +47,14 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class Counters(Aggregation):
-    """Counted; of hardware, as the sum of counters.
+    """A counted quantity; on hardware, the sum of counters.
 
     Args:
         names: the counters that add up to it, by the names of ``ncu --query-metrics``; they are
             counted unless others are asked for.
         scale: what their sum is multiplied by.
-        chips: other counters for the chips that a pattern fits; none if such a chip lacks it.
-        less: the one of its counters that is subtracted from the others.
+        chips: other counters by pattern of the chip's name; none if such a chip lacks it.
+        less: the counter that is subtracted from the others.
     """
 
     names: tuple[str, ...] = ()
@@ -105,10 +105,10 @@ class Metric:
     """One quantity of a training step."""
 
     name: str  # spelled out; its unit follows from the end, see `UNITS`
-    header: str = ""  # of its column, on one or two lines; made of the name if empty
+    header: str = ""  # heading of its column, one or two lines; from the name if empty
     by: tuple[str, ...] = ("ncu", "cupti")  # the instruments that have it, the preferred one first
     how: Aggregation = Counters()
-    # How steps, and how ranks, become one number, if not as `how` says.
+    # How steps and ranks are aggregated, if not as `how` says.
     repeats: Aggregate | None = None
     ranks: Aggregate | None = None
     # The throughput of nvprof that is this per second ("nvprof Metric Comparison" in the Nsight
@@ -118,16 +118,16 @@ class Metric:
     shown: tuple[Shown, ...] = SHOWN  # unless columns are chosen
     giga: bool = False  # shown in units of 10⁹, as bytes are
     expected: tuple[float, float] | None = None  # range of the ratio to the baseline
-    higher_is_better: bool = False  # then a fall is a change for the worse, else a rise
+    higher_is_better: bool = False  # whether a fall is worse; otherwise a rise is
     signed: bool = False  # whether it can be negative
     throughput: bool = True  # whether its throughput is shown, too
-    spread: bool = False  # whether its spread over the steps counts for the row's largest
+    spread: bool = False  # whether the row's largest spread includes its own
     # Where an instrument finds it: a field of `KernelCount` or `OperatorCount`, or how an
     # activity's name in a trace of the PyTorch profiler begins.
     source: str = ""
     # The tables that it has a column in, if not those of cases.
     table: str = ""
-    # If it is one of those that `derived` makes: the metric from which it follows, and how.
+    # For metrics made by `derived`: the base metric, and how it is derived.
     of: str = ""
     kind: Kind = "value"
 
@@ -138,7 +138,7 @@ class Metric:
 
     @property
     def heading(self) -> str:
-        """What heads its column."""
+        """The heading of its column."""
         words = _UNIT.sub("", self.name).replace("_", " ")
         unit = {"s": "ms", "B": "", "1": "", "1/s": "per s"}.get(self.unit, self.unit)
         return self.header or "\n".join(filter(None, (words, unit)))
@@ -173,7 +173,7 @@ class Metric:
         return self.how.parts if isinstance(self.how, Sum | Share) else ()
 
     def over(self, column: str) -> Aggregate:
-        """How numbers that differ in a column, ``repeat`` or ``rank``, become one."""
+        """How numbers are aggregated over a column, ``repeat`` or ``rank``."""
         return {"repeat": self.repeats, "rank": self.ranks}[column] or self.how.over[column]
 
     def as_json(self) -> dict[str, Any]:
@@ -193,13 +193,13 @@ class Metric:
 
     @property
     def counters(self) -> tuple[str, ...]:
-        """The hardware counters that add up to it on chips without others of their own."""
+        """The hardware counters that add up to it on chips without special ones."""
         return self._counted.names
 
     def on(self, chip: str) -> tuple[str, ...]:
         """Its counters on a chip, e.g. ``GB202``; none if the chip lacks them.
 
-        A chip without a name, or with one that no pattern fits, has the usual ones.
+        A chip without a name, or that no pattern matches, has the usual ones.
         """
         chips = self._counted.chips
         fitting = (names for pattern, names in chips if fnmatchcase(chip.upper(), pattern))
@@ -210,7 +210,7 @@ class Metric:
         return replace(self, how=replace(self._counted, names=names, chips=()))
 
     def derived(self) -> Iterator[Metric]:
-        """What follows from it, each a metric of its own."""
+        """The metrics derived from it."""
         made: list[tuple[str, Kind]] = [
             (f"{self.short_header}\n{header}", kind)
             for kind, header in DERIVED.items()
@@ -233,7 +233,7 @@ class Metric:
 
     @property
     def formula(self) -> str:
-        """How its counters make it, in units of its scale."""
+        """How it is computed from its counters, in units of its scale."""
         text = "".join(
             f"{' - ' if name == self._counted.less else ' + '}{name}" for name in self.counters
         )
@@ -241,12 +241,12 @@ class Metric:
 
     @property
     def spellings(self) -> tuple[tuple[str, ...], ...]:
-        """Its counters as each kind of chip has them."""
+        """Its counters on each kind of chip."""
         chips = (names for _, names in self._counted.chips)
         return tuple(names for names in (self.counters, *chips) if names)
 
     def value(self, counted: Mapping[str, float]) -> float:
-        """Its value where its counters have these values."""
+        """Its value, computed from the values of its counters."""
         signs = {self._counted.less: -1}
         return self._counted.scale * sum(signs.get(n, 1) * counted[n] for n in self.counters)
 
@@ -270,12 +270,12 @@ UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "
 
 
 def unit(metric: str) -> str:
-    """The unit that a metric's name says; a number has "1"."""
+    """The unit in a metric's name; "1" for a plain number."""
     return next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "1")
 
 
 def derived_name(metric: str, kind: Kind = "ratio") -> str:
-    """The name of what follows from a metric, which has none of its unit, e.g. ``dram_ratio``."""
+    """The name of a derived metric, without the base metric's unit, e.g. ``dram_ratio``."""
     if kind == "throughput":
         return metric.replace("_bytes", "_throughput")
     return f"{_UNIT.sub('', metric)}_{kind}"

@@ -71,7 +71,7 @@ class Metrics(Mapping[str, Metric]):
 
     @contextmanager
     def including(self, *sides: Iterable[Metric]) -> Iterator[None]:
-        """Know the metrics of saved runs, too, inside a block.
+        """Register the metrics of saved runs inside a block.
 
         Metrics that are registered here keep their own definitions.
         """
@@ -93,15 +93,15 @@ class Metrics(Mapping[str, Metric]):
         return [m for m in self.values() if m.name in known or (m.parts and known >= {*m.parts})]
 
     def definitions(self, names: Collection[str]) -> list[dict[str, Any]]:
-        """The same as plain JSON types, for those who do not know them."""
+        """The definitions as plain JSON types, for readers without dpbench."""
         return [metric.as_json() for metric in self.behind(names)]
 
     def had_by(self, instrument: str) -> list[Metric]:
-        """Those of an instrument."""
+        """The metrics of an instrument."""
         return [metric for metric in self.values() if instrument in metric.by]
 
     def in_table(self, table: str) -> list[Metric]:
-        """Those that have a column in tables of this kind."""
+        """The metrics with a column in tables of this kind."""
         return [metric for metric in self.values() if metric.table == table]
 
     def counted(self, instrument: str) -> list[Metric]:
@@ -135,7 +135,7 @@ class Metrics(Mapping[str, Metric]):
 
 
 LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread", shown=())
-"""The largest of the spreads of a row's metrics, of those that count for it."""
+"""The largest spread of a row's metrics, among those that count for it."""
 
 
 def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -168,7 +168,7 @@ _CROSSINGS = "lts__t_sectors_srcunit_ltcfabric.sum"
 
 
 def _l2(counter: str, less: str = "", undivided: bool = True) -> Counters:
-    """A counter of the L2, less that of crossings on chips that have it."""
+    """An L2 counter, minus the counter of crossings on chips that have one."""
     named = f"lts__t_sectors{counter}.sum"
     others = ((chip, (named,) if undivided else ()) for chip in _UNDIVIDED)
     divided = (named, less) if less else (named,)
@@ -186,7 +186,7 @@ _VALUE: tuple[Shown, ...] = ("value",)
 _AND_RATIO: tuple[Shown, ...] = (*SHOWN, "ratio")
 
 OTHER_COPIES = "memcpy_other_bytes"
-"""Copies in no direction that a trace names, between two GPUs, say; rows only if there are any."""
+"""Copies whose direction a trace does not name, e.g. between GPUs; rows only if there are any."""
 
 # fmt: off
 METRICS = Metrics((
@@ -198,16 +198,16 @@ METRICS = Metrics((
            nvprof="dram_write_throughput", logical="logical_write_bytes", shown=_VALUE),
     Metric("dram_bytes", "DRAM\ntotal", _COUNTED, Sum(("dram_read_bytes", "dram_write_bytes")),
            logical="logical_bytes", shown=_AND_RATIO, expected=(2.0, 5.0), spread=True),
-    # What SMs ask the L2 for. Atomics and reductions are left out of reads and writes; nvprof
+    # What SMs request from the L2. Atomics and reductions are left out of reads and writes; nvprof
     # counted them in both.
     _hidden("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, _l2("_srcunit_tex_op_read"),
             nvprof="l2_read_throughput"),
     _hidden("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, _l2("_srcunit_tex_op_write"),
             nvprof="l2_write_throughput"),
-    # A sector whose home is the other half of the L2 is asked for there, and counted in both.
+    # A request for a sector of the other half of the L2 is counted in both halves.
     _hidden("l2_crossing_bytes", "L2\ncrossing", _COUNTED,
             _l2("_srcunit_ltcfabric", undivided=False), throughput=False),
-    # All sectors, whoever asked, SMs or copy engines; without crossings where they are counted.
+    # All sectors, requested by SMs or copy engines; without crossings where they are counted.
     Metric("l2_served_bytes", "L2\nserved", _COUNTED, _l2("", _CROSSINGS), shown=_AND_RATIO,
            expected=(1.5, 3.0), throughput=False, spread=True),
     _hidden("l2_atomic_bytes", "L2\natomic", _COUNTED,
@@ -226,7 +226,7 @@ METRICS = Metrics((
            throughput=False, source="collective_bytes"),
     Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), Peak(), throughput=False,
            logical="peak_memory_bytes"),
-    # Of those that a step makes: the allocator needs a free block of that size at once.
+    # Among the tensors that a step makes: the allocator needs one free block of that size.
     _hidden("largest_tensor_bytes", "largest\ntensor", _LOGICAL, Peak(), throughput=False),
     _hidden("flops", "GFLOP", _LOGICAL, giga=True),
     Metric("step_time_seconds", "step\nms", _TIMED, Timed(), spread=True),
@@ -237,8 +237,8 @@ METRICS = Metrics((
     # How long a range took by the GPU's clock, synchronized at its borders.
     _hidden("range_time_seconds", "range\nms", _CUPTI,
             Counters(("gpu__time_duration.sum",), 1e-9), repeats="median", ranks="max"),
-    # Of the range's time, when anything ran; of all SMs' time, when an SM had a warp; of what
-    # tensor cores, and the slots for warps, could do in that time, what they did.
+    # Shares: of the range's time, in which anything ran; of all SMs' time, in which an SM had a
+    # warp; of the peak of tensor cores and warp slots, what was used.
     _cycles("gpu_busy_cycles", "gr__cycles_active.sum"),
     _cycles("gpu_elapsed_cycles", "gr__cycles_elapsed.sum"),
     _hidden("sm_busy_share", "SMs\nbusy", _CUPTI, Share(("sm_busy_cycles", "sm_elapsed_cycles")),
@@ -253,22 +253,21 @@ METRICS = Metrics((
             Share(("warp_cycles", "warp_peak_cycles")), higher_is_better=True),
     _cycles("warp_cycles", "sm__warps_active.sum"),
     _cycles("warp_peak_cycles", "sm__warps_active.sum" + _PEAK),
-    # By Nsight Systems, between the first and last moment of a range, under its recording.
+    # Nsight Systems' time from the first to the last moment of a range, while it records.
     _nsys("timeline_seconds", "ms", how=Timed()),
     _nsys("timeline_busy_seconds", "GPU busy\nms", how=Timed()),
     _nsys("timeline_busy_share", "busy", how=Share(("timeline_busy_seconds", "timeline_seconds")),
           higher_is_better=True),
     _nsys("timeline_launches", "launches", repeats="median"),
     # What a GPU exchanges with others and with the host, by CUPTI with the headers of packets;
-    # counted where there are others. NVML counts the payload alone, which is what is sent on
-    # purpose.
+    # counted where there are others. NVML counts the payload alone.
     _link("nvlink_payload_sent_bytes", "payload\nsent", logical="collective_bytes"),
     _link("nvlink_payload_received_bytes", "payload\nreceived"),
     _link("nvlink_received_bytes", "NVLink\nreceived", how=Counters(("nvlrx__bytes.sum",))),
     _link("nvlink_sent_bytes", "NVLink\nsent", how=Counters(("nvltx__bytes.sum",))),
     _link("pcie_read_bytes", "PCIe\nread", how=Counters(("pcie__read_bytes.sum",))),
     _link("pcie_write_bytes", "PCIe\nwrite", how=Counters(("pcie__write_bytes.sum",))),
-    # Of kernels alone, under the profiler: without copies, memsets and the gaps between them.
+    # The time of kernels alone, under the profiler: no copies, memsets or gaps between them.
     _kernels("kernel_launches", source="launches"),
     _kernels("kernel_dram_read_bytes", source="read_bytes"),
     _kernels("kernel_dram_write_bytes", source="write_bytes"),
@@ -276,8 +275,8 @@ METRICS = Metrics((
     _kernels("kernel_time_seconds", ranks="max", source="seconds"),
     _profiler("cpu_time_seconds", "CPU\nms", ranks="max"),
     _profiler("device_time_seconds", "GPU\nms", ranks="max"),
-    # From when a collective begins in a rank until it ends: moving data, and waiting for ranks that
-    # come later. Exposed is what of that nothing else of the rank's ran beside.
+    # The time from a collective's begin in a rank to its end: moving data, and waiting for later
+    # ranks. Exposed is the part in which the rank ran nothing else.
     _profiler("communication_seconds", "in collec-\ntives ms", ranks="max"),
     _profiler("exposed_communication_seconds", "exposed\nms", ranks="max"),
     _profiler("exposed_communication_share", "exposed",

@@ -54,7 +54,7 @@ MODEL_SIZES = {
 
 
 def lora_rank(trainable: str) -> int | None:
-    """The rank in ``lora:RANK``; None if it is none."""
+    """The rank in ``lora:RANK``; None for other texts."""
     kind, colon, rank = trainable.partition(":")
     if kind != "lora" or not colon:
         return None

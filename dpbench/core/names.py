@@ -15,7 +15,7 @@ from dpbench.core.errors import ConfigurationError
 Parameter = int | float | bool | str
 
 _PARAMETERS = re.compile(r":(?=[^:=]*=)")
-"""Where the parameters of a name begin: at a colon that is followed by ``=`` before another colon.
+"""The parameters of a name begin at a colon that is followed by ``=`` before another colon.
 In ``mine=package.module:Class:depth=2`` it is the second colon."""
 
 
@@ -69,7 +69,7 @@ def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
 
 
 MOST_COMBINATIONS = 100_000
-"""More are refused: listing these takes seconds, measuring them weeks."""
+"""The most combinations: listing these takes seconds, measuring them weeks."""
 
 
 def combinations(what: str, values: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
@@ -100,5 +100,5 @@ def _written(value: object) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as part of a file's name, without ``%``, which ncu and nsys would read."""
+    """A text as part of a file's name, without ``%``, which ncu and nsys would interpret."""
     return quote(text, safe="=,+").replace("%", "@")

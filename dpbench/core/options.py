@@ -1,4 +1,4 @@
-"""How a field of `Settings`, or of an instrument, says which option it is."""
+"""Declares fields of `Settings` and of instruments as options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def option(
 
 
 SHORT_FORMS = {"json": "json", "markdown": "md", "csv": "csv", "html": "html"}
-"""The options that name an output whatever their file is called, and that output."""
+"""The options that imply an output whatever the file's name, and that output."""
 
 
 def axis_help(name: str) -> str:
@@ -60,7 +60,7 @@ def file(help: str, **names: Any) -> Any:
 
 
 def of_pytest(help: str, **names: Any) -> Any:
-    """A switch of pytest alone."""
+    """A switch that only pytest has."""
     return option(help, False, command="", **names)
 
 
@@ -74,7 +74,7 @@ def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
 
 
 def below(directory: Path, value: Any) -> Any:
-    """A value with its relative paths below a directory, a list as a tuple."""
+    """A value with relative paths resolved below a directory, and lists as tuples."""
     if isinstance(value, list):
         return tuple(below(directory, each) for each in value)
     return directory / value if isinstance(value, Path) else value
@@ -92,7 +92,7 @@ def listed(texts: Iterable[str] | None, option: str, what: str) -> tuple[str, ..
 
 
 def output_of(path: Path) -> str:
-    """The output that the ending of a file's name means."""
+    """The output for a file name's extension."""
     ending = path.suffix.removeprefix(".")
     if ending not in OUTPUTS:
         OUTPUTS.register_installed()
@@ -105,11 +105,11 @@ def output_of(path: Path) -> str:
 # --- options that instruments declare --------------------------------------------------------
 
 _OWN = "own option "
-"""The prefix of their values' names among those of all options."""
+"""The prefix of instrument options among all parsed options."""
 
 
 def own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
-    """The fields of an instrument, or of its `options`, that are options, as they were declared."""
+    """The option fields of an instrument, or of its `options`, as declared."""
     own = fields(instrument) if is_dataclass(instrument) else ()
     return {each.name: each.metadata for each in own if "declared" in each.metadata}
 

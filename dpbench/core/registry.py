@@ -112,11 +112,11 @@ class Registry(Mapping[str, Any]):
     def locate(self, spelling: str) -> None:
         """Refuse a class whose module is missing, or which does not take its parameters.
 
-        Imports a class with parameters; of others only the packages around them.
+        Imports classes with parameters; for others, only their enclosing packages.
         """
         if parted(spelling)[1]:
             self[spelling]
-        elif not self.is_builtin(spelling):  # around some of which lies torch
+        elif not self.is_builtin(spelling):  # some of which import torch
             with self._importing(spelling) as (module, _):
                 if module not in sys.modules and find_spec(module) is None:
                     raise ModuleNotFoundError(name=module)
@@ -125,8 +125,8 @@ class Registry(Mapping[str, Any]):
     def _importing(self, spelling: str) -> Iterator[tuple[str, str]]:
         """The module and attribute of a spelling; if it is missing, an error with a remedy.
 
-        Only where the user's own code is named is the current directory on ``sys.path``, and last:
-        libraries import what they can find there.
+        The current directory is on ``sys.path`` only for the user's own code, and last, because
+        libraries may import modules that lie there.
         """
         module, _, attribute = self._targets[name := self._name(spelling)].partition(":")
         if name not in {*self._builtin, *self._installed} and str(Path.cwd()) not in sys.path:
@@ -137,7 +137,7 @@ class Registry(Mapping[str, Any]):
             if needed := _PACKAGES.get(str(error.name)):
                 raise ConfigurationError(f"{self.kind} {spelling!r} needs {needed}") from error
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise  # the module is there, and what it imports is not
+                raise  # the module exists, one that it imports does not
             remedy = "run from its directory or put that on PYTHONPATH"
             if module in self._builtin:
                 remedy = f"a parameter is written {module}:NAME=VALUE"
@@ -152,7 +152,7 @@ class Registry(Mapping[str, Any]):
         return len(self._targets)
 
     def rank(self, name: str) -> int:
-        """The place of a name in tables: by registration, unknown names last."""
+        """The sort key of a name in tables: by registration, unknown names last."""
         return [*self._targets, parted(name)[0]].index(parted(name)[0])
 
     def is_builtin(self, name: str) -> bool:
@@ -160,7 +160,7 @@ class Registry(Mapping[str, Any]):
         return self._name(name) in self._builtin
 
     def argument(self, name: str) -> str:
-        """The spelling that a process understands in which nothing was registered."""
+        """The spelling for a process in which nothing was registered."""
         name, parameters = parted(self.canonical(name))
         named = name if name in self._builtin else f"{name}={self._targets[name]}"
         return joined(named, parameters)
@@ -187,7 +187,7 @@ _PACKAGES = {
 
 
 def _keywords(named: Any) -> list[str] | None:
-    """The keyword arguments of a class and of the bases it hands others on to; None if any."""
+    """The keyword arguments of a class and of bases that get the rest; None if it takes any."""
     classes = getattr(named, "__mro__", ())[:-1]  # without object
     inits = [init for each in classes if (init := vars(each).get("__init__"))]
     taken: list[str] = []
@@ -271,8 +271,8 @@ OUTPUTS = Registry(
         "html": "dpbench.show.html.page:page",
     },
 )
-"""What a run is written as, by the ending of the file: functions of runs and a view, to text or
-bytes; see `dpbench.show.outputs`."""
+"""Outputs by file extension: functions from runs and a view to text or bytes; see
+`dpbench.show.outputs`."""
 
 
 NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
@@ -316,7 +316,7 @@ def is_builtin(case: Case) -> bool:
 
 
 def called(what: str, named: Any, needs: str, *given: object, **options: object) -> Any:
-    """What a named class makes of these arguments, if it is one that takes them."""
+    """The result of a named class for these arguments, if it takes them."""
     try:
         inspect.signature(named).bind(*given, **options)
     except (TypeError, ValueError) as error:

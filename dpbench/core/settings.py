@@ -302,7 +302,7 @@ def declare(
         names: fields of `Settings`, or axes.
         of_pytest: whether they are named as pytest names them.
         called: what a command calls its option, if it is not the field's name.
-        changed: arguments of ``add`` that are others for a command.
+        changed: arguments of ``add`` that differ for a command.
     """
     for name in names or OPTIONS:
         if option := called or _name(name, of_pytest):

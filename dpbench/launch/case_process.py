@@ -48,11 +48,10 @@ class CaseProcess(PendingMeasurement):
     Args:
         task: its case and instrument.
         before: the program that starts ``dpbench step``, and its arguments; none by default.
-        log: the file to write, which the terminal is told of by its first line, the command; if
-            None, or where nothing can be written, one that is gone after `cancel`.
-        timeout: seconds from when the child has its GPU until it is ended. Setting up before
-            that (imports) has as many seconds of its own, and so has each other process that
-            holds the GPU meanwhile.
+        log: the file to write, whose first line is the command; if None or not writable, a
+            temporary file until `cancel`.
+        timeout: seconds from when the child has its GPU until it is ended. Setting up before that
+            (imports) may take as long, as may each other process that holds the GPU meanwhile.
         read: makes rows of the result.
     """
 
@@ -85,7 +84,7 @@ class CaseProcess(PendingMeasurement):
         if keeps_log:
             print(f"$ {pasteable}", file=sys.stderr, flush=True)
         self._begun = time.monotonic()
-        log.unlink(missing_ok=True)  # what still writes to an earlier one shall not write here
+        log.unlink(missing_ok=True)  # a leftover writer of an earlier log must not write here
         with log.open("x", encoding="utf-8") as stream:
             stream.write(f"$ {pasteable}\n")
             stream.flush()
@@ -121,14 +120,14 @@ class CaseProcess(PendingMeasurement):
         lines = log_lines(self.log)
         record, code = result_of(read_records(self.records)), self.group.process.returncode
         error = record.get("error")
-        if late:  # ranks have said where they were
+        if late:  # ranks have written their stacks
             where = f": {error['message']}" if error else ""
             raise CaseTimedOut(f"{late}{where}", log=self.log)
         if record and not error and not code:
             self.labels = record.get("labels", {})
             self.imported = record.get("imported", {})
             return record
-        if not error:  # it was ended before it could say why
+        if not error:  # it was ended before it could report why
             ended = f"the process {describe_exit(code)}"
             last = next(filter(None, reversed(lines[1:])), "")
             error = {"kind": "", "message": ": ".join(filter(None, (ended, last[:200])))}
@@ -140,12 +139,12 @@ class CaseProcess(PendingMeasurement):
 
     @property
     def exit_code(self) -> int | None:
-        """That of the process, negative if a signal ended it; None as long as it runs."""
+        """The exit status, negative if a signal ended the process; None while it runs."""
         return self.group.poll()
 
     @property
     def runs(self) -> bool:
-        """Whether it may still end by itself in time."""
+        """Whether it runs and is still within its time-out."""
         return self.exit_code is None and time.monotonic() - self._begun <= self.timeout
 
     def _wait(self) -> None:
@@ -175,7 +174,7 @@ class CaseProcess(PendingMeasurement):
 
 
 def name_of(kind: type[Exception]) -> str:
-    """How a process names the class of the error that it ended with."""
+    """The name of an error's class in a process's record."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 

@@ -1,8 +1,8 @@
-"""Starts processes of cases in an instant, as forks of a server that has imported torch already.
+"""Starts processes of cases quickly, as forks of a server that has imported torch.
 
 The server has run no operator, has not opened a GPU and imports none of the user's code, so a fork
-of it can do all that a new process can. Where it could not, because a variable differs that Python
-or a library reads when it is loaded, or because there is no server, nothing is forked.
+of it can do all that a new process can. Nothing is forked if there is no server, or if a variable
+differs that Python or a library reads when it is loaded.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dpbench.core.gpu import child_environment
 from dpbench.core.registry import INSTRUMENTS, TRAINERS
 
 COMMAND = [sys.executable, "-P", "-m", "dpbench"]  # -P: without the current directory
-"""What the commands begin with that can be forked; others start a program first."""
+"""The beginning of commands that can be forked; others start a program first."""
 
 PER_FORK_ENV = {
     *(RECORDS, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"),
     "CUDA_VISIBLE_DEVICES",  # read when a GPU is opened, which the server never does
 }
-"""Variables that may differ from the server's: a fork is told them, or they are read late."""
+"""Variables that may differ from the server's: forks receive them, or read them late."""
 
 IMPORTED = (
     "dpbench.commands.cli",
@@ -48,7 +48,7 @@ IMPORTED = (
     "pynvml",
 )
 
-MESSAGE_BYTES = 1 << 17  # of which a socket takes 200 KB at once
+MESSAGE_BYTES = 1 << 17  # a socket takes 200 KB at once
 PATIENCE_SECONDS = 60.0  # for the server's imports, which take about 5
 
 
@@ -128,7 +128,7 @@ class ForkServer:
 
 
 def environment_of_cases() -> dict[str, str]:
-    """The environment of a case's process: this one's, without what pytest says in its own."""
+    """The environment of a case's process: this one's, without pytest's variables."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return inherited | child_environment()
 
@@ -148,7 +148,7 @@ def fork(command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
     Args:
         command: an argument list.
         options: of `subprocess.Popen`: ``env``; ``stdout``, where its errors go as well; ``stdin``,
-            a pipe that is told the process id.
+            a pipe that receives the process id.
     """
     if [*command[: len(COMMAND)]] != COMMAND or (server := fork_server()) is None:
         return None
@@ -160,7 +160,7 @@ def fork(command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
 
 def prepare() -> None:
     """Import what every case needs; fails if that opened a GPU or left threads running."""
-    gc.disable()  # a quarter of the time of imports is the collector's, which finds next to nothing
+    gc.disable()  # a quarter of the import time is garbage collection, which finds almost nothing
     postpone("opacus")
     for name in IMPORTED:
         import_module(name)
@@ -198,11 +198,11 @@ def postpone(name: str) -> None:
 
 
 def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket, int, int]:
-    """Fork for each request, until nobody can ask any more. Returns in the forks alone.
+    """Fork for each request, until all clients have closed. Returns in the forks alone.
 
     Returns:
-        What is asked for, the socket of whoever asks, and the descriptors of what shall be the
-        output and of the pipe that is told the process id.
+        The request, the client's socket, and the descriptors of the output and of the pipe that
+        receives the process id.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
     while True:
@@ -218,7 +218,7 @@ def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket
 
 
 def become(request: Mapping[str, Any]) -> None:
-    """Take over the arguments, directory, environment and path of imports that are asked for."""
+    """Set the requested arguments, directory, environment and import path."""
     sys.argv[1:] = request["arguments"]
     os.chdir(request["directory"])
     for name, value in request["environment"].items():
@@ -239,22 +239,22 @@ def become(request: Mapping[str, Any]) -> None:
 def main() -> NoReturn:
     """Serve. A fork of the server forks once more, and waits for the case to say its exit code.
 
-    The case's process group is known, and has a guard, before anybody can lose sight of it.
+    The case's process group is known, and guarded, before it can get lost.
     """
     requests = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     prepare()
     request, channel, output, guard = next_request(requests)
-    become(request)  # if that fails, nothing is said, and there will be a new process instead
+    become(request)  # on failure nothing is sent, and the client starts a new process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     case = os.fork()
-    with suppress(OSError):  # both set it, so that neither goes on before; the other was faster
+    with suppress(OSError):  # both processes set it; the other was faster
         os.setpgid(case, case)
     if case:
         os.write(guard, b"%d\n" % case)
         os.close(guard)
-        with suppress(OSError):  # nobody may listen any more
+        with suppress(OSError):  # the client may be gone
             channel.send(b"%d" % case)
             channel.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(case, 0)[1]))
         os._exit(0)

@@ -15,8 +15,8 @@ from dpbench.core.registry import is_builtin, names_of
 def python_path(case: Case) -> str | None:
     """``PYTHONPATH`` for a child to import what the case names; None if all of it is built in.
 
-    It has the entries of ``sys.path`` before the standard library, where pytest, for one, adds
-    some, and the directories that named classes came from, which may be elsewhere or not in it.
+    Its entries are those of ``sys.path`` before the standard library, where e.g. pytest adds some,
+    and the directories that named classes were imported from.
     """
     if is_builtin(case):
         return None

@@ -1,4 +1,4 @@
-"""A measurement under way, whoever takes it."""
+"""A measurement under way, in any process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dpbench.results.rows import Measurement
 
 
 class PendingMeasurement(ABC):
-    """A measurement under way. Its attributes are set when its rows are there.
+    """A measurement under way. Its attributes are set once it has rows.
 
     Attributes:
         operators: what each operator did.
         kernels: what each kernel moved.
         notes: assumptions behind the rows.
-        labels: those of the case's trainer, see `TrainerBase.labels`.
-        imported: what it measured in another process, see `dpbench.child.imported`.
+        labels: the labels of the case's trainer, see `TrainerBase.labels`.
+        imported: files of the measured code in another process, see `dpbench.child.imported`.
     """
 
     operators: Sequence[OperatorCount] = ()
@@ -29,7 +29,7 @@ class PendingMeasurement(ABC):
 
     @abstractmethod
     def rows(self) -> list[Measurement]:
-        """Wait for it to end, and return what was measured; or raise an `InstrumentError`."""
+        """Wait for the end, and return the measurements or raise an `InstrumentError`."""
 
     def cancel(self) -> None:  # noqa: B027
         """End it, with all its processes, if it has not ended."""

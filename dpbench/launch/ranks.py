@@ -108,7 +108,7 @@ def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, 
 
 
 def _forks_can_use_cuda() -> bool:
-    """Whether a fork of this process can: not once it has asked CUDA whether there is a GPU."""
+    """Whether a fork can use CUDA: not once this process has asked CUDA for a GPU."""
     if not (fork := os.fork()):  # only a fork can tell
         os._exit(torch.cuda._is_in_bad_fork())
     return os.waitpid(fork, 0)[1] == 0
@@ -121,7 +121,7 @@ def _launcher_effects_undone() -> Iterator[None]:
     with ExitStack() as held:
         # Else the launcher initializes CUDA to count GPUs, and forks could not use them.
         held.enter_context(patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"))
-        for name in ("multiprocessing.api", "agent.server.api"):  # their tracebacks hide the rank's
+        for name in ("multiprocessing.api", "agent.server.api"):  # its tracebacks hide the rank's
             logger = logging.getLogger(f"torch.distributed.elastic.{name}")
             held.enter_context(patch.object(logger, "disabled", True))
         try:
@@ -143,7 +143,7 @@ def _run_rank(observe: Observe, case: Case, device: torch.device) -> Record:
     except Exception as error:
         if LOST.search(f"{type(error).__name__}: {error}"):
             time.sleep(NOTICED_SECONDS)  # the launcher names the rank that ended first
-        elif not isinstance(error, ConfigurationError):  # its message is enough
+        elif not isinstance(error, ConfigurationError):  # the message is enough
             print(traceback.format_exc(), end="", file=sys.stderr, flush=True)
         raise
     except SystemExit as error:
@@ -190,7 +190,7 @@ def _error_of_rank(rank: int, failure: ProcessFailure) -> DpbenchError:
 
 
 def _where_ranks_were(folder: Path) -> str:
-    """Say in one line where each rank was, first those that waited for no other."""
+    """One line on where each rank was, first those that waited for no other."""
     stacks = {int(path.parent.name): path.read_text() for path in folder.rglob(STACK)}
     for rank, stack in sorted(stacks.items()):
         print(f"rank {rank}: {stack}", end="", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The hooks around each test: its fixtures measure, and the session knows what they ask for."""
+"""The hooks around each test: fixtures measure, and the session records their requests."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Unmeasured:
 
 
 class EachTest:
-    """The fixtures, and what each test asks for, in each process that runs tests."""
+    """The fixtures and each test's requests, in each process that runs tests."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._tried_out: set[Case] = set()
-        # of the test that is running:
+        # state of the running test:
         self._item: pytest.Item | None = None
         self._steps: list[Step] = []
         self._measured: list[Measured] = []
@@ -63,7 +63,7 @@ class EachTest:
 
     @pytest.fixture
     def ncu(self) -> Callable[..., CaseReport]:
-        """Measure a case: re-executes it under Nsight Compute, and unprofiled for its time.
+        """Measure a case: run it under Nsight Compute, and unprofiled for its time.
 
         With ``--cupti`` as well, time and peak memory are those of the process that CUPTI counts
         in. ``--dpbench-instrument`` adds other instruments, or without ``--ncu`` replaces these.
@@ -80,7 +80,7 @@ class EachTest:
 
     @pytest.fixture
     def counters(self) -> Callable[..., CaseReport]:
-        """Measure a case by hardware counters, whichever reads them: the same as ``ncu`` otherwise.
+        """Measure a case by hardware counters, with any tool that reads them; otherwise as ``ncu``.
 
         With ``--cupti`` the report is CUPTI's, with ``--ncu`` ncu's. With both it has the rows of
         both; where they have the same number its values are ncu's, the reference, while time, peak
@@ -142,7 +142,7 @@ class EachTest:
     ) -> None:
         """Let the session know what is asked for before it is measured, maybe in a fork.
 
-        What no test asks for (a hook, after the last one) is limited, too.
+        Limits also apply to cases that no test asks for (a hook does, after the last test).
         """
         item, extra = self._item, json.loads(json.dumps(extra_info or {}, default=str))
         if item is None:
@@ -180,7 +180,7 @@ class EachTest:
         return [FunctionInstrument(i, step, steps if i.hardware else once) for i in instruments]
 
     def _try_out(self, case: Case, step: Step | None) -> None:
-        """Take one step; that of a case on tensors without data, which works on any machine."""
+        """Take one step; a case's step uses tensors without data, so it works on any machine."""
         from dpbench.instruments.logical.logical import Logical
         from dpbench.runner import measure
 
@@ -202,7 +202,7 @@ class EachTest:
     def known(self, item: pytest.Item) -> Request | None:
         """What a test asks for, as its parameters, fixtures and marker say before it runs.
 
-        None if it asks for nothing of dpbench. A marker of its class or module may be meant for
+        None if it asks nothing of dpbench. A marker of its class or module may be meant for
         other tests.
         """
         if not (takes(item) or "dpbench" in [marker.name for marker in item.own_markers]):
@@ -214,14 +214,14 @@ class EachTest:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Begin anew with each run of a test: what its fixtures measure belongs to it."""
+        """Reset the state before each run of a test, so that measurements belong to it."""
         self._item = item
         self._steps.clear()
         self._measured.clear()
         return (yield)
 
     def pytest_runtest_logfinish(self) -> None:
-        """End the test: what is measured from now on is no test's."""
+        """End the test: later measurements belong to no test."""
         self._item = None
 
     @pytest.hookimpl(wrapper=True)

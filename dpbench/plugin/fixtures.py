@@ -1,4 +1,4 @@
-"""What a test asks for: by fixtures, its case, its marker; and a fixture that measures nothing."""
+"""What a test asks for by fixtures, case and marker; and a fixture that measures nothing."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ MARKER = (
 
 @pytest.fixture
 def verify() -> Callable[..., list[Check]]:
-    """Hold a private trainer to what it says, as ``dpbench verify`` does; else the test fails.
+    """Check a private trainer's privacy claims, as ``dpbench verify`` does; else fail the test.
 
-    Called with a case, or with a trainer and what else a case has; these are small unless they are
-    said. Noise is compared with that of another process if ``processes`` is true::
+    Called with a case, or with a trainer and other fields of a case, which are small by default.
+    Noise is compared with that of another process if ``processes`` is true::
 
         def test_it_clips_and_adds_noise(verify):
             verify("mypackage.trainers:MyTrainer", optimizer="adamw", micro_batches=4)
@@ -68,7 +68,7 @@ def _verify(
 
 
 def measuring(settings: Settings) -> list[str]:
-    """Those of `NEEDS` that measure in this session."""
+    """The fixtures of `NEEDS` that measure in this session."""
     if settings.ncu or settings.instrument or settings.disable:
         return [*NEEDS]
     return ["counters"] if settings.cupti else []
@@ -84,13 +84,13 @@ def _is_ours(definitions: dict[str, Any], fixture: str) -> bool:
     for definition in reversed(definitions.get(fixture, ())):
         if definition.func.__module__ == DEFINED_IN:
             return True
-        if fixture not in definition.argnames:  # else it extends the one that it replaces
+        if fixture not in definition.argnames:  # else it extends the one that it overrides
             return False
     return False
 
 
 def case_of(item: pytest.Item) -> Case | None:
-    """The case of the grid that a test is parametrised with, if it is."""
+    """The case of the grid that a test is parametrised with, if any."""
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("dpbench_case") if callspec else None
     return case if isinstance(case, Case) else None
@@ -100,7 +100,7 @@ def texts_of(item: pytest.Item) -> tuple[str, ...] | None:
     """A test's own limits as they are written; None if it has no marker."""
     try:
         limits = limits_of(item)
-    except pytest.fail.Exception:  # it fails for that, before it measures
+    except pytest.fail.Exception:  # the test fails before it measures
         return ()
     return None if limits is None else tuple(map(str, limits))
 

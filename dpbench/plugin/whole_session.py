@@ -34,13 +34,13 @@ CRASHED = "???"
 """The phase in xdist's report of a test whose worker died."""
 
 WORKERS_PER_GPU = 2
-"""One prepares a case while the other measures; a third would only wait for the GPU."""
+"""One worker prepares a case while the other measures; a third would only wait."""
 
 RUNS_NO_TEST = (
     *("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow"),
     *("collectonly", "setuponly", "setupplan"),
 )
-"""Options of pytest with which no test runs."""
+"""Options of pytest that run no test."""
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -96,7 +96,7 @@ class WholeSession:
         self.over: set[str] = set()
         """The ids of the tests that have ended, their teardown included."""
         self.reports: dict[str, pytest.TestReport] = {}
-        """What became of each test, by its id."""
+        """The outcome of each test, by its id."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
             self.session.store.directory  # noqa: B018  # for forks: made now, they share it
@@ -143,7 +143,7 @@ class WholeSession:
         place: dict[Case | None, int] = {case: number for number, case in enumerate(cases)}
         where = [number for number, item in enumerate(items) if case_of(item) in place]
         ordered = sorted((items[number] for number in where), key=lambda item: place[case_of(item)])
-        for number, item in zip(where, ordered, strict=True):  # all others stay where they are
+        for number, item in zip(where, ordered, strict=True):  # all others keep their order
             items[number] = item
         only, skips = self.settings.only, self.settings.skip
         for item in items if only or skips else ():
@@ -181,7 +181,7 @@ class WholeSession:
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
         """Give each worker on this machine a GPU; the replacement of a crashed one keeps it.
 
-        Cases of several GPUs take those that follow, of all.
+        Cases of several GPUs also use those that follow in the list of all.
         """
         names = visible_names() if self.measures else []
         for number, spec in enumerate(spec for spec in specs if names and spec.popen):
@@ -229,7 +229,7 @@ class WholeSession:
         return len(self.over) >= session.testscollected and not stopped
 
     def _fail(self, test: str, failure: Failure) -> None:
-        """Report a test as failed in place of what was reported of it when it ended."""
+        """Report a test as failed, in place of its earlier report."""
         report = self.reports.get(test)
         if report is None or report.failed:
             return
@@ -251,11 +251,11 @@ class WholeSession:
                 listed.remove(report)
         self.config.hook.pytest_runtest_logreport(report=failed)
 
-    @pytest.hookimpl(wrapper=True, trylast=True)  # within the terminal's, which shows what it finds
+    @pytest.hookimpl(wrapper=True, trylast=True)  # inside the terminal's, which shows problems
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
         """Write the files, once no other plugin measures any more.
 
-        A session that was asked to measure and measured nothing must not pass.
+        Fail if asked to measure and nothing was measured.
         """
         try:
             yield
@@ -275,7 +275,7 @@ class WholeSession:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def _has_measured(self) -> bool:
-        """Whether the session has measured, which it was asked to; if not, a problem says so."""
+        """Whether the session has measured if asked to; otherwise add a problem."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
         outcomes = self.session.store.outcomes()
         has_measured = any(o.rows and o.instruments == instruments for o in outcomes)
@@ -323,7 +323,7 @@ class WholeSession:
 
         tables = self.session.summary()
         hook = self.config.hook.pytest_dpbench_group_stats
-        if hook.get_hookimpls():  # the project has tables of its own
+        if hook.get_hookimpls():  # the project's own tables
             hook(config=self.config, summary=self.session.run.summary, tables=tables)
         for line in as_text(tables, terminal_width()).splitlines():
             # Line by line: if the terminal's encoding lacks a character, pytest escapes the whole
@@ -333,6 +333,6 @@ class WholeSession:
             terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
 
     def pytest_unconfigure(self) -> None:
-        """Remove what the processes shared."""
+        """Remove the processes' shared files."""
         if not self.is_worker:
             self.session.close()

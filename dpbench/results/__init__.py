@@ -1,1 +1,1 @@
-"""What came out: rows, ratios, storage and tables. Never imports torch."""
+"""Results: rows, ratios, storage and summaries. Never imports torch."""

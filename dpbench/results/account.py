@@ -15,10 +15,10 @@ from dpbench.results.rows import STEP
 from dpbench.results.summary import instruments_of, of_one_instrument
 
 TOLERANCE = 0.01
-"""The share of the step's bytes up to which the remainder of an account is in order."""
+"""The largest acceptable remainder of an account, as a share of the step's bytes."""
 
 BOTH_WAYS = ("memcpy_device_to_device_bytes", OTHER_COPIES)
-"""Copies that read and write device memory; one to the host reads, one from it writes."""
+"""Copies that read or write device memory: those to the host read, those from it write."""
 
 ACCOUNT_COLUMNS = {
     "kernels_read": ("kernel_dram_read_bytes",),
@@ -28,14 +28,14 @@ ACCOUNT_COLUMNS = {
     "range_read": ("dram_read_bytes",),
     "range_written": ("dram_write_bytes",),
 }
-"""The columns of an account, and the metrics of which each is the sum, all of one instrument."""
+"""The columns of an account, each with the metrics that it sums, all of one instrument."""
 
 
 def account(summary: pd.DataFrame) -> pd.DataFrame | None:
     """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
 
     Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and
-    ``share`` (the remainder over the step's range). None if one of the numbers is not there.
+    ``share`` (the remainder over the step's range). None if a number is missing.
     """
     known = {metric for metrics in ACCOUNT_COLUMNS.values() for metric in metrics}
     summary = of_one_instrument(summary[summary.metric.isin(known)])
@@ -49,8 +49,8 @@ def account(summary: pd.DataFrame) -> pd.DataFrame | None:
         parts[name] = wide.sum(axis="columns", skipna=False)
         if STEP not in wide.index or parts[name].isna().any():
             return None
-    # A phase that an instrument does not name is one in which it saw nothing: clip of ghost
-    # clipping has copies and no kernel. That the instrument saw the step is checked.
+    # An instrument omits phases in which it saw nothing: clip of ghost clipping has copies and no
+    # kernel. That the instrument saw the step is checked.
     table = pd.DataFrame(parts).fillna(0.0)
     table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
     ranges = table.range_read + table.range_written

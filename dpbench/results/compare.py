@@ -23,7 +23,8 @@ from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
 from dpbench.results.run import Run
 
 CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
-"""The columns of a comparison; ``change`` is after - before, ``relative`` that over before."""
+"""The columns of a comparison; ``change`` is after - before, ``relative`` is ``change`` over
+before."""
 
 MOST = 5
 """How many operators or kernels are named for a regression."""
@@ -116,7 +117,7 @@ def largest_changes(
 
 
 def _moved(run: Run, case: Case, kind: str, of_operators: str) -> Mapping[tuple[str, str], float]:
-    """Bytes of a step by phase and name of an operator, of a field of these, or of a kernel."""
+    """Bytes of a step by phase and name: a field of its operators, or those of its kernels."""
     moved: dict[tuple[str, str], float] = defaultdict(float)
     for outcome in (each for each in run.outcomes if each.case == case):
         if kind == "operators":
@@ -148,12 +149,12 @@ SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC
 
 @dataclass(frozen=True)
 class Threshold:
-    """The change of one metric up to which there is no regression.
+    """The largest change of one metric that is no regression.
 
     Args:
         metric: a metric, e.g. ``dram_bytes``, or one's ratio to the baseline, ``dram_ratio``.
         phase: a phase, or ``"step"``.
-        percent: of the value before, or None.
+        percent: the share of the value before, or None.
         amount: in the metric's unit, or None.
         two_sided: whether a change for the better counts too.
         written: as the user wrote it.
@@ -207,7 +208,7 @@ class Threshold:
     def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
         """For each pair of numbers the allowed change, and whether it is exceeded."""
         share, percent = before.abs() / 100, self.percent or 0
-        # Of most numbers the first product is exact; of the largest it overflows.
+        # The first product is exact for most numbers, but overflows for the largest.
         allowed = (before.abs() * percent / 100).replace(math.inf, math.nan).fillna(share * percent)
         allowed = allowed.clip(lower=self.amount or 0)
         change = after - before

@@ -38,7 +38,7 @@ def begun(
     """A new session with these instruments, as a run without cases.
 
     Grid, settings and environment are as they would be read from a file; what JSON cannot hold
-    becomes text. If it measures a ``shard`` alone, the grid says so.
+    becomes text. If it measures only a ``shard``, the grid says so.
     """
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -53,7 +53,7 @@ def begun(
 
 
 def automatic_name(run: Run) -> str:
-    """A name for a run that got none: commit, whether it was changed, and the time in UTC."""
+    """The default name of a run: commit, whether it was changed, and the time in UTC."""
     time = f"{datetime.fromisoformat(run.session['started']).astimezone(UTC):%Y%m%dT%H%M%SZ}"
     if (code := run.environment.get("code")) is None:
         return time
@@ -77,7 +77,7 @@ def resumed(run: Run, begun: Run) -> Run:
 def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> list[str]:
     """How versions, GPU, code, settings and definitions of metrics differ, one phrase each.
 
-    What only one of the two records (an instrument, say) is no difference, nor are grids, whose
+    What only one of the two records (e.g. an instrument) is no difference; nor are grids, whose
     cases are compared one by one. For a run that is ``resumed`` all of these are differences.
     """
     old, new = (_named_of_all(run) for run in (before, after))
@@ -94,7 +94,7 @@ def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> li
 
 
 def _named_of_all(run: Run) -> dict[str, Any]:
-    """`_named` of a run; where its parts differ, the values of all of them."""
+    """`_named` of a run; where its parts differ, the values of all parts."""
     parts = [_named(part.get("environment", {}), {**run.session, **part}) for part in run.parts]
     every: dict[str, list[Any]] = {}
     for name, value in (item for part in parts for item in part.items()):
@@ -104,7 +104,7 @@ def _named_of_all(run: Run) -> dict[str, Any]:
 
 
 def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:
-    """The conditions that must be the same for two sessions to be parts of one run, by name."""
+    """Conditions, by name, that must agree for two sessions to be parts of one run."""
     gpu = environment.get("gpu") or {}
     code = environment.get("code") or {}
     changes = code.get("changes") or ("none" if code.get("dirty") is False else None)
@@ -124,12 +124,12 @@ def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[s
 
 
 def _settings(instrument: Any) -> dict[str, Any]:
-    """The options of an instrument, metrics by their names."""
+    """The options of an instrument, with metrics as names."""
     options = fields(instrument) if is_dataclass(instrument) else ()  # one without any may be none
     chosen: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
     if "metrics" in chosen:
         chosen["metrics"] = [metric.name for metric in chosen["metrics"]]
-    if "instrument" in chosen:  # a script's is measured by one that has its own
+    if "instrument" in chosen:  # a script's instrument wraps another
         chosen = _settings(chosen.pop("instrument")) | chosen
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -183,15 +183,15 @@ def code_state(project: Path) -> dict[str, Any] | None:
 
     ``changes`` is a digest of what differs: two dirty states with the same digest are the same
     code. Changed tracked files count, and untracked Python and TOML files (an own trainer, a
-    grid); results and reports that lie around do not. None where git or a commit is absent.
+    grid); results and reports do not. None where git or a commit is absent.
     """
     commit = _git(project, "rev-parse", "HEAD")
     top = _git(project, "rev-parse", "--show-toplevel")
     if commit is None or top is None:
         return None
     root = Path(os.fsdecode(top).rstrip("\n"))
-    # Git's own difference: a user's diff tool may leave out changes that it takes for equal.
-    # In a submodule, it would run what that one's settings name.
+    # Git's own diff: a user's diff tool may ignore some changes. In a submodule, it would run
+    # programs that the submodule's settings name.
     own = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
     harmless = [*HARMLESS, *_without_filters(root)]
     difference = _git(root, "diff", *own, "--binary", "HEAD", harmless=harmless) or b""
@@ -233,9 +233,9 @@ def _without_filters(root: Path) -> Iterator[str]:
 
 
 def _git(directory: Path, *arguments: str, harmless: Sequence[str] = HARMLESS) -> bytes | None:
-    """What git prints, or None if it cannot; it runs no program that the checkout's own files name.
+    """The output of git, or None; it runs no program that the checkout's own files name.
 
-    These are a monitor of its files, and what fetches objects of a partial clone.
+    Such programs are the file system monitor, and those that fetch objects of a partial clone.
     """
     try:
         done = subprocess.run(

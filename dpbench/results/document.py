@@ -46,7 +46,7 @@ class Grid(msgspec.Struct):
 
 
 class Part(msgspec.Struct):
-    """What one of several merged runs has of its own."""
+    """What differs in one of several merged runs."""
 
     environment: Environment = msgspec.field(default_factory=Environment)
     settings: dict[str, dict[str, Any]] = {}
@@ -54,7 +54,7 @@ class Part(msgspec.Struct):
 
 
 class SessionPart(msgspec.Struct):
-    """How a run came."""
+    """How a run was made."""
 
     grid: Grid = msgspec.field(default_factory=Grid)
     settings: dict[str, dict[str, Any]] = {}
@@ -74,7 +74,7 @@ class TestPart(msgspec.Struct):
 
 
 class HowPart(msgspec.Struct):
-    """Where a metric comes from."""
+    """How a metric is computed."""
 
     kind: str
     names: list[str] = []
@@ -180,7 +180,7 @@ def parsed(data: bytes) -> dict[str, Any]:
 
 
 def each_once(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of a document without those that say the same again; impossible ones are refused."""
+    """The rows of a document without duplicates; impossible ones are refused."""
     known: dict[tuple[Any, ...], tuple[float, str]] = {}
     kept = []
     for row in rows:

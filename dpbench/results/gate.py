@@ -1,9 +1,9 @@
-"""The gate: holds a run to limits against its reference, and says what they could not judge.
+"""The gate: applies limits to a run and its reference, and lists what could not be judged.
 
 A limit judges every case, instrument, metric and phase that the session was asked for and the
-reference has. What was not asked for is noted and is no failure; what was asked for and is missing
-is one, and so is a limit that judged nothing. A session judges once, at its end; ``dpbench
-compare`` does the same with two saved runs.
+reference has. What was not asked for is only noted. It is a failure if something asked for is
+missing, or if a limit judged nothing. A session judges once, at its end; ``dpbench compare`` does
+the same with two saved runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMED = 10
 
 @dataclass(frozen=True)
 class Unjudged:
-    """What a limit could not judge, and why; no ``cases`` if it judged nothing at all."""
+    """The cases that a limit could not judge, and why; none if it judged nothing at all."""
 
     limit: str
     cases: list[str]
@@ -46,14 +46,14 @@ class Unjudged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run differs from its reference, and what limits say of that.
+    """How a run differs from its reference, and which limits it exceeds.
 
     Args:
-        changes: the columns `CHANGES` of each number that was asked for and whose case both have;
-            of a ratio only where both have its baseline.
+        changes: the columns `CHANGES` of each requested number whose case both have; ratios only
+            where both have the baseline.
         judged: the rows that each limit judged, with ``limit`` (the allowed change, in the metric's
             unit), ``threshold`` (the limit as written) and ``regressed``.
-        regressions: those that exceed it, as plain JSON types, with `largest_changes`.
+        regressions: the rows that exceed their limit, as plain JSON types, with `largest_changes`.
         unjudged: what a limit should have judged and could not.
         notes: what was not compared, what else differs, and what is wrong with the reference.
     """
@@ -66,7 +66,7 @@ class Verdict:
 
     @classmethod
     def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
-        """The verdicts of several limits on the same two runs as one, each finding once."""
+        """Merge the verdicts of several limits on the same two runs; each finding occurs once."""
         first, *others = verdicts
         if not others:
             return first
@@ -80,7 +80,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the limits judged everything that they had to, and nothing exceeds one."""
+        """Whether the limits judged all that they had to, and none is exceeded."""
         return not (self.regressions or self.unjudged)
 
 
@@ -92,8 +92,8 @@ class Gate:
         before: the reference; one without rows if there is none.
         after: a saved run, or a session so far.
         asked: what is compared; None stands for all that either run has.
-        across: compare also what different devices measured.
-        first_run_ok: what the reference lacks may be measured for the first time.
+        across: also compare numbers of different devices.
+        first_run_ok: accept cases that the reference lacks.
     """
 
     before: Run
@@ -128,7 +128,7 @@ class Gate:
             unjudged.append(Unjudged("a limit", [], why))
         nothing = pd.DataFrame(columns=[*CHANGES, "of", "limit", "regressed", "threshold"])
         table = pd.concat(judged, ignore_index=True) if judged else nothing
-        # A ratio that only one of the two has is not shown.
+        # Ratios that only one run has are not shown.
         is_shown = compared.before.notna() & compared.shared
         is_shown &= compared.after.notna() | (compared.of == "")
         return Verdict(
@@ -145,7 +145,7 @@ class Gate:
         return _of(pairs(self.before, self.after, across=self.across), self.asked)
 
     def _unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
-        """What a limit had to judge and could not, by reason, or that it judged nothing at all."""
+        """The cases that a limit could not judge, by reason; or that it judged nothing at all."""
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):
             if why := self._why_not(case, row):
@@ -159,7 +159,7 @@ class Gate:
         yield Unjudged(str(limit), [], other or nothing)
 
     def _without_rows(self, asked: CasesAsked | None) -> Iterator[Unjudged]:
-        """Cases of which neither run has a number, though one tried."""
+        """Cases without a number in either run, though one run tried to measure them."""
         tried = [*self.before.outcomes, *self.after.outcomes]
         known = {case for run in (self.before, self.after) for case, _ in run.places}
         of_asked = [o for o in tried if asked is None or not {*o.asked}.isdisjoint(asked)]
@@ -167,7 +167,7 @@ class Gate:
             yield Unjudged("a limit", [*names], "neither run has a number of it")
 
     def _why_not(self, case: Case, row: Mapping[str, Any]) -> str:
-        """Why a number is not judged; empty if it is, or need not be."""
+        """Why a number is not judged; empty if it is judged or need not be."""
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
         if not pd.isna(row["before"]):
@@ -180,7 +180,7 @@ class Gate:
         return self._lacking(self.before, case, row)
 
     def _lacking(self, run: Run, case: Case, row: Mapping[str, Any]) -> str:
-        """Why a run has no such number."""
+        """Why a run lacks a number."""
         metric, phase, instrument = row["metric"], row["phase"], row["instrument"]
         for outcome in run.outcomes:
             if outcome.case == case and outcome.error:
@@ -199,7 +199,7 @@ class Gate:
         return f"no {metric} by {instrument}{where} in {run.name}"
 
     def _other_ranks(self, row: Mapping[str, Any]) -> str:
-        """Whether a script ran in another number of ranks, which its case does not say."""
+        """Whether a script ran with another number of ranks, which its case does not record."""
         there, here = row["ranks"], row["ranks_new"]
         if there == here:
             return ""
@@ -217,9 +217,9 @@ class Gate:
         return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
 
     def _not_counted(self, case: Case, row: Mapping[str, Any]) -> str:
-        """What logical counting left out, if it did not, or less often, before.
+        """Why a count is not judged: logical counting left out more than in the reference.
 
-        What ran elsewhere is unknown: it may have grown. So are operations that were left out.
+        Work that ran elsewhere, or that was left out, is unknown: it may have grown.
         """
         if row["device"] != NO_HARDWARE:
             return ""
@@ -236,7 +236,7 @@ class Gate:
         return f"{fresh[0]} in {self.after.name}" if fresh else ""
 
     def _notes(self) -> Iterator[str]:
-        """What was not compared, what differs between the sessions, and what the reference is."""
+        """Notes: what was not compared, how the sessions differ, and which run is the reference."""
         before, after = self.before, self.after
         if before.frame.empty:
             yield f"{before.name} has nothing to compare with yet"
@@ -273,7 +273,7 @@ class Gate:
 
 
 def _of(pairs: pd.DataFrame, asked: CasesAsked | None) -> pd.DataFrame:
-    """Those of the numbers that were asked for."""
+    """The numbers that were asked for."""
     if asked is None:
         return pairs
     names = {(*vars(case).values(), name) for case, name in asked}
@@ -294,7 +294,7 @@ def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:
 
 
 def _missing(mine: Sequence[tuple[Case, str]], others: CasesAsked) -> list[str]:
-    """The cases that others lack; with the instruments where they have it by another one."""
+    """The cases that others lack; with instruments where others have it by another one."""
     partly, named = {case for case, _ in {*mine} & {*others}}, dict[Case, list[str]]()
     for case, instrument in mine:
         if (case, instrument) not in others:
@@ -303,6 +303,6 @@ def _missing(mine: Sequence[tuple[Case, str]], others: CasesAsked) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for one line, which says how many more there are."""
+    """Names in one line, which says how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"

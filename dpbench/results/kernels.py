@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NOT_COUNTED = "NOT COUNTED"
-"""How a note begins that names an operator which logical counting left out."""
+"""The beginning of a note on an operator that logical counting left out."""
 
 NO_FLOPS = "FLOPS NOT COUNTED"
-"""How a note begins that names an operator whose floating-point operations were not counted."""
+"""The beginning of a note on an operator whose floating-point operations were not counted."""
 
 ELSEWHERE = f"{NOT_COUNTED}: operators that ran in other threads or forks while steps counted"
 
@@ -43,7 +43,7 @@ class Entry:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self:
-        """The inverse of `as_row`; what else is in the row is left alone."""
+        """The inverse of `as_row`; other entries of the row are ignored."""
         return cls(**{each.name: row[each.name] for each in fields(cls) if each.name in row})
 
 
@@ -57,7 +57,7 @@ class OperatorCount(Entry):
     read_bytes: int  # logical, B
     write_bytes: int
     flops: int  # a multiply-add counts as two
-    general_rule: bool = False  # of a library whose kernels are not known: a guess by its schema
+    general_rule: bool = False  # a guess by schema: the library's kernels are unknown
     collective_bytes: int = 0  # sent to other ranks
 
     @property
@@ -67,7 +67,7 @@ class OperatorCount(Entry):
 
 
 def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
-    """The heavy operators whose bytes are a guess, with their part of the step's."""
+    """The heavy operators whose bytes are a guess, each with its share of the step's bytes."""
     counts = list(counts)
     total = sum(count.total_bytes for count in counts)
     guessed = Counter[str]()
@@ -97,15 +97,15 @@ Multi-tensor kernels count as the optimizer's, who launches them."""
 _WRAPPERS = re.compile(
     r"(Unary|AUnary|BUnary|Binary)Functor|gpu_kernel_impl\w*|at_cuda_detail|cuda_cub"
 )
-"""Names in template arguments that only wrap another that says what is done."""
+"""Names in template arguments that only wrap a more specific name."""
 
 _TELLING = re.compile(
     r"\w*?(Functor\w*|functor|Ops|_kernel\w*|KernelImpl|_cuda\w*|_scalar|Epilogue|Agent)"
 )
-"""Names in template arguments that say what is done."""
+"""Names in template arguments that name the operation."""
 
 _GENERIC = {"Kernel", "Kernel2", "device_kernel", "kernel"}
-"""Kernels whose own name says nothing."""
+"""Kernels with an uninformative name."""
 
 
 @cache
@@ -117,15 +117,15 @@ def category(name: str) -> str | None:
 
 @cache
 def short_name(name: str) -> str:
-    """A demangled name with its template arguments folded to the one that says what is done.
+    """A demangled name with its template arguments folded to the one that names the operation.
 
     Return type, parameters and most namespaces go as well::
 
         void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>,
         std::array<char *, (unsigned long)1>>(int, T2, T3)
 
-    becomes ``vectorized_elementwise_kernel<FillFunctor>``, and of cuBLAS's names the tile sizes
-    go, which are template arguments by another spelling.
+    becomes ``vectorized_elementwise_kernel<FillFunctor>``, and cuBLAS's tile sizes, which are
+    template arguments in another spelling, are cut off.
     """
     name = re.sub(r"(<unnamed>|\(anonymous namespace\)|\{anonymous\})::", "", name)
     path = name
@@ -146,7 +146,7 @@ def short_name(name: str) -> str:
 
 
 ADDED_UP = ("launches", "read_bytes", "write_bytes", "l2_bytes", "seconds")
-"""What adds up over launches."""
+"""The fields that add up over launches."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class KernelCount(Entry):
 
 
 def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
-    """Launches added up by step, phase, kernel and operator; those with most DRAM bytes first."""
+    """Launches summed by step, phase, kernel and operator; those with most DRAM bytes first."""
     groups: dict[tuple[Any, ...], list[KernelCount]] = defaultdict(list)
     for launch in launches:
         groups[launch.repeat, launch.phase, launch.name, launch.operator].append(launch)
@@ -194,7 +194,7 @@ def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
 def kernel_rows(
     case: Case, by: str, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool
 ) -> list[Measurement]:
-    """What kernels add up to for the metrics of the instrument ``by`` that counted them.
+    """The metrics of the instrument ``by`` as sums over kernels.
 
     By phase and, if all kernels of the step were counted, for the step.
     """

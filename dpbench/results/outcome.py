@@ -1,4 +1,4 @@
-"""What became of each case, and the run as one document."""
+"""The outcome of each case, and the run as one document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATUSES = (COMPLETE, INTERRUPTED)
 """How a session ended; until then its document says ``interrupted``."""
 
 REGRESSED, UNJUDGED = "regressed", "unjudged"
-"""What limits said of a complete session: something got worse, or could not be judged."""
+"""The verdict on a complete session: something got worse, or could not be judged."""
 
 LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
     "rows": Measurement,
@@ -32,7 +32,7 @@ LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = 
 """The fields of an `Outcome` that are lists of a document, each entry with the case's fields."""
 
 SEEN = ("operators", "kernels")
-"""Those of them whose entries say the number of their outcome; rows say their instrument."""
+"""The lists whose entries have the number of their outcome; rows have their instrument."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Outcome:
     """The result of measuring one case, or why there is none.
 
     ``error`` is the name of the error's class, or None; rows measured before it are kept.
-    ``instruments`` are the names of those that were to measure it; ``operators`` and ``kernels``
-    are what each operator and kernel did, ``notes`` what was assumed. ``tests`` are those that
-    asked for it, each with its id as ``test`` and its ``params`` as text; ``extra_info`` is what
-    they added. ``labels`` are the trainer's, see `TrainerBase`; ``imported`` are files of its
-    code, see `dpbench.child.imported`.
+    ``instruments`` names those that should measure it; ``operators`` and ``kernels`` are what each
+    operator and kernel did, ``notes`` the assumptions. ``tests`` are those that asked for it, each
+    with its id as ``test`` and its ``params`` as text; ``extra_info`` is what they added.
+    ``labels`` are the trainer's, see `TrainerBase`; ``imported`` are files of its code, see
+    `dpbench.child.imported`.
     """
 
     case: Case
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def asked(self) -> list[tuple[Case, str]]:
-        """The case by each of the instruments that were to measure it."""
+        """The case with each of the instruments that should measure it."""
         return [(self.case, name) for name in self.instruments]
 
     @property
@@ -94,11 +94,11 @@ class Outcome:
 
 
 def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """The outcomes, with each number once.
+    """Merge outcomes, so that each number occurs once.
 
     Of several outcomes of a case by the same instruments the first is kept, or the first that did
-    not fail, with the tests of all. One test may count a case that another measures and counts:
-    then the rows by an instrument, and the operators, are kept where they come first.
+    not fail, with the tests of all. If one test counts a case that another measures and counts, the
+    first rows by each instrument, and the first operators, are kept.
     """
     united: dict[Hashable, Outcome] = {}
     for outcome in outcomes:
@@ -126,7 +126,7 @@ def document(
     environment: Mapping[str, Any],
     session: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A run as plain JSON types, every measurement under ``rows``; ``session`` says how it came."""
+    """A run as plain JSON types, every measurement under ``rows``; ``session`` says how."""
     rows = [row for outcome in outcomes for row in outcome.rows]
     cases = [outcome.as_json() for outcome in outcomes]
     for number, case in enumerate(cases):
@@ -177,7 +177,7 @@ def _records(frame: pd.DataFrame) -> list[dict[Hashable, Any]]:
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For each trainer: how many cases succeeded or failed, why, and peak memory.
+    """The cases of each trainer that succeeded or failed, why, and peak memory.
 
     There is a line for each set of instruments.
     ``peak_memory_bytes`` is the largest that was measured, ``logical_peak_memory_bytes`` the

@@ -20,13 +20,13 @@ from dpbench.results.summary import of_one_instrument, own_values, summary, to_f
 
 @dataclass(frozen=True)
 class CaseReport:
-    """The measurements of one case, or what was counted of it.
+    """The measured or counted numbers of one case.
 
     Args:
         case: the case.
         frame: its rows, one per number, with the columns of `Measurement.as_row`.
         operator_counts: what each operator did, if its instrument sees operators.
-        notes: what was assumed about values that logical counting does not have.
+        notes: assumptions about values that logical counting lacks.
         kernel_counts: what each kernel moved, if it was profiled kernel by kernel.
         extra_info: what the test adds; it goes into the run's document.
     """
@@ -45,7 +45,7 @@ class CaseReport:
 
     @classmethod
     def of_outcome(cls, outcome: Outcome) -> CaseReport:
-        """The report of a case from what became of it."""
+        """The report of a case from its outcome."""
         frame = to_frame(outcome.rows)
         return cls(outcome.case, frame, outcome.operators, outcome.notes, outcome.kernels)
 
@@ -57,8 +57,8 @@ class CaseReport:
     def value(self, metric: str, phase: str = STEP) -> float:
         """A metric of the step or of one phase: mean over the active steps, median for times.
 
-        Peak memory of a case that was both measured and counted is the measured one; of what ncu
-        and CUPTI both counted, it is ncu's.
+        Peak memory of a case that was both measured and counted is the measured one; if ncu and
+        CUPTI both counted it, ncu's.
         """
         return float(self._row(metric, phase).value)
 
@@ -134,13 +134,13 @@ class CaseReport:
         return kernel_table(self.kernel_counts)
 
     def ratio_to(self, baseline: CaseReport, metric: str | None = None, phase: str = STEP) -> float:
-        """How many times the baseline's value this case's is.
+        """The ratio of this case's value to the baseline's.
 
         Args:
             baseline: another trainer's report of the same configuration.
-            metric: of which metric; by default ``dram_bytes``, or ``logical_bytes`` if this case
-                was counted and not measured.
-            phase: of which phase, instead of the step.
+            metric: the metric to divide; by default ``dram_bytes``, or ``logical_bytes`` if this
+                case was counted and not measured.
+            phase: a phase, instead of the step.
         """
         if metric is None:
             counted = set(self.frame.device) == {NO_HARDWARE}

@@ -1,12 +1,12 @@
 """The roofline: which roof of a card, bandwidth or arithmetic, bounds each phase of a step.
 
 A phase that does F operations and moves M bytes takes at least ``max(F / peak, M / bandwidth)``
-seconds; F / M, its arithmetic intensity, says which of the two it is (Williams, Waterman and
+seconds; F / M, its arithmetic intensity, decides which of the two applies (Williams, Waterman and
 Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009).
 
 Operations are counted, not measured: those of matrix products and attention, by PyTorch's own
-counter. Bytes are DRAM bytes where they were measured, logical bytes elsewhere; the two never
-share a table.
+counter. Bytes are DRAM bytes where they were measured, logical bytes elsewhere; no table mixes
+them.
 
 The roofs of a card come from NVIDIA's documents, or were measured (``cards.toml`` has both).
 """
@@ -47,7 +47,7 @@ class Roofs:
     def of(
         cls, devices: Iterable[str], bandwidth: float, flops: Mapping[str, float], premise: str
     ) -> Roofs:
-        """The roofs of devices; under autocast they are those of 16-bit products."""
+        """The roofs of devices; under autocast, those for 16-bit products."""
         names = tuple(devices)
         known = {name: float(flops[name]) for name in PRODUCTS}
         known |= {f"{name}-amp": float(flops[name]) for name in ("bf16", "fp16") if name in flops}
@@ -73,7 +73,7 @@ _CARDS_TOML = tomllib.loads(
 )
 
 CARDS = dict(_read_cards())
-"""By short name, a card's peaks, which no program exceeds and few reach."""
+"""A card's peaks by short name; no program exceeds them, and few reach them."""
 
 
 def known_roofs(name: str) -> Roofs | None:
@@ -83,7 +83,7 @@ def known_roofs(name: str) -> Roofs | None:
 
 
 def find_card(name: str) -> Roofs:
-    """The card with such a name; an error if dpbench has no data sheet of it."""
+    """The card with this name; an error if dpbench has no data sheet for it."""
     if card := known_roofs(name):
         return card
     raise unknown("card", name, CARDS, "or a FILE of measured roofs")
@@ -133,7 +133,7 @@ LAUNCH_BOUND = 0.7
 
 
 def intensities(summary: pd.DataFrame) -> pd.DataFrame:
-    """What `phases` returns, of cases whose operations were all counted: others are an error."""
+    """What `phases` returns, for cases whose operations were all counted; else an error."""
     known = summary[summary.precision != ""]
     if known.empty and not summary.empty:
         raise ConfigurationError("the precision of a script is unknown: no roofline")
@@ -152,13 +152,13 @@ def intensities(summary: pd.DataFrame) -> pd.DataFrame:
 def phases(summary: pd.DataFrame) -> pd.DataFrame:
     """Operations, bytes and time of each phase and of the step, as far as they are known.
 
-    Operations are counted without hardware, DRAM bytes are those of `of_one_instrument`. Times are
-    those of an instrument that has busy shares, which are of these times, where it timed the case.
+    Operations are counted without hardware, DRAM bytes are those of `of_one_instrument`. Times come
+    from the instrument with busy shares, which refer to these times, if it timed the case.
 
     Returns:
         One row per case, device and phase: the case and its fields, ``device``, ``phase``,
         ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` and ``busy``, the
-        part of them in which the GPU did anything (NaN where they were not measured).
+        share of time in which the GPU did anything (NaN where not measured).
     """
     import pandas as pd
 

@@ -71,16 +71,16 @@ COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""
 
 IDENTITY = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
-"""The columns that identify a number. Every other such list is made of this one."""
+"""The columns that identify a number. Other such lists are derived from this one."""
 
 NUMBER = ["case", *(c for c in IDENTITY if c not in (*AXES, "rank", "repeat"))]
-"""The columns that identify a number of a summary, which is over ranks and steps."""
+"""The columns that identify a number of a summary, which combines ranks and steps."""
 
 PLACE = [column for column in NUMBER if column not in ("instrument", "metric")]
-"""Those that say which case it is of, on which device, and in which phase."""
+"""The columns that identify its case, device and phase."""
 
 OF_CASE = [column for column in PLACE if column != "phase"]
-"""Those that say which case it is of, and on which device."""
+"""The columns that identify its case and device."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
@@ -89,9 +89,9 @@ _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (i
 def checked(
     case: Case, rows: Iterable[Measurement], *, whole: bool = True
 ) -> tuple[list[Measurement], list[str]]:
-    """The rows that an instrument recorded of a case, and why others of its rows are refused.
+    """The valid rows that an instrument recorded for a case, and why others are refused.
 
-    Zeros are added where a step lacks a phase: a row that is missing afterwards was lost. Scripts
+    Zeros are added where a step lacks a phase, so a row still missing was lost. Scripts
     get none, because their steps may differ in phases; nor does a case of which a row is refused,
     or that was not measured as a ``whole``.
     """
@@ -108,7 +108,7 @@ def checked(
 
 
 def _impossible(case: Case, row: Measurement, stands: Container[Measurement]) -> str:
-    """What cannot be true of a row of a case, beside those that stand; empty if it can."""
+    """Why a row of a case, beside its valid ones, is impossible; empty if it is possible."""
     for each in OWN_FIELDS:
         value = getattr(row, each.name)
         if isinstance(value, bool) or not isinstance(value, _TYPES[str(each.type)]):
@@ -125,7 +125,7 @@ def _impossible(case: Case, row: Measurement, stands: Container[Measurement]) ->
 
 
 def impossible_number(metric: str, value: float, unit: str) -> str:
-    """What cannot be true of a metric's value and unit; empty if it can."""
+    """Why a metric's value or unit is impossible; empty if possible."""
     known = METRICS.get(metric)
     if known and unit != known.unit:
         return f"the unit {unit!r}"
@@ -152,7 +152,7 @@ def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:
 
 
 def _without_value(row: Measurement) -> Measurement:
-    """A row without its value, to compare what rows are about."""
+    """A row without its value, as its identity."""
     return replace(row, value=0.0, unit="", tool="")
 
 

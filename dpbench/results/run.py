@@ -40,7 +40,7 @@ class Run:
     Args:
         path: the file.
         document: what `dpbench.results.outcome.document` made.
-        label: what it is called, instead of its file.
+        label: a name to use instead of the file's.
         measured: the outcomes of a session that has no document yet.
     """
 
@@ -60,7 +60,7 @@ class Run:
 
     @classmethod
     def load_head(cls, path: Path) -> Run:
-        """Read a run whose rows need not be right, for what a list says of it."""
+        """Read a run for a listing, without checking its rows."""
         with naming(path):
             return cls(path, parsed(read_file(path)))
 
@@ -79,12 +79,12 @@ class Run:
 
     @classmethod
     def merge(cls, runs: Sequence[Run]) -> Run:
-        """One run of several parts: of a session that broke off and went on, of shards.
+        """Merge parts into one run: an interrupted session and its continuation, or shards.
 
         Each number counts once; of a case that failed in one part, the outcome of a later part that
         measured it is kept. Durations are summed; the run is complete if all parts are, and has
-        regressed if one has; all else of the session is the last part's, of the grid what all parts
-        have in common. If parts differ, ``parts`` of the session has what each has of its own.
+        regressed if one has; other session fields are the last part's, and the grid is what all
+        parts share. If parts differ, ``parts`` of the session records each one's differences.
         """
         every = [part for run in runs for part in run.parts]
         parts = [part for place, part in enumerate(every) if part not in every[:place]]
@@ -102,13 +102,13 @@ class Run:
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """``environment``, ``settings``, ``grid`` of each part; it has one if it was not merged."""
+        """``environment``, ``settings``, ``grid`` of each part; an unmerged run has one."""
         own = {"environment": self.environment, "settings": self.session.get("settings", {})}
         return [{"grid": self.grid, **part} for part in self.session.get("parts", [own])]
 
     @property
     def grid(self) -> dict[str, Any]:
-        """The grid that its session was about, whatever the shard: the values along each axis."""
+        """The whole grid of its session, whatever the shard: the values along each axis."""
         return {n: v for n, v in self.session.get("grid", {}).items() if n != "shard"}
 
     @property
@@ -143,7 +143,7 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """Its status, or what limits said if it is complete: ``regressed`` or ``unjudged``."""
+        """Its status or, if complete, the limits' verdict: ``regressed`` or ``unjudged``."""
         if self.status != COMPLETE:
             return self.status
         unjudged = UNJUDGED if self.session.get("unjudged") else COMPLETE
@@ -179,14 +179,14 @@ class Run:
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """Every number of it; see `dpbench.results.summary.summary`."""
+        """Its summary; see `dpbench.results.summary.summary`."""
         from dpbench.results.summary import summary
 
         with METRICS.including(self.metrics):
             return summary(self.frame, self.baseline)
 
     def with_derived(self) -> Run:
-        """The run with what follows from its rows (ratios, throughputs) in its document."""
+        """The run with derived metrics (ratios, throughputs) in its document."""
         return replace(self, document={**self.document, **derived(self.summary)})
 
     @cached_property
@@ -205,7 +205,7 @@ class Run:
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """What became of each case, in the order of the document."""
+        """The outcome of each case, in the order of the document."""
         if self.measured is not None:
             return self.measured
         rows: dict[Case, dict[str, list[Any]]] = defaultdict(dict)

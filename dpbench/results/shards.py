@@ -1,4 +1,4 @@
-"""Parts of a grid that are measured apart, and the run that they are together."""
+"""Parts of a grid that are measured separately, and the run merged from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
 MACHINES_MAY_DIFFER = ("CPU ", "driver ")
-"""Conditions that a cluster's machines may differ in: said of a merged run, not refused."""
+"""Conditions in which a cluster's machines may differ: noted in a merged run, not refused."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Shard:
         return f"{self.number}/{self.of}"
 
     def cases(self, cases: Iterable[Case]) -> list[Case]:
-        """Those of this shard, in their order; the trainers of a cell are in the same shard.
+        """The cases of this shard, in order; a cell's trainers stay in one shard.
 
-        Cells go round the shards in the order of their hashes, so that shards differ by one cell
-        at most, and every machine divides a grid in the same way.
+        Cells are dealt to shards in the order of their hashes, so shard sizes differ by at most one
+        cell, and every machine divides a grid in the same way.
         """
         trained = cells(cases)
         in_turn = sorted(trained, key=lambda cell: hashlib.sha256(cell.encode()).digest())
@@ -49,7 +49,7 @@ class Shard:
 
 
 def cells(cases: Iterable[Case]) -> dict[str, list[Case]]:
-    """The cases of each cell: those that differ in their trainer alone."""
+    """The cases of each cell, which differ only in their trainer."""
     found: dict[str, list[Case]] = {}
     for case in cases:
         found.setdefault(case.baseline.id, []).append(case)
@@ -57,11 +57,11 @@ def cells(cases: Iterable[Case]) -> dict[str, list[Case]]:
 
 
 def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
-    """One run of several, and what there is to say of it.
+    """Merge several runs into one; returns it and notes on it.
 
-    Refused where numbers could not stand side by side: other GPU models, versions, code or
-    settings; ratios to different baselines; shards of different grids; and where two runs have
-    measured the same. A run that lacks cases of its shards' grid, by any of its instruments, is
+    Refused where numbers are not comparable: other GPU models, versions, code or
+    settings; ratios to different baselines; shards of different grids; and where two runs measured
+    the same number. A run that lacks cases of its shards' grid, by any of its instruments, is
     interrupted.
     """
     first, *others = runs
@@ -111,7 +111,7 @@ def _cases_of(grid: Mapping[str, Any]) -> list[Case]:
 
 
 def _refuse_twice(runs: Sequence[Run]) -> None:
-    """Refuse a number that two runs have: they may be equal, but only one would be kept."""
+    """Refuse numbers that two runs have, even equal ones: only one would be kept."""
     had: dict[tuple[Case, str], Run] = {}
     for run in runs:
         for key in {(o.case, name) for o in run.outcomes if o.rows for name in o.instruments}:

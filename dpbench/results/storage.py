@@ -39,7 +39,7 @@ class Storage:
     def paths(self) -> list[Path]:
         """The files of runs by number, readable or not.
 
-        A storage that is no directory, or cannot be read, is an error: it may have runs.
+        A storage that is no directory or is unreadable is an error, because it may have runs.
         """
         paths: list[Path] = []
         try:
@@ -53,7 +53,7 @@ class Storage:
         return sorted(paths, key=lambda path: (_number(path), path.name))
 
     def listing(self) -> tuple[list[Run], list[str]]:
-        """The head of every run that can be read, by number, and why others were skipped."""
+        """The header of every readable run, by number, and why others were skipped."""
         skipped: list[str] = []
         return list(readable(self.paths(), Run.load_head, skipped)), skipped
 
@@ -85,8 +85,8 @@ class Storage:
     ) -> Path | None:
         """A device's latest interrupted run, of a shard, with at least one case, if there is one.
 
-        Only runs of that name count, unless it is None. Why files could not be read is added to
-        ``skipped``.
+        If ``name`` is given, only runs with that name count. Why files could not be read is added
+        to ``skipped``.
         """
         paths = [
             path
@@ -117,7 +117,7 @@ class Storage:
                         file.write(text)
                     return path
                 except FileExistsError:
-                    continue  # without working locks another session may be faster
+                    continue  # without locks another session may be faster
                 except OSError as error:
                     path.unlink(missing_ok=True)  # else it would be reported as damaged
                     raise ConfigurationError(f"{path}: {error.strerror}") from error
@@ -138,7 +138,7 @@ class Storage:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a session holds a run's file now, as far as this user may know."""
+    """Whether a session holds a run's file now, as far as this user can tell."""
     try:
         with locked(_lock(path), wait=False) if _lock(path).exists() else nullcontext():
             return False
@@ -179,9 +179,9 @@ def reference(
 
     Args:
         newest_first: the candidates.
-        sources: each (device, instrument) that the session can have rows of: a reference has one.
-        asked: if there are any, a reference has one of these cases by its instrument.
-        notes: why files cannot be read is added, and if there is no reference why another is none.
+        sources: each (device, instrument) the session may use; a reference has rows of one.
+        asked: if not empty, a reference has one of these cases by its instrument.
+        notes: gets why files are unreadable and, without a reference, why a run was rejected.
     """
     skipped, passed_over, wanted = list[str](), list[str](), {*asked}
     for run in readable(newest_first, Run.load, skipped):
@@ -198,10 +198,10 @@ def reference(
 def check_comparable(
     before: Run, after: Collection[tuple[str, str]], name: str, *, across: bool, option: str
 ) -> None:
-    """Refuse to compare what different devices measured, or runs without a common instrument.
+    """Refuse to compare different devices, or runs without a common instrument.
 
-    ``after`` has each (device, instrument) of what is compared, which is called ``name``; with
-    ``across``, which ``option`` asks for, the devices may differ.
+    ``after`` has each (device, instrument) of the run called ``name``; with ``across``, which
+    ``option`` sets, the devices may differ.
     """
     old, new = set(before.sources), set(after)
     shared = {by for _, by in old} & {by for _, by in new}

@@ -46,19 +46,20 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     Returns:
         One row per number, with the case and its fields, and
 
-        - ``value``: the mean over the steps, of times and rates the median; over ranks as the
-          metric says. A phase that only some of a script's steps have, such as the optimizer's
-          under gradient accumulation, counts as 0 in the others, so that phases add up to the
-          step. NaN where steps of a case lack it, and for ratios without a baseline.
-        - ``of`` and ``kind``: of a number that follows from another metric, which one and how.
-        - ``steps``: how many it is over; ``came``: how many have it; ``ranks``: in how many
-          processes the case was measured; ``imbalance``: the largest rank's ÷ their mean.
+        - ``value``: the mean over the steps, for times and rates the median; over ranks as the
+          metric defines. A phase that only some of a script's steps have, such as the optimizer's
+          under gradient accumulation, counts as 0 in the others, so that phases add up to the step.
+          NaN where steps of a case lack it, and for ratios without a baseline.
+        - ``of`` and ``kind``: for a derived number, the base metric and how it is derived.
+        - ``steps``: how many steps there were; ``came``: how many have it; ``ranks``: how many
+          processes ran the case; ``imbalance``: the largest rank's ÷ their mean.
         - ``ratio`` to the trainer ``baseline``; ``spread``, (largest - smallest) / value;
-          ``logical``, what is counted for an unfused step; ``over_logical``; ``over_one_gpu``, with
-          the same batch. NaN where that was not measured or is 0.
-        - ``preferred``: whether tables take it, or the number that it follows from.
+          ``logical``, the count for an unfused step; ``over_logical``; ``over_one_gpu``, with the
+          same batch. NaN where not measured or 0.
+        - ``preferred``: whether tables use it, or its base number.
         - ``has_baseline``: whether the baseline was measured in the cell; ``in_cache``: whether
-          the case moves so little that DRAM ratios mean nothing; ``timed_by``: of a throughput.
+          the case moves so little that DRAM ratios mean nothing; ``timed_by``: the instrument that
+          timed a throughput.
     """
     rows = _over_steps(_over_ranks(_with_totals(_by_case(frame))))
     rows = with_logical(_with_ratios(rows, baseline))
@@ -82,15 +83,15 @@ def with_axes(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def own_values(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a summary that follow from no other metric."""
+    """The rows of a summary that are not derived from other metrics."""
     return rows[rows.kind == "value"]
 
 
 def of_one_instrument(rows: pd.DataFrame, preferred: Sequence[str] = ()) -> pd.DataFrame:
     """The summary with one number a case, device, phase and metric.
 
-    It is that of the first of the ``preferred`` instruments, or by default of those that the
-    definition of the metric names.
+    It comes from the first of the ``preferred`` instruments, by default those in the metric's
+    definition.
     """
     order = {name: preferred or instruments_of(name) for name in rows.metric.unique()}
     places = [
@@ -108,8 +109,8 @@ def instruments_of(name: str) -> tuple[str, ...]:
 
 
 def each_case(cases: pd.Series[Any], made: Callable[[Case], Any]) -> pd.Series[Any]:
-    """What is made of each case, computed once however many rows it has."""
-    every = {id(case): case for case in cases}  # by identity: to hash a case takes long
+    """A function of each case, computed once however many rows it has."""
+    every = {id(case): case for case in cases}  # by identity: hashing a case is slow
     known = {number: made(case) for number, case in every.items()}
     return pd.Series([known[id(case)] for case in cases], cases.index)
 
@@ -128,7 +129,7 @@ def _by_case(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_totals(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table with rows of metrics that are sums or shares of others added, step by step."""
+    """Add the rows of metrics that are sums or shares of others, step by step."""
     made = [metric for metric in METRICS.behind({*rows.metric}) if metric.parts]
     if not made:
         return rows
@@ -158,7 +159,7 @@ def _of_timed_steps(
     """Busy shares of ranges, converted to shares of the time that steps and phases take uncounted.
 
     A counted range starts with an idle GPU; waiting for launches makes it longer, but not its busy
-    time. Where nothing was timed, a step's share is unknown, and a phase's that of its range.
+    time. Where nothing was timed, a step's share is unknown, and a phase has its range's share.
     """
     timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
     medians = timed.groupby(on, sort=False).value.median()
@@ -198,9 +199,9 @@ def _over_ranks(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
-    """A row for each group of numbers that differ in a column, with their ``mean``, ``max``, ….
+    """Aggregate numbers that differ only in a column: their ``mean``, ``max``, ….
 
-    ``value`` is one of these, as the metric says.
+    ``value`` is one of these, as the metric defines.
     """
     reduced = rows.groupby(keys, sort=False, as_index=False).agg(
         **{how: ("value", how) for how in ("count", "mean", "median", "sum", "min", "max")},
@@ -218,7 +219,7 @@ def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
 
 
 def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row for all steps: value, spread, over how many steps, and how many of these have it."""
+    """One row for all steps: value, spread, number of steps, and how many of these have it."""
     _check_unique(rows, [*NUMBER, "repeat"])
     reduced = _reduced(rows, [*NUMBER, "unit"], "repeat").rename(columns={"count": "came"})
     # Steps and phases apart: whole steps can be counted more often.
@@ -235,13 +236,13 @@ def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
     return reduced[[*NUMBER, "unit", "came", "imbalance"]].assign(
         ranks=every,
         value=value.mask(partial & ~of_script),
-        spread=spread.fillna(0.0).where(steps > 1),  # of one step there is none
+        spread=spread.fillna(0.0).where(steps > 1),  # one step has no spread
         steps=steps,
     )
 
 
 def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """The rows with ``ratio``: value over that of the same cell's ``baseline``."""
+    """Add ``ratio``: the value over that of the same cell's ``baseline``."""
     cell = rows.assign(case=each_case(rows.case, lambda case: case.baseline))
     standard = each_case(rows.case, lambda case: case.trainer == baseline).astype(bool)
     divisor = _beside(cell, cell[standard], NUMBER)
@@ -254,11 +255,11 @@ def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
 
 
 def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with ``logical`` and ``over_logical`` for what hardware measured.
+    """Add ``logical`` and ``over_logical`` to rows that hardware measured.
 
     ``logical`` is what an unfused step of the same case and phase must move at least (for peak
-    memory: hold), counted without hardware. One of several ranks is counted, the first: what all
-    moved together is compared with as many of it.
+    memory: hold), counted without hardware. Only the first rank is counted, so sums over ranks are
+    compared with a multiple of it.
     """
     by_hardware = rows.device != NO_HARDWARE
     said = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
@@ -273,7 +274,7 @@ def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
-    """What several ranks did over what the same trainer did with the same batch on one GPU."""
+    """Divide values of several ranks by those of one GPU with the same trainer and batch."""
     gpus = each_case(rows.case, lambda case: case.gpus)
     several = rows[gpus > 1]
     alone = each_case(several.case, lambda case: replace(case, parallel="none", gpus=1))
@@ -284,7 +285,7 @@ def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
 def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
     """A column as rows of metrics, e.g. ``ratio`` of DRAM bytes as ``dram_ratio``.
 
-    A case without a baseline has a ratio, which is NaN; a script need not have one.
+    A case without a baseline has the ratio NaN; a script need not have one.
     """
     known = rows[kind].notna()
     if kind == "ratio":
@@ -324,7 +325,7 @@ def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _largest(rows: pd.DataFrame) -> pd.DataFrame:
-    """The largest of the spreads of a case's metrics, of those that count for it."""
+    """The largest spread of a case's metrics, among those that count for it."""
     spreads = _derived(rows[rows.preferred], "spread")
     largest = spreads.sort_values("value", ascending=False, kind="stable")
     return largest.assign(metric=LARGEST_SPREAD.name, of="").drop_duplicates(PLACE)

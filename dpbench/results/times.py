@@ -1,9 +1,9 @@
-"""What time is made of: arithmetic, bytes and idleness of each phase, and of what privacy adds.
+"""Time breakdown: arithmetic, bytes and idle time of each phase, and of what privacy adds.
 
 The least time that a phase needs for its operations, and that for its DRAM bytes, follow from what
 the card reaches (`dpbench.results.roofline`). Both are bounds, and they overlap: a phase takes at
-least the longer of the two. ``idle`` is the part of its time in which the GPU did nothing, and what
-is ``left`` of it is explained by none of these: kernels that reach no roof.
+least the longer of the two. ``idle`` is the time in which the GPU did nothing. ``left`` is the
+rest: kernels that reach no roof.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PARTS = ("arithmetic", "bytes", "idle", "left")
-"""What time is made of; each is a column of seconds, e.g. ``idle_seconds``."""
+"""The parts of time; each is a column of seconds, e.g. ``idle_seconds``."""
 
 
 def account(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
-    """The time of each phase and step of a summary, all of one card, and what it is made of.
+    """The time of each phase and step of a summary of one card, and its parts.
 
     Logical bytes bound no time, since caches keep some of them; only DRAM bytes that were measured
     do.
 
     Returns:
-        What `under` returns, of all that was timed, with ``idle_seconds``, (1 - busy) x seconds,
-        and ``left_seconds``, the time less these and ``least_seconds``. NaN where what they need is
+        What `under` returns, for all that was timed, with ``idle_seconds``, (1 - busy) x seconds,
+        and ``left_seconds``, the time less these and ``least_seconds``. NaN where an input is
         unknown; ``left_seconds`` is negative where a bound exceeds the time in which the GPU was
         busy, so that the ceiling must be too low, or the counts are of other work than the time.
     """
@@ -42,7 +42,7 @@ def account(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
 
 
 def additional(times: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
-    """By how much each step of an `account` is longer than its baseline's, and for what.
+    """How much longer each step of an `account` takes than its baseline's, and why.
 
     Returns:
         One row per case and device that takes longer than the ``baseline`` of its cell, with the

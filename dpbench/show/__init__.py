@@ -1,1 +1,1 @@
-"""What a person sees: tables, Markdown, CSV, the page of charts."""
+"""Output for people: tables, Markdown, CSV, the page of charts."""

@@ -18,7 +18,7 @@ from dpbench.results.rows import NUMBER, STEP
 from dpbench.show.layout import ABSENT, Table, gigabytes, written
 
 MOST_LINES = 40
-"""Of a list of what exceeded its limit."""
+"""The headers of a list of what exceeded its limit."""
 
 HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
 
@@ -54,7 +54,7 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
 
 
 def _rank(names: pd.Series[str]) -> pd.Series[int]:
-    """Places of trainers in order of registration, or of metrics: default ones first."""
+    """Sort keys: trainers by registration, or metrics with default ones first."""
     if names.name == "trainer":
         return names.map(TRAINERS.rank)
     shown = _shown()
@@ -91,7 +91,7 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
 
 
 def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What exceeded its limit, the largest change first; the last line says how many more."""
+    """Numbers that exceeded their limit, the largest change first; then how many more there are."""
     worst = sorted(regressions, key=lambda row: -abs(row["relative"] or math.inf))
     lines = []
     for row in worst:

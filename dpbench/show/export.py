@@ -49,7 +49,7 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
 
 
 def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:
-    """`trainer_summary` for people; the reason of each failure is said below, then the notes.
+    """`trainer_summary` for people; reasons of failures follow below, then the notes.
 
     Peak memory that was only predicted has a column of its own.
     """
@@ -75,7 +75,7 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
 def append_step_summary(tables: Sequence[Table]) -> str | None:
     """Append tables to GitHub's summary of a workflow step, where there is one.
 
-    Returns a warning if it cannot be written: the measurement is none the worse for it.
+    Returns a warning if it cannot be written, which does not affect the measurement.
     """
     name = os.environ.get(STEP_SUMMARY)
     if not name or not tables:

@@ -26,7 +26,7 @@ class Group:
     """Cases that share a table.
 
     ``frame`` has their rows in the order of the view, with a ``label`` that tells cases apart.
-    ``phase`` is what the first table shows: whole steps, or the phase that the group is of.
+    ``phase`` is what the first table shows: whole steps, or the group's phase.
     """
 
     title: str
@@ -86,7 +86,7 @@ _WRITERS: dict[str, Callable[[float], str]] = {
 
 
 def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
-    """The rows by cell, and within a cell by trainer, the baseline first; phases stay put."""
+    """The rows by cell, and within a cell by trainer, the baseline first; phases stay in order."""
     return ordered(summary, [*configuration, "device", "trainer"])
 
 
@@ -122,7 +122,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
         if axis not in keys and (axis in always or summary[axis].nunique() > 1)
     ] or ["trainer"]
     rows = ordered(in_order(summary), keys)
-    # As in `Case.id`; what is no axis is named.
+    # As in `Case.id`; other columns are named.
     prefixes = {"batch_size": "bs", "seq_len": "seq"} | {
         column: f"{column} " for column in labels if column not in AXES
     }
@@ -141,7 +141,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
             group = ordered(group, [view.sort])
         elif view.sort == NAME:
             group = group.sort_values("label", kind="stable")
-        elif view.sort is not None:  # what has no number goes last
+        elif view.sort is not None:  # NaN goes last
             by = column(view.sort)
             sorting = group[(group.metric == by.name) & (group.phase == phase)]
             places = group.label.map(sorting.set_index("label").value)

@@ -40,7 +40,7 @@ def kernel_tables(
 ) -> list[Table]:
     """The ``top`` kernels, categories and operators of a case by DRAM bytes.
 
-    Shares are of the step's DRAM bytes if these are known (ranges were measured), and bandwidths of
+    Shares refer to the step's DRAM bytes if these are known (ranges were measured), bandwidths to
     the peak of its card.
     """
     roofs = known_roofs(device)
@@ -92,7 +92,7 @@ def _notes(
 
 
 def account_table(title: str, accounted: pd.DataFrame) -> Table:
-    """DRAM bytes of kernels, copies and ranges in GB by phase, with what is left over."""
+    """DRAM bytes of kernels, copies and ranges in GB by phase, with the remainder."""
     step = accounted.loc[STEP]
     small = step.range_read + step.range_written < IN_CACHE_BYTES
     write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")

@@ -1,4 +1,4 @@
-"""How a table looks: cut to a terminal's width, or as Markdown, and its numbers for people."""
+"""Formats tables, for a terminal's width or as Markdown, and their numbers."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Which columns have numbers."""
+        """The columns with numbers."""
         return [
             any(isinstance(v := line[place], Number) and v == v for line in self.exact)
             for place in range(len(self.headers))
         ]
 
     def as_text(self, width: int = WIDTH) -> str:
-        """For a terminal; columns beyond its width follow below, with the first column repeated."""
+        """The table for a terminal; columns that do not fit follow below it."""
         blocks = [self._render(block, "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
         lines = [_fill(self.title, width), "", "\n\n".join(blocks), *notes]
         return printable("\n".join(lines))  # names come from outside
 
     def as_markdown(self) -> str:
-        """A heading and a GitHub table."""
-        # A line break in a cell is inside a name, which a terminal has no room for.
+        """The table as a heading and a GitHub table."""
+        # Line breaks in a cell only fit a name to a terminal's width.
         cells = [[escaped(cell.replace("\n", "")) for cell in line] for line in self.cells]
         plain = Table("", list(map(escaped, self.headers)), cells)
         body = plain._render(range(len(self.headers)), "github")

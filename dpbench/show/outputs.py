@@ -1,7 +1,7 @@
-"""What is written of runs: an output for each ending of a file, found in `OUTPUTS`.
+"""Writes runs: an output for each file extension, found in `OUTPUTS`.
 
 An output is a function of the runs and of the `TableOptions`; it returns text or bytes.
-A session has one run; ``dpbench show`` may have several, and what cannot hold several refuses them.
+A session has one run; ``dpbench show`` may have several, which some outputs refuse.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def json_document(runs: Sequence[Run], view: TableOptions) -> str:
 
 
 def markdown_tables(runs: Sequence[Run], view: TableOptions) -> str:
-    """The tables of each run; of one that broke off, how many cases are missing."""
+    """The tables of each run; for an interrupted one, how many cases are missing."""
     from dpbench.show.export import summary_tables
     from dpbench.show.layout import as_markdown
 
@@ -61,12 +61,12 @@ def markdown_tables(runs: Sequence[Run], view: TableOptions) -> str:
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
-    """What a trainer says of itself on one line, e.g. ``clips flat``."""
+    """The labels of a trainer on one line, e.g. ``clips flat``."""
     return ", ".join(f"{name} {value}" for name, value in labels.items())
 
 
 def csv_rows(runs: Sequence[Run], view: TableOptions) -> str:
-    """The long table, exact, in bytes and seconds, with what each trainer says that it clips.
+    """The long table, exact, in bytes and seconds, with what each trainer's labels say it clips.
 
     Ratios are not in it: they are between means over the steps, and a line is one step. A text that
     a spreadsheet would take for a formula has an apostrophe before it, as OWASP's "CSV Injection"

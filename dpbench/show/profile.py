@@ -33,7 +33,7 @@ REPORT_WIDTH = 120
 def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
     """For each case that a profiler recorded, a table with a line for each phase.
 
-    The long table has what each rank of several did.
+    The long table has the numbers of each rank.
     """
     tables = []
     for name in (PROFILER, TIMELINE):
@@ -122,7 +122,7 @@ def timeline_tables(
 
 
 def _name(name: str) -> str:
-    return wrapped(short_name(name) if "(" in name else name)  # a kernel has parameters
+    return wrapped(short_name(name) if "(" in name else name)  # a kernel's name has its parameters
 
 
 def _statistics(title: str, text: str) -> Table:

@@ -20,8 +20,8 @@ SHOWN_SHARE = 1e-3
 """A phase gets a column if it moves at least this share of the step."""
 
 EVEN_SHARE = 0.05
-"""Ranks are even if the largest is above their mean by no more than this; so small a phase has no
-say."""
+"""Ranks are even if the largest exceeds their mean by no more than this; smaller phases are
+ignored."""
 
 BUSY_OF = (
     "Of the time that the step or phase takes when it is not counted and the CPU runs ahead; of "
@@ -42,8 +42,8 @@ def tables(
 ) -> list[Table]:
     """Every table of a summary: by cell, the step and its phases; then throughput, and the rest.
 
-    A view with columns gets one table a group, of these columns and nothing else; ``outcomes`` say
-    which tests asked for what, if it groups by them, and what trainers say of themselves.
+    A view with columns gets one table a group, of these columns and nothing else; ``outcomes`` tell
+    which tests asked for what, if it groups by them, and trainers' labels.
     """
     elsewhere = [metric.name for metric in METRICS.values() if metric.table]
     summary = summary[~summary.metric.isin(elsewhere) & ~summary.of.isin(elsewhere)]
@@ -88,14 +88,14 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
         return list(chosen) if filled else []
     if "phase" in view.group_by or not any(c.unit == "B" and c.adds_up for c in filled):
         return filled
-    # Not every chip and instrument says how busy the GPU was, or has what others declare, and one
-    # rank alone sends nothing.
+    # Some chips and instruments lack busy shares or others' metrics, and a single rank sends
+    # nothing.
     usual = METRICS.built_in - {BUSY, "collective_bytes"}
     return [c for c in chosen if c in filled or (c.of or c.name) in usual]
 
 
 def _header(shown: Metric, view: TableOptions) -> str:
-    """A column's header, if its ratio is to another trainer than the usual with that one's name."""
+    """A column's header, with the baseline's name if its ratio is to an unusual trainer."""
     if view.baseline == BASELINE_TRAINER:
         return shown.heading
     return shown.heading.replace(STANDARD, f"÷ {view.baseline}")
@@ -163,7 +163,7 @@ def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str
 
 
 def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
-    """The largest spread of each column, with the case and the number of steps it is over."""
+    """The largest spread of each column, with its case and number of steps."""
     for shown in (each for each in columns if each.spread):
         rows = group.shown[group.shown.metric == derived_name(shown.name, "spread")]
         if len(rows):
@@ -173,7 +173,7 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
-    """For each column the phase, or the step, in which ranks differ most, if they do."""
+    """The phase (or step) of each column in which ranks differ most, if they do."""
     for shown in (each for each in columns if each.kind == "value"):
         rows = group.frame[group.frame.metric == shown.name]
         rows = rows[rows.value > EVEN_SHARE * rows.value.max()]

@@ -1,4 +1,4 @@
-"""What time is made of, as tables: each phase's, and what privacy adds to a step's."""
+"""Tables of the time breakdown: of each phase, and of what privacy adds to a step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ TIME_COLUMNS: dict[str, Shown] = {
     "left\nms": ("left_seconds", _tenths),
     "bound": ("bound", str),
 }
-"""Of a phase: its time, and what it is made of."""
+"""The columns of a phase: its time and its parts."""
 
 ADDED_COLUMNS: dict[str, Shown] = {
     "more\nms": ("more_seconds", _tenths),
     **{part: (f"{part}_share", lambda x: f"{round(x, 2) + 0.0:.0%}") for part in PARTS},  # no -0%
 }
-"""Of a step: how much longer it takes than the baseline's, and which shares explain that."""
+"""The columns of a step: how much longer it takes than the baseline's, and which shares explain
+it."""
 
 HOW_TO_READ = (
     "Arithmetic, bytes: the least time for each at these roofs; two bounds, which overlap. Idle: "
@@ -65,7 +66,7 @@ def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAI
 
 
 def lacking(rows: pd.DataFrame) -> Iterator[str]:
-    """Notes on what was not measured for some trainers, or contradicts the rest, and what helps."""
+    """Notes on what some trainers lack, or what contradicts the rest, and what helps."""
     steps = rows[rows.phase == STEP]
     no_ceiling = steps.arithmetic_seconds.isna() & steps.flops.notna()
     for missing, what, by in (

@@ -54,7 +54,7 @@ def usual_columns() -> list[Metric]:
 
 
 NAME = "name"
-"""Sorts by the first column."""
+"""The sort order by the first column."""
 
 OF_TESTS = ("name", "fullname", "func", "fullfunc", "param")
 PARAM = "param:"
@@ -63,18 +63,18 @@ PARAM = "param:"
 NO_TEST = "-"
 
 GROUPS = ("cell", "device", "phase", *AXES)
-"""Other labels: ``cell`` groups the cases that have one baseline, an axis those of one value."""
+"""Other labels: ``cell`` groups cases with the same baseline, an axis those with the same value."""
 
 
 @dataclass(frozen=True)
 class TableOptions:
     """Columns, order and grouping of the tables by case, and how many kernels are shown.
 
-    Without ``columns`` those of `shown_by_default` are shown, and all other tables; ``sort`` is a
-    column's name or an axis. Rows of different devices never share a table. ``expected`` has by
-    metric the expected range of its ratio. Ratios are to the trainer ``baseline``; the default
-    ranges are of ratios to the standard trainer. ``ceilings`` are what
-    the card reaches, if others than dpbench knows.
+    Without ``columns``, those of `shown_by_default` and all other tables are shown; ``sort`` is a
+    column's name or an axis. Rows of different devices never share a table. ``expected`` has each
+    metric's expected range of its ratio. Ratios are to the trainer ``baseline``; the default ranges
+    are for ratios to the standard trainer. ``ceilings`` are the card's rates, if not those that
+    dpbench knows.
     """
 
     columns: tuple[Metric, ...] = ()

@@ -32,18 +32,18 @@ DRAWN_BY = "noise drawn by"
 class TrainerBase(ABC):
     """Trains ``model`` one batch at a time; the subclass says how.
 
-    A subclass marks the parts of its step with `dpbench.phase`, and knows of what it trains only
-    `mean_loss` and `example_losses`.
+    A subclass marks the parts of its step with `dpbench.phase`, and uses only `mean_loss` and
+    `example_losses` of what it trains.
 
     Attributes:
         labels: what a reader must know to compare it with others, such as ``{"clips": "flat"}``;
-            tables say where those of two trainers differ. An object may have its own.
-        joint_batch_size: B of all ranks together, of which the gradient is the mean.
+            tables say where those of two trainers differ. An instance may override them.
+        joint_batch_size: B of all ranks together; the gradient is the mean over it.
 
     Args:
         model: the workload's model.
-        batch_size: examples in every batch, B; of several ranks, in each one's part. A DP trainer
-            scales its noise by that of all.
+        batch_size: examples in every batch, B; with several ranks, in each rank's part. A DP
+            trainer scales its noise by the joint size.
         learning_rate: step size of the optimizer.
         noise_multiplier: σ; the noise added to the summed gradient has deviation σ·C.
         max_grad_norm: C, the threshold to which each example's gradient is clipped.
@@ -51,7 +51,7 @@ class TrainerBase(ABC):
         workload: gives the losses; by default those of the transformer, whose batches are
             ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
         micro_batches: equal parts in which a batch is trained, gradients accumulating: `parts`.
-        autocast: the 16-bit type that ``torch.autocast`` computes losses in, if it shall; with
+        autocast: the 16-bit type that ``torch.autocast`` computes losses in, if any; with
             float16, ``scaler`` scales them.
         parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`; each trains
             ``batch_size`` examples.
@@ -125,16 +125,16 @@ class TrainerBase(ABC):
             return self.workload.loss(model, batch)
 
     def mixed(self) -> AbstractContextManager[object]:
-        """In which losses are computed: autocast, if it was asked for."""
+        """The context in which losses are computed: autocast, if it was asked for."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.autocast)
 
     def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
-        """The micro-batches of a batch, and of each whether it is the last; usually the batch.
+        """The micro-batches of a batch, each with whether it is the last; usually one.
 
-        A batch has the size that this trainer was built for. DP noise is scaled by that: a smaller
-        last batch would silently get the wrong noise.
+        A batch must have the size that this trainer was built for. DP noise is scaled by that: a
+        smaller last batch would silently get the wrong noise.
         """
         if (examples := examples_in(batch)) != self.batch_size:
             raise ValueError(
@@ -161,5 +161,5 @@ def check_numbers(
 
 
 def mean_of(losses: list[Tensor]) -> Tensor:
-    """The mean of the losses of micro-batches; of one, itself, in no operation."""
+    """The mean loss of micro-batches; a single loss is returned without any operation."""
     return losses[0] if len(losses) == 1 else torch.stack(losses).mean()

@@ -1,9 +1,9 @@
 """DP-SGD with flat clipping in one backward pass, without per-sample gradients.
 
-Backward computes no gradient of a parameter, only those of what each layer returned. From these
-and the layers' activations, which forward keeps, come the norms and then the sum of the clipped
-gradients: Bu et al., "Differentially Private Optimization on Large Foundation Models" (2022),
-https://arxiv.org/abs/2210.00038, "book-keeping".
+Backward computes gradients of layers' outputs only, not of parameters. Norms, and then the sum of
+clipped gradients, are computed from these and from the kept activations: Bu et al., "Differentially
+Private Optimization on Large Foundation Models" (2022), https://arxiv.org/abs/2210.00038,
+"book-keeping".
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dpbench.training.phases import phase
 class BookKeepingTrainer(ClippedSumTrainer):
     """One backward pass; then norms, clipping factors and weighted sums, all in ``clip``.
 
-    Any optimizer updates, and a layer may be called several times. Activations and output gradients
+    Any optimizer works, and a layer may be called several times. Activations and output gradients
     of linear and embedding layers are kept until they are clipped, under activation checkpointing
-    as well; of other layers the examples' gradients are, which backward makes as it comes to them.
+    as well; of other layers, the per-sample gradients, which backward makes.
 
     Arguments as `TrainerBase`.
 
@@ -75,7 +75,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 with phase("backward"):
                     (loss * self.part_size).backward()  # of the sum: each example's own gradient
             losses.append(loss.detach())
-            del loss  # its graph holds on to what layers have seen
+            del loss  # its graph keeps layers' inputs alive
             with phase("clip"):
                 self.clip(last)
             if last:
@@ -83,7 +83,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return mean_of(losses)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The mean loss; the first time parameters are looked for that no layer's call uses."""
+        """The mean loss; the first call also looks for parameters that no layer's call uses."""
         if self._uses_are_checked:
             return super().mean_loss(model, batch)
         with outside_of_their_layers(self.model, self.rules) as names:
@@ -94,7 +94,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     @contextmanager
     def without_parameter_gradients(self) -> Iterator[None]:
-        """In here layers are heard, and autograd makes no gradient of a parameter."""
+        """A context with hooks on layers, in which autograd makes no parameter gradients."""
         self.seen = {}
         self._listening = True
         for parameter in self.trained:
@@ -110,11 +110,11 @@ class BookKeepingTrainer(ClippedSumTrainer):
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
     ) -> Tensor | None:
         """Keep what a layer was given and, when backward comes to it, its output's gradient."""
-        # Without autograd it runs first under activation checkpointing, which runs it again.
+        # Activation checkpointing first runs the layer without autograd, and later again.
         if not (self._listening and torch.is_grad_enabled()):
             return None
         rule.check_call(given, options, returned, self.part_size)
-        is_first = not returned.requires_grad  # there is nothing to train before it
+        is_first = not returned.requires_grad  # no trained layer is before it
         if is_first:
             returned.requires_grad_()
         held = [given[0].detach()]
@@ -122,8 +122,8 @@ class BookKeepingTrainer(ClippedSumTrainer):
         seen = self.seen.setdefault(layer, [])
 
         def keep_gradient(gradient: Tensor) -> None:
-            activations = held.pop()  # the graph has this function until backward is over
-            if activations._version != version:  # autograd, which need not keep it, does not look
+            activations = held.pop()  # the graph references this function until backward ends
+            if activations._version != version:  # autograd need not keep it and does not check it
                 raise rule.refusal("what it was given was changed in place afterwards")
             rule.keep(seen, activations, gradient.detach())
 
@@ -137,9 +137,10 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     @torch.no_grad()
     def clipped(self, last: bool) -> Iterator[Buffer]:
-        """Clip, and over ranks take out each buffer once the last micro-batch is in it.
+        """Clip; over ranks, also take out each buffer that has received the last micro-batch.
 
-        All ranks do so in the order of the model's layers, also of those that one has not called.
+        All ranks follow the order of the model's layers, even for layers that a rank has not
+        called.
         """
         early = last and self.parallel != "none"
         seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
@@ -155,7 +156,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return self.factors_for(self.squared_norms(seen))
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
-        """Of parts of each example's gradient, each ``[B]``, float32 at least."""
+        """The squared norms of parts of each example's gradient, each ``[B]``, float32 or wider."""
         norms = GhostNorms()
         for layer, rule in self.rules.items():
             if layer not in seen:
@@ -170,7 +171,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
 
 class ChangeableInPlace(torch.autograd.Function):
-    """A leaf's numbers, in the same memory, as what a model may change in place."""
+    """A leaf's values in the same memory, as a tensor that a model may change in place."""
 
     @staticmethod
     def forward(_: Any, leaf: Tensor) -> Tensor:
@@ -185,10 +186,10 @@ class ChangeableInPlace(torch.autograd.Function):
 def outside_of_their_layers(
     model: nn.Module, rules: Mapping[nn.Module, Rule[Any]]
 ) -> Iterator[dict[Any, str]]:
-    """In here trained parameters need gradients, but for the calls of their layers.
+    """A context in which trained parameters need gradients, except in their layers' calls.
 
     Yields:
-        The names of parameters; those that FSDP2 gathers come as it does.
+        The names of parameters; those that FSDP2 gathers are added when it gathers them.
     """
     trained = [parameter for rule in rules.values() for parameter in rule.trained]
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -216,7 +217,7 @@ def outside_of_their_layers(
 
 
 def check_heard(names: Mapping[Any, str], loss: Tensor) -> None:
-    """Refuse a parameter on which the loss depends other than by a call of its layer."""
+    """Refuse a parameter that the loss uses outside its layer's calls."""
     waiting: list[Any] = [loss.grad_fn]
     known: set[Any] = {None}
     while waiting:
@@ -234,7 +235,7 @@ def check_heard(names: Mapping[Any, str], loss: Tensor) -> None:
 
 
 def check_untied(model: nn.Module) -> None:
-    """Refuse a trained parameter of two layers: its gradient is the sum of what each has."""
+    """Refuse a trained parameter shared by two layers: its gradient is a sum over both."""
     owners = Counter(
         parameter
         for layer in model.modules()

@@ -1,4 +1,4 @@
-"""What trainers share that sum clipped gradients themselves: the sums, the noise, the update."""
+"""The base of trainers that sum clipped gradients themselves: sums, noise, update."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ClippedSumTrainer(TrainerBase):
 
     @property
     def sums(self) -> Sums:
-        """What the examples so far have added up to."""
+        """The sums over the examples so far."""
         if self._sums is None:
             ranks = rank_and_ranks()[1] if self.parallel == "fsdp2" else 1
             self._sums = Sums(self.trained, self.sums_in, ranks)
@@ -73,20 +73,20 @@ class ClippedSumTrainer(TrainerBase):
         return sums
 
     def begin_step(self) -> None:
-        """Refuse a model that was changed; begin anew, should a step before have failed."""
+        """Refuse a changed model; discard the sums of an earlier step that failed."""
         if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # a forward without backward leaves the outermost gathered
+            self.model.reshard()  # forward without backward leaves the outermost module gathered
         self.known.check()
         self._sums, self._reductions = None, []
 
     def factors_for(self, squared_norms: Sequence[Tensor]) -> Tensor:
-        """What gradients are multiplied by, of whose parts these are the squared norms ``[B]``."""
+        """The clipping factors, from the squared norms ``[B]`` of parts of the gradients."""
         return clipping_factors(total(squared_norms), self.max_grad_norm)
 
     def reduce(self, buffer: Buffer) -> None:
-        """Begin to add a buffer up over the ranks, to which no rank adds anything any more.
+        """Begin to reduce a completed buffer over the ranks.
 
-        Under DDP the noise is in it: each rank draws a share.
+        Under DDP it includes the noise, of which each rank draws a share.
         """
         if self.parallel == "ddp" and not self.draws_in_update:
             with phase("noise"):
@@ -96,7 +96,7 @@ class ClippedSumTrainer(TrainerBase):
             self._reductions[-1 - AT_ONCE].wait()  # which frees what was sent
 
     def all_reductions(self) -> list[Reduction]:
-        """Those of all buffers; reduce what is left."""
+        """Reduce the buffers that are left; returns the reductions of all."""
         for buffer in self.take_sums().close():
             self.reduce(buffer)
         reductions, self._reductions = self._reductions, []
@@ -132,7 +132,7 @@ AT_ONCE = 4
 
 
 def check_alike(parameters: list[nn.Parameter]) -> None:
-    """Refuse parameters whose gradients cannot be in one buffer."""
+    """Refuse parameters whose gradients cannot share a buffer."""
     kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in parameters}
     if len(kinds) > 1:
         raise ConfigurationError(

@@ -22,7 +22,7 @@ from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
 
 
 def mark_phases(optimizer: DPOptimizer) -> None:
-    """Let the parts of ``optimizer.step()`` say which phase they are.
+    """Mark the phases inside ``optimizer.step()``.
 
     Opacus clips, adds noise and updates inside one call. Wrapping its own methods keeps that
     call, so that what is measured stays what Opacus does.
@@ -38,10 +38,10 @@ def mark_phases(optimizer: DPOptimizer) -> None:
 
 
 class OpacusTrainer(TrainerBase):
-    """What all trainers of Opacus share; arguments as `TrainerBase`.
+    """The base of all Opacus trainers; arguments as `TrainerBase`.
 
     A subclass says how the model is wrapped, and which of Opacus's optimizers clips. In parallel
-    Opacus chooses that itself, by how it clips and by its ``grad_sample_mode``.
+    Opacus chooses the optimizer by the clipping and the ``grad_sample_mode``.
     """
 
     labels = PRIVATE
@@ -72,7 +72,7 @@ class OpacusTrainer(TrainerBase):
         return replica
 
     def distributed_optimizer(self, mode: str) -> type[DPOptimizer]:
-        """The optimizer that Opacus has for several ranks; its refusal, in its words."""
+        """Opacus's optimizer for several ranks; if Opacus refuses, an error with its message."""
         try:
             found: type[DPOptimizer] = get_optimizer_class(self.clip, True, mode)
         except ValueError as error:
@@ -97,7 +97,7 @@ class OpacusTrainer(TrainerBase):
         return self.mean_loss(self.grad_sample_module, batch)
 
     def backward(self, loss: Any) -> None:
-        """Take what `private_loss` returned back through the model."""
+        """Run backward from what `private_loss` returned."""
         loss.backward()
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -108,7 +108,7 @@ class OpacusTrainer(TrainerBase):
         """Clip a micro-batch; with the last, add noise and update. Returns its mean loss."""
         with phase("forward"):
             loss = self.private_loss(part)
-            mean: Tensor = loss.detach()  # of fast gradient clipping, a mean is taken here
+            mean: Tensor = loss.detach()  # fast gradient clipping: the mean is taken here
         with phase("backward"):
             self.backward(loss)
         with phase("optimizer"):
@@ -124,7 +124,7 @@ GRAD_SAMPLES = ("hooks", "functorch", "ew")
 
 
 class DPSGDTrainer(OpacusTrainer):
-    """Per-sample gradients that are kept until all are there, and clipped then.
+    """DP-SGD that keeps per-sample gradients until all are there, and then clips them.
 
     Args:
         clip: ``flat``: an example's whole gradient, to C. ``per_layer``: that of each parameter,

@@ -47,14 +47,14 @@ from dpbench.training.reductions import Reduction
 T = TypeVar("T")
 
 Graphs = dict[str, list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]]
-"""By phase the graphs of its parts, and of each the buffers that are complete after it."""
+"""The graphs of each phase, each with the buffers that are complete after it."""
 
 REDUCED_TOGETHER = 2**26
-"""Bytes of buffers after which they are reduced, while the next graph is computed."""
+"""Buffers are reduced once they have this many bytes, while the next graph runs."""
 
 
 class LayerNormRule(SampledRule):
-    """The small gradients of each example, from one pass over what the layer has seen."""
+    """The small gradients of each example, from one pass over the layer's inputs."""
 
     layer: nn.LayerNorm
 
@@ -72,13 +72,12 @@ class FusedTrainer(BookKeepingTrainer):
 
     With plain SGD the parameters become parts of buffers, and the update draws the noise as it
     adds it: there is no phase ``noise``. Other optimizers update as `BookKeepingTrainer` does.
-    Under DDP all ranks draw the same, which costs no bytes: every rank knows the noise. Under FSDP2
-    each draws it for its shards, which stay where they are.
+    Under DDP all ranks draw the same noise: nothing is sent, and every rank knows it. Under FSDP2
+    each rank draws it for its shards, which keep their memory.
 
-    The first step makes the graphs, and only it. A batch of other shapes than its is trained
-    without them, as are micro-batches, steps whose operators somebody counts, and a model some
-    layers of which have gone over to `eval`, or back. Under FSDP2 they hold its collectives: see
-    `dpbench.training.parallel.leave_group`.
+    Only the first step captures graphs. These run eagerly: batches of other shapes, micro-batches,
+    steps whose operators are counted, and models in which a layer has switched to `eval` or back.
+    Under FSDP2 the graphs hold its collectives: see `dpbench.training.parallel.leave_group`.
     """
 
     scaled = staticmethod(scaled)
@@ -107,7 +106,7 @@ class FusedTrainer(BookKeepingTrainer):
         self._last_block = block
 
     def _seed_buffers(self) -> None:
-        """Give each buffer a seed; under FSDP2 others in each rank."""
+        """Give each buffer a seed; under FSDP2 seeds differ between ranks."""
         number, (rank, ranks) = len(in_buffers(self.trained)), rank_and_ranks()
         seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(self.trained[0].device)
         if self.parallel != "none":
@@ -164,7 +163,7 @@ class FusedTrainer(BookKeepingTrainer):
                 noisy_descent(self.flats[each.number], gradient, seed, deviation, rate)
                 continue
             shards = [parameter.to_local() for parameter in each.parameters]
-            if len(shards) > 1:  # small ones, whose shards lie apart
+            if len(shards) > 1:  # small ones, whose shards are not contiguous
                 change = torch.zeros_like(gradient)
                 noisy_descent(change, gradient, seed, deviation, rate)
                 torch._foreach_add_(shards, each.parts(change))
@@ -175,7 +174,7 @@ class FusedTrainer(BookKeepingTrainer):
 
     def train_step(self, batch: Batch) -> Tensor:
         graphs = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
-        # Whoever listens to operators does not hear those of a graph.
+        # Operators inside a graph cannot be counted.
         graphs = graphs and _get_current_dispatch_mode() is None
         if self._graphs is None:
             self.begin_step()
@@ -196,13 +195,13 @@ class FusedTrainer(BookKeepingTrainer):
         return self._loss.clone()
 
     def _signature(self, batch: Batch) -> tuple[object, ...]:
-        """What a graph holds fixed."""
+        """What a captured graph depends on."""
         leaves, structure = pytree.tree_flatten(batch)
         kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
         return structure, self.max_grad_norm, kinds, [layer.training for layer in self._layers]
 
     def _recorded(self, batch: Batch) -> Graphs:
-        """The graphs of a step by phase, after it was taken once, without update, to warm up."""
+        """The graphs of a step by phase, captured after one warm-up without update."""
         self._batch = pytree.tree_map(torch.clone, batch)
         self._recorded_signature = self._signature(batch)
         side = torch.cuda.Stream()
@@ -218,8 +217,8 @@ class FusedTrainer(BookKeepingTrainer):
         pool = torch.cuda.graph_pool_handle()
         try:
             with self.without_parameter_gradients():
-                # Hugging Face's attention makes a mask where a stream is being captured, and runs
-                # other kernels then. Only a model that would read from the GPU has to know.
+                # Hugging Face's attention makes a mask, and runs other kernels, if a stream is
+                # being captured. Only a model that reads from the GPU has to know of the capture.
                 with nullcontext() if waits else unnoticed_capture():
                     graphs["forward"] = [(recorded(self._forward, pool)[0], [])]
                 graphs["backward"] = [(recorded(self._backward, pool)[0], [])]
@@ -238,8 +237,8 @@ class FusedTrainer(BookKeepingTrainer):
 
     def _backward(self) -> None:
         if self.parallel == "fsdp2" and torch.cuda.is_current_stream_capturing():
-            # FSDP2's own streams, which gather ahead, are not in this graph before they wait for
-            # something in it; this stream begins, and they wait for it.
+            # FSDP2's own streams, which gather ahead, join the capture only by waiting for a
+            # captured stream. So they wait for this one first.
             self._last_block.unshard(async_op=True)
         (self._live * self.batch_size).backward()
         del self._live
@@ -249,7 +248,7 @@ class FusedTrainer(BookKeepingTrainer):
         yield from self.take_sums().close()
 
     def _sum_over_ranks(self) -> list[Reduction]:
-        """Clip with its reductions; what was sent makes room for other sums."""
+        """Clip and reduce; buffers that were sent make room for other sums."""
         self._reductions = []
         for buffer in self._sum_clipped():
             self.reduce(buffer)
@@ -258,7 +257,7 @@ class FusedTrainer(BookKeepingTrainer):
         return self._reductions
 
     def _recorded_clip(self, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]:
-        """Under DDP as several graphs, with the buffers that can be reduced after each."""
+        """Clip as several graphs under DDP, each with the buffers to reduce after it."""
         if self.parallel == "fsdp2":
             graph, self._recorded_reductions = recorded(self._sum_over_ranks, pool)
             return [(graph, [])]
@@ -272,7 +271,7 @@ class FusedTrainer(BookKeepingTrainer):
 
 
 def flatten_parameters(parameters: list[Tensor]) -> Tensor:
-    """One buffer that the parameters become parts of."""
+    """One buffer of which the parameters become parts."""
     flat, places, _ = one_buffer(parameters)
     for parameter, place in places.items():
         place.copy_(parameter.data)
@@ -281,7 +280,7 @@ def flatten_parameters(parameters: list[Tensor]) -> Tensor:
 
 
 def recorded(part: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of what a part of a step does, with its memory in a pool; and what it returned."""
+    """Capture a part of a step in a pool's memory; returns the graph and the part's result."""
     graph = torch.cuda.CUDAGraph()
     GRAPHS.add(graph)
     with torch.cuda.graph(graph, pool=pool):
@@ -290,7 +289,7 @@ def recorded(part: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]
 
 
 def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
-    """The next of some buffers, which have so many bytes together, or the last ones."""
+    """The next buffers with this many bytes in total, or the last ones."""
     some: list[Buffer] = []
     for buffer in buffers:
         some.append(buffer)
@@ -300,7 +299,7 @@ def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
 
 
 def waits_for_the_gpu(part: Callable[[], object]) -> bool:
-    """Do a part of a step; whether Python read something from the GPU in it."""
+    """Run a part of a step; returns whether Python read something from the GPU."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -319,12 +318,12 @@ def waits_for_the_gpu(part: Callable[[], object]) -> bool:
 
 
 def unnoticed_capture() -> AbstractContextManager[object]:
-    """While it lasts, a model that asks is told that no stream is being captured."""
+    """A context in which models are told that no stream is being captured."""
     return patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is SGD that takes the gradient times the rate off, and nothing else."""
+    """Whether an optimizer is plain SGD: it only subtracts the gradient times the rate."""
     usual = torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults
     same = {name: value for name, value in usual.items() if name != "lr"}
     return (

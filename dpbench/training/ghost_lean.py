@@ -1,8 +1,8 @@
 """Opacus's ghost clipping without the bytes that it moves needlessly.
 
 A first backward pass finds norms, a second one the gradient of the weighted loss, as in
-`dpbench.training.fast_gradient_clipping`; `docs/upstream` has most of what Opacus 1.6.0 does
-otherwise as diffs.
+`dpbench.training.fast_gradient_clipping`; `docs/upstream` has most of the differences from Opacus
+1.6.0 as diffs.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from dpbench.training.refusals import check_layers
 class GhostLeanTrainer(ClippedMeanTrainer):
     """`DPGhostClippingTrainer` with these changes.
 
-    - The loss is a sum; Opacus multiplies what each layer gets back from its mean.
+    - The loss is a sum; Opacus takes the mean and rescales each layer's output gradient.
     - Norms are upper bounds, see `dpbench.training.norm_bounds`; Opacus's may be too small.
     - The pass for the norms computes no gradient of a parameter, so that under FSDP2 none is
-      reduced in it. Under activation checkpointing autograd cannot leave them out: they are
-      dropped; Opacus makes them zeros, and adds to these.
+      reduced in it. Under activation checkpointing autograd computes them anyway: they are dropped;
+      Opacus sets them to zero and adds to these.
     - Layers other than linear, embedding and convolution ones, whose parameters are mostly small,
       compute their examples' gradients once: they are kept, and what goes into the update is
-      their sum. So nothing is rounded otherwise in the second pass than in the first.
+      their sum. So both passes round alike.
     - The clipped sums are not copied. Noise is drawn as in `dpbench.training.lean.LeanTrainer`;
-      under FSDP2 each rank draws it for its shard; of Opacus's, each for all shards.
+      under FSDP2 each rank draws it for its shard; with Opacus, for all shards.
     - Under FSDP2 embeddings are not gathered in backward, which does not read them, and the layers
       of a block are gathered and reduced together, if the workload says which blocks there are.
 
     Args:
-        norms: of linear layers, and with ``cheaper`` of convolutions: one of
-            `dpbench.training.ghost_norms.WAYS`.
+        norms: how those of linear layers, and with ``cheaper`` of convolutions, are computed: one
+            of `dpbench.training.ghost_norms.WAYS`.
         options: as `TrainerBase`.
 
     Raises:
@@ -72,14 +72,14 @@ class GhostLeanTrainer(ClippedMeanTrainer):
             raise unknown("way of norms", norms, WAYS)
         self.norms = norms
         super().__init__(model, batch_size=batch_size, **options)
-        self._found: FirstPass | None = None  # but in the first pass
+        self._found: FirstPass | None = None  # except in the first pass
         for layer, rule in self.rules.items():
             layer.register_forward_hook(partial(self._hear, rule), with_kwargs=True)
 
     def spread(self, model: nn.Module) -> nn.Module:
         check_layers(model)
         check_untied(model)
-        # Before FSDP2 makes other classes of the layers.
+        # Before FSDP2 replaces the layers' classes.
         self.rules: dict[nn.Module, Rule[Any]] = {
             layer: rule_of(layer, name)
             for name, layer in model.named_modules()
@@ -116,7 +116,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
     def _hear(
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
     ) -> None:
-        """In the first pass, measure what a layer gets back when backward comes to it."""
+        """In the first pass, measure a layer's output gradient when backward reaches it."""
         found = self._found
         if found is None:
             return
@@ -132,8 +132,8 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         def measure(gradient: Tensor) -> None:
             if self._found is None:
                 return
-            activations = held.pop()  # the graph has this function until the second pass is over
-            if activations._version != version:  # autograd, which need not keep it, does not look
+            activations = held.pop()  # the graph keeps this function until the second pass ends
+            if activations._version != version:  # autograd need not keep it and does not check it
                 raise rule.refusal("what it was given was changed in place afterwards")
             found.measure(rule, activations, gradient.detach())
 
@@ -142,8 +142,8 @@ class GhostLeanTrainer(ClippedMeanTrainer):
     def backward(self, losses: Tensor, found: FirstPass) -> None:
         """Both passes, which leave the mean of the clipped gradients."""
         if found.firsts and not found.runs_again:
-            # Backward goes through every layer to the first ones, and computes nothing else: what
-            # FSDP2 does not reduce it keeps, and adds to the gradients of the second pass.
+            # Backward runs through every layer to the first ones, without parameter gradients:
+            # FSDP2 would keep unreduced ones and add them to those of the second pass.
             torch.autograd.grad(losses.sum(), found.firsts, retain_graph=True, allow_unused=True)
         else:
             losses.sum().backward(retain_graph=True)
@@ -162,7 +162,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
 
     @torch.no_grad()
     def take_gradients(self, found: FirstPass) -> None:
-        """Add what the passes left; zeros, where the loss does not depend on a parameter."""
+        """Add the gradients that the passes left; zeros where the loss ignores a parameter."""
         for layer, rule in self.rules.items():
             grown = any(p.grad is not None for p in layer.parameters(recurse=False))
             if grown and rule not in found.measured:
@@ -173,13 +173,13 @@ class GhostLeanTrainer(ClippedMeanTrainer):
 
 
 class FirstPass:
-    """What the pass for the norms finds of a micro-batch.
+    """What the pass for the norms finds in a micro-batch.
 
     Attributes:
-        firsts: where backward may end: outputs of layers that have no trained layer before them.
+        firsts: outputs of layers without a trained layer before them, where backward may end.
         runs_again: whether activation checkpointing runs layers again in backward.
-        measured: the rules of layers that backward has come to.
-        samples: by parameter the examples' gradients ``[B, …]`` that are summed as they are.
+        measured: the rules of layers that backward has reached.
+        samples: the per-sample gradients ``[B, …]``, by parameter, that are summed unchanged.
     """
 
     def __init__(self, way: str) -> None:
@@ -224,19 +224,19 @@ class FirstPass:
         self._norms.add(rows, g, summed_in=g.dtype if on_cpu else None)
 
     def _by_products(self, layer: Any, g: Tensor) -> bool:
-        """Whether a convolution is taken for a linear layer of the patches that it sees."""
+        """Whether a convolution is treated as a linear layer on its patches."""
         is_plain = isinstance(layer, nn.Conv1d | nn.Conv2d) and layer.groups == 1
         smaller = are_smaller(g[0, 0].numel(), layer.weight.numel())
         return self._norms.way == "cheaper" and is_plain and smaller
 
     def squared_norms(self) -> list[Tensor]:
-        """Of parts of each example's gradient, each ``[B]``."""
+        """The squared norms of parts of each example's gradient, each ``[B]``."""
         for parameter, samples in self.samples.items():
             self._norms.add_samples(samples, parameter.dtype)
         return self._norms.squared_norms()
 
     def weighted_sum(self, parameter: Tensor, weights: Tensor, gradient: Tensor) -> Tensor:
-        """What goes into the update instead of the second pass's gradient of a parameter."""
+        """The gradient of a parameter that replaces the second pass's in the update."""
         samples = self.samples.pop(parameter, None)
         if samples is None:  # checkpointing comes to it for each block
             return torch.zeros_like(gradient)
@@ -254,9 +254,9 @@ def is_convolution(layer: nn.Module) -> bool:
 def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
     """By how much a convolution's second pass may be off from its first, ``[B]``.
 
-    Sums over positions are taken to round independently, by ``n^½`` units each: Higham and Mary, "A
-    New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), 2019. Twice
-    that is added.
+    Sums over positions are assumed to round independently, by ``n^½`` units each: Higham and Mary,
+    "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), 2019.
+    Twice that is added.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
     ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
@@ -270,7 +270,7 @@ def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """What a convolution multiplies its weight with at each position, ``[B, D, T]``."""
+    """The patches that a convolution multiplies by its weight, by position, ``[B, D, T]``."""
     flat = isinstance(layer, nn.Conv1d)  # is a row of pixels
     unfolded: Tensor = unfold2d(
         x.unsqueeze(2) if flat else x,

@@ -1,10 +1,10 @@
-"""Norms of each example's gradient from what layers were given, and the gradients they got back.
+"""Norms of each example's gradient, from layers' inputs and output gradients.
 
-Of a linear layer or an embedding with T tokens they come in the cheaper of two ways: from products
-T × T where these are smaller than the weight, else from the gradient, which is not kept. This is
-mixed ghost clipping (Bu, Mao and Xu, "Scalable and Efficient Training of Large Convolutional Neural
-Networks with Differential Privacy", 2022, https://arxiv.org/abs/2205.10683). Of several layers of a
-shape at once, they come from one kernel that keeps neither.
+For a linear layer or an embedding with T tokens, the cheaper of two ways is used: products T × T
+where these are smaller than the weight, else the gradient, which is not kept. This is mixed ghost
+clipping (Bu, Mao and Xu, "Scalable and Efficient Training of Large Convolutional Neural Networks
+with Differential Privacy", 2022, https://arxiv.org/abs/2205.10683). For several layers of one
+shape, one kernel computes them and keeps neither.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from dpbench.training.norm_bounds import (
 )
 
 WAYS = ("products", "cheaper")
-"""Always by products T × T, or by these where they are smaller than the gradient."""
+"""Always by products T × T, or only where these are smaller than the gradient."""
 
 
 class GhostNorms:
     """Squared norms of parts of each example's gradient, gathered layer by layer.
 
-    They are upper bounds. A bound takes some twenty small kernels, for whose launches a step would
-    wait: it is made once for all layers of a shape, at the end. Until then a few numbers of each
-    example are kept.
+    They are upper bounds. A bound takes some twenty small kernels, whose launches would delay a
+    step: it is computed once for all layers of a shape, at the end. Until then a few numbers of
+    each example are kept.
 
     Args:
         way: one of `WAYS`.
@@ -69,7 +69,7 @@ class GhostNorms:
             g: gradients of what it returned, ``[B, T, N]``.
             weight: whether its weight is trained.
             bias: whether its bias is.
-            summed_in: in which the update adds up, if not in float32 or wider.
+            summed_in: the type of the update's sums, if not float32 or wider.
         """
         tokens = g.shape[1]
         if weight and (x.dim() == 2 or self._by_products(tokens, x.shape[2] * g.shape[2])):
@@ -99,12 +99,12 @@ class GhostNorms:
     def add_samples(
         self, samples: Tensor, dtype: torch.dtype, rounded: Tensor | None = None
     ) -> None:
-        """Add gradients ``[B, …]`` that are there.
+        """Add materialised gradients ``[B, …]``.
 
         Args:
-            samples: as they go into the update, but for the factor.
-            dtype: of the parameter.
-            rounded: by how much, ``[B]``, the update may be off from them, if it has others.
+            samples: the gradients in the update, without the factor.
+            dtype: the parameter's.
+            rounded: how far, ``[B]``, the update's gradients may differ from these, if they do.
         """
         dtype = min(
             dtype, samples.dtype, key=lambda each: each.itemsize
@@ -121,7 +121,7 @@ class GhostNorms:
         self._parts.setdefault((bound, part.dtype, *about), []).append(part)
 
     def squared_norms(self) -> list[Tensor]:
-        """Of the parts, each ``[B]``, float32 at least."""
+        """The squared norms of the parts, each ``[B]``, float32 or wider."""
         kinds = self._parts.items()
         made = [bound(parts, *about) for (bound, _, *about), parts in kinds]
         return [each for norms in made for each in norms.unbind()]
@@ -142,8 +142,8 @@ def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: boo
     """Squared norms of layers of one shape, ``[layers, B]``, by `gram_norms`.
 
     Args:
-        xs: of each, as in `GhostNorms.add`.
-        gs: of each.
+        xs: the ``x`` of each layer, as in `GhostNorms.add`.
+        gs: the ``g`` of each layer.
         bias: whether they have one.
     """
     x, g = xs[0], gs[0]

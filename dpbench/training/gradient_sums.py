@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 ALIGNED = 128
-"""Elements to a multiple of which each part of a buffer begins, as matrix products want it."""
+"""Each part of a buffer begins at a multiple of this many elements, for matrix products."""
 
 
 class Buffer(NamedTuple):
-    """Flat memory, and the part of it that each parameter has, in its shape."""
+    """Flat memory, and each parameter's part of it, in the parameter's shape."""
 
     flat: Tensor
     places: dict[Tensor, Tensor]
     number: int = 0
-    """Which of several it is."""
+    """Its index among several."""
 
 
 def one_buffer(
@@ -26,8 +26,7 @@ def one_buffer(
 ) -> Buffer:
     """A buffer that is not yet filled.
 
-    Of ``ranks`` each gets a part of every parameter's rows: after them is room for as many as make
-    the parts equal.
+    Each of ``ranks`` gets a part of every parameter's rows, which are padded to equal parts.
     """
     sizes = [-(-ranks * part_size(p, ranks) // ALIGNED) * ALIGNED for p in parameters]
     first = parameters[0]
@@ -37,31 +36,30 @@ def one_buffer(
 
 
 def part_size(parameter: Tensor, ranks: int) -> int:
-    """Elements of the rows that one of the ranks has, at most."""
+    """The most elements that the rows of one rank have."""
     rows = len(parameter) if parameter.dim() else 1
     return -(-rows // ranks) * (parameter.numel() // max(rows, 1))
 
 
 LARGE = 2**18
-"""From so many elements on, a parameter's gradient has a buffer of its own."""
+"""A parameter with at least this many elements has its own gradient buffer."""
 
 
 def in_buffers(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The parameters by the buffer that their gradients have: small ones share one."""
+    """The parameters by their gradient buffer; small ones share one."""
     small = [p for p in parameters if p.numel() < LARGE]
     return [[p] for p in parameters if p.numel() >= LARGE] + ([small] if small else [])
 
 
 class Sums:
-    """The sums of clipped gradients, each in its place of a buffer: see `in_buffers`.
+    """The sums of clipped gradients, each in its place in a buffer: see `in_buffers`.
 
-    A buffer is made when something is first put there, so that large ones need not be there before
-    what they are computed from begins to go.
+    A buffer is allocated on first use, so that inputs freed until then make room for it.
 
     Args:
         parameters: whose gradients are summed.
-        dtype: of the sums, if it is not that of the parameters.
-        ranks: among which they will be shared out, see `one_buffer`.
+        dtype: the type of the sums, if not that of the parameters.
+        ranks: how many ranks will share them, see `one_buffer`.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class Sums:
             place.add_(total)
 
     def put_scaled(self, parameter: Tensor, gradient: Tensor, factor: Tensor) -> None:
-        """The same of ``gradient × factor``, of one element."""
+        """Add ``gradient × factor``, a factor of one element."""
         place = self._place(parameter)
         if self._is_first(parameter):
             torch.mul(gradient, factor, out=place)
@@ -92,7 +90,7 @@ class Sums:
             place.addcmul_(gradient, factor)
 
     def put_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
-        """The same of ``a @ b``, written where it belongs if that has its type."""
+        """Add ``a @ b``, written directly into the buffer if the types agree."""
         place = self._place(parameter)
         if place.dtype != a.dtype:
             self.put(parameter, a @ b)
@@ -102,11 +100,11 @@ class Sums:
             place.addmm_(a, b)
 
     def put_rows(self, parameter: Tensor, rows: Tensor, totals: Tensor) -> None:
-        """The same of ``totals``, each for the row of that number; other rows have zeros."""
+        """Add each of ``totals`` to the row of that index; other rows get zeros."""
         place = self._place(parameter)
         if self._is_first(parameter):
             place.zero_()
-        if place.itemsize == 2:  # one after another, a GPU's sum of equal numbers ends at 256
+        if place.itemsize == 2:  # summed one by one in bf16, 256 + 1 = 256
             rows, totals = summed_by_row(rows, totals)
         place.index_add_(0, rows, totals.to(place.dtype))
 
@@ -123,11 +121,10 @@ class Sums:
         return first
 
     def close(self, parameters: Iterable[Tensor] | None = None) -> Iterator[Buffer]:
-        """Take out each buffer as soon as nothing is put there any more.
+        """Take out each buffer once nothing more will be added to it.
 
         Args:
-            parameters: for which the last sum has been put, or none: these have zeros. All by
-                default.
+            parameters: those whose last sum was added, zeros where none was. All by default.
         """
         for parameter in self._number if parameters is None else parameters:
             if parameter in self._closed:
@@ -142,7 +139,7 @@ class Sums:
 
 
 class Factors:
-    """What each example's gradient is multiplied by, in the forms that sums want.
+    """Each example's clipping factor, in the forms that sums need.
 
     Args:
         exact: ``[B]``, float32.
@@ -155,9 +152,9 @@ class Factors:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def times(self, tensor: Tensor) -> Tensor:
-        """`scaled`; once for layers that follow each other and were given the same."""
+        """`scaled`, computed once for successive layers with the same input."""
         if self._last is None or not is_same_memory(self._last[0], tensor):
-            self._last = None  # before there is another
+            self._last = None  # free it before making another
             self._last = tensor, self._scaled(tensor, self._exact)
         return self._last[1]
 
@@ -170,10 +167,10 @@ class Factors:
 
 
 def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[N]`` that are named once, and their sums ``[N, K]`` in float32.
+    """Unique rows ``[N]``, and their sums ``[N, K]`` in float32.
 
-    No shape depends on values, so that a CUDA graph can hold it: for each row that was named again
-    there is a row 0 of zeros at the end.
+    No shape depends on values, so that a CUDA graph can hold it: each repetition leaves a row 0 of
+    zeros at the end.
     """
     order = rows.argsort()
     rows = rows[order]
@@ -185,7 +182,7 @@ def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, both alive, are the same numbers; tensors without memory as well."""
+    """Whether two live tensors are the same data; works without memory, too."""
     first, second = (
         (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
         for t in (one, other)
@@ -196,7 +193,7 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
     """Each example's part times its factor, multiplied in float32 and rounded once.
 
-    A factor rounded down to bf16 would be up to 0.8 % less, and all that an example adds with it.
+    A factor rounded down to bf16 would be up to 0.8 % smaller, and so would the example's part.
 
     Args:
         tensor: ``[B, T, N]``.
@@ -206,7 +203,7 @@ def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors in another type, none larger than before: rounding must not raise what one adds."""
+    """Factors in another type, rounded down: rounding must not raise an example's part."""
     rounded = factors.to(dtype)
     if dtype == factors.dtype:
         return rounded

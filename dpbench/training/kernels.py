@@ -1,7 +1,7 @@
-"""Operators of which each is one pass over what it reads: in Triton on a GPU, in PyTorch elsewhere.
+"""Operators that read their inputs once: in Triton on a GPU, in PyTorch elsewhere.
 
-What they read and write is what their arguments say, so they are counted without hardware as they
-run on it. Triton is loaded when a GPU first needs it.
+They read and write only their arguments, so logical counting and hardware agree. Triton is loaded
+when a GPU first needs it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.utils.flop_counter import register_flop_formula
 from dpbench.training import gradient_sums
 
 EXAMPLES_AT_A_TIME = 2
-"""Of these PyTorch makes the products T × T, where there is no kernel for the type."""
+"""PyTorch makes the products T × T of this many at once, where no kernel has the type."""
 
 SMALL = 2**22
-"""Of so many numbers at most a product is made in float64: it takes no time that shows."""
+"""Products of at most this many numbers use float64: their time is negligible."""
 
 TILINGS = {torch.float32: (64, 32, 4, 4), torch.bfloat16: (128, 64, 8, 3)}
-"""Of the kernel by type: rows of a tile, numbers of a row at a time, warps, stages of loading."""
+"""The kernel's settings by type: tile rows, numbers per row at a time, warps, pipeline stages."""
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
-# Not by `custom_op`, which takes ten microseconds of Python more, and three times a layer.
+# `custom_op` would take ten microseconds more of Python per call, three calls a layer.
 torch.library.define("dpbench::wide_product", "(Tensor a, Tensor b) -> Tensor")
 torch.library.impl("dpbench::wide_product", "CompositeExplicitAutograd", _wide_product)
 torch.library.register_fake("dpbench::wide_product", _wide_product_fake)
@@ -59,18 +59,18 @@ def _(a: Any, b: Any, out_shape: Any = None) -> int:
 
 
 def is_small(a: Tensor, b: Tensor) -> bool:
-    """Whether a product of these takes no time that shows."""
+    """Whether the time of a product of these is negligible."""
     return a.numel() + b.numel() <= SMALL
 
 
 def wide_type(a: Tensor, b: Tensor) -> torch.dtype:
-    """In which `wide_product` computes."""
+    """The type in which `wide_product` computes."""
     is_wide = a.dtype == torch.float64 or is_small(a, b)
     return torch.float64 if is_wide else torch.float32
 
 
 def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
-    """In which sums of products T × T are computed."""
+    """The type in which sums of products T × T are computed."""
     types = {wide_type(each, each) for each in (x, g) if each.is_floating_point()}
     return torch.float64 if types == {torch.float64} else torch.float32
 
@@ -79,12 +79,12 @@ def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
 def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
     """`dpbench.training.norm_bounds.GramSums` of layers of one shape, ``[6, layers, B]``.
 
-    Their products T × T are ``x xᵀ``, with a bias ``x xᵀ + 1``, and ``g gᵀ``; of an embedding,
-    whose ``x`` are numbers of rows, ``x xᵀ`` is where two are the same.
+    Their products T × T are ``x xᵀ``, with a bias ``x xᵀ + 1``, and ``g gᵀ``; for an embedding,
+    whose ``x`` are row indices, ``x xᵀ`` says where two are equal.
 
     Args:
         activations: of each layer, ``[B, T, K]``, or ``[B, T]`` int64.
-        gradients: of what each returned, ``[B, T, N]``.
+        gradients: those of each layer's output, ``[B, T, N]``.
         bias: whether the layers have one.
     """
     return _by_products(activations, gradients, bias)
@@ -98,7 +98,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
 
 @register_flop_formula(torch.ops.dpbench.gram_norms)
 def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> int:
-    """Of both products a half and the diagonal, because they are symmetric."""
+    """Half of both products and the diagonal, because they are symmetric."""
     examples, tokens, _ = gradients[0]
     widths = sum(shape[2] for shape in (*activations, *gradients) if len(shape) == 3)
     return int(examples * tokens * (tokens + 1) * widths)
@@ -168,7 +168,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
 
 
 def by_kernel(x: Tensor, g: Tensor) -> bool:
-    """Whether `gram_norms` of such layers have products T × T in no memory."""
+    """Whether `gram_norms` of such layers stores no products T × T."""
     return g.is_cuda and g.dtype in TILINGS and not (is_small(x, x) and is_small(g, g))
 
 
@@ -198,7 +198,7 @@ def gram_norms_by_kernel(
 
 
 def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Where tensors lie, ``[2, layers]`` int64, written by the GPU: a graph can record that."""
+    """Tensors' addresses, ``[2, layers]`` int64, written by the GPU, as a graph can record."""
     table = torch.empty(2, len(pairs), dtype=torch.int64, device=pairs[0][0].device)
     for first in range(0, len(pairs), 8):
         some = [*pairs[first : first + 8], *[pairs[-1]] * 8][:8]
@@ -237,12 +237,12 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
 def layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
     """Each example's gradients of a layer norm's weight and bias, ``[2, B, H]``.
 
-    They are computed in float32, of float64 in that.
+    They are computed in float32, or in float64 from float64.
 
     Args:
-        x: what it was given, ``[B, T, H]``.
-        g: the gradient of what it returned, ``[B, T, H]``.
-        eps: its.
+        x: its input, ``[B, T, H]``.
+        g: the gradient of its output, ``[B, T, H]``.
+        eps: the layer norm's epsilon.
     """
     return _layer_norm_samples(x, g, eps)
 
@@ -276,17 +276,17 @@ def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
 def noisy_descent(
     parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float
 ) -> None:
-    """Take ``rate × (gradient + deviation × z)`` off the parameters, for normal z drawn here.
+    """Subtract ``rate × (gradient + deviation × z)`` from parameters, for normal z drawn here.
 
     Noise and update together read gradient and parameters once and write these once: 3 P bytes.
 
     Args:
         parameters: flat, P elements.
-        gradient: as long.
+        gradient: of the same length.
         seed: int64, of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011);
-            another for each step.
-        deviation: of the noise.
-        rate: of the step.
+            a new one for each step.
+        deviation: the noise's.
+        rate: the learning rate.
     """
     _noisy_descent(parameters, gradient, seed, deviation, rate)
 

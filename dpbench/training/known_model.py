@@ -13,7 +13,7 @@ from dpbench.core.errors import ConfigurationError
 class ModelSnapshot:
     """The layers and parameters of a model, as a trainer found them.
 
-    A trainer has lists, rules and buffers of them, and would not hear of a change.
+    A trainer has lists, rules and buffers of them, and would not notice a change.
 
     Args:
         model: as it is now.
@@ -33,7 +33,7 @@ class ModelSnapshot:
                 self._parameters.append((name, parameter, parameter.requires_grad, place))
 
     def check(self) -> None:
-        """Refuse a model in which something is another than it was, by name."""
+        """Refuse a changed model; the error names the change."""
         anew = "make a new trainer afterwards"
         for name, parts, own, part in self._parts:
             if parts.get(own) is not part:
@@ -48,14 +48,14 @@ class ModelSnapshot:
 
 
 def refusal(name: str, what: str, remedy: str) -> ConfigurationError:
-    """The error that a part of a model is not what it was."""
+    """The error that a part of a model has changed."""
     return ConfigurationError(
         f"{name} was {what} after the trainer was made, which trains what it found then: {remedy}"
     )
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Which storage a tensor is in, of tensors without data as well; of shards, this rank's.
+    """The identity of a tensor's storage, even without data; for shards, of this rank's.
 
     FSDP2 gives a shard without rows memory in the first step.
     """

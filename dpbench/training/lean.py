@@ -1,7 +1,7 @@
 """Opacus's flat clipping without the bytes that it moves needlessly.
 
-Its hooks make the per-sample gradients (Opacus 1.6.0, https://github.com/meta-pytorch/opacus);
-`docs/upstream` has most of what is done otherwise as diffs.
+Opacus's hooks make the per-sample gradients (Opacus 1.6.0, https://github.com/meta-pytorch/opacus);
+`docs/upstream` has most of the differences as diffs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ClippedMeanTrainer(ClippedSumTrainer):
     """Flat clipping whose factors make means of the sums.
 
     A subclass gives the clipped mean of each parameter to `add`. Noise of all parameters is drawn
-    at once and added in place; under DDP, of those that are reduced together.
+    at once and added in place; under DDP, once per group that is reduced together.
     """
 
     def begin_step(self) -> None:
@@ -42,7 +42,7 @@ class ClippedMeanTrainer(ClippedSumTrainer):
         self._works: list[distributed.Work] = []
 
     def add(self, parameter: Tensor, mean: Tensor) -> None:
-        """Add what a micro-batch adds to the mean of the clipped gradients of a parameter."""
+        """Add a micro-batch's part of a parameter's mean clipped gradient."""
         if parameter in self._means:
             self._means[parameter] += mean
         else:
@@ -60,7 +60,7 @@ class ClippedMeanTrainer(ClippedSumTrainer):
             torch._foreach_add_(gradients, [noise[gradient] for gradient in gradients])
 
     def reduce_means(self, parameters: Sequence[Tensor]) -> None:
-        """Begin to add up the means of parameters that share a buffer, under DDP."""
+        """Begin to reduce the means of parameters that share a buffer, under DDP."""
         with phase("noise"):
             self.take_means(parameters)
         self._works.append(distributed.all_reduce(in_one(parameters), async_op=True))
@@ -84,13 +84,13 @@ class LeanTrainer(ClippedMeanTrainer):
 
     - A per-sample gradient stays as the hook made it, where a parameter is used once; Opacus
       copies it into zeros.
-    - The loss is a sum; Opacus multiplies what each layer gets back from its mean.
+    - The loss is a sum; Opacus takes the mean and rescales each layer's output gradient.
     - No ordinary gradient is computed; Opacus's are replaced before they are read.
     - Noise of all parameters is drawn at once and added in place, to a sum that the clipping
       factors make a mean; per-sample gradients are freed as they are summed. In parallel each rank
-      draws it for its share; of Opacus's, rank 0 for all.
-    - Under DDP small parameters are reduced together, and each is as soon as its gradient is
-      summed, while the next is; Opacus reduces one after the other.
+      draws it for its share; with Opacus, rank 0 draws all.
+    - Under DDP small parameters are reduced together, and reductions overlap with the next sums;
+      Opacus reduces one after the other.
 
     Arguments as `TrainerBase`.
     """
@@ -152,7 +152,7 @@ class KeepingModule(GradSampleModule):  # type: ignore[misc]
         loss_reduction: str,
         batch_first: bool,
     ) -> None:
-        """Opacus's method, but for `keep`."""
+        """Opacus's method, except for `keep`."""
         activations, backprops = self.rearrange_grad_samples(
             module=module,
             backprops=forward_output[0].detach(),
@@ -174,8 +174,8 @@ class KeepingModule(GradSampleModule):  # type: ignore[misc]
 def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
     """Keep a per-sample gradient as it is, where Opacus copies it into a tensor of zeros.
 
-    A batch shorter than ``max_batch_len`` needs that, and a parameter that is used again: what is
-    kept may be the gradient of what the layer returned, to which nothing may be added in place.
+    A batch shorter than ``max_batch_len`` needs the copy, as does a parameter that is used again:
+    the kept tensor may be the layer's output gradient, which must not change in place.
     """
     used_once = parameter.requires_grad and parameter._forward_counter == 1
     used_once = used_once and not hasattr(parameter, "_current_grad_sample")
@@ -188,7 +188,7 @@ def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
 
 
 def leave_out_ordinary_gradients(module: Any) -> None:
-    """Let autograd take the parameters of layers for constants: hooks make their gradients."""
+    """Make autograd treat layers' parameters as constants: hooks make their gradients."""
     for layer in module.iterate_submodules(module._module):
         if type(layer) in module.GRAD_SAMPLERS:  # functorch's parameters are not the layer's
             own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
@@ -211,7 +211,7 @@ def _become_parameters(
 
 
 def in_one(parameters: Sequence[Any]) -> Tensor:
-    """The gradient of a parameter, or a buffer in which those of several are from now on."""
+    """The gradient of a parameter, or a buffer that holds those of several from now on."""
     only, *others = parameters
     if not others:
         gradient: Tensor = only.grad

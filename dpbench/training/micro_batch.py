@@ -26,7 +26,7 @@ from dpbench.workloads.base import parts_of
 
 
 class MicroBatchTrainer(ClippedSumTrainer):
-    """A forward and a backward pass for each example, so layers of all kinds are clipped rightly.
+    """A forward and a backward pass for each example, so layers of all kinds are clipped correctly.
 
     Args:
         vmap: compute the gradients of all examples of a batch, or micro-batch, in one vectorized
@@ -67,7 +67,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
 
     @torch.no_grad()
     def add_clipped(self) -> None:
-        """Add what backward left of one example."""
+        """Add the gradients that backward left for one example."""
         gradients = {p: p.grad for p in self.trained if p.grad is not None}
         self.plain_optimizer.zero_grad(set_to_none=True)
         factor = self.factors_for([squared_sample_norms(g[None]) for g in gradients.values()])
@@ -76,8 +76,8 @@ class MicroBatchTrainer(ClippedSumTrainer):
             self.sums.put_scaled(parameter, gradient, factor.view([1] * gradient.dim()))
 
     def clip_at_once(self, part: Batch) -> Tensor:
-        """The same with the gradients of all examples ``[B, …]``; returns the mean loss."""
-        # Each module's own: PyTorch's way to tie them leaves a module that is there twice changed.
+        """Add the clipped gradients of all examples ``[B, …]``; returns the mean loss."""
+        # Per module: PyTorch's tying would leave a module that occurs twice changed.
         number = {parameter: n for n, parameter in enumerate(self.trained)}
         attributes = {
             ".".join(filter(None, (path, name))): number[parameter]

@@ -1,7 +1,7 @@
 """Norms that clip: upper bounds of the norms of examples' gradients, and the factors they give.
 
 A gradient that is clipped by a norm that rounding made too small goes into the update above the
-threshold. So what rounding takes from a norm is bounded and added, and what the update rounds too.
+threshold. So the rounding errors of the norm and of the update are bounded and added.
 
 **The products.** The squared norm of ``G = Σ g_t x_tᵀ`` over tokens t is ``P = Σ A_st B_st`` for
 ``A = x xᵀ`` and ``B = g gᵀ``, whose terms may cancel: where tokens are alike, what is left can be
@@ -21,13 +21,13 @@ tokens, 2048 to 8192 wide, a ten-thousandth.
 
 - its result, by half a unit u of its type: u times the norm, the worst case;
 - its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores
-  cut it off: 3 T units of float32 of that are added, the worst case. Else 2 T^½ units are, at most
-  T: if roundings are independent and uniform, a norm is off by more with a probability of at most
-  1e-9, unless one number of a gradient is more than half of its norm (Higham and Mary, A New
-  Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4:
-  6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the gradient itself was
-  made, A and B are not known: sums over some tokens are taken to be no larger than ``D^½`` below,
-  as if tokens were independent;
+  cut it off: 3 T units of float32 of that are added, the worst case. Otherwise 2 T^½ units, at most
+  T, are added: if roundings are independent and uniform, a norm is off by more with a probability
+  of at most 1e-9, unless one number of a gradient is more than half of its norm (Higham and Mary, A
+  New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem
+  2.4: 6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the gradient itself
+  was made, A and B are not known: sums over some tokens are taken to be no larger than ``D^½``
+  below, as if tokens were independent;
 - the numbers that it multiplies, c·g or the gradient. In float32 and float64 ``T^½ u D^½`` is added
   for it, where ``D = Σ |x_t|² |g_t|²``, the worst case. **In 16 bits, and with TF32, it is**
   ``u D^½``, **which is the worst case of one token only**: were roundings independent and uniform,
@@ -55,7 +55,7 @@ from dpbench.training.kernels import TILINGS, wide_type
 class ProductError(NamedTuple):
     """How far a product ``a b`` may be off, in the Frobenius norm.
 
-    By ``of_sums`` times the largest norm that the sum of some of its terms ``a_k b_kᵀ`` has, and
+    At most ``of_sums`` times the largest norm of a sum of some of its terms ``a_k b_kᵀ``, plus
     ``of_terms`` times the sum of the norms of all terms. Where b is the transpose of a, these are
     the norm and the trace of the product: without some of its terms, ``a aᵀ`` is no larger.
     """
@@ -72,8 +72,8 @@ def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False
     - On tensor cores a sum of products of 16-bit numbers and of what was there before is cut off,
       not rounded, to 24 bits of the largest of them, and so is each term (Fasi, Higham, Mikaitis
       and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
-      https://doi.org/10.7717/peerj-cs.330). Of 4 products at a time, without a bit more: 12 units
-      of 2⁻²⁴. From Hopper on 16 at a time, terms with two bits more: 11.
+      https://doi.org/10.7717/peerj-cs.330). They add 4 products at a time, without extra bits: 12
+      units of 2⁻²⁴. From Hopper on, 16 at a time, with two extra bits: 11.
     - With TF32 switched on, both numbers are rounded to 11 bits: 2⁻¹⁰ of terms more.
     - In the kernel of `gram_norms` a float32 product is three of tf32, of the numbers' upper and
       lower parts, without that of the lower parts. A part has 11 bits, so what is left out and
@@ -83,7 +83,7 @@ def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False
       what was there before without a bit more, and added to the others in float32.
 
     Args:
-        a: ``[B, I, K]``; of whole numbers, there is no error.
+        a: ``[B, I, K]``; for integers, there is no error.
         b: ``[B, K, J]``; the transpose of a, if left out.
         by_kernel: whether it is a product of `gram_norms_by_kernel`.
     """
@@ -104,7 +104,7 @@ def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False
 
 
 def has_tf32() -> bool:
-    """Whether products of float32 numbers may round these to 11 bits."""
+    """Whether products of float32 numbers may round their inputs to 11 bits."""
     return torch.get_float32_matmul_precision() != "highest"
 
 
@@ -112,9 +112,9 @@ class GramSums(NamedTuple):
     """Sums over tokens s and t of the products ``A_st = x_s·x_t`` and ``B_st = g_s·g_t``."""
 
     squared_norm: Tensor
-    """P: both multiplied, over all pairs."""
+    """P: the sum of ``A_st B_st`` over all pairs."""
     diagonal: Tensor
-    """D: the same of each token with itself."""
+    """D: the same over pairs of a token with itself."""
     x_trace: Tensor
     """``Σ |x_t|²``."""
     g_trace: Tensor
@@ -126,7 +126,7 @@ class GramSums(NamedTuple):
 
 
 def clipping_factors(squared_norms: Tensor, threshold: float, divisor: int = 1) -> Tensor:
-    """What gradients are multiplied by, ``[B]``: at most 1, over ``divisor``, and rounded down.
+    """The clipping factors ``[B]``: at most 1, over ``divisor``, and rounded down.
 
     Args:
         squared_norms: ``[B]``, upper bounds, as the functions below make them.
@@ -138,13 +138,13 @@ def clipping_factors(squared_norms: Tensor, threshold: float, divisor: int = 1) 
 
 
 def total(squared_norms: Sequence[Tensor]) -> Tensor:
-    """The squared norms ``[B]`` of several gradients as one; added up in float64."""
+    """The squared norm ``[B]`` of several gradients together, added up in float64."""
     each = torch.stack([*squared_norms])
     return (each.sum(0, dtype=torch.float64) * (1 + 4 * unit(each.dtype))).to(each.dtype)
 
 
 def unit(dtype: torch.dtype) -> float:
-    """By how much a number is off that was rounded to the nearest, as a part of it, at most."""
+    """The largest relative error of rounding to the nearest."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -154,7 +154,7 @@ def wide_unit(dtype: torch.dtype) -> float:
 
 
 def of_terms(dtype: torch.dtype, tokens: int) -> float:
-    """What the update rounds of the numbers that it multiplies, as a part of ``D^½``."""
+    """The update's rounding error in the numbers it multiplies, relative to ``D^½``."""
     if dtype.itemsize == 2:
         return unit(dtype)
     tf32 = dtype == torch.float32 and has_tf32()
@@ -162,7 +162,7 @@ def of_terms(dtype: torch.dtype, tokens: int) -> float:
 
 
 def of_sums(dtype: torch.dtype, tokens: int, summed_in: torch.dtype | None = None) -> float:
-    """What the update rounds of sums over tokens, as a part of the largest of them."""
+    """The update's rounding error in sums over tokens, relative to the largest of them."""
     if summed_in is not None:
         return tokens * unit(summed_in)
     if dtype.itemsize == 2 or (dtype == torch.float32 and has_tf32()):
@@ -177,14 +177,14 @@ def gram_bound(
     dtype: torch.dtype,
     summed_in: torch.dtype | None = None,
 ) -> Tensor:
-    """Squared norms of gradients as the update makes them, at most, ``[layers, B]``.
+    """Upper bounds of the squared norms of the update's gradients, ``[layers, B]``.
 
     Args:
-        parts: of each layer the `GramSums`, ``[6, B]`` in float32 or float64.
+        parts: the `GramSums` of each layer, ``[6, B]`` in float32 or float64.
         tokens: T.
-        errors: of both products.
-        dtype: in which the update multiplies.
-        summed_in: in which the update adds up, if not in float32 or wider.
+        errors: those of both products.
+        dtype: the type in which the update multiplies.
+        summed_in: the type of the update's sums, if not float32 or wider.
     """
     stacked = torch.stack([*parts], 1)
     sums = GramSums(*stacked)
@@ -211,13 +211,13 @@ def gram_bound(
 def gradient_bound(
     parts: Sequence[Tensor], tokens: int, error: ProductError, dtype: torch.dtype
 ) -> Tensor:
-    """`gram_bound` of gradients that are there.
+    """`gram_bound` for materialised gradients.
 
     Args:
-        parts: of each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D.
+        parts: for each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D.
         tokens: T.
-        error: of the gradient.
-        dtype: in which the update multiplies.
+        error: the gradient's.
+        dtype: the type in which the update multiplies.
     """
     squares, lengths, diagonal = torch.stack([*parts], 1)
     squared = torch.add(squares.sqrt(), lengths, alpha=sum(error)).square()
@@ -226,7 +226,7 @@ def gradient_bound(
 
 
 def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Squared norms, with what the update rounds: its result, and ``rounded``."""
+    """Squared norms plus the update's rounding errors: its result's, and ``rounded``."""
     of_result = 1 + unit(dtype) + 8 * wide_unit(dtype)
     norms = squared.clamp(min=0).sqrt() * of_result + rounded
     squares: Tensor = norms.square().to(torch.promote_types(dtype, torch.float32))
@@ -234,9 +234,9 @@ def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) 
 
 
 def row_norms(samples: Tensor) -> Tensor:
-    """Norms ``[B, N]`` of the rows of gradients ``[B, …]``, which are of the last dimension.
+    """Norms ``[B, N]`` of gradients ``[B, …]`` along their last dimension.
 
-    A CPU adds up squares one by one: of a whole matrix at once, a norm is up to 1e-3 too small.
+    A CPU adds up squares one by one: over a whole matrix, a norm is up to 1e-3 too small.
     """
     rows = samples.reshape(len(samples), -1, samples.shape[-1] if samples.dim() > 1 else 1)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=wide_type(rows, rows))
@@ -244,12 +244,12 @@ def row_norms(samples: Tensor) -> Tensor:
 
 
 def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-    """Squared norms ``[1, B]`` of gradients that go into the update as they are, but for a factor.
+    """Squared norms ``[1, B]`` of gradients that the update only multiplies by a factor.
 
     Args:
         norms: `row_norms` of their parts.
-        width: numbers of a row, at most.
-        dtype: of the update.
+        width: the most numbers in a row.
+        dtype: the update's.
     """
     rows = torch.cat([*norms], 1)
     squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
@@ -257,11 +257,11 @@ def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Ten
 
 
 def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Of each example's gradient ``[B, …]`` that is there, ``[B]``, as the update makes it.
+    """Bounds ``[B]`` of the squared norms of materialised gradients ``[B, …]``.
 
     Args:
-        samples: as they go into the update, but for the factor.
-        dtype: of the update, if it is not theirs.
+        samples: the gradients in the update, without the factor.
+        dtype: the update's, if it differs.
     """
     width = samples.shape[-1] if samples.dim() > 1 else 1
     return sample_bound([row_norms(samples)], width, dtype or samples.dtype)[0]

@@ -36,7 +36,7 @@ GRAPHS: WeakSet[Any] = WeakSet()
 def reset_graphs() -> None:
     """End the graphs of all trainers, which cannot train any more.
 
-    A process group whose collectives graphs hold waits for their end in ``destroy_process_group``:
+    ``destroy_process_group`` waits for the end of graphs that hold the group's collectives:
     https://github.com/pytorch/pytorch/issues/115388.
     """
     for graph in [*GRAPHS]:
@@ -50,7 +50,7 @@ def leave_group() -> None:
 
 
 def mesh_of_all(device_type: str) -> DeviceMesh:
-    """All ranks in a row, as FSDP2 wants them."""
+    """A one-dimensional mesh of all ranks, for FSDP2."""
     return init_device_mesh(device_type, (distributed.get_world_size(),))
 
 
@@ -79,7 +79,7 @@ def reduce_gradients(model: nn.Module, wanted: bool) -> None:
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """Which rank this process is, and of how many; the only one if there is no process group."""
+    """Return the rank of this process and the number of ranks; (0, 1) without a process group."""
     if not distributed.is_initialized():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
@@ -92,12 +92,12 @@ def part_of_rank(examples: int, rank: int, ranks: int) -> slice:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A parameter or gradient as a whole; of a shard all ranks must ask for it."""
+    """A whole parameter or gradient; for a shard, all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def broadcast_parameters(model: nn.Module) -> nn.Module:
-    """The model with the parameters that it has in rank 0."""
+    """The model with the parameters of rank 0."""
     for parameter in model.parameters():
         distributed.broadcast(parameter.data, 0)
     return model
@@ -107,7 +107,7 @@ def own_part(gradient: Any, parallel: str) -> Tensor:
     """The part of a gradient for which this rank draws the noise: its shard, or a share of rows.
 
     Each element's noise is drawn once, by a rank that then knows it, so every rank must be trusted.
-    Where rank 0 draws all of it, only rank 0 must be.
+    If rank 0 drew all of it, only rank 0 would have to be trusted.
     """
     if parallel == "fsdp2":
         gradient = gradient.to_local()
@@ -119,7 +119,7 @@ def own_part(gradient: Any, parallel: str) -> Tensor:
 
 
 def own_generator(device: torch.device) -> torch.Generator:
-    """A generator that no other rank has, even if all were given the same seed."""
+    """A generator that differs between ranks, even if all were given the same seed."""
     seed = torch.randint(2**62, (1,)).to(device)
     distributed.broadcast(seed, 0)
     return torch.Generator(device).manual_seed(int(seed) + rank_and_ranks()[0])

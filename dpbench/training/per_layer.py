@@ -1,6 +1,6 @@
 """What clipping needs of a layer: each example's norm, and the sum of the clipped gradients.
 
-Both come from what a layer was given, its activations, and the gradient of what it returned. The
+Both are computed from a layer's input activations and its output gradient. The
 norm of a linear layer's gradient needs no gradient (Goodfellow, "Efficient Per-Example Gradient
 Computations", 2015, https://arxiv.org/abs/1510.01799; Li et al., "Large Language Models Can Be
 Strong Differentially Private Learners", 2021, https://arxiv.org/abs/2110.05679): for activations x
@@ -79,21 +79,21 @@ class Rule(ABC, Generic[L]):
                 )
 
     def keep(self, seen: Seen, activations: Tensor, gradient: Tensor) -> None:
-        """Keep what is needed of a call whose output's gradient is there: both, as a pair."""
+        """Keep the input and the output gradient of a call, as a pair."""
         seen.append((activations, gradient))
 
     @abstractmethod
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
-        """Put the sum over examples of factor times gradient."""
+        """Add the sum over examples of factor times gradient."""
 
 
 class LinearRule(Rule[Any]):
-    """Of linear layers, also of Hugging Face's ``Conv1D``, whose weight is the other way round."""
+    """The rule of linear layers and of Hugging Face's ``Conv1D``, whose weight is transposed."""
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
         if self.layer.weight.requires_grad:
-            # The factors go to the narrower of the two.
+            # The factors multiply the narrower of the two.
             wide = x.shape[2] > g.shape[2]
             a, b = (x, factors.times(g)) if wide else (factors.times(x), g)
             if isinstance(self.layer, nn.Linear):
@@ -115,7 +115,7 @@ class LinearRule(Rule[Any]):
 
 
 class EmbeddingRule(Rule[nn.Embedding]):
-    """Only rows that an example names have a gradient; those it names twice add up."""
+    """Only rows that an example looks up have a gradient; repeated ones add up."""
 
     def __init__(self, layer: nn.Embedding, name: str) -> None:
         super().__init__(layer, name)
@@ -164,10 +164,10 @@ class SampledRule(Rule[nn.Module]):
 
     def keep(self, seen: Seen, activations: Tensor, gradient: Tensor) -> None:
         """Keep the sum of the calls' gradients, instead of what they are made from."""
-        # Under FSDP2 backward has other objects, which are gathered.
+        # Under FSDP2 backward uses other, gathered parameters.
         own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self._trained.items()}
         for parameter in own:
-            parameter.requires_grad_()  # samplers look; autograd, which is at work, does not
+            parameter.requires_grad_()  # samplers test it; a running backward does not
         made = {own[p]: each for p, each in self.gradients(activations, gradient).items()}
         for parameter in own:
             parameter.requires_grad_(False)
@@ -194,7 +194,7 @@ RULES: Mapping[str, type[Rule[Any]]] = {
     "transformers.pytorch_utils.Conv1D": LinearRule,
     "torch.nn.modules.sparse.Embedding": EmbeddingRule,
 }
-"""By the class of a layer, whose library need not be there; of all others `SampledRule`."""
+"""Rules by the class of a layer, whose library may be missing; else `SampledRule`."""
 
 
 def rule_of(layer: nn.Module, name: str) -> Rule[Any]:
@@ -204,7 +204,7 @@ def rule_of(layer: nn.Module, name: str) -> Rule[Any]:
 
 
 def as_computed(x: Tensor, g: Tensor) -> Tensor:
-    """Activations in the type in which autocast let the layer compute."""
+    """Activations in the type that autocast used in the layer."""
     return x.to(g.dtype) if x.is_floating_point() else x
 
 

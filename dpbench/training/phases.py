@@ -1,6 +1,6 @@
-"""Phases: a trainer says where it is; whoever listens decides what that means.
+"""Phases: a trainer marks the parts of its step; a listener decides what that means.
 
-A trainer writes ``with phase("backward"):`` and nothing more. By default nobody listens. The
+A trainer writes ``with phase("backward"):`` and nothing more. Marks are ignored by default. The
 process that measures installs one `PhaseListener` around each active step: NVTX ranges under
 a profiler, CUDA events for time, a byte counter for logical I/O.
 """
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PhaseListener(Protocol):
-    """Hears in which phase a step is; at each moment it is in exactly one."""
+    """Is told the phase of a step, which is in exactly one at each moment."""
 
     def start_step(self) -> None:
         """A step begins, outside every phase."""
@@ -39,7 +39,7 @@ class OpenPhase:
 
 
 class Step:
-    """One step: who listens, if anybody does, and the phases that are open, the innermost last."""
+    """One step: its listener, if any, and the open phases, the innermost last."""
 
     def __init__(self, listener: PhaseListener | None = None) -> None:
         self.listener = listener
@@ -58,7 +58,7 @@ class Step:
         return entered
 
     def leave(self, entered: OpenPhase) -> None:
-        """End a phase with all that is inside it; nothing if it has ended."""
+        """End a phase and those inside it; do nothing if it has ended."""
         if entered in self._open:
             del self._open[self._open.index(entered) :]
             self._switch()
@@ -103,7 +103,7 @@ def set_current_step(step: Step | None) -> None:
 
 @contextmanager
 def observed_step(listener: PhaseListener | None) -> Iterator[None]:
-    """Let ``listener`` hear the phases of the one step that runs inside."""
+    """Pass the phases of the one step that runs inside to ``listener``."""
     if listener is None:
         yield
         return

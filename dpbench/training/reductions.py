@@ -1,4 +1,4 @@
-"""Sums over ranks that run while others are still computed."""
+"""Sums over ranks that overlap with computation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dpbench.training.gradient_sums import Buffer, part_size
 
-# PyTorch 2.13 says that the old name will go.
+# PyTorch 2.13 deprecates the old name.
 reduce_scatter: Any = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 )
@@ -55,14 +55,14 @@ class Reduction:
         self._places = []
 
     def wait(self) -> Tensor:
-        """All that this rank has of the sum; on a GPU, the work that follows waits for it."""
+        """Wait for this rank's part of the sum; on a GPU, later work waits for it."""
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
         return self._flat
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Of a tensor that is like the sum, what each parameter has, or its shard."""
+        """Each parameter's part, or its shard's, of a tensor shaped like the sum."""
         if not self._sharded:
             return self._places
         pieces = zip(self.parameters, flat.split(self._sizes), strict=True)
@@ -71,7 +71,7 @@ class Reduction:
 
 
 def as_gradient(part: Tensor, parameter: Any) -> Tensor:
-    """What a parameter has of a sum as the gradient that its optimizer wants."""
+    """A parameter's part of a sum, as the gradient for its optimizer."""
     part = part.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
         return part

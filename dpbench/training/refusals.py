@@ -1,4 +1,4 @@
-"""What Opacus cannot train, in a line that names the layer and says what would work."""
+"""One-line errors for what Opacus cannot train: they name the layer and what would work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.training.parallel import kind_of
 
 HOOKS = ("capture_activations_hook", "capture_backprops_hook")
-"""Methods of Opacus that hear a layer, which they call ``module``."""
+"""Methods of Opacus that take a layer as ``module``."""
 
 NO_SAMPLE = ("Per sample gradient is not initialized", "_norm_sample")
 NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
@@ -30,7 +30,7 @@ ONLY_GHOST = (
 
 OF_A_LAYER = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 OF_THE_MACHINE = ("memory", "CUDA", "cuDNN")
-"""Words of a `RuntimeError` for which no layer is to blame."""
+"""Texts of a `RuntimeError` that no layer causes."""
 
 
 class CannotTrain(ConfigurationError):
@@ -50,7 +50,7 @@ def check_layers(model: nn.Module) -> None:
 
 @contextmanager
 def refusals(model: nn.Module) -> Iterator[None]:
-    """Say of an error of Opacus in here which layer or parameter it is about."""
+    """Add the layer or parameter concerned to an error of Opacus in this context."""
     try:
         yield
     except OF_A_LAYER as error:

@@ -12,7 +12,7 @@ def put_addresses(
     table, layers, first,
     x0, g0, x1, g1, x2, g2, x3, g3, x4, g4, x5, g5, x6, g6, x7, g7,
 ):  # fmt: skip
-    """Write where eight layers' tensors lie, from the layer ``first`` on."""
+    """Write the addresses of eight layers' tensors, from the layer ``first`` on."""
     xs = (x0, x1, x2, x3, x4, x5, x6, x7)
     gs = (g0, g1, g2, g3, g4, g5, g6, g7)
     for i in tl.static_range(8):
@@ -32,8 +32,8 @@ def gram_norms(
     What `dpbench.training.norm_bounds.GramSums` has of it is added to ``sums``, ``[6, layers, B]``.
     The products are symmetric: a tile below the diagonal counts twice.
 
-    A compiler that is not told that an address read from a table is ``aligned`` loads one number
-    at a time, and waits for it. ``long`` examples have more numbers than 32 bits count.
+    Unless told that an address read from a table is ``aligned``, the compiler loads one number at a
+    time and waits for it. ``long`` examples have more numbers than 32 bits can index.
     """
     number = tl.program_id(0) % tiles
     example = (tl.program_id(0) // tiles).to(tl.int64)
@@ -77,7 +77,7 @@ def gram_norms(
         of_g = tl.dot(a, tl.trans(b), of_g, input_precision=precision)
     if bias:
         of_x = tl.where((down < tokens)[:, None] & (across < tokens)[None, :], of_x + 1.0, 0.0)
-    # Axis by axis, Triton 3.6 and 3.7 cannot compile sums for sm_100.
+    # Triton 3.6 and 3.7 cannot compile sums over one axis after another for sm_100.
     both = of_x * of_g
     off = down[:, None] != across[None, :]
     times = tl.where(i == j, 1.0, 2.0)
@@ -97,7 +97,7 @@ def gram_sums(
     of_x, of_g, sums, tokens, examples, blocks,
     bias: tl.constexpr, rows: tl.constexpr, some: tl.constexpr,
 ):  # fmt: skip
-    """The same of some rows of an example's products T × T that are in memory."""
+    """The same sums for some rows of an example's products T × T that are in memory."""
     example = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks) * rows + tl.arange(0, rows)
     at = (example * tokens + row)[:, None] * tokens

@@ -1,4 +1,4 @@
-"""What a chip can count and in how many passes, which needs no GPU; and the chip of a GPU."""
+"""What a chip can count and in how many passes (without a GPU); and the chip of a GPU."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def enough_ranges(seen: int) -> int:
 
 
 Ranges = list[tuple[str, dict[str, float]]]
-"""The phase of each range of a step, and what crossed NVLink in it; of an open one, before it."""
+"""The phase of each range of a step, and its NVLink bytes; for an open one, those before it."""
 
 
 class StepCounter:
@@ -184,11 +184,11 @@ class StepCounter:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            # All steps of one configuration together: another one needs a new profiler.
+            # Steps of one configuration are consecutive: another one needs a new profiler.
             self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
-        self.steps = len(self._plan)  # how many must be heard
+        self.steps = len(self._plan)  # how many steps must be observed
         self._step: Ranges = []
         self._unread: list[Ranges] = []  # of the steps that ended since CUPTI was started
         self._counted: list[ByPhase] = []  # the steps before those

@@ -29,7 +29,7 @@ Payload = Callable[[], dict[str, float]]
 
 
 def payload_of(uuid: str) -> tuple[Payload, str]:
-    """What reads the payload of a GPU; or what reads nothing, and why NVML does not count it."""
+    """A reader of a GPU's payload; or one that reads nothing, and why NVML does not count it."""
 
     def read() -> dict[str, float]:
         asked = [(field, ALL_LINKS) for field in FIELDS.values()]

@@ -32,8 +32,8 @@ IN_CACHE = (
 def phases(material: PageData) -> Chart | None:
     """Bytes by trainer, stacked by phase; one panel per cell of the grid.
 
-    A phase is left out if no case moves `SHOWN_SHARE` of its step there. A case that failed
-    before any was counted stands where it belongs.
+    A phase is left out if no case moves `SHOWN_SHARE` of its step there. A case that failed before
+    any was counted keeps its place.
     """
     step = material.step_bytes(material.premise)
     wide = pivot(material.summary[material.summary.metric.isin(step.metric)], "phase")

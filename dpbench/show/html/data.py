@@ -25,10 +25,10 @@ BYTES = {MEASURED: "dram_bytes", COUNTED: "logical_bytes"}
 """The metric that is drawn, by premise."""
 
 CASE = ["batch_size", "seq_len", "title", "trainer"]
-"""What identifies a case in a chart; its other non-default options are in the title."""
+"""The columns that identify a case in a chart; its other non-default options are in the title."""
 
 KEYS = ["run", "device", "premise", *CASE]
-"""What identifies it on the page."""
+"""The columns that identify a case on the page."""
 
 
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
@@ -44,8 +44,8 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
 class PageData:
     """What the charts of one page have in common: the frames, and which bytes they are about.
 
-    ``expected`` has by metric the expected range of its ratio to standard, ``ceilings`` what the
-    card reaches, if not as known.
+    ``expected`` has each metric's expected range of its ratio to standard, ``ceilings`` the card's
+    measured rates, if not the known ones.
     """
 
     runs: Sequence[Run]

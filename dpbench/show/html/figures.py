@@ -89,9 +89,9 @@ Key = tuple[str, str, str]
 class Chart:
     """A section of the page: a table that is drawn as well.
 
-    ``premise`` is where its numbers come from, ``panels`` are plotly's figures by title (what all
-    have in common the page adds), ``keys`` is their legend. If there is nothing to draw, the
-    table has no lines, and its notes say why.
+    ``premise`` is where its numbers come from, ``panels`` are plotly's figures by title (the page
+    adds their common parts), ``keys`` is their legend. If there is nothing to draw, the table has
+    no lines, and its notes say why.
     """
 
     id: str
@@ -123,8 +123,8 @@ def bar_chart(
     """A chart with a panel for each cell of the grid, in it bars for each trainer.
 
     ``rows`` are cases. The columns that ``colours`` names become bars, in one row if ``stacked``,
-    of a ``unit`` that `UNITS` has; ``label`` stands at ``end``, and a dashed line at ``line``. All
-    panels have one axis, which says ``scale``. The table has ``columns`` beside the bars.
+    in a ``unit`` of `UNITS`; ``label`` stands at ``end``, and a dashed line at ``line``. All panels
+    have one axis, which says ``scale``. The table has ``columns`` beside the bars.
     """
     size, write = UNITS[unit]
     # A label that begins at 0, where nothing was measured, needs no room beside the bars.
@@ -154,7 +154,7 @@ def bar_chart(
 
 
 def _names(names: list[str], height: int) -> Json:
-    """The trainers at the left, from above, each of some height."""
+    """The axis of trainers at the left, from the top, each of some height."""
     shown = [plain(name) for name in names]
     axis: Json = {"type": "category", "categoryarray": names, "tickvals": names, "ticktext": shown}
     return {"height": 58 + height * len(names), "yaxis": {**axis, "autorange": "reversed"}}
@@ -165,7 +165,7 @@ def _bars(rows: pd.DataFrame, colours: Mapping[str, str], unit: str) -> Iterator
     size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)
-        if known.empty:  # for a trace without bars plotly.js leaves out the grid
+        if known.empty:  # plotly.js draws no grid for a trace without bars
             continue
         texts = [f"{name}: {write(value)} {unit}" for value in known[name]]
         yield {
@@ -191,7 +191,7 @@ def _bars(rows: pd.DataFrame, colours: Mapping[str, str], unit: str) -> Iterator
 
 
 def log_axis(title: str, seen: list[float]) -> Json:
-    """An axis that is logarithmic, of what is seen; one scale for all panels."""
+    """A logarithmic axis over the visible values; one scale for all panels."""
     ends = [math.log10(min(seen) / 1.6), math.log10(max(seen) * 1.6)] if seen else [0, 1]
     return {"title": {"text": title}, "type": "log", "range": ends, "dtick": 1}
 

@@ -109,7 +109,7 @@ def headline(material: PageData) -> list[str]:
 
 
 def trainers(runs: Sequence[Run]) -> Table:
-    """By trainer: how many cases have a result, and why others have none; what it clips."""
+    """By trainer: the number of cases with a result, why others have none, and what it clips."""
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
     notes = [f"{name}: {text}." for name, text in labels.items() if text]

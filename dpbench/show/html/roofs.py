@@ -1,4 +1,4 @@
-"""The charts of phases under the roofs of their card: the roofline, and what time is made of."""
+"""The charts of phases under the roofs of their card: roofline and time breakdown."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def roofline(material: PageData) -> Chart | None:
 
 
 Account = tuple[pd.DataFrame, Roofs]
-"""The phases of a run on one device, and the roofs that they were held against."""
+"""The phases of a run on one device, and the roofs that apply."""
 
 
 def _under_roofs(summary: pd.DataFrame, device: str, run: Run) -> Account | None:
@@ -144,7 +144,7 @@ def _marks_under(placed: pd.DataFrame, colours: Mapping[str, str]) -> list[Json]
     said = {
         phase: figures.lines(phase, *map(_under, group.to_dict("records")))
         for phase, group in placed.groupby("phase")
-    }  # a line a trainer: they may lie upon each other
+    }  # one line per trainer: they may overlap
     x, y = [ridge * 1e-6, ridge, ridge * 1e6], [peak * 1e-6, peak, peak]
     line = {"color": NEUTRAL, "width": 2.5}
     roof = {"type": "scatter", "mode": "lines", "x": x, "y": y, "line": line, "hoverinfo": "skip"}
@@ -158,7 +158,7 @@ def _marks_under(placed: pd.DataFrame, colours: Mapping[str, str]) -> list[Json]
             "size": placed.trainer.map(sizes).tolist(),
             "color": placed.trainer.map(colours).tolist(),
             "line": {"width": 1.5},
-            "opacity": 1,  # of several sizes plotly.js makes bubbles
+            "opacity": 1,  # several sizes would make plotly.js draw bubbles
         },
         "cliponaxis": False,
         "hoverinfo": "text",
@@ -172,13 +172,13 @@ def _under(row: Mapping[Any, Any]) -> str:
     return f"{row['trainer']}: {speed}, {row['share']:.0%} of the roof, {row['bound']}"
 
 
-# --- what time is made of --------------------------------------------------------------------
+# --- time breakdown --------------------------------------------------------------------------
 
 TIME_COLOURS = {"arithmetic": "#0072B2", "bytes": "#E69F00", "idle": NEUTRAL}
 
 
 def time(material: PageData) -> Chart | None:
-    """Of each step's time, the least for its arithmetic and for its bytes, and the idle part."""
+    """Each step's least time for its arithmetic and for its bytes, and its idle time."""
     table, notes = _accounts(material, partial(_time_of, ceilings=material.ceilings))
     premise = (
         "times of steps that are not counted; the least time for counted operations and measured "
@@ -209,7 +209,7 @@ def time(material: PageData) -> Chart | None:
 def _time_of(
     summary: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None
 ) -> Account | None:
-    """What time is made of, where steps were timed and their DRAM bytes counted."""
+    """The time breakdown of steps that were timed and whose DRAM bytes were counted."""
     measured = {*summary[summary.device == device].metric}
     if not {"step_time_seconds", "dram_read_bytes"} <= measured:
         return None
