@@ -31,7 +31,7 @@ class Failure(NamedTuple):
     unjudged: Sequence[Unjudged] = ()
 
 
-class Judged(ABC):
+class SessionJudging(ABC):
     """The part of a `dpbench.session.Session` that compares it; its process judges once."""
 
     settings: Settings

@@ -16,7 +16,7 @@ from dpbench.child.imported import digest
 from dpbench.core.case import Case
 from dpbench.core.files import printable
 from dpbench.core.registry import OUTPUTS
-from dpbench.judging import Judged, read_limits
+from dpbench.judging import SessionJudging, read_limits
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dpbench.show.layout import Table
 
 
-class Session(Judged):
+class Session(SessionJudging):
     """A session, in each process that takes part in it.
 
     The first process begins and finishes it. Others (xdist workers) join it with what the first

@@ -159,7 +159,7 @@ SESSION_GPUS = "DPBENCH_GPUS"
 """The environment variable with all GPUs of a session, in a worker that sees only its own."""
 
 
-def environment_of(gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def visible_to_case(gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a process that needs this many GPUs, more than the worker's own.
 
     They follow the worker's GPU in the session's list; if there are too few, all are used.

@@ -82,7 +82,7 @@ class Registry(Mapping[str, Any]):
         for known in self._targets:
             if spelling in (known, self._targets[known]):
                 return known
-        if ":" not in target:
+        if ":" not in target or spelling.startswith("="):
             raise unknown(self.kind, spelling, self, "or package.module:Class")
         name = name or target.split(":")[-1].rpartition(".")[2]
         self.register(name, target)
@@ -212,7 +212,7 @@ TRAINERS = Registry(
         "book_keeping": "dpbench.training.book_keeping:BookKeepingTrainer",
         "fused": "dpbench.training.fused:FusedTrainer",
     },
-    ("model", "batch_size", "optimizer", "workload", "micro_batches", "autocast"),
+    ("model", "batch_size", "optimizer", "workload", "micro_batches", "autocast", "parallel"),
 )
 """Trainers by short name; the first is the usual baseline of ratios."""
 

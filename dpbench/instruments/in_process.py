@@ -61,13 +61,13 @@ class InProcessInstrument(Instrument):
         """The file for the output of a case's process."""
         return (self.directory / case.report_path).with_suffix(f".{self.name}.log")
 
-    def before_case(self, case: Case) -> list[str]:
+    def profiler_command(self, case: Case) -> list[str]:
         """The profiler that starts the case, with its arguments; by default nothing."""
         return []
 
     def start(self, case: Case) -> CaseProcess:
         log = self.log(case)
-        before = self.before_case(case)
+        before = self.profiler_command(case)
         return CaseProcess(Task(case, self), before, log=log, timeout=self.timeout, read=self.read)
 
     def read(self, process: CaseProcess) -> list[Measurement]:

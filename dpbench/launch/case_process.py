@@ -31,7 +31,7 @@ from dpbench.child.messages import (
     result_of,
 )
 from dpbench.child.task import Task
-from dpbench.core.gpu import child_environment, environment_of
+from dpbench.core.gpu import child_environment, visible_to_case
 from dpbench.launch.fork_server import COMMAND, environment_of_cases
 from dpbench.launch.imports import python_path
 from dpbench.launch.pending import PendingMeasurement
@@ -77,7 +77,7 @@ class CaseProcess(PendingMeasurement):
         command = [*before, sys.executable, *COMMAND[1:], "step", "--task", str(told)]
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.records = Path(scratch, "records")
-        added = child_environment() | environment_of(case.gpus)
+        added = child_environment() | visible_to_case(case.gpus)
         if path := python_path(case):
             added["PYTHONPATH"] = path
         pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])

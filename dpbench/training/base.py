@@ -73,7 +73,7 @@ class TrainerBase(ABC):
         autocast: torch.dtype | None = None,
         parallel: str = "none",
     ) -> None:
-        check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm)
+        check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm, learning_rate)
         self.autocast = autocast
         self.device_type = next((p.device.type for p in model.parameters()), "cpu")
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=autocast is torch.float16)
@@ -146,9 +146,21 @@ class TrainerBase(ABC):
 
 
 def check_numbers(
-    batch_size: int, micro_batches: int, noise_multiplier: float, max_grad_norm: float
+    batch_size: int,
+    micro_batches: int,
+    noise_multiplier: float,
+    max_grad_norm: float,
+    learning_rate: float,
 ) -> None:
     """Refuse numbers with which a step would not be private, or would drop examples."""
+    named = {
+        "max_grad_norm": max_grad_norm,
+        "noise_multiplier": noise_multiplier,
+        "learning_rate": learning_rate,
+    }
+    for name, value in named.items():
+        if isinstance(value, str):  # a parameter of a name, such as dpsgd:max_grad_norm=nan
+            raise ConfigurationError(f"{name} is {value!r}, and must be a finite number")
     parts = micro_batches > 0 and batch_size % micro_batches == 0
     for name, value, right, must in (
         ("max_grad_norm", max_grad_norm, 0 < max_grad_norm < math.inf, "be finite and above 0"),

@@ -247,7 +247,7 @@ class FusedTrainer(BookKeepingTrainer):
         yield from self.clipped(last=True)
         yield from self.take_sums().close()
 
-    def _sum_over_ranks(self) -> list[Reduction]:
+    def _clip_and_reduce_in_graph(self) -> list[Reduction]:
         """Clip and reduce; buffers that were sent make room for other sums."""
         self._reductions = []
         for buffer in self._sum_clipped():
@@ -259,7 +259,7 @@ class FusedTrainer(BookKeepingTrainer):
     def _recorded_clip(self, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]:
         """Clip as several graphs under DDP, each with the buffers to reduce after it."""
         if self.parallel == "fsdp2":
-            graph, self._recorded_reductions = recorded(self._sum_over_ranks, pool)
+            graph, self._recorded_reductions = recorded(self._clip_and_reduce_in_graph, pool)
             return [(graph, [])]
         buffers, left = self._sum_clipped(), len(in_buffers(self.trained))
         least = REDUCED_TOGETHER if self.parallel == "ddp" else math.inf

@@ -26,11 +26,11 @@ from dpbench.core.gpu import (
     all_exclusive,
     child_environment,
     chip_of,
-    environment_of,
     exclusive,
     require_gpu,
     select,
     visible_gpus,
+    visible_to_case,
 )
 
 GPUS = [Gpu(f"GPU-{i}d7c-{i}", f"card {i}", 10**9, "580.0") for i in range(4)]
@@ -56,7 +56,7 @@ def test_a_process_of_several_gpus_sees_more_than_its_workers(
 ) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": own, "DPBENCH_GPUS": every}
     given = {name: value for name, value in environment.items() if value is not None}
-    assert environment_of(number, given) == ({"CUDA_VISIBLE_DEVICES": seen} if seen else {})
+    assert visible_to_case(number, given) == ({"CUDA_VISIBLE_DEVICES": seen} if seen else {})
 
 
 quickly = settings(deadline=None, max_examples=50)

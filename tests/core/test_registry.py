@@ -143,7 +143,7 @@ def test_registering_the_same_class_again_changes_nothing(registry: Registry) ->
 
 @pytest.mark.parametrize(
     "spelling",
-    ["nonsense", "", "mine=", "Counter", "collections", "collections.Counter"],
+    ["nonsense", "", "mine=", "Counter", "collections", "collections.Counter", "=a.b:C"],
 )
 def test_unknown_name_is_refused_with_what_exists(registry: Registry, spelling: str) -> None:
     for attempt in (lambda: registry.canonical(spelling), lambda: registry[spelling]):

@@ -18,7 +18,7 @@ from dpbench.child.build import build, pick_device
 from dpbench.child.failures import CaseTimedOut, InstrumentError
 from dpbench.child.messages import Steps
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.gpu import environment_of, number_of_gpus, visible_gpus
+from dpbench.core.gpu import number_of_gpus, visible_gpus, visible_to_case
 from dpbench.core.registry import resolve
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.cupti.target import RECEIVED, SENT, payload_of
@@ -37,7 +37,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def two_gpus_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Show a worker of xdist, which sees one GPU, those that its case of two has."""
-    for name, value in environment_of(2).items():
+    for name, value in visible_to_case(2).items():
         monkeypatch.setenv(name, value)
 
 

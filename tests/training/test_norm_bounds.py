@@ -377,6 +377,10 @@ def test_a_gradient_whose_squared_norm_is_infinite_is_not_left_unclipped(trainer
         for value in (-1.0, math.nan, math.inf)
     ]
     + [
+        ({name: "nan"}, f"{name} is 'nan', and must be a finite number")
+        for name in ("max_grad_norm", "noise_multiplier", "learning_rate")
+    ]
+    + [
         ({"micro_batches": parts}, f"micro_batches is {parts}, and must divide the batch size, 4")
         for parts in (3, 0, -2, 8)
     ],

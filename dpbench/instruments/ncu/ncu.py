@@ -113,7 +113,7 @@ class Ncu(InProcessInstrument):
     def log(self, case: Case) -> Path:
         return self.report(case).with_suffix(".log")
 
-    def before_case(self, case: Case, *more: str) -> list[str]:
+    def profiler_command(self, case: Case, *more: str) -> list[str]:
         """The command line of ncu; it profiles what any of the NVTX filters matches."""
         steps = range(self.steps.active)
         chosen = [f"{NVTX_DOMAIN}@{step}.{phase}" for step in steps for phase in self.phases]
@@ -160,7 +160,7 @@ class Ncu(InProcessInstrument):
         report = self.report(case)
         report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)
-        return self.before_case(case, "--log-file", str(self.log(case)))
+        return self.profiler_command(case, "--log-file", str(self.log(case)))
 
     def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
         rows = self.rows(case, record, self.log(case))

@@ -88,7 +88,7 @@ class Nsys(InProcessInstrument):
     def report(self, case: Case) -> Path:
         return (self.directory / case.report_path).with_suffix(REPORT)
 
-    def before_case(self, case: Case) -> list[str]:
+    def profiler_command(self, case: Case) -> list[str]:
         """The command line of ``nsys profile``, which records only between start and stop."""
         return [
             *(self.path, "profile"),

@@ -22,7 +22,7 @@ TINY = Case("dpsgd", 4, 64, "tiny")
 
 
 def test_the_whole_argument_list_for_every_phase() -> None:
-    assert NcuKernels(Path("reports"), path="/opt/ncu").before_case(CASE) == [
+    assert NcuKernels(Path("reports"), path="/opt/ncu").profiler_command(CASE) == [
         "/opt/ncu",
         *("--config-file", "off"),
         *("--replay-mode", "kernel"),
@@ -44,7 +44,7 @@ def asked_on(chip: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: [card])
     [kernels] = choose(["ncu_kernels"], Settings(own={"ncu_path": sys.executable}))
     assert isinstance(kernels, NcuKernels)
-    command = kernels.before_case(CASE)
+    command = kernels.profiler_command(CASE)
     return command[command.index("--metrics") + 1]
 
 
@@ -59,7 +59,7 @@ def test_a_chip_is_asked_for_its_own_counters(monkeypatch: pytest.MonkeyPatch) -
 def test_phases_are_chosen_by_the_names_of_their_ranges() -> None:
     """This option, and no other, may be given twice."""
     instrument = NcuKernels(Path("r"), steps=Steps(1, 2), phases=("clip", "noise"))
-    command = instrument.before_case(CASE)
+    command = instrument.profiler_command(CASE)
     filters = [command[i + 1] for i, text in enumerate(command) if text == "--nvtx-include"]
     assert filters == [f"dpbench@{step}.{p}" for step in (0, 1) for p in ("clip", "noise")]
 

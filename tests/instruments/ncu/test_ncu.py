@@ -27,7 +27,7 @@ RECORD = "from dpbench.child.messages import hand_over; "
 
 def test_the_whole_argument_list() -> None:
     instrument = Ncu(Path("reports"), path="/opt/ncu", steps=Steps(warmup=1, active=2))
-    assert instrument.before_case(CASE) == [
+    assert instrument.profiler_command(CASE) == [
         "/opt/ncu",
         *("--config-file", "off"),
         *("--replay-mode", "app-range"),
@@ -48,7 +48,7 @@ def test_the_whole_argument_list() -> None:
 
 def test_no_option_is_given_twice() -> None:
     """Nsight Compute refuses to run if one is."""
-    command = Ncu(Path("reports")).before_case(CASE)
+    command = Ncu(Path("reports")).profiler_command(CASE)
     options = [text for text in command if text[:2] == "--"]
     assert len(options) == len(set(options))
 
@@ -64,7 +64,7 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
         ),
     )
     assert isinstance(chosen[0], Ncu)
-    asked = chosen[0].before_case(CASE)
+    asked = chosen[0].profiler_command(CASE)
     assert asked[asked.index("--metrics") + 1].split(",") == [
         "dram__bytes_read.sum",
         "dram__bytes_write.sum",
@@ -82,7 +82,7 @@ def test_names_of_the_l2_reach_ncu_as_the_counters_of_the_chip(
     monkeypatch.setattr(gpu, "chip_here", lambda: "GH100")
     [instrument] = choose(["ncu"], settings)
     assert isinstance(instrument, Ncu)
-    asked = instrument.before_case(CASE)
+    asked = instrument.profiler_command(CASE)
     assert asked[asked.index("--metrics") + 1].split(",")[2:] == [
         "lts__t_sectors_srcunit_tex_op_read.sum",
         "lts__t_sectors.sum",

@@ -54,7 +54,9 @@ def stand_in(
 
 
 def test_the_argument_list_records_cuda_and_nvtx_between_the_marks_alone() -> None:
-    command = Nsys(Path("a%b"), path="/nsys", steps=Steps(warmup=2, active=4)).before_case(CASE)
+    command = Nsys(Path("a%b"), path="/nsys", steps=Steps(warmup=2, active=4)).profiler_command(
+        CASE
+    )
     assert command[:9] == [
         *("/nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
         *("--cuda-graph-trace=node", "--capture-range=cudaProfilerApi"),
