@@ -79,7 +79,7 @@ class StepFinder:
         self.failure: Exception | None = None  # afterwards, the recorder gets no more calls
         self.notes: list[str] = []  # for the reader of the numbers
         self.turns = AlternatingOptimizers()
-        self.settled = False  # in a module, backward or batch: modules begin no step
+        self.settled = False  # inside a module, backward or batch, where no step begins
         self.undo = ExitStack()  # what `close` undoes
         self._thread = threading.get_ident()
         self._children = page_faults_of_children()

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             name += f" {options.command_name}"
             with _ending_signals_as_ctrl_c():
                 return int(options.command(options))
-        finally:  # here, where a closed pipe can be caught, and not at exit
+        finally:  # flush now: at exit a closed pipe could not be caught
             print(end="", flush=True)
     except DpbenchError as error:
         code, words = error.exit_code, str(error)

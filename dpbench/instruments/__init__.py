@@ -76,7 +76,7 @@ def declare_outside(
             continue
         try:
             instrument = _class(name)
-        except Exception:  # an installed package is broken, and perhaps nobody asked for it
+        except Exception:  # a broken installed package must not stop a session without it
             continue
         add = group(f"instrument {name}", (instrument.__doc__ or "").partition("\n")[0])
         try:

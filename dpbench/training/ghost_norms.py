@@ -35,7 +35,7 @@ from dpbench.training.norm_bounds import (
 )
 
 WAYS = ("products", "cheaper")
-"""Always by products T × T, or only where these are smaller than the gradient."""
+"""``products``: norms from products T × T. ``cheaper``: from the gradient where it is smaller."""
 
 
 class GhostNorms:

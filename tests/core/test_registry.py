@@ -13,7 +13,6 @@ import pytest
 
 import dpbench
 from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
 from dpbench.core.registry import (
     MODELS,
@@ -21,6 +20,7 @@ from dpbench.core.registry import (
     Registry,
     resolve,
 )
+from tests.core.test_case import refusal
 
 
 class Outer:
@@ -48,15 +48,6 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     yield write
     for name in [name for name in sys.modules if name.startswith("own_")]:
         del sys.modules[name]
-
-
-def refusal(attempt: Callable[[], object]) -> str:
-    """The one line with which an attempt is refused."""
-    with pytest.raises(ConfigurationError) as caught:
-        attempt()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # --- the built-in names ----------------------------------------------------------------------
