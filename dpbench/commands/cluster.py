@@ -126,9 +126,7 @@ def _submit(
     try:
         import submitit
     except ImportError as error:
-        raise ConfigurationError("--cluster needs submitit: pip install 'dpbench[cluster]'") from (
-            error
-        )
+        raise ConfigurationError("--cluster needs submitit: pip install submitit") from error
     # Otherwise submitit would hide the GPUs from its processes on this machine.
     own = {"gpus_per_node": len(gpu.visible_gpus())} if options.cluster == "local" else {}
     given = {"name": "dpbench", "timeout_min": MINUTES, **own, **_parameters(options.cluster_set)}

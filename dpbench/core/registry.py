@@ -179,9 +179,9 @@ def folder_of(module: str) -> Path | None:
 
 _PACKAGES = {
     "opacus": "Opacus: pip install opacus",
-    "transformers": "Transformers: pip install 'dpbench[huggingface]'",
-    "plotly": "Plotly: pip install 'dpbench[report]'",
-    "jinja2": "Jinja: pip install 'dpbench[report]'",
+    "transformers": "Transformers: pip install transformers",
+    "plotly": "Plotly: pip install plotly jinja2",
+    "jinja2": "Jinja: pip install plotly jinja2",
 }
 """Packages that may be missing, and how to install them."""
 

@@ -135,7 +135,7 @@ class Settings:
     json: Path | None = options.file("every row, and what follows from them,")
     markdown: Path | None = options.file("the tables")
     csv: Path | None = options.file("every row as CSV")
-    html: Path | None = options.file("a page of charts and tables (needs dpbench[report])")
+    html: Path | None = options.file("a page of charts and tables (needs plotly and jinja2)")
 
     # what is saved, and compared with
     save: str | None = options.option("save the run in the storage as NAME", metavar="NAME")

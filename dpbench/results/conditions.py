@@ -159,7 +159,8 @@ def environment(
     )
     for package in versions:
         with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+            # PyPI's `dpbench` is another project.
+            versions[package] = metadata.version(package.replace("dpbench", "pytest-dpbench"))
     cpu = None  # its speed determines the time of launch-bound steps
     with suppress(OSError):
         cpu = re.search(r"^model name\s*:\s*(.*?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)

@@ -48,8 +48,11 @@ SMALL_CASE = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
 def packages(settings: Settings) -> Iterator[Finding]:
     """Check that all required packages are installed in a required version."""
-    installed = [f"python {platform.python_version()}", f"dpbench {metadata.version('dpbench')}"]
-    for package in map(Requirement, metadata.requires("dpbench") or ()):
+    installed = [
+        f"python {platform.python_version()}",
+        f"dpbench {metadata.version('pytest-dpbench')}",
+    ]
+    for package in map(Requirement, metadata.requires("pytest-dpbench") or ()):
         if package.marker and not package.marker.evaluate({"extra": ""}):
             continue
         asked, version = f"{package.name}{package.specifier}", "missing"

@@ -74,9 +74,7 @@ class TorchProfiler(InProcessInstrument):
     def check(self) -> None:
         super().check()
         if find_spec("tensorboard") is None:
-            print(
-                "dpbench: no TensorBoard log: pip install 'dpbench[tensorboard]'", file=sys.stderr
-            )
+            print("dpbench: no TensorBoard log: pip install tensorboard", file=sys.stderr)
 
     def check_script(self) -> None:
         check_writable(self.directory)
