@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,10 +45,16 @@ LARGE = 2**18
 """A parameter with at least this many elements has its own gradient buffer."""
 
 
-def in_buffers(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The parameters by their gradient buffer; small ones share one."""
-    small = [p for p in parameters if p.numel() < LARGE]
-    return [[p] for p in parameters if p.numel() >= LARGE] + ([small] if small else [])
+def in_buffers(
+    parameters: Sequence[Tensor], groups: Mapping[Tensor, int] | None = None
+) -> list[list[Tensor]]:
+    """The parameters by their gradient buffer; small ones of a group share one."""
+    small: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.numel() < LARGE:
+            group = groups.get(parameter, -1) if groups else 0
+            small.setdefault(group, []).append(parameter)
+    return [[p] for p in parameters if p.numel() >= LARGE] + [*small.values()]
 
 
 class Sums:
@@ -57,21 +63,31 @@ class Sums:
     A buffer is allocated on first use, so that inputs freed until then make room for it.
 
     Args:
-        parameters: whose gradients are summed.
+        sharing: the parameters whose gradients are summed, by their buffer.
         dtype: the type of the sums, if not that of the parameters.
         ranks: how many ranks will share them, see `one_buffer`.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], dtype: torch.dtype | None = None, ranks: int = 1
+        self,
+        sharing: Sequence[Sequence[Tensor]],
+        dtype: torch.dtype | None = None,
+        ranks: int = 1,
     ) -> None:
         self._dtype, self._ranks = dtype, ranks
-        self._sharing = dict(enumerate(in_buffers(parameters)))
+        self._sharing = dict(enumerate(sharing))
         self._number = {p: n for n, sharing in self._sharing.items() for p in sharing}
         self._made: dict[int, Buffer] = {}
         self._filled: set[Tensor] = set()
         self._closed: set[Tensor] = set()
         self._left = {number: len(sharing) for number, sharing in self._sharing.items()}
+
+    def begin_at_zero(self) -> list[Buffer]:
+        """Allocate all buffers, and have every sum added to what is there, zeros at first."""
+        for parameter in self._number:
+            self._place(parameter).zero_()
+            self._filled.add(parameter)
+        return [*self._made.values()]
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
         """Add a sum to those before."""

@@ -21,7 +21,7 @@ def test_rows_that_are_named_again_are_summed_and_all_others_are_zeros(named: li
 
 def test_at_bf16_a_row_named_a_thousand_times_has_the_sum() -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
-    sums = Sums([weight])
+    sums = Sums([[weight]])
     for _ in range(2):
         sums.put_rows(weight, torch.ones(1000, dtype=torch.long), torch.ones(1000, 2).bfloat16())
     [buffer] = sums.close()
