@@ -5,20 +5,23 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
-from dpbench.child.step import peak_memory
+from dpbench.child.step import held_by_graphs, peak_memory
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.training.base import Batch, Momentum
 from dpbench.training.gradient_sums import Sums
 from dpbench.training.phases import observed_step
+from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 
@@ -61,15 +64,117 @@ def train_several_shapes_and_rates(trainer: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"optimizer": Momentum}, {"micro_batches": 3}, {"autocast": torch.bfloat16}],
+    [
+        {},
+        {"optimizer": Momentum},
+        {"optimizer": partial(torch.optim.AdamW, eps=1e-2)},
+        {"optimizer": partial(torch.optim.RMSprop, eps=1e-2)},
+        {"micro_batches": 3},
+        {"micro_batches": 2, "optimizer": Momentum},
+        {"autocast": torch.bfloat16},
+    ],
     ids=str,
 )
 def test_steps_of_several_shapes_and_rates_are_those_of_opacus(options: dict[str, Any]) -> None:
     reference = moved(train_several_shapes_and_rates, made("dpsgd", **options))
     tolerance = 3e-2 if "autocast" in options else 1e-4
     for name in ("book_keeping", "fused"):
-        update = moved(train_several_shapes_and_rates, made(name, **options))
+        trainer = made(name, **options)
+        update = moved(train_several_shapes_and_rates, trainer)
         assert (update - reference).norm() < tolerance * reference.norm(), name
+    assert [*trainer._graphs.phases] == ["forward", "backward", "clip"]
+
+
+def adapted(trainer: str, **options: Any) -> Any:
+    """A trainer of low-rank adapters, neither of which is zero."""
+    torch.manual_seed(0)
+    model = SimpleBigModel(SIZE, max_seq_len=700).to("cuda")
+    choose_trainable(model, "lora:4")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    fixed = {"noise_multiplier": 0.0, "optimizer": partial(torch.optim.AdamW, eps=1e-2)}
+    return TRAINERS[trainer](model, batch_size=6, **fixed | options)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("made_by", [made, adapted])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_adapters_and_recomputed_activations_are_recorded(
+    made_by: Callable[..., Any], checkpointing: bool, micro_batches: int
+) -> None:
+    updates = []
+    for name in ("fused", "book_keeping"):
+        trainer = made_by(name, micro_batches=micro_batches)
+        if checkpointing:
+            checkpoint_blocks(trainer.workload, trainer.model)
+        updates.append(moved(train_several_shapes_and_rates, trainer))
+        if name == "fused":
+            assert [*trainer._graphs.phases] == ["forward", "backward", "clip"]
+    assert (updates[0] - updates[1]).norm() < 1e-3 * updates[1].norm()
+
+
+class Reads(SimpleBigModel):
+    """A model that Python reads from."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert tokens.sum().item() >= 0
+        logits: Tensor = super().forward(tokens)
+        return logits
+
+
+class Waits(SimpleBigModel):
+    """A model that waits for the GPU, which ends a capture."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = super().forward(tokens)
+        torch.cuda.synchronize()
+        return logits
+
+
+@pytest.mark.parametrize("kind", [Reads, Waits])
+def test_what_cannot_be_recorded_says_why_once_and_trains_without_graphs(
+    kind: type[SimpleBigModel],
+) -> None:
+    def train(trainer: Any) -> None:
+        for batch in batches_of(40, 3):
+            trainer.train_step(batch)
+
+    def built(kind: type[SimpleBigModel], trainer: str) -> Any:
+        torch.manual_seed(0)
+        model = kind(SIZE, max_seq_len=700).to("cuda")
+        return TRAINERS[trainer](model, batch_size=6, noise_multiplier=0.0)
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = held_by_graphs(torch.cuda.memory_snapshot(), 0)
+    trainer = built(kind, "fused")
+    with pytest.warns(UserWarning, match=r"without CUDA graphs, because .*test_fused.py") as caught:
+        update = moved(train, trainer)
+    assert len([each for each in caught if "CUDA graphs" in str(each.message)]) == 1
+    assert trainer._graphs is None
+    expected = moved(train, built(SimpleBigModel, "book_keeping"))
+    assert (update - expected).norm() < 1e-4 * expected.norm()
+    assert F.dropout(torch.ones(9, device="cuda"), 0.5).isfinite().all()
+    assert held_by_graphs(torch.cuda.memory_snapshot(), 0) == before
+    trainer = built(SimpleBigModel, "fused")  # others are recorded afterwards
+    train(trainer)
+    assert trainer._graphs is not None
+
+
+def test_recomputed_dropout_is_not_recorded() -> None:
+    torch.manual_seed(0)
+    model = SimpleBigModel(SIZE, max_seq_len=700).to("cuda")
+    for block in model.blocks:
+        block.forward = with_dropout(block.forward)
+    trainer = TRAINERS["fused"](model, batch_size=6)
+    checkpoint_blocks(trainer.workload, model)
+    with pytest.warns(UserWarning, match="checkpointing draws the same random numbers twice"):
+        trainer.train_step(batches_of(40)[0])
+
+
+def with_dropout(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *given: F.dropout(forward(*given), 0.5)
 
 
 def test_the_first_step_makes_the_graphs_and_returns_the_loss_of_its_own_batch() -> None:
@@ -77,7 +182,7 @@ def test_the_first_step_makes_the_graphs_and_returns_the_loss_of_its_own_batch()
     for number, batch in enumerate(batches_of(40, 3)):
         losses = [float(each.train_step(batch)) for each in (trainer, plain)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-        assert [*trainer._graphs] == ["forward", "backward", "clip"], number
+        assert [*trainer._graphs.phases] == ["forward", "backward", "clip"], number
     with pytest.raises(ValueError, match="built for batches of 6 and got one of 5"):
         trainer.train_step(tuple(tensor[:5] for tensor in batches_of(40)[0]))
 
@@ -88,7 +193,7 @@ def test_dropout_ends_with_eval_and_begins_again_with_train() -> None:
     trainer = TRAINERS["fused"](model, batch_size=6, noise_multiplier=0.0, learning_rate=0.0)
     [batch] = batches_of(40)
     first, second = (float(trainer.train_step(batch)) for _ in range(2))
-    assert [*trainer._graphs] == ["forward", "backward", "clip"]
+    assert [*trainer._graphs.phases] == ["forward", "backward", "clip"]
     assert first != second
     model.eval()
     expected = float(trainer.mean_loss(model, batch).detach())
@@ -141,7 +246,7 @@ def test_a_graph_has_the_operators_of_a_step_that_is_not_captured(reads: bool) -
     for batch in batches_of(40, 2):
         trainer.train_step(batch)
     assert seen == [False, reads]
-    assert [*trainer._graphs] == ["forward", "backward", "clip"]
+    assert [*trainer._graphs.phases] == ["forward", "backward", "clip"]
 
 
 def test_a_warning_of_the_first_forward_is_shown_and_debugging_stays_as_it_was() -> None:
@@ -167,7 +272,7 @@ def test_peak_memory_has_what_graphs_keep() -> None:
     def peaks(*, graphs: bool) -> tuple[int, int]:
         trainer = made("fused", ModelSize(8000, 256, 4, 8))
         if not graphs:
-            trainer._graphs = {}  # as after a first step without them
+            trainer._is_first = False  # as after a first step without them
         for _ in range(2):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -64,12 +64,12 @@ def generated(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class Twins:
     """The same parameters under the same optimizer: ``ours`` merged, ``theirs`` by PyTorch."""
 
-    def __init__(self, make: Make, dtype: torch.dtype = torch.float64, lr: float = 0.1) -> None:
+    def __init__(self, make: Make, dtype: torch.dtype = torch.float64, device: str = "cpu") -> None:
         self.ours, self.theirs = (
-            [nn.Parameter(generated(n, shape, dtype)) for n, shape in enumerate(SHAPES)]
+            [nn.Parameter(generated(n, shape, dtype).to(device)) for n, shape in enumerate(SHAPES)]
             for _ in range(2)
         )
-        self.optimizer, self.reference = (make(each, lr=lr) for each in (self.ours, self.theirs))
+        self.optimizer, self.reference = (make(each, lr=0.1) for each in (self.ours, self.theirs))
         self.sharing = in_buffers(self.ours, groups_of(self.optimizer))
         self.merged = MergedUpdate(self.sharing)
         self.steps = 0
@@ -80,10 +80,11 @@ class Twins:
         self.steps += 1
         updates = self.merged.updates(self.optimizer, deviation, examples)
         assert not isinstance(updates, str), updates
+        seed = torch.tensor(self.steps, device=self.ours[0].device)
         for update, buffer in zip(updates, self.sums(), strict=True):
-            update(buffer.flat, torch.tensor(self.steps))
+            update(buffer.flat, seed)
         for buffer in self.sums():
-            noisy_mean(buffer.flat, torch.tensor(self.steps), deviation, 1 / examples)
+            noisy_mean(buffer.flat, seed, deviation, 1 / examples)
             for parameter, part in buffer.places.items():
                 self.theirs[self.number(parameter)].grad = part
         self.reference.step()

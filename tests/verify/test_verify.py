@@ -99,7 +99,8 @@ def test_a_right_trainer_of_ones_own_passes(name: str, optimizer: str) -> None:
     ("trainer", "axes"),
     [
         ("fused", {"optimizer": "momentum"}),
-        ("fused", {"trainable": "lora:2"}),
+        ("fused", {"trainable": "lora:2", "optimizer": "adamw"}),
+        ("fused", {"activation_checkpointing": "on", "optimizer": "torch.optim:RMSprop"}),
         ("book_keeping", {"trainable": "*.bias", "micro_batches": 1}),
         ("dpsgd_ghost", {"trainable": "lora:2", "optimizer": "adamw"}),
         ("dpsgd", {"activation_checkpointing": "on"}),
