@@ -174,11 +174,12 @@ class FusedTrainer(BookKeepingTrainer):
 
     def train_step(self, batch: Batch) -> Tensor:
         graphs = self.merged and self.micro_batches == 1 and self.trained[0].is_cuda
+        graphs = graphs and self.sampling == "fixed"
         # Operators inside a graph cannot be counted.
         graphs = graphs and _get_current_dispatch_mode() is None
         if self._graphs is None:
             self.begin_step()
-            next(self.parts(batch))  # refuses another size
+            next(self.parts(batch), None)  # refuses another size
             self._graphs = self._recorded(batch) if graphs else {}
         if not (graphs and self._graphs and self._signature(batch) == self._recorded_signature):
             return super().train_step(batch)
