@@ -106,7 +106,8 @@ def build(
     if ranks > 1:
         torch.manual_seed((seed + 1) * ranks + rank)  # differs between ranks, with any seed
     if case.micro_batches > 1:
-        enforce_micro_batches(trainer, batches, case.micro_batches)
+        size = case.batch_size // ranks // case.micro_batches
+        enforce_micro_batches(trainer, case.micro_batches, size)
     return trainer, batches
 
 
@@ -157,6 +158,8 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
         options["micro_batches"] = case.micro_batches
     if case.parallel != "none":
         options["parallel"] = case.parallel
+    if case.sampling != "fixed":
+        options["sampling"] = case.sampling
     if case.precision in MIXED:
         options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16
     return options

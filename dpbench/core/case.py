@@ -33,6 +33,10 @@ PARALLELS = ("none", "ddp", "fsdp2")
 """How ranks (processes with one GPU each) share a step. ``ddp``: each has the whole model, and
 gradients are reduced over them. ``fsdp2``: each has a shard of every parameter."""
 
+SAMPLINGS = ("fixed", "poisson")
+"""``fixed``: every batch has ``batch_size`` examples. ``poisson``: that is the mean of a Poisson
+distribution, the limit of drawing each example of a large dataset independently."""
+
 TRANSFORMER = "transformer"
 """The workload that has four of its parameters as axes."""
 
@@ -103,6 +107,11 @@ class Case:
         "{names}: how processes of one GPU each share a step", "none", choices=PARALLELS
     )
     gpus: int = axis("GPUs that share a batch in equal parts", 1, count="number of GPUs")
+    sampling: str = axis(
+        "{names}: whether all batches have as many examples, or a random number around batch_size",
+        "fixed",
+        choices=SAMPLINGS,
+    )
 
     def __post_init__(self) -> None:
         given = {**vars(self), "set": parameters_text(self.set)}
@@ -184,6 +193,10 @@ def _checked(**given: Any) -> dict[str, Any]:
         raise ConfigurationError(
             f"gpus={gpus} with parallel={axes['parallel']}: several GPUs train in parallel, "
             f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
+        )
+    if axes["sampling"] == "poisson" and gpus > 1:
+        raise ConfigurationError(
+            "sampling=poisson is for one GPU: ranks would need unequal numbers of micro-batches"
         )
     parts = gpus * axes["micro_batches"]
     if size % parts:

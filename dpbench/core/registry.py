@@ -212,7 +212,16 @@ TRAINERS = Registry(
         "book_keeping": "dpbench.training.book_keeping:BookKeepingTrainer",
         "fused": "dpbench.training.fused:FusedTrainer",
     },
-    ("model", "batch_size", "optimizer", "workload", "micro_batches", "autocast", "parallel"),
+    (
+        "model",
+        "batch_size",
+        "optimizer",
+        "workload",
+        "micro_batches",
+        "autocast",
+        "parallel",
+        "sampling",
+    ),
 )
 """Trainers by short name; the first is the usual baseline of ratios."""
 

@@ -73,14 +73,13 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 with phase("forward"):
                     loss = self.mean_loss(self.model, part)
                 with phase("backward"):
-                    (loss * self.part_size).backward()  # of the sum: each example's own gradient
+                    (loss * self.examples).backward()  # of the sum: each example's own gradient
             losses.append(loss.detach())
             del loss  # its graph keeps layers' inputs alive
             with phase("clip"):
                 self.clip(last)
-            if last:
-                self.update()
-        return mean_of(losses)
+        self.update()
+        return mean_of(losses, self.sizes)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The mean loss; the first call also looks for parameters that no layer's call uses."""
@@ -113,7 +112,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         # Activation checkpointing first runs the layer without autograd, and later again.
         if not (self._listening and torch.is_grad_enabled()):
             return None
-        rule.check_call(given, options, returned, self.part_size)
+        rule.check_call(given, options, returned, self.examples)
         is_first = not returned.requires_grad  # no trained layer is before it
         if is_first:
             returned.requires_grad_()

@@ -45,7 +45,6 @@ class ClippedSumTrainer(TrainerBase):
         self.trained = [p for p in model.parameters() if p.requires_grad]
         check_alike(self.trained)
         self.sharing = in_buffers(self.trained)
-        self.part_size = batch_size // self.micro_batches
         self.known = ModelSnapshot(self.model)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []

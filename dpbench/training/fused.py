@@ -149,10 +149,11 @@ class FusedTrainer(BookKeepingTrainer):
             return super().train_step(batch)
         self.begin_step()
         parts = [part for _, part in self.parts(batch)]  # refuses another size
-        if self._is_first:
+        if parts and self._is_first:
             self._is_first = False
             self._graphs = recorded_step(self, parts[0])
-        if self._graphs is None or signature(self, parts[0]) != self._graphs.signature:
+        fits = parts and self._graphs and signature(self, parts[0]) == self._graphs.signature
+        if not (fits and self._graphs):
             return super().train_step(batch)
         loss = self._graphs.replay(parts)
         reductions, self._reductions = self._reductions, []

@@ -111,7 +111,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
             with phase("clip"):
                 self.take_gradients(found)
         self.update()
-        return mean_of(means)
+        return mean_of(means, self.sizes)
 
     def _hear(
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
@@ -123,7 +123,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         if not torch.is_grad_enabled():  # checkpointing runs it again, with a graph of its own
             found.runs_again |= layer.training
             return
-        rule.check_call(given, options, returned, self.part_size)
+        rule.check_call(given, options, returned, self.examples)
         if not given[0].requires_grad:  # no trained layer is before it
             found.firsts.append(get_gradient_edge(returned))
         held = [given[0].detach()]

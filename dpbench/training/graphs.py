@@ -23,6 +23,7 @@ from dpbench.training.gradient_sums import Buffer
 from dpbench.training.parallel import GRAPHS
 from dpbench.training.phases import phase
 from dpbench.training.reductions import Reduction
+from dpbench.workloads.base import examples_in
 
 T = TypeVar("T")
 
@@ -40,21 +41,25 @@ class StepGraphs:
     """The graphs of a trainer's forward, backward and clip, captured after one warm-up.
 
     With micro-batches they are those of one, and replayed for each: sums are added to buffers that
-    are zeros at first, and reduced after the last.
+    are zeros at first, and reduced after the last. A part of a Poisson batch that has fewer
+    examples is filled up with copies of its first one, whose losses are multiplied by 0.
 
     Args:
         trainer: a `dpbench.training.fused.FusedTrainer`.
-        part: a batch, or a micro-batch, of the shapes that the graphs are for.
+        part: a batch, or a part of one, of the shapes that the graphs are for.
 
     """
 
     def __init__(self, trainer: Any, part: Batch) -> None:
         self.trainer = trainer
-        self.batch = pytree.tree_map(torch.clone, part)
         self.signature = signature(trainer, part)
-        self.loss = torch.zeros((), device=trainer.trained[0].device)
+        size, device = trainer.part_size, trainer.trained[0].device
+        self.batch = pytree.tree_map(lambda each: each.new_empty(size, *each.shape[1:]), part)
+        self.loss, self._weights = torch.zeros((), device=device), torch.ones(size, device=device)
+        self._fill(part)
         self.phases: dict[str, Recorded] = {}
-        self._accumulates = trainer.micro_batches > 1
+        self._weighted = trainer.sampling == "poisson"
+        self._accumulates = trainer.micro_batches > 1 or self._weighted
         self._sums: list[Buffer] = []
         self._reductions: list[Reduction] = []  # those that a graph holds, under FSDP2
         self._live: Any = None
@@ -63,11 +68,14 @@ class StepGraphs:
 
     def warm_up(self) -> None:
         """Run a step without update, so that captures find everything allocated and compiled."""
+        self.trainer.examples = self.trainer.part_size
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self.trainer.without_parameter_gradients():
             before, saves = torch.cuda.get_rng_state(), torch.utils.checkpoint.get_device_states
             with patch.object(torch.utils.checkpoint, "get_device_states", wraps=saves) as saved:
+                if self._weighted:  # losses of examples tell nothing of parameters' uses
+                    self.trainer.mean_loss(self.trainer.model, self.batch)
                 self._waits = waits_for_the_gpu(self._forward)
                 self._backward()
             drawn = not torch.equal(before, torch.cuda.get_rng_state())
@@ -103,7 +111,7 @@ class StepGraphs:
                 torch._foreach_zero_([buffer.flat for buffer in self._sums])
         losses = []
         for part in parts:
-            pytree.tree_map(lambda mine, given: mine.copy_(given), self.batch, part)
+            self._fill(part)
             for name, graphs in self.phases.items():
                 with phase(name):
                     for graph, complete in graphs:
@@ -114,7 +122,21 @@ class StepGraphs:
         for buffer in self._sums:
             self.trainer.reduce(buffer)
         self.trainer._reductions += self._reductions
+        if self._weighted:
+            return torch.stack(losses).sum() / sum(self.trainer.sizes)
         return mean_of(losses)
+
+    def _fill(self, part: Batch) -> None:
+        """Copy a part to where the graphs read it."""
+        examples = examples_in(part)
+
+        def fill(mine: Tensor, given: Tensor) -> None:
+            mine[:examples].copy_(given)
+            mine[examples:].copy_(given[:1].expand_as(mine[examples:]))
+
+        pytree.tree_map(fill, self.batch, part)
+        self._weights[:examples] = 1
+        self._weights[examples:] = 0
 
     def _captured(self, part: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture a part of a step; returns the graph and the part's result."""
@@ -131,15 +153,22 @@ class StepGraphs:
         return graph, returned
 
     def _forward(self) -> None:
-        self._live = self.trainer.mean_loss(self.trainer.model, self.batch)
-        self.loss.copy_(self._live.detach())
+        trainer = self.trainer
+        if self._weighted:
+            losses = trainer.example_losses(trainer.model, self.batch)
+            self._live = (losses * self._weights).sum()
+            self.loss.copy_(self._live.detach())
+        else:
+            loss = trainer.mean_loss(trainer.model, self.batch)
+            self.loss.copy_(loss.detach())
+            self._live = loss * trainer.part_size
 
     def _backward(self) -> None:
         if self.trainer.parallel == "fsdp2" and is_capturing():
             # FSDP2's own streams, which gather ahead, join the capture only by waiting for a
             # captured stream. So they wait for this one first.
             self.trainer.last_block.unshard(async_op=True)
-        (self._live * self.trainer.part_size).backward()
+        self._live.backward()
         self._live = None
 
     def _sum_clipped(self) -> Iterator[Buffer]:
@@ -229,7 +258,7 @@ def reason(error: RuntimeError) -> str:
 def signature(trainer: Any, part: Batch) -> tuple[object, ...]:
     """What captured graphs depend on."""
     leaves, structure = pytree.tree_flatten(part)
-    kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
     return structure, trainer.max_grad_norm, kinds, [layer.training for layer in trainer.layers]
 
 

@@ -50,12 +50,12 @@ class MicroBatchTrainer(ClippedSumTrainer):
         clipped = self.clip_at_once if self.vmap else self.clip_each
         losses = [clipped(part) for _, part in self.parts(batch)]
         self.update()
-        return mean_of(losses)
+        return mean_of(losses, self.sizes)
 
     def clip_each(self, part: Batch) -> Tensor:
         """Add the clipped gradient of each example; returns the mean loss."""
         losses = []
-        for example in parts_of(part, self.part_size):
+        for example in parts_of(part, [1] * self.examples):
             with phase("forward"):
                 loss = self.mean_loss(self.model, example)
             with phase("backward"):

@@ -47,7 +47,7 @@ class Examples:
         """Run one backward for each example; ``losses`` returns ``[1]`` for a batch of one."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         each = []
-        for example in parts_of(batch, examples_in(batch)):
+        for example in parts_of(batch, [1] * examples_in(batch)):
             loss = losses(model, example).sum()
             found = torch.autograd.grad(
                 loss, [*trained.values()], allow_unused=True, materialize_grads=True

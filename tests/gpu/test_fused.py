@@ -114,6 +114,29 @@ def test_adapters_and_recomputed_activations_are_recorded(
     assert (updates[0] - updates[1]).norm() < 1e-3 * updates[1].norm()
 
 
+@pytest.mark.parametrize("sizes", [(6, 3, 0, 9, 1, 13), (0, 5, 6)], ids=str)
+def test_poisson_batches_of_every_size_are_those_of_book_keeping(sizes: tuple[int, ...]) -> None:
+    batch = tuple(torch.cat(each) for each in zip(*batches_of(40, 3), strict=True))
+    trainers = [made(name, sampling="poisson") for name in ("fused", "book_keeping")]
+    for size in sizes:
+        part = tuple(tensor[-size or len(tensor) :] for tensor in batch)
+        losses = [float(trainer.train_step(part)) for trainer in trainers]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5, nan_ok=True)
+        ours, theirs = map(parameters, trainers)
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+    assert [*trainers[0]._graphs.phases] == ["forward", "backward", "clip"]
+
+
+def test_an_empty_poisson_batch_draws_noise() -> None:
+    batch = batches_of(40)[0]
+    trainer = made("fused", sampling="poisson", noise_multiplier=1.0)
+    for size in (6, 0):
+        before = parameters(trainer)
+        trainer.train_step(tuple(tensor[:size] for tensor in batch))
+        noise = (parameters(trainer) - before) * 6 / 0.5
+    assert abs(noise.std() - 1) < 5 / (2 * len(noise)) ** 0.5
+
+
 class Reads(SimpleBigModel):
     """A model that Python reads from."""
 

@@ -42,7 +42,7 @@ class Looped(TrainerBase):
 
     def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
         total = {name: torch.zeros_like(p) for name, p in self.trained.items()}
-        for example in parts_of(part, examples_in(part)):
+        for example in parts_of(part, [1] * examples_in(part)):
             loss = self.example_losses(self.model, example).mean()
             found = torch.autograd.grad(loss, [*self.trained.values()])
             losses.append(loss.detach())
