@@ -7,7 +7,7 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,10 @@ is_capturing = torch.cuda.is_current_stream_capturing
 """The function itself: `unnoticed_capture` replaces it for models."""
 
 
+BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture CUDA ended; PyTorch's allocators may still refer to them."""
+
+
 class StepGraphs:
     """The graphs of a trainer's forward, backward and clip, captured after one warm-up.
 
@@ -47,7 +51,6 @@ class StepGraphs:
     Args:
         trainer: a `dpbench.training.fused.FusedTrainer`.
         part: a batch, or a part of one, of the shapes that the graphs are for.
-
     """
 
     def __init__(self, trainer: Any, part: Batch) -> None:
@@ -56,9 +59,9 @@ class StepGraphs:
         size, device = trainer.part_size, trainer.trained[0].device
         self.batch = pytree.tree_map(lambda each: each.new_empty(size, *each.shape[1:]), part)
         self.loss, self._weights = torch.zeros((), device=device), torch.ones(size, device=device)
+        self._weighted = trainer.sampling == "poisson"
         self._fill(part)
         self.phases: dict[str, Recorded] = {}
-        self._weighted = trainer.sampling == "poisson"
         self._accumulates = trainer.micro_batches > 1 or self._weighted
         self._sums: list[Buffer] = []
         self._reductions: list[Reduction] = []  # those that a graph holds, under FSDP2
@@ -79,7 +82,7 @@ class StepGraphs:
                 self._waits = waits_for_the_gpu(self._forward)
                 self._backward()
             drawn = not torch.equal(before, torch.cuda.get_rng_state())
-            self._draws_again = saved.called and drawn
+            self._recomputes, self._draws_again = saved.called, saved.called and drawn
         with torch.cuda.stream(side):
             for _ in self._sum_clipped():
                 pass  # the graphs have buffers of their own
@@ -91,17 +94,16 @@ class StepGraphs:
             raise RuntimeError("activation checkpointing draws the same random numbers twice")
         if self._accumulates:
             self._sums = self.trainer.sums.begin_at_zero()
-        with ExitStack() as contexts:
-            contexts.enter_context(self.trainer.without_parameter_gradients())
-            # No capture allows activation checkpointing to save the state of random numbers.
-            saves = patch.object(torch.utils.checkpoint, "get_device_states", saves_nothing)
-            contexts.enter_context(saves)
-            if not self._waits:
-                # Hugging Face's attention makes a mask, and runs other kernels, if a stream is
-                # being captured. Only a model that reads from the GPU has to know of the capture.
-                contexts.enter_context(unnoticed_capture())
-            self.phases["forward"] = [(self._captured(self._forward)[0], [])]
-            self.phases["backward"] = [(self._captured(self._backward)[0], [])]
+        # No capture allows activation checkpointing to save the state of random numbers.
+        saves = patch.object(torch.utils.checkpoint, "get_device_states", saves_nothing)
+        # Hugging Face's attention makes a mask, and runs other kernels, if a stream is being
+        # captured. Only a model that reads from the GPU has to know of the capture.
+        with self.trainer.without_parameter_gradients(), saves:
+            with nullcontext() if self._waits else unnoticed_capture():
+                self.phases["forward"] = [(self._captured(self._forward)[0], [])]
+            recomputed = self._recomputes and not self._waits
+            with unnoticed_capture() if recomputed else nullcontext():
+                self.phases["backward"] = [(self._captured(self._backward)[0], [])]
         self.phases["clip"] = self._recorded_clip()
 
     def replay(self, parts: Sequence[Batch]) -> Tensor:
@@ -123,7 +125,8 @@ class StepGraphs:
             self.trainer.reduce(buffer)
         self.trainer._reductions += self._reductions
         if self._weighted:
-            return torch.stack(losses).sum() / sum(self.trainer.sizes)
+            total: Tensor = torch.stack(losses).sum() / sum(self.trainer.sizes)
+            return total
         return mean_of(losses)
 
     def _fill(self, part: Batch) -> None:
@@ -135,8 +138,9 @@ class StepGraphs:
             mine[examples:].copy_(given[:1].expand_as(mine[examples:]))
 
         pytree.tree_map(fill, self.batch, part)
-        self._weights[:examples] = 1
-        self._weights[examples:] = 0
+        if self._weighted:
+            self._weights[:examples] = 1
+            self._weights[examples:] = 0
 
     def _captured(self, part: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture a part of a step; returns the graph and the part's result."""
@@ -216,6 +220,7 @@ class StepGraphs:
                 graph.pool()
             except RuntimeError:
                 ended = False
+                BROKEN.append(graph)
                 device = torch.cuda.current_device()
                 torch._C._cuda_endAllocateToPool(device, self._pool)
                 torch._C._cuda_releasePool(device, self._pool)
@@ -234,8 +239,13 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
     try:
         graphs.record()
     except RuntimeError as error:
-        why = reason(error)
-        traceback.clear_frames(error.__traceback__)  # they keep tensors alive
+        first: BaseException = error  # CUDA's later ones only say that there was one
+        while isinstance(first.__context__, RuntimeError):
+            traceback.clear_frames(first.__traceback__)  # they keep tensors alive
+            first = first.__context__
+        why = reason(first)
+        traceback.clear_frames(first.__traceback__)
+        del first
     else:
         return graphs
     graphs.discard()
@@ -244,7 +254,7 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
     return None
 
 
-def reason(error: RuntimeError) -> str:
+def reason(error: BaseException) -> str:
     """Why a step cannot be captured, with the last line outside of PyTorch and dpbench."""
     what = str(error).partition("\n")[0]
     if "synchronizing" in what:

@@ -72,6 +72,7 @@ class MergedUpdate:
         self.flats = [flatten_parameters(each) for each in sharing]
         self._moments: dict[tuple[int, str], Buffer] = {}
         self._counts: dict[Tensor, tuple[Tensor, int, float]] = {}
+        """Of each parameter the tensor that counts its steps, its version, and its value."""
 
     def updates(
         self, optimizer: torch.optim.Optimizer, deviation: float, examples: int
@@ -144,7 +145,7 @@ class MergedUpdate:
         """The number of steps that the parameters have taken; None if they differ."""
         numbers = set()
         for parameter in parameters:
-            step = optimizer.state.get(parameter, {}).get("step")
+            step: Any = optimizer.state.get(parameter, {}).get("step")
             known, version, count = self._counts.get(parameter, (None, 0, 0.0))
             if step is None:
                 count = 0.0
