@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dpbench.child.agreement import all_gather
-from dpbench.child.build import build, labels_of, pick_device
+from dpbench.child.build import about_sizes, build, labels_of, pick_device
 from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
 from dpbench.child.step_finder import StepRecorder
 from dpbench.core import gpu
@@ -33,6 +33,7 @@ from dpbench.core.registry import import_named
 from dpbench.training.base import TrainerBase
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.phases import observed_step
+from dpbench.workloads.base import examples_in
 
 
 class PhaseTimes:
@@ -109,7 +110,9 @@ def run_case(
 def _observe(
     case: Case, device: torch.device, recorder: StepRecorder, steps: Steps, spent: PhaseTimes
 ) -> dict[str, Any]:
-    trainer, batches = build(case, device, steps.warmup + steps.active)
+    trainer, batches = build(case, device, steps.warmup + steps.active, sampled=steps.active)
+    active = batches[steps.warmup :]
+    sizes = [examples_in(batch) for batch in active]
     spent.switch("warmup")
     for batch in batches[: steps.warmup]:
         with observed_step(recorder if recorder.hears_warmup else None):
@@ -119,13 +122,15 @@ def _observe(
     scaler_before = trainer.scaler.state_dict()
     spent.switch("active")
     with closing(recorder):
-        for batch in batches[steps.warmup :]:
+        for batch in active:
             with observed_step(recorder):
                 loss = trainer.train_step(batch)
-        check_stepped(trainer.scaler, scaler_before, steps.active)
+        check_stepped(trainer.scaler, scaler_before, sum(size > 0 for size in sizes))
         record = describe(case, device, trainer, loss) | asdict(steps)
+        if case.sampling != "fixed":
+            record |= {"sizes": sizes, "about": [about_sizes(case, steps.active)]}
         spent.switch("after")
-        for batch in takewhile(lambda _: _one_wants_more(recorder), cycle(batches)):
+        for batch in takewhile(lambda _: _one_wants_more(recorder), cycle(active)):
             with observed_step(None if recorder.finished else recorder):
                 trainer.train_step(batch)
         return record | recorder.record(case)

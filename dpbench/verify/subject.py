@@ -47,6 +47,7 @@ class Subject:
             optimizer="sgd",
             micro_batches=1,
             activation_checkpointing="off",
+            sampling="fixed",
             **ALONE,
         )
         self.case, self.device = case, device
