@@ -146,6 +146,7 @@ class MergedUpdate:
         numbers = set()
         for parameter in parameters:
             step: Any = optimizer.state.get(parameter, {}).get("step")
+            known: Any
             known, version, count = self._counts.get(parameter, (None, 0, 0.0))
             if step is None:
                 count = 0.0
