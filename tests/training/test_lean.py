@@ -23,7 +23,6 @@ BATCH_SIZE = 4
 ORIGINAL = {
     "lean": "dpsgd",
     "ghost_lean": "dpsgd_ghost",
-    "ghost_lean:norms=cheaper": "dpsgd_ghost",
 }
 
 

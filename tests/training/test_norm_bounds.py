@@ -26,7 +26,6 @@ from dpbench.training.norm_bounds import (
 
 OURS = (
     "ghost_lean",
-    "ghost_lean:norms=cheaper",
     "book_keeping",
     "fused",
     "lean",
