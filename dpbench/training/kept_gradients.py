@@ -30,7 +30,7 @@ class KeptGradients:
         self._joined: list[tuple[list[Tensor], Tensor]] = []
         for dtype in dict.fromkeys(each.dtype for each in small.values()):
             alike = [p for p, each in small.items() if each.dtype == dtype]
-            parts = [small.pop(p).flatten(1) for p in alike]
+            parts = [torch.reshape(small.pop(p), (-1, p.numel())) for p in alike]
             rest = -sum(part.shape[1] for part in parts) % ROW
             parts.append(parts[0].new_zeros(len(parts[0]), rest))
             self._joined.append((alike, torch.cat(parts, 1)))
@@ -50,7 +50,8 @@ class KeptGradients:
             parameters, samples = self._joined.pop()
             total = torch.empty_like(samples[0], dtype=parameters[0].dtype)
             weighted_sum(samples, factors, total)
-            parts = total.split([*[p.numel() for p in parameters], -1][:-1])
+            sizes = [parameter.numel() for parameter in parameters]
+            parts = total[: sum(sizes)].split(sizes)
             sums.put_all({p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)})
 
     def put(self, parameters: Collection[Tensor], factors: Tensor, sums: Sums) -> None:

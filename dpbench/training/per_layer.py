@@ -116,7 +116,7 @@ class LinearRule(PairRule[Any]):
     """The rule of linear layers and of Hugging Face's ``Conv1D``, whose weight is transposed."""
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
-        if not self.layer.weight.requires_grad and KEPT in ways:
+        if "weight" not in self._trained and KEPT in ways:
             return KEPT  # of the bias
         tokens = math.prod(g.shape[1:-1])
         shape = Shape(len(g), tokens, x.shape[-1], g.shape[-1], g.itemsize)
