@@ -49,11 +49,13 @@ def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
     # Norms read activations and output gradients; factors multiply the narrower of these.
     pairs = tokens * (given + height + 2 * (min(given, height) or height)) * itemsize
     flops, squares = tokens**2 * (given + height), 4 * tokens**2 * wide
-    each = {
+    each: dict[str, tuple[float, float]] = {
         PRODUCTS: (flops, pairs) if kernel else (2 * flops, pairs + squares),
         GRADIENT: (2 * tokens * weight, pairs + 2 * weight * wide),
         KEPT: (0, 3 * weight * itemsize),
     }
+    if rows:
+        del each[GRADIENT]  # which would have a row for each of the table's
     rate = FLOPS_PER_BYTE[itemsize]
     return {way: examples * (moved + flops / rate) for way, (flops, moved) in each.items()}
 
@@ -74,4 +76,4 @@ def cheapest(
     """
     fits = alone or (min(shape.width, shape.height) <= shape.tokens and not shape.rows)
     cost = costs(shape, kernel=kernel)
-    return min((way for way in ways if way != KEPT or fits), key=cost.__getitem__)
+    return min((way for way in ways if way in cost and (way != KEPT or fits)), key=cost.__getitem__)

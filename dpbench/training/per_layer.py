@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.gradient_sums import Factors, Sums, add_rows
-from dpbench.training.norm_ways import GRADIENT, KEPT, Shape, cheapest
+from dpbench.training.norm_ways import KEPT, Shape, cheapest
 from dpbench.training.parallel import kind_of
 
 Gradients = Mapping[Tensor, Tensor]
@@ -164,7 +164,7 @@ class EmbeddingRule(PairRule[nn.Embedding]):
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
         rows, height = self.layer.num_embeddings, g.shape[-1]
         shape = Shape(len(g), math.prod(g.shape[1:-1]), rows, height, g.itemsize, rows=True)
-        return cheapest(shape, [way for way in ways if way != GRADIENT], **options)
+        return cheapest(shape, ways, **options)
 
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
         ids, g = self.joined([(x, g)])

@@ -19,6 +19,7 @@ from dpbench.instruments.logical.counter import RunningCounter
 from dpbench.training.base import Batch, Momentum
 from dpbench.training.gradient_sums import Sums
 from dpbench.training.phases import observed_step
+from dpbench.workloads.axes import choose_trainable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 
@@ -70,6 +71,34 @@ def test_steps_of_several_shapes_and_rates_are_those_of_opacus(options: dict[str
     for name in ("book_keeping", "fused"):
         update = moved(train_several_shapes_and_rates, made(name, **options))
         assert (update - reference).norm() < tolerance * reference.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("examples", "tokens", "trainable"), [(1, 600, "all"), (2, 600, "all"), (6, 256, "lora:4")]
+)
+def test_graphs_with_kept_gradients_take_the_steps_of_a_loop_over_examples(
+    examples: int, tokens: int, trainable: str, dtype: torch.dtype
+) -> None:
+    def update(name: str) -> Tensor:
+        torch.manual_seed(0)
+        model = SimpleBigModel(SIZE, max_seq_len=700).to("cuda")
+        choose_trainable(model, trainable)
+        trainer = TRAINERS[name](
+            model.to(dtype), batch_size=examples,
+            noise_multiplier=0.0, learning_rate=1.0, max_grad_norm=0.5,
+        )  # fmt: skip
+        before = parameters(trainer)
+        for batch in batches_of(tokens, 3):
+            trainer.train_step(tuple(tensor[:examples] for tensor in batch))
+        if name == "fused":
+            assert [*trainer._graphs] == ["forward", "backward", "clip"]
+            assert {w for n, w in trainer.ways.items() if "embedding" not in n} == {"kept"}
+        return parameters(trainer) - before
+
+    reference = update("micro_batch")
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    assert (update("fused") - reference).norm() < tolerance * reference.norm()
 
 
 def test_the_first_step_makes_the_graphs_and_returns_the_loss_of_its_own_batch() -> None:
