@@ -8,6 +8,7 @@ A first backward pass finds norms, a second one the gradient of the weighted los
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import conv1d, conv2d, conv3d
 
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.book_keeping import check_untied
 from dpbench.training.fast_gradient_clipping import sharded_as_opacus_does
@@ -39,6 +40,8 @@ from dpbench.training.per_layer import (
 )
 from dpbench.training.phases import phase
 from dpbench.training.refusals import check_layers
+
+WAYS = {"cheaper": (PRODUCTS, GRADIENT), "products": (PRODUCTS,)}
 
 
 class GhostLeanTrainer(ClippedMeanTrainer):
@@ -64,15 +67,21 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         ways: of each layer that is trained, by name, the way to its norms in the last step: see
             `dpbench.training.norm_ways`.
 
-    Arguments as `TrainerBase`.
+    Args:
+        norms: ``cheaper``, as above, or ``products`` for all but convolutions.
+        options: as `TrainerBase`.
 
     Raises:
         ConfigurationError: a layer or parameter cannot be clipped so; it is named.
     """
 
-    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, batch_size: int, norms: str = "cheaper", **options: Any
+    ) -> None:
+        if norms not in WAYS:
+            raise unknown("way of norms", norms, WAYS)
         super().__init__(model, batch_size=batch_size, **options)
-        self.ways: dict[str, str] = {}
+        self.known_ways, self.ways = WAYS[norms], dict[str, str]()
         self._found: FirstPass | None = None  # except in the first pass
         for layer, rule in self.rules.items():
             layer.register_forward_hook(partial(self._hear, rule), with_kwargs=True)
@@ -102,7 +111,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         self.begin_step()
         means = []
         for _, part in self.parts(batch):
-            found = self._found = FirstPass(self.ways)
+            found = self._found = FirstPass(self.known_ways, self.ways)
             with phase("forward"):
                 losses = self.example_losses(self.model, part)
                 means.append(losses.detach().mean())
@@ -177,6 +186,7 @@ class FirstPass:
     """What the pass for the norms finds in a micro-batch.
 
     Args:
+        known: the ways to norms among which to choose.
         ways: those of layers, by name, to which it adds.
 
     Attributes:
@@ -186,8 +196,8 @@ class FirstPass:
         samples: the per-sample gradients ``[B, …]``, by parameter, that are summed unchanged.
     """
 
-    def __init__(self, ways: dict[str, str]) -> None:
-        self._norms, self._ways = GhostNorms(), ways
+    def __init__(self, known: Collection[str], ways: dict[str, str]) -> None:
+        self._norms, self._known, self._ways = GhostNorms(), known, ways
         self.firsts: list[Any] = []
         self.runs_again = False
         self.measured: set[Rule[Any]] = set()
@@ -200,7 +210,7 @@ class FirstPass:
         if by_norms and rule in self.measured:
             raise rule.refusal("it is called twice, and norms of both calls are not known together")
         self.measured.add(rule)
-        way = self._ways[rule.name] = way_of(rule, x, g) if by_norms else KEPT
+        way = self._ways[rule.name] = way_of(rule, x, g, self._known) if by_norms else KEPT
         if isinstance(rule, LinearRule):
             self._add_linear(rule, as_computed(three_dimensional(x), g), three_dimensional(g))
         elif isinstance(rule, EmbeddingRule):
@@ -245,16 +255,16 @@ class FirstPass:
         return torch.mv(by_example, weights.to(wide)).view_as(gradient).to(gradient.dtype)
 
 
-def way_of(rule: Rule[Any], x: Tensor, g: Tensor) -> str:
+def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str:
     """The cheaper way to a layer's norms; a convolution may be a linear layer on its patches."""
     layer = rule.layer
     if not is_convolution(layer):
-        return rule.way(x, g, (PRODUCTS, GRADIENT))
-    if isinstance(layer, nn.Conv3d) or layer.groups > 1:
+        return rule.way(x, g, known)
+    if GRADIENT not in known or isinstance(layer, nn.Conv3d) or layer.groups > 1:
         return GRADIENT
     tokens, height = math.prod(g.shape[2:]), g.shape[1]
     shape = Shape(len(g), tokens, layer.weight[0].numel(), height, g.itemsize)
-    return cheapest(shape, (PRODUCTS, GRADIENT))
+    return cheapest(shape, known)
 
 
 def is_convolution(layer: nn.Module) -> bool:

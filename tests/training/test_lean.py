@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench import MODEL_SIZES, TRAINERS, Case, SimpleBigModel, get_random_dataloader
 from dpbench.commands.cli import main
+from dpbench.core.errors import ConfigurationError
 from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical.logical import Logical
 from dpbench.training.ghost_norms import GhostNorms
@@ -22,6 +23,7 @@ BATCH_SIZE = 4
 ORIGINAL = {
     "lean": "dpsgd",
     "ghost_lean": "dpsgd_ghost",
+    "ghost_lean:norms=products": "dpsgd_ghost",
 }
 
 
@@ -56,13 +58,18 @@ def test_bytes_are_saved_and_the_update_stays(trainer: str) -> None:
     assert (trained(trainer) - expected).norm() <= 1e-6 * expected.norm()
 
 
+def test_another_way_of_norms_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown way of norms 'mixed'; choose from chea"):
+        TRAINERS["ghost_lean"](SimpleBigModel(TINY), batch_size=1, norms="mixed")
+
+
 def test_of_long_sequences_norms_from_gradients_move_less_than_products() -> None:
     def bytes_of(trainer: str) -> float:
         counts = Logical().count(Case(trainer, 2, 128, "20x64x1x2")).operators
         return sum(c.read_bytes + c.write_bytes for c in counts if c.phase == "backward")
 
-    assert bytes_of("ghost_lean") < bytes_of("dpsgd_ghost")
-    assert bytes_of("ghost_lean") < bytes_of("dpsgd_fgc")
+    others = map(bytes_of, ("ghost_lean:norms=products", "dpsgd_ghost", "dpsgd_fgc"))
+    assert bytes_of("ghost_lean") < min(others)
 
 
 def test_runs_that_name_trainers_of_before_are_still_shown(
