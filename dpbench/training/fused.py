@@ -26,12 +26,11 @@ from dpbench.training.graphs import StepGraphs, recorded_step, signature
 from dpbench.training.kernels import layer_norm_samples, scaled
 from dpbench.training.known_model import ModelSnapshot
 from dpbench.training.noisy_updates import Numbers, noisy_mean, noisy_update
-from dpbench.training.norm_bounds import squared_sample_norms
+from dpbench.training.norm_ways import KEPT, PRODUCTS
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.per_layer import (
-    EmbeddingRule,
     Gradients,
-    LinearRule,
+    PairRule,
     Rule,
     SampledRule,
     Seen,
@@ -75,6 +74,8 @@ class FusedTrainer(BookKeepingTrainer):
 
     scaled = staticmethod(scaled)
     draws_in_update = True
+    known_ways = (PRODUCTS, KEPT)
+    has_kernel = True
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -120,21 +121,12 @@ class FusedTrainer(BookKeepingTrainer):
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-        rest: dict[nn.Module, Seen] = {}
-        small: list[Tensor] = []
-        for layer in (layer for layer in self.rules if layer in seen):
-            rule = self.rules[layer]
-            if isinstance(rule, LinearRule | EmbeddingRule) and rule.layer.weight.requires_grad:
+        for layer, rule in self.rules.items():
+            if layer in seen and isinstance(rule, PairRule):
                 x, g = rule.joined(seen[layer])
                 kind = (rule.trains_bias, x.shape[1:], x.dtype, g.shape[1:], g.dtype)
                 alike.setdefault(kind, []).append((x, g))
-            elif isinstance(rule, LayerNormRule):
-                small += seen[layer][0].values()
-            else:
-                rest[layer] = seen[layer]
-        norms = super().squared_norms(rest)
-        if small:
-            norms.append(squared_sample_norms(torch.cat(small, 1), self.trained[0].dtype))
+        norms: list[Tensor] = []
         for (trains_bias, *_), pairs in alike.items():
             xs, gs = zip(*pairs, strict=True)
             norms += squared_norms_of_alike(list(xs), list(gs), bool(trains_bias)).unbind()

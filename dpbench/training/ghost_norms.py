@@ -1,10 +1,7 @@
 """Norms of each example's gradient, from layers' inputs and output gradients.
 
-For a linear layer or an embedding with T tokens, the cheaper of two ways is used: products T × T
-where these are smaller than the weight, else the gradient, which is not kept. This is mixed ghost
-clipping (Bu, Mao and Xu, "Scalable and Efficient Training of Large Convolutional Neural Networks
-with Differential Privacy", 2022, https://arxiv.org/abs/2205.10683). For several layers of one
-shape, one kernel computes them and keeps neither.
+`dpbench.training.norm_ways` chooses the way. For several layers of one shape, one kernel computes
+them by products.
 """
 
 from __future__ import annotations
@@ -33,9 +30,7 @@ from dpbench.training.norm_bounds import (
     squared_sample_norms,
     with_rounding,
 )
-
-WAYS = ("products", "cheaper")
-"""``products``: norms from products T × T. ``cheaper``: from the gradient where it is smaller."""
+from dpbench.training.norm_ways import PRODUCTS
 
 
 class GhostNorms:
@@ -44,13 +39,9 @@ class GhostNorms:
     They are upper bounds. A bound takes some twenty small kernels, whose launches would delay a
     step: it is computed once for all layers of a shape, at the end. Until then a few numbers of
     each example are kept.
-
-    Args:
-        way: one of `WAYS`.
     """
 
-    def __init__(self, way: str = "cheaper") -> None:
-        self.way = way
+    def __init__(self) -> None:
         self._parts: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def add(
@@ -58,6 +49,7 @@ class GhostNorms:
         x: Tensor,
         g: Tensor,
         *,
+        way: str = PRODUCTS,
         weight: bool = True,
         bias: bool = False,
         summed_in: torch.dtype | None = None,
@@ -67,12 +59,13 @@ class GhostNorms:
         Args:
             x: activations ``[B, T, K]``, or rows ``[B, T]`` int64.
             g: gradients of what it returned, ``[B, T, N]``.
+            way: by ``products`` T × T, as always for an embedding, or from the ``gradient``.
             weight: whether its weight is trained.
             bias: whether its bias is.
             summed_in: the type of the update's sums, if not float32 or wider.
         """
         tokens = g.shape[1]
-        if weight and (x.dim() == 2 or self._by_products(tokens, x.shape[2] * g.shape[2])):
+        if weight and way == PRODUCTS:
             errors = product_error(x), product_error(g)
             sums = gram_sums(*products(x, g), bias)
             self._put(sums, gram_bound, tokens, errors, g.dtype, summed_in)
@@ -85,9 +78,6 @@ class GhostNorms:
         if bias:
             samples, error = g.sum(1, dtype=torch.float64), ProductError(tokens * 2.0**-53, 0.0)
             self._put_gradient(samples, lengths, error, tokens, g.dtype)
-
-    def _by_products(self, tokens: int, weights: int) -> bool:
-        return self.way == "products" or are_smaller(tokens, weights)
 
     def _put_gradient(
         self, samples: Tensor, lengths: Tensor, error: ProductError, tokens: int, dtype: torch.dtype
@@ -131,11 +121,6 @@ def off_bound(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Squared norms from parts ``[2, B]``: of samples, and how far the update is off."""
     squares, rounded = torch.stack([*parts], 1)
     return with_rounding(squares, rounded, dtype)
-
-
-def are_smaller(tokens: int, weights: int) -> bool:
-    """Whether both products T × T together have no more elements than a weight has."""
-    return 2 * tokens**2 <= weights
 
 
 def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:

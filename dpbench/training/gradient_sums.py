@@ -105,6 +105,26 @@ class Sums:
         else:
             place.addcmul_(gradient, factor)
 
+    def put_all(self, totals: Mapping[Tensor, Tensor]) -> None:
+        """Add many small sums with few launches."""
+        places = [self._place(parameter) for parameter in totals]
+        first = [self._is_first(parameter) for parameter in totals]
+        for into, sums in ((torch._foreach_copy_, True), (torch._foreach_add_, False)):
+            those = [n for n, each in enumerate(first) if each is sums]
+            parts = [*totals.values()]
+            if those:
+                into([places[n] for n in those], [parts[n] for n in those])
+
+    def put_made(self, parameter: Tensor, make: Callable[[Tensor], object]) -> None:
+        """Add what a function writes into a flat tensor, at best into the buffer itself."""
+        place = self._place(parameter).view(-1)
+        if self._is_first(parameter):
+            make(place)
+        else:
+            total = torch.empty_like(place)
+            make(total)
+            place.add_(total)
+
     def put_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
         """Add ``a @ b``, written directly into the buffer if the types agree."""
         place = self._place(parameter)
@@ -120,9 +140,7 @@ class Sums:
         place = self._place(parameter)
         if self._is_first(parameter):
             place.zero_()
-        if place.itemsize == 2:  # summed one by one in bf16, 256 + 1 = 256
-            rows, totals = summed_by_row(rows, totals)
-        place.index_add_(0, rows, totals.to(place.dtype))
+        add_rows(place, rows, totals)
 
     def _place(self, parameter: Tensor) -> Tensor:
         number = self._number[parameter]
@@ -163,7 +181,7 @@ class Factors:
     """
 
     def __init__(self, exact: Tensor, scaled: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._exact, self._scaled = exact, scaled
+        self.exact, self._scaled = exact, scaled
         self._by_token: dict[tuple[torch.dtype, int], Tensor] = {}
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -171,15 +189,22 @@ class Factors:
         """`scaled`, computed once for successive layers with the same input."""
         if self._last is None or not is_same_memory(self._last[0], tensor):
             self._last = None  # free it before making another
-            self._last = tensor, self._scaled(tensor, self._exact)
+            self._last = tensor, self._scaled(tensor, self.exact)
         return self._last[1]
 
     def by_token(self, dtype: torch.dtype, tokens: int) -> Tensor:
         """`rounded_down`, for the tokens of one example after another, ``[B · tokens]``."""
         if (dtype, tokens) not in self._by_token:
-            rounded = rounded_down(self._exact, dtype)
+            rounded = rounded_down(self.exact, dtype)
             self._by_token[dtype, tokens] = rounded.repeat_interleave(tokens)
         return self._by_token[dtype, tokens]
+
+
+def add_rows(place: Tensor, rows: Tensor, totals: Tensor) -> None:
+    """Add each of ``totals`` to the row of that index."""
+    if place.itemsize == 2:  # summed one by one in bf16, 256 + 1 = 256
+        rows, totals = summed_by_row(rows, totals)
+    place.index_add_(0, rows, totals.to(place.dtype))
 
 
 def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:

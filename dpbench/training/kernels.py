@@ -233,6 +233,50 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
     return product
 
 
+def weighted_sum(samples: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Write the sum over examples of factor times gradient, rounded once.
+
+    Args:
+        samples: each example's gradients, ``[B, n]``.
+        factors: ``[B]``, float32 or wider.
+        out: ``[n]``, contiguous.
+    """
+    torch.ops.dpbench.weighted_sum.default(samples, factors, out=out)
+
+
+def _weighted_sum(samples: Tensor, factors: Tensor, *, out: Tensor) -> None:
+    wide = torch.promote_types(samples.dtype, torch.float32)
+    out.copy_(torch.mv(samples.to(wide).t(), factors.to(wide)))
+
+
+def _weighted_sum_on_gpu(samples: Tensor, factors: Tensor, *, out: Tensor) -> None:
+    if not TILINGS.keys() >= {samples.dtype, out.dtype}:
+        _weighted_sum(samples, factors, out=out)
+        return
+    examples, length = samples.shape
+    _kernels()["weighted_sum"][-(-length // 2048),](
+        samples.contiguous(), factors, out, length, examples, 2048, num_warps=8
+    )
+
+
+def _weighted_sum_fake(samples: Tensor, factors: Tensor, *, out: Tensor) -> None:
+    return None
+
+
+# `custom_op` knows no argument that is only written.
+torch.library.define(
+    "dpbench::weighted_sum", "(Tensor samples, Tensor factors, *, Tensor(a!) out) -> ()"
+)
+torch.library.impl("dpbench::weighted_sum", "CompositeExplicitAutograd", _weighted_sum)
+torch.library.impl("dpbench::weighted_sum", "CUDA", _weighted_sum_on_gpu)
+torch.library.register_fake("dpbench::weighted_sum", _weighted_sum_fake)
+
+
+@register_flop_formula(torch.ops.dpbench.weighted_sum)
+def _(samples: Any, factors: Any, *, out: Any = None, out_shape: Any = None) -> int:
+    return int(2 * samples[0] * samples[1])
+
+
 @custom_op("dpbench::layer_norm_samples", mutates_args=())
 def layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
     """Each example's gradients of a layer norm's weight and bias, ``[2, B, H]``.

@@ -17,7 +17,10 @@ This is the worst case, for sums in any order (γ_n of Higham, Accuracy and Stab
 Algorithms, 2nd edition, 2002, sections 3.1 and 4.2). On ordinary data it adds little: of 1024
 tokens, 2048 to 8192 wide, a ten-thousandth.
 
-**The update** rounds three times:
+**A gradient that is kept** is what the update multiplies, as it was rounded: only the norm's own
+sum, in rows, and the update's result are off, see `sample_bound`.
+
+**The update** of other gradients rounds three times:
 
 - its result, by half a unit u of its type: u times the norm, the worst case;
 - its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores

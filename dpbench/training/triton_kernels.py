@@ -137,6 +137,19 @@ def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
 
 
 @triton.jit
+def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr):
+    """A block of the sum over examples of factor times gradient."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < length
+    added = tl.zeros((block,), tl.float32)
+    for example in range(examples):
+        value = tl.load(samples + at, mask=inside, other=0.0).to(tl.float32)
+        added += value * tl.load(factors + example).to(tl.float32)
+        samples += length
+    tl.store(total + at, added, mask=inside)
+
+
+@triton.jit
 def layer_norm_samples(
     x, g, weights, biases, tokens, width, eps, some: tl.constexpr, block: tl.constexpr
 ):

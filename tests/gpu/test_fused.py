@@ -200,6 +200,34 @@ def with_dropout(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *given: F.dropout(forward(*given), 0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("examples", "tokens", "trainable"), [(1, 600, "all"), (2, 600, "all"), (6, 256, "lora:4")]
+)
+def test_graphs_with_kept_gradients_take_the_steps_of_a_loop_over_examples(
+    examples: int, tokens: int, trainable: str, dtype: torch.dtype
+) -> None:
+    def update(name: str) -> Tensor:
+        torch.manual_seed(0)
+        model = SimpleBigModel(SIZE, max_seq_len=700).to("cuda")
+        choose_trainable(model, trainable)
+        trainer = TRAINERS[name](
+            model.to(dtype), batch_size=examples,
+            noise_multiplier=0.0, learning_rate=1.0, max_grad_norm=0.5,
+        )  # fmt: skip
+        before = parameters(trainer)
+        for batch in batches_of(tokens, 3):
+            trainer.train_step(tuple(tensor[:examples] for tensor in batch))
+        if name == "fused":
+            assert [*trainer._graphs] == ["forward", "backward", "clip"]
+            assert {w for n, w in trainer.ways.items() if "embedding" not in n} == {"kept"}
+        return parameters(trainer) - before
+
+    reference = update("micro_batch")
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    assert (update("fused") - reference).norm() < tolerance * reference.norm()
+
+
 def test_the_first_step_makes_the_graphs_and_returns_the_loss_of_its_own_batch() -> None:
     trainer, plain = made("fused"), made("book_keeping")
     for number, batch in enumerate(batches_of(40, 3)):

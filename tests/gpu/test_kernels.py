@@ -17,6 +17,7 @@ from dpbench.training.kernels import (
     layer_norm_samples,
     products,
     scaled,
+    weighted_sum,
 )
 from tests.training.test_norm_bounds import OURS, alike, norms_of, update_of
 
@@ -152,6 +153,28 @@ def test_examples_are_scaled_as_by_pytorch(width: int, dtype: torch.dtype) -> No
     for each in (tensor, across, across.contiguous()[:, 1:]):
         expected = (each.double() * factors.double()[:, None, None]).to(dtype)
         torch.testing.assert_close(scaled(each, factors), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("examples", "length"), [(0, 10), (1, 5000), (3, 2048), (70, 12_345)])
+def test_sums_of_kept_gradients_are_those_of_the_cpu(
+    examples: int, length: int, dtype: torch.dtype
+) -> None:
+    samples, factors = normal(examples, length, dtype=dtype), torch.rand(examples, device="cuda")
+    sums = torch.full((length,), torch.nan, dtype=dtype, device="cuda")
+    weighted_sum(samples, factors, sums)
+    expected = factors.double() @ samples.double()
+    off = torch.finfo(dtype).eps * expected.abs().clamp(min=1) * (1 if dtype.itemsize < 8 else 9)
+    assert ((sums.double() - expected).abs() <= off).all()
+
+
+def test_gradients_of_more_numbers_than_32_bits_count() -> None:
+    samples = torch.zeros(3, 2**30, dtype=torch.bfloat16, device="cuda")
+    samples[:, -1] = 1
+    sums = torch.empty_like(samples[0])
+    weighted_sum(samples, torch.tensor([0.5, 0.25, 1.0], device="cuda"), sums)
+    assert sums[-1] == 1.75
+    assert not sums[:-1].any()
 
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])

@@ -176,16 +176,17 @@ def test_noise_differs_between_steps_and_between_runs(trainer_name: str) -> None
 
 
 def test_without_hardware_its_operators_are_counted_by_their_operands() -> None:
-    result = Logical().count(Case("fused", 4, 8, "50x16x1x2"))
+    result = Logical().count(Case("fused", 4, 8, "50x32x1x2"))
     counts = {count.operator: count for count in result.operators}
     assert not [name for name, count in counts.items() if count.general_rule]
     update = counts["dpbench.noisy_update"]
-    weights = sum(p.numel() for p in made().model.parameters()) * 4
+    model = SimpleBigModel(ModelSize(50, 32, 1, 2), max_seq_len=8)
+    weights = sum(p.numel() for p in model.parameters()) * 4
     assert update.phase == "optimizer"
     assert update.read_bytes == 2 * update.write_bytes + 8  # the seed
     assert update.write_bytes > weights
     # Of 4 examples with 8 tokens the products x xᵀ and g gᵀ, which are symmetric, of each layer.
-    layers = {(16, 16): 4, (16, 64): 1, (64, 16): 1, (16, 50): 1, (0, 16): 2}
+    layers = {(32, 32): 4, (32, 128): 1, (128, 32): 1, (32, 50): 1, (0, 32): 2}
     flops = sum(4 * 8 * 9 * sum(widths) * n for widths, n in layers.items())
     assert counts["dpbench.gram_norms"].flops == flops
     # Two embeddings, and of four layers and the head what query, key and value were given once.

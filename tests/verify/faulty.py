@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase, Workload
 from dpbench.training.base import mean_of
+from dpbench.training.norm_ways import PRODUCTS
 from dpbench.training.per_layer import LinearRule, Seen
 from dpbench.workloads.base import examples_in, parts_of
 
@@ -81,6 +82,8 @@ class AdaptersUnclipped(Looped):
 
 class GhostThatDiffers(BookKeepingTrainer):
     """Opacus #692: ghost norms differ from per-sample norms; here they sum the norms of tokens."""
+
+    known_ways = (PRODUCTS,)
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
         linear = {layer: calls for layer, calls in seen.items() if isinstance(layer, nn.Linear)}
