@@ -254,7 +254,7 @@ def _weighted_sum_on_gpu(samples: Tensor, factors: Tensor, *, out: Tensor) -> No
         _weighted_sum(samples, factors, out=out)
         return
     examples, length = samples.shape
-    _kernels()["weighted_sum"][-(-length // 2048),](
+    triton_kernels()["weighted_sum"][-(-length // 2048),](
         samples.contiguous(), factors, out, length, examples, 2048, num_warps=8
     )
 
