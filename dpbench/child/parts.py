@@ -43,6 +43,8 @@ def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
     def train_step(batch: Batch) -> Tensor:
         seen.clear()
         loss = take_step(batch)
+        if trainer.replays:
+            return loss
         examples = examples_in(batch)
         if not seen and examples:
             losses = f"{type(trainer.workload).__name__}.losses"

@@ -71,6 +71,8 @@ class TrainerBase(ABC):
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
+    replays = False
+    """Whether steps repeat a recorded forward, which Python no longer calls."""
 
     def __init__(
         self,

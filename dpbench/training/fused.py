@@ -145,6 +145,7 @@ class FusedTrainer(BookKeepingTrainer):
             self._is_first = False
             self._graphs = recorded_step(self, parts[0])
         fits = parts and self._graphs and signature(self, parts[0]) == self._graphs.signature
+        self.replays = bool(fits)
         if not (fits and self._graphs):
             return super().train_step(batch)
         loss = self._graphs.replay(parts)

@@ -75,14 +75,14 @@ class StepGraphs:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self.trainer.without_parameter_gradients():
-            before, saves = torch.cuda.get_rng_state(), torch.utils.checkpoint.get_device_states
-            with patch.object(torch.utils.checkpoint, "get_device_states", wraps=saves) as saved:
+            before = torch.cuda.get_rng_state()
+            with noted(torch.utils.checkpoint, "get_device_states") as saved:
                 if self._weighted:  # losses of examples tell nothing of parameters' uses
                     self.trainer.mean_loss(self.trainer.model, self.batch)
                 self._waits = waits_for_the_gpu(self._forward)
                 self._backward()
             drawn = not torch.equal(before, torch.cuda.get_rng_state())
-            self._recomputes, self._draws_again = saved.called, saved.called and drawn
+            self._recomputes, self._draws_again = bool(saved), bool(saved) and drawn
         with torch.cuda.stream(side):
             for _ in self._sum_clipped():
                 pass  # the graphs have buffers of their own
@@ -282,6 +282,19 @@ def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
     return some
 
 
+@contextmanager
+def noted(module: Any, name: str) -> Iterator[list[str]]:
+    """A context in which a function's name is added to a list when it is called."""
+    function, calls = getattr(module, name), list[str]()
+
+    def noting(*given: Any) -> Any:
+        calls.append(name)
+        return function(*given)
+
+    with patch.object(module, name, noting):
+        yield calls
+
+
 def saves_nothing(*_: object) -> tuple[list[int], list[Tensor]]:
     """The states of random numbers of no device."""
     return [], []
@@ -308,7 +321,7 @@ def waits_for_the_gpu(part: Callable[[], object]) -> bool:
     for each in caught:
         if "synchronizing CUDA operation" in str(each.message):
             waits = True
-        else:
+        elif "Synchronization debug mode is" not in str(each.message):  # "a prototype feature"
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return waits
 
