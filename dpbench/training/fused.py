@@ -29,7 +29,7 @@ from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.gradient_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.kernels import layer_norm_samples, noisy_descent, scaled
 from dpbench.training.known_model import ModelSnapshot
-from dpbench.training.norm_ways import KEPT, PRODUCTS
+from dpbench.training.norm_ways import PRODUCTS
 from dpbench.training.parallel import GRAPHS, rank_and_ranks
 from dpbench.training.per_layer import (
     Gradients,
@@ -80,7 +80,6 @@ class FusedTrainer(BookKeepingTrainer):
     """
 
     scaled = staticmethod(scaled)
-    known_ways = (PRODUCTS, KEPT)
     has_kernel = True
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
@@ -124,12 +123,13 @@ class FusedTrainer(BookKeepingTrainer):
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+        rest = {n: calls for n, calls in seen.items() if self.ways[self.rules[n].name] != PRODUCTS}
         for layer, rule in self.rules.items():
-            if layer in seen and isinstance(rule, PairRule):
+            if layer in seen and layer not in rest and isinstance(rule, PairRule):
                 x, g = rule.joined(seen[layer])
                 kind = (rule.trains_bias, x.shape[1:], x.dtype, g.shape[1:], g.dtype)
                 alike.setdefault(kind, []).append((x, g))
-        norms: list[Tensor] = []
+        norms = super().squared_norms(rest)
         for (trains_bias, *_), pairs in alike.items():
             xs, gs = zip(*pairs, strict=True)
             norms += squared_norms_of_alike(list(xs), list(gs), bool(trains_bias)).unbind()
