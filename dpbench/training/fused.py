@@ -26,7 +26,7 @@ from dpbench.training.graphs import StepGraphs, recorded_step, signature
 from dpbench.training.kernels import layer_norm_samples, scaled
 from dpbench.training.known_model import ModelSnapshot
 from dpbench.training.noisy_updates import Numbers, noisy_mean, noisy_update
-from dpbench.training.norm_ways import KEPT, PRODUCTS
+from dpbench.training.norm_ways import PRODUCTS
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.per_layer import (
     Gradients,
@@ -74,7 +74,6 @@ class FusedTrainer(BookKeepingTrainer):
 
     scaled = staticmethod(scaled)
     draws_in_update = True
-    known_ways = (PRODUCTS, KEPT)
     has_kernel = True
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
@@ -121,12 +120,13 @@ class FusedTrainer(BookKeepingTrainer):
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+        rest = {n: calls for n, calls in seen.items() if self.ways[self.rules[n].name] != PRODUCTS}
         for layer, rule in self.rules.items():
-            if layer in seen and isinstance(rule, PairRule):
+            if layer in seen and layer not in rest and isinstance(rule, PairRule):
                 x, g = rule.joined(seen[layer])
                 kind = (rule.trains_bias, x.shape[1:], x.dtype, g.shape[1:], g.dtype)
                 alike.setdefault(kind, []).append((x, g))
-        norms: list[Tensor] = []
+        norms = super().squared_norms(rest)
         for (trains_bias, *_), pairs in alike.items():
             xs, gs = zip(*pairs, strict=True)
             norms += squared_norms_of_alike(list(xs), list(gs), bool(trains_bias)).unbind()

@@ -214,7 +214,7 @@ class FirstPass:
         if isinstance(rule, LinearRule):
             self._add_linear(rule, as_computed(three_dimensional(x), g), three_dimensional(g))
         elif isinstance(rule, EmbeddingRule):
-            self._add_embedding(layer, x, three_dimensional(g))
+            self._add_embedding(rule, x, three_dimensional(g))
         elif by_norms and way == PRODUCTS:
             self._add_linear(rule, patches(layer, as_computed(x, g)).mT, g.flatten(2).mT)
         else:
@@ -232,12 +232,14 @@ class FirstPass:
         way = self._ways[rule.name]
         self._norms.add(x, g, way=way, weight=trained, bias=rule.trains_bias)
 
-    def _add_embedding(self, layer: nn.Embedding, rows: Tensor, g: Tensor) -> None:
+    def _add_embedding(self, rule: EmbeddingRule, rows: Tensor, g: Tensor) -> None:
+        layer = rule.layer
         rows = rows.reshape(len(g), -1).long()
         if layer.padding_idx is not None:
             g = g * (rows != layer.padding_idx)[:, :, None]
         on_cpu = g.itemsize == 2 and not g.is_cuda  # which sums in this type in the second pass
-        self._norms.add(rows, g, summed_in=g.dtype if on_cpu else None)
+        summed_in = g.dtype if on_cpu else None
+        self._norms.add(rows, g, way=self._ways[rule.name], summed_in=summed_in)
 
     def squared_norms(self) -> list[Tensor]:
         """The squared norms of parts of each example's gradient, each ``[B]``."""

@@ -25,6 +25,7 @@ from dpbench.training.norm_bounds import (
     gradient_bound,
     gram_bound,
     product_error,
+    row_bound,
     row_norms,
     sample_bound,
     squared_sample_norms,
@@ -59,7 +60,7 @@ class GhostNorms:
         Args:
             x: activations ``[B, T, K]``, or rows ``[B, T]`` int64.
             g: gradients of what it returned, ``[B, T, N]``.
-            way: by ``products`` T × T, as always for an embedding, or from the ``gradient``.
+            way: by ``products`` T × T or from the ``gradient``.
             weight: whether its weight is trained.
             bias: whether its bias is.
             summed_in: the type of the update's sums, if not float32 or wider.
@@ -69,6 +70,9 @@ class GhostNorms:
             errors = product_error(x), product_error(g)
             sums = gram_sums(*products(x, g), bias)
             self._put(sums, gram_bound, tokens, errors, g.dtype, summed_in)
+            return
+        if x.dim() == 2:
+            self._put(row_sums(x, g), row_bound, tokens, g.dtype, summed_in)
             return
         lengths = torch.linalg.vector_norm(g, dim=2, dtype=wide_type(g, g))
         if weight:
@@ -115,6 +119,25 @@ class GhostNorms:
         kinds = self._parts.items()
         made = [bound(parts, *about) for (bound, _, *about), parts in kinds]
         return [each for norms in made for each in norms.unbind()]
+
+
+def row_sums(rows: Tensor, g: Tensor) -> Tensor:
+    """What `row_bound` needs of an embedding, ``[3, B]``; no shape depends on values."""
+    examples, tokens = rows.shape
+    order = rows.argsort(1)
+    differs = rows.gather(1, order).diff(dim=1).ne(0).long()
+    slot = torch.zeros_like(rows).scatter_(1, order[:, 1:], differs.cumsum(1))
+    slot += tokens * torch.arange(examples, device=rows.device)[:, None]
+    wide = wide_type(g, g)
+    lengths = torch.linalg.vector_norm(g, dim=2, dtype=wide)
+
+    def added(values: Tensor) -> Tensor:
+        sums = values.new_zeros(values.shape, dtype=wide).flatten(0, 1)
+        return sums.index_add_(0, slot.flatten(), values.to(wide).flatten(0, 1)).view(values.shape)
+
+    squares = row_norms(added(g)).square().sum(1)
+    sums = torch.linalg.vector_norm(added(torch.ones_like(lengths)) * added(lengths), dim=1)
+    return torch.stack([squares, sums, lengths.square().sum(1)])
 
 
 def off_bound(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

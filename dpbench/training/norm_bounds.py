@@ -228,6 +228,28 @@ def gradient_bound(
     return with_rounding(squared, rounded, dtype)
 
 
+def row_bound(
+    parts: Sequence[Tensor], tokens: int, dtype: torch.dtype, summed_in: torch.dtype | None = None
+) -> Tensor:
+    """`gram_bound` for the rows of an embedding's gradient.
+
+    A row that n tokens name is a sum of their gradients g: in any order it is off by n units of the
+    sum of their norms |g| at most, here and in the update.
+
+    Args:
+        parts: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D.
+        tokens: T.
+        dtype: the type in which the update multiplies.
+        summed_in: the type of the update's sums, if not float32 or wider.
+    """
+    squares, sums, diagonal = torch.stack([*parts], 1)
+    squared = torch.add(squares.sqrt(), sums, alpha=unit(sums.dtype)).square()
+    in_update = unit(summed_in) if summed_in else wide_unit(dtype)
+    return with_rounding(
+        squared, in_update * sums + of_terms(dtype, tokens) * diagonal.sqrt(), dtype
+    )
+
+
 def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Squared norms plus the update's rounding errors: its result's, and ``rounded``."""
     of_result = 1 + unit(dtype) + 8 * wide_unit(dtype)

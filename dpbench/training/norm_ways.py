@@ -54,8 +54,8 @@ def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
         GRADIENT: (2 * tokens * weight, pairs + 2 * weight * wide),
         KEPT: (0, 3 * weight * itemsize),
     }
-    if rows:
-        del each[GRADIENT]  # which would have a row for each of the table's
+    if rows:  # of the gradient, only those that are named: in float32, zeroed, added to and read
+        each[GRADIENT] = 0, pairs + tokens * height * (2 * itemsize + 6 * wide)
     rate = FLOPS_PER_BYTE[itemsize]
     return {way: examples * (moved + flops / rate) for way, (flops, moved) in each.items()}
 
@@ -76,4 +76,4 @@ def cheapest(
     """
     fits = alone or (min(shape.width, shape.height) <= shape.tokens and not shape.rows)
     cost = costs(shape, kernel=kernel)
-    return min((way for way in ways if way in cost and (way != KEPT or fits)), key=cost.__getitem__)
+    return min((way for way in ways if way != KEPT or fits), key=cost.__getitem__)
