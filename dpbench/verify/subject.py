@@ -47,6 +47,7 @@ class Subject:
             micro_batches=1,
             activation_checkpointing="off",
             sampling="fixed",
+            compile="off",
             **ALONE,
         )
         self.case, self.device = case, device
