@@ -192,6 +192,9 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
         options["parallel"] = case.parallel
     if case.sampling != "fixed":
         options["sampling"] = case.sampling
+    if case.compile == "on":
+        torch.compiler.reset()  # Dynamo keeps 8 versions of a function, and runs others eagerly
+        options["compile"] = True
     if case.precision in MIXED:
         options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16
     return options

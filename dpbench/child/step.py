@@ -114,18 +114,24 @@ def _observe(
     active = batches[steps.warmup :]
     sizes = [examples_in(batch) for batch in active]
     spent.switch("warmup")
-    for batch in batches[: steps.warmup]:
+    warmup = batches[: steps.warmup]
+    if case.compile == "on" and case.sampling != "fixed":
+        warmup += active  # compiles for all sizes
+    for batch in warmup:
         with observed_step(recorder if recorder.hears_warmup else None):
             trainer.train_step(batch)
     if device.type == "cuda":
         torch.cuda.synchronize()
     scaler_before = trainer.scaler.state_dict()
+    compiled = _compilations()
     spent.switch("active")
     with closing(recorder):
         for batch in active:
             with observed_step(recorder):
                 loss = trainer.train_step(batch)
         check_stepped(trainer.scaler, scaler_before, sum(size > 0 for size in sizes))
+        if _compilations() > compiled:
+            raise ConfigurationError("torch.compile compiled in a step that counts: warm up longer")
         record = describe(case, device, trainer, loss) | asdict(steps)
         if case.sampling != "fixed":
             record |= {"sizes": sizes, "about": [about_sizes(case, steps.active)]}
@@ -139,6 +145,12 @@ def _observe(
 def _one_wants_more(recorder: StepRecorder) -> bool:
     """Whether any rank's recorder needs more steps: all ranks take equally many."""
     return "more" in all_gather("enough" if recorder.finished else "more")
+
+
+def _compilations() -> int:
+    """How many functions torch.compile has made in this process."""
+    made: int = import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
+    return made
 
 
 def peak_memory() -> int:

@@ -23,8 +23,7 @@ MIXED = ("bf16-amp", "fp16-amp")
 PRECISIONS = (*PRODUCTS, *MIXED)
 _PRECISION = "|".join(sorted(PRECISIONS, key=len, reverse=True))
 
-CHECKPOINTING = ("off", "on")
-"""Whether backward computes the activations inside blocks again instead of keeping them."""
+OFF_OR_ON = ("off", "on")
 
 ATTENTIONS = ("sdpa", "dp_mha")
 """``sdpa``: ``scaled_dot_product_attention``. ``dp_mha``: Opacus's ``DPMultiheadAttention``."""
@@ -101,7 +100,7 @@ class Case:
         "all, a pattern of parameters' names such as '*.bias', or lora:RANK", "all"
     )
     activation_checkpointing: str = axis(
-        "{names}: whether blocks run again in backward", "off", choices=CHECKPOINTING
+        "{names}: whether blocks run again in backward", "off", choices=OFF_OR_ON
     )
     parallel: str = axis(
         "{names}: how processes of one GPU each share a step", "none", choices=PARALLELS
@@ -111,6 +110,11 @@ class Case:
         "{names}: whether all batches have as many examples, or a random number around batch_size",
         "fixed",
         choices=SAMPLINGS,
+    )
+    compile: str = axis(
+        "{names}: whether torch.compile makes one function of model and loss",
+        "off",
+        choices=OFF_OR_ON,
     )
 
     def __post_init__(self) -> None:
@@ -194,10 +198,9 @@ def _checked(**given: Any) -> dict[str, Any]:
             f"gpus={gpus} with parallel={axes['parallel']}: several GPUs train in parallel, "
             f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
         )
-    if axes["sampling"] == "poisson" and gpus > 1:
-        raise ConfigurationError(
-            "sampling=poisson is for one GPU: ranks would need unequal numbers of micro-batches"
-        )
+    for axis, value in (("sampling", "poisson"), ("compile", "on")):
+        if axes[axis] == value and gpus > 1:
+            raise ConfigurationError(f"{axis}={value} trains on one GPU, and gpus is {gpus}")
     parts = gpus * axes["micro_batches"]
     if size % parts:
         whose = f"is that of all {gpus} GPUs, and " * (gpus > 1)

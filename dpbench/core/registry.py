@@ -230,6 +230,7 @@ TRAINERS = Registry(
         "autocast",
         "parallel",
         "sampling",
+        "compile",
     ),
 )
 """Trainers by short name; the first is the usual baseline of ratios."""

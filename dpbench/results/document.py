@@ -28,7 +28,7 @@ _TYPES: dict[str, Any] = {
 }
 """Types of the fields of rows, operators and kernels, as they are written."""
 
-NEW_AXES = ("sampling",)
+NEW_AXES = ("sampling", "compile")
 """Axes that documents may lack: what they hold was measured with the default."""
 
 _AXES = [

@@ -63,6 +63,7 @@ class TrainerBase(ABC):
         workload: gives the losses; by default those of the transformer, whose batches are
             ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
         micro_batches: equal parts in which a batch is trained, gradients accumulating: `parts`.
+        compile: compile the model and its loss as one function.
         sampling: ``fixed``, or ``poisson``: batches have any number of examples, 0 included.
         autocast: the 16-bit type that ``torch.autocast`` computes losses in, if any; with
             float16, ``scaler`` scales them.
@@ -73,6 +74,8 @@ class TrainerBase(ABC):
     labels: Mapping[str, str] = MappingProxyType({})
     replays = False
     """Whether steps repeat a recorded forward, which Python no longer calls."""
+    compiles: bool = True
+    """Whether model and loss can be compiled."""
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class TrainerBase(ABC):
         autocast: torch.dtype | None = None,
         parallel: str = "none",
         sampling: str = "fixed",
+        compile: bool = False,
     ) -> None:
         check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm, learning_rate)
         self.autocast = autocast
@@ -105,6 +109,14 @@ class TrainerBase(ABC):
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.model = self.spread(model.train())
+        if compile:
+            if not self.compiles:
+                raise ConfigurationError(
+                    f"{type(self).__name__} does not train under compile=on: it needs hooks on "
+                    f"layers, or torch.func, around what would be compiled"
+                )
+            for name in ("mean_loss", "example_losses"):
+                setattr(self, name, torch.compile(getattr(self, name)))
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.plain_optimizer = optimizer(trained, lr=learning_rate)
 

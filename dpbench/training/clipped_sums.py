@@ -30,6 +30,7 @@ class ClippedSumTrainer(TrainerBase):
     """
 
     labels = PRIVATE
+    compiles = False
     sums_in: torch.dtype | None = None
     """The type of the sums, if it is not that of the parameters."""
     draws_in_update = False

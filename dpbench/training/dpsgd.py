@@ -45,6 +45,7 @@ class OpacusTrainer(TrainerBase):
     """
 
     labels = PRIVATE
+    compiles = False
     clip = "flat"
     mode: str | None = None  # Opacus's grad_sample_mode, if it has one that does the same
     optimizer_class: type[DPOptimizer] = DPOptimizer

@@ -40,8 +40,8 @@ class MicroBatchTrainer(ClippedSumTrainer):
     def __init__(
         self, model: nn.Module, *, batch_size: int, vmap: bool = False, **options: Any
     ) -> None:
+        self.vmap, self.compiles = vmap, not vmap
         super().__init__(model, batch_size=batch_size, **options)
-        self.vmap = vmap
         # In bf16 the hundredth example would hardly change sums.
         self.sums_in = torch.promote_types(self.trained[0].dtype, torch.float32)
 

@@ -48,6 +48,7 @@ class Subject:
             micro_batches=1,
             activation_checkpointing="off",
             sampling="fixed",
+            compile="off",
             **ALONE,
         )
         self.case, self.device = case, device

@@ -18,6 +18,10 @@ from dpbench.workloads.base import examples_in, parts_of
 Gradients = dict[str, Tensor]
 
 
+def is_empty(batch: Batch) -> bool:
+    return not examples_in(batch)
+
+
 class Looped(TrainerBase):
     """A right trainer: clips one example at a time."""
 
@@ -61,6 +65,21 @@ class Looped(TrainerBase):
 
     def mean(self, noisy_sum: Tensor) -> Tensor:
         return noisy_sum / self.divisor
+
+
+class SkipsEmpty(Looped):
+    """Does not add noise where a batch is empty, which tells that it was."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        return torch.zeros(()) if is_empty(batch) else super().train_step(batch)
+
+
+class DividesBySampled(Looped):
+    """Takes the mean over the examples that were sampled."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self.divisor = examples_in(batch) or self.batch_size
+        return super().train_step(batch)
 
 
 class WithoutClosure(Looped):
