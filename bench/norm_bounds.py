@@ -21,6 +21,7 @@ from dpbench.core.model_size import MODEL_SIZES, ModelSize
 from dpbench.training.book_keeping import BookKeepingTrainer
 from dpbench.training.kernels import gram_sums, products
 from dpbench.training.norm_bounds import ProductError, gram_bound
+from dpbench.training.norm_ways import PRODUCTS
 from dpbench.training.per_layer import EmbeddingRule, LinearRule, Seen
 
 BLOCKS = 2
@@ -35,6 +36,8 @@ WAYS: dict[tuple[str, str], Callable[[int], tuple[float, float]]] = {
 
 class Kept(BookKeepingTrainer):
     """Keeps, of each layer, the sums of its products, instead of clipping."""
+
+    known_ways = (PRODUCTS,)
 
     def __init__(self, model: nn.Module, *, batch_size: int) -> None:
         super().__init__(model, batch_size=batch_size, noise_multiplier=0.0)

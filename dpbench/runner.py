@@ -129,6 +129,7 @@ class Measuring:
             labels=labels,
             imported=imported,
             **self._failure,
+            notes=tuple(dict.fromkeys(seen.pop("notes"))),
             **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
         )
 

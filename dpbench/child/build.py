@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpbench.child.parts import enforce_micro_batches
 from dpbench.core import gpu
@@ -50,6 +53,7 @@ def build(
     device: torch.device,
     num_batches: int,
     *,
+    sampled: int = 0,
     seed: int = SEED,
     alone: bool = False,
     **options: Any,
@@ -59,7 +63,8 @@ def build(
     Other options are the trainer's: they are its constructor's arguments, beside those of the case.
     With several ranks, each batch is this rank's part. All ranks build the same model, and then
     draw different random numbers. With ``alone`` this process trains whole batches by itself, even
-    in a process group.
+    in a process group. The last ``sampled`` batches have the `batch_sizes` of the case; the others,
+    the expected size.
 
     Raises:
         ConfigurationError: the case has another number of ranks than this process group.
@@ -102,12 +107,40 @@ def build(
         return tensor[own].to(device, kind, copy=ranks > 1)  # frees the other ranks' parts
 
     labels_of(trainer)  # raises for invalid labels, before training
-    batches = [*batches_of(workload, case.batch_size, num_batches, place)]
+    sizes = [case.batch_size] * (num_batches - sampled) + batch_sizes(case, sampled)
+    batches = [*batches_of(workload, max([case.batch_size, *sizes]), num_batches, place)]
+    if case.sampling != "fixed":
+        cut = [slice(size) for size in sizes]
+        batches = [pytree.tree_map(itemgetter(n), b) for n, b in zip(cut, batches, strict=True)]
     if ranks > 1:
         torch.manual_seed((seed + 1) * ranks + rank)  # differs between ranks, with any seed
     if case.micro_batches > 1:
-        enforce_micro_batches(trainer, batches, case.micro_batches)
+        size = case.batch_size // ranks // case.micro_batches
+        enforce_micro_batches(trainer, case.micro_batches, size)
     return trainer, batches
+
+
+def batch_sizes(case: Case, number: int) -> list[int]:
+    """The sizes of a case's measured batches, the same for all trainers and instruments.
+
+    Of examples that are drawn independently from a large dataset, the number is Poisson distributed
+    (Le Cam, "An Approximation Theorem for the Poisson Binomial Distribution", 1960). So that few
+    steps have its mean, sizes are stratified: the median of each of ``number`` equally likely
+    ranges, in random order. A single step has the median.
+    """
+    if case.sampling == "fixed":
+        return [case.batch_size] * number
+    random = np.random.default_rng(SEED)
+    drawn = np.sort(random.poisson(case.batch_size, 999 * number))
+    sizes: list[int] = random.permutation(drawn[499::999]).tolist()
+    return sizes
+
+
+def about_sizes(case: Case, number: int) -> str:
+    """The note that steps are not alike."""
+    sizes = batch_sizes(case, number)
+    each, mean = ", ".join(map(str, sizes)), sum(sizes) / number
+    return f"steps of {each} examples, {mean:.3g} in the mean; {case.batch_size} expected"
 
 
 def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module:
@@ -157,6 +190,11 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
         options["micro_batches"] = case.micro_batches
     if case.parallel != "none":
         options["parallel"] = case.parallel
+    if case.sampling != "fixed":
+        options["sampling"] = case.sampling
+    if case.compile == "on":
+        torch.compiler.reset()  # Dynamo keeps 8 versions of a function, and runs others eagerly
+        options["compile"] = True
     if case.precision in MIXED:
         options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16
     return options

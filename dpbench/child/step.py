@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dpbench.child.agreement import all_gather
-from dpbench.child.build import build, labels_of, pick_device
+from dpbench.child.build import about_sizes, build, labels_of, pick_device
 from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
 from dpbench.child.step_finder import StepRecorder
 from dpbench.core import gpu
@@ -33,6 +33,7 @@ from dpbench.core.registry import import_named
 from dpbench.training.base import TrainerBase
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.phases import observed_step
+from dpbench.workloads.base import examples_in
 
 
 class PhaseTimes:
@@ -109,23 +110,33 @@ def run_case(
 def _observe(
     case: Case, device: torch.device, recorder: StepRecorder, steps: Steps, spent: PhaseTimes
 ) -> dict[str, Any]:
-    trainer, batches = build(case, device, steps.warmup + steps.active)
+    trainer, batches = build(case, device, steps.warmup + steps.active, sampled=steps.active)
+    active = batches[steps.warmup :]
+    sizes = [examples_in(batch) for batch in active]
     spent.switch("warmup")
-    for batch in batches[: steps.warmup]:
+    warmup = batches[: steps.warmup]
+    if case.compile == "on" and case.sampling != "fixed":
+        warmup += active  # compiles for all sizes
+    for batch in warmup:
         with observed_step(recorder if recorder.hears_warmup else None):
             trainer.train_step(batch)
     if device.type == "cuda":
         torch.cuda.synchronize()
     scaler_before = trainer.scaler.state_dict()
+    compiled = _compilations()
     spent.switch("active")
     with closing(recorder):
-        for batch in batches[steps.warmup :]:
+        for batch in active:
             with observed_step(recorder):
                 loss = trainer.train_step(batch)
-        check_stepped(trainer.scaler, scaler_before, steps.active)
+        check_stepped(trainer.scaler, scaler_before, sum(size > 0 for size in sizes))
+        if _compilations() > compiled:
+            raise ConfigurationError("torch.compile compiled in a step that counts: warm up longer")
         record = describe(case, device, trainer, loss) | asdict(steps)
+        if case.sampling != "fixed":
+            record |= {"sizes": sizes, "about": [about_sizes(case, steps.active)]}
         spent.switch("after")
-        for batch in takewhile(lambda _: _one_wants_more(recorder), cycle(batches)):
+        for batch in takewhile(lambda _: _one_wants_more(recorder), cycle(active)):
             with observed_step(None if recorder.finished else recorder):
                 trainer.train_step(batch)
         return record | recorder.record(case)
@@ -134,6 +145,12 @@ def _observe(
 def _one_wants_more(recorder: StepRecorder) -> bool:
     """Whether any rank's recorder needs more steps: all ranks take equally many."""
     return "more" in all_gather("enough" if recorder.finished else "more")
+
+
+def _compilations() -> int:
+    """How many functions torch.compile has made in this process."""
+    made: int = import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
+    return made
 
 
 def peak_memory() -> int:

@@ -23,8 +23,7 @@ MIXED = ("bf16-amp", "fp16-amp")
 PRECISIONS = (*PRODUCTS, *MIXED)
 _PRECISION = "|".join(sorted(PRECISIONS, key=len, reverse=True))
 
-CHECKPOINTING = ("off", "on")
-"""Whether backward computes the activations inside blocks again instead of keeping them."""
+OFF_OR_ON = ("off", "on")
 
 ATTENTIONS = ("sdpa", "dp_mha")
 """``sdpa``: ``scaled_dot_product_attention``. ``dp_mha``: Opacus's ``DPMultiheadAttention``."""
@@ -32,6 +31,10 @@ ATTENTIONS = ("sdpa", "dp_mha")
 PARALLELS = ("none", "ddp", "fsdp2")
 """How ranks (processes with one GPU each) share a step. ``ddp``: each has the whole model, and
 gradients are reduced over them. ``fsdp2``: each has a shard of every parameter."""
+
+SAMPLINGS = ("fixed", "poisson")
+"""``fixed``: every batch has ``batch_size`` examples. ``poisson``: that is the mean of a Poisson
+distribution, the limit of drawing each example of a large dataset independently."""
 
 TRANSFORMER = "transformer"
 """The workload that has four of its parameters as axes."""
@@ -97,12 +100,22 @@ class Case:
         "all, a pattern of parameters' names such as '*.bias', or lora:RANK", "all"
     )
     activation_checkpointing: str = axis(
-        "{names}: whether blocks run again in backward", "off", choices=CHECKPOINTING
+        "{names}: whether blocks run again in backward", "off", choices=OFF_OR_ON
     )
     parallel: str = axis(
         "{names}: how processes of one GPU each share a step", "none", choices=PARALLELS
     )
     gpus: int = axis("GPUs that share a batch in equal parts", 1, count="number of GPUs")
+    sampling: str = axis(
+        "{names}: whether all batches have as many examples, or a random number around batch_size",
+        "fixed",
+        choices=SAMPLINGS,
+    )
+    compile: str = axis(
+        "{names}: whether torch.compile makes one function of model and loss",
+        "off",
+        choices=OFF_OR_ON,
+    )
 
     def __post_init__(self) -> None:
         given = {**vars(self), "set": parameters_text(self.set)}
@@ -185,6 +198,9 @@ def _checked(**given: Any) -> dict[str, Any]:
             f"gpus={gpus} with parallel={axes['parallel']}: several GPUs train in parallel, "
             f"{' or '.join(PARALLELS[1:])}, and one alone (none)"
         )
+    for axis, value in (("sampling", "poisson"), ("compile", "on")):
+        if axes[axis] == value and gpus > 1:
+            raise ConfigurationError(f"{axis}={value} trains on one GPU, and gpus is {gpus}")
     parts = gpus * axes["micro_batches"]
     if size % parts:
         whose = f"is that of all {gpus} GPUs, and " * (gpus > 1)

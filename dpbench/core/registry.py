@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from dpbench.core.case import Case, Script
@@ -31,11 +32,14 @@ class Registry(Mapping[str, Any]):
     package; by an import target (``package.module:Class``); or by a target with the short name
     that it shall have (``mine=package.module:Class``). Each can be followed by parameters
     (``dpsgd:clip=per_layer``): arguments of the class, except those that are ``given``, which its
-    caller passes.
+    caller passes. ``check`` is the import target of a function that refuses a spelling and its
+    class, if this must be imported to be located or is PyTorch's.
     """
 
-    def __init__(self, kind: str, targets: Mapping[str, str], given: Iterable[str] = ()) -> None:
-        self.kind, self.given = kind, {*given}
+    def __init__(
+        self, kind: str, targets: Mapping[str, str], given: Iterable[str] = (), check: str = ""
+    ) -> None:
+        self.kind, self.given, self.check = kind, {*given}, check
         self._targets, self._builtin = dict(targets), dict(targets)
         self._installed: set[str] = set()
 
@@ -114,8 +118,13 @@ class Registry(Mapping[str, Any]):
 
         Imports classes with parameters; for others, only their enclosing packages.
         """
-        if parted(spelling)[1]:
-            self[spelling]
+        named = self._targets[self._name(spelling)]
+        if parted(spelling)[1] or (
+            named not in self._builtin.values() and named.startswith("torch.")
+        ):
+            made = self[spelling]
+            if self.check:
+                resolve_name(self.check)(spelling, made)
         elif not self.is_builtin(spelling):  # some of which import torch
             with self._importing(spelling) as (module, _):
                 if module not in sys.modules and find_spec(module) is None:
@@ -212,7 +221,17 @@ TRAINERS = Registry(
         "book_keeping": "dpbench.training.book_keeping:BookKeepingTrainer",
         "fused": "dpbench.training.fused:FusedTrainer",
     },
-    ("model", "batch_size", "optimizer", "workload", "micro_batches", "autocast", "parallel"),
+    (
+        "model",
+        "batch_size",
+        "optimizer",
+        "workload",
+        "micro_batches",
+        "autocast",
+        "parallel",
+        "sampling",
+        "compile",
+    ),
 )
 """Trainers by short name; the first is the usual baseline of ratios."""
 
@@ -241,9 +260,11 @@ OPTIMIZERS = Registry(
     {
         "sgd": "torch.optim:SGD",
         "momentum": "dpbench.training.base:Momentum",
+        "adam": "torch.optim:Adam",
         "adamw": "torch.optim:AdamW",
     },
     ("params", "lr"),
+    check="dpbench.training.base:check_optimizer",
 )
 """Optimizers by short name; one is called as ``Optimizer(parameters, lr=…)``."""
 

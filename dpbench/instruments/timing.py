@@ -79,13 +79,17 @@ class TimingRecorder(Recorder):
 def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
     """Step time by phase, samples per second and peak memory, from a `TimingRecorder`'s record."""
     values: list[tuple[str, str, float, int]] = []
+    sizes = record.get("sizes")  # where they differ
     for repeat, seconds in enumerate(record["phase_seconds"]):
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
-        if case.batch_size:  # unknown for some scripts
+        if case.batch_size and not sizes:  # unknown for some scripts
             ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))  # a script under torchrun
             values.append((STEP, "samples_per_second", case.batch_size / ranks / total, repeat))
+    if sizes:
+        rate = sum(sizes) / sum(total for phase, _, total, _ in values if phase == STEP)
+        values.append((STEP, "samples_per_second", rate, 0))
     if record["peak_memory_bytes"] is not None:
         values.append((STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0))
     where = record["device"], f"torch {record['torch']}"

@@ -124,7 +124,7 @@ class CaseProcess(PendingMeasurement):
             where = f": {error['message']}" if error else ""
             raise CaseTimedOut(f"{late}{where}", log=self.log)
         if record and not error and not code:
-            self.labels = record.get("labels", {})
+            self.labels, self.notes = record.get("labels", {}), record.get("about", ())
             self.imported = record.get("imported", {})
             return record
         if not error:  # it was ended before it could report why

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dpbench.core.gpu import Gpu
     from dpbench.core.grid import Grid
 
-_NOT_SETTINGS = {"directory", "path", "timeout"}
+_NOT_SETTINGS = {"directory", "path", "timeout", "active"}
 """Fields of instruments that do not change what they measure."""
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dpbench.core.case import ALL_PHASES, AXES, COUNTS, Case
+from dpbench.core.case import ALL_PHASES, AXES, COUNTS, SCRIPT, USUAL, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metric import AGGREGATES, Kind, Shown
 from dpbench.results.outcome import LISTS, SEEN, STATUSES
@@ -28,7 +28,12 @@ _TYPES: dict[str, Any] = {
 }
 """Types of the fields of rows, operators and kernels, as they are written."""
 
-_AXES = [(axis, int if axis in COUNTS else str) for axis in AXES]
+NEW_AXES = ("sampling", "compile")
+"""Axes that documents may lack: what they hold was measured with the default."""
+
+_AXES = [
+    (axis, int if axis in COUNTS else str, *([""] if axis in NEW_AXES else [])) for axis in AXES
+]
 
 
 class Environment(msgspec.Struct):
@@ -139,6 +144,7 @@ def _schema() -> type[Any]:
             ("labels", dict[str, str], {}),
             ("imported", dict[str, str], {}),
         ],
+        kw_only=True,
     )
     parts: list[Any] = [
         ("environment", Environment, msgspec.field(default_factory=Environment)),
@@ -175,6 +181,8 @@ def parsed(data: bytes) -> dict[str, Any]:
     document: dict[str, Any] = msgspec.json.decode(data)
     for part in ("cases", *LISTS):
         for entry in document.get(part, ()):
+            for axis in NEW_AXES:
+                entry.setdefault(axis, USUAL[axis] if entry["workload"] != SCRIPT else "")
             Case.from_row(entry)
     return document
 

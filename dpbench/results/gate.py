@@ -171,7 +171,11 @@ class Gate:
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
         if not pd.isna(row["before"]):
-            return self._other_ranks(row) or self._fewer_steps(row) or self._not_counted(case, row)
+            return (
+                self._other_ranks(row)
+                or self._fewer_steps(case, row)
+                or self._not_counted(case, row)
+            )
         if self.first_run_ok and not row["came"] < row["steps"]:
             return ""
         devices = self.before.places.get((case, row["instrument"]), ())
@@ -205,13 +209,20 @@ class Gate:
             return ""
         return f"{self.before.name} has {there:.0f} ranks of it, {self.after.name} {here:.0f}"
 
-    def _fewer_steps(self, row: Mapping[str, Any]) -> str:
-        """Whether steps are missing that the reference has, unless fewer were asked for."""
+    def _fewer_steps(self, case: Case, row: Mapping[str, Any]) -> str:
+        """Whether steps are missing that the reference has, unless fewer were asked for.
+
+        Poisson batches of as many steps have the same sizes; of others, another mean.
+        """
         asked = [
             run.session.get("settings", {}).get(row["instrument"], {}).get("steps")
             for run in (self.before, self.after)
         ]
         there, here = row["steps"], row["steps_new"]
+        if here != there and case.sampling == "poisson":
+            return (
+                f"Poisson batches: {self.before.name} has {there:.0f} steps of it, here {here:.0f}"
+            )
         if here >= there or (None not in asked and asked[0] != asked[1]):
             return ""
         return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"

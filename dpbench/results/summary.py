@@ -14,7 +14,7 @@ import pandas as pd
 
 from dpbench.core.case import AXES, BASELINE_TRAINER, SCRIPT, Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metric import DERIVED, Kind, Share, derived_name
+from dpbench.core.metric import DERIVED, Kind, Peak, Share, derived_name
 from dpbench.core.metrics import LARGEST_SPREAD, METRICS
 from dpbench.results.rows import (
     COLUMNS,
@@ -46,10 +46,11 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     Returns:
         One row per number, with the case and its fields, and
 
-        - ``value``: the mean over the steps, for times and rates the median; over ranks as the
-          metric defines. A phase that only some of a script's steps have, such as the optimizer's
-          under gradient accumulation, counts as 0 in the others, so that phases add up to the step.
-          NaN where steps of a case lack it, and for ratios without a baseline.
+        - ``value``: the mean over the steps, for times and rates the median; of Poisson batches
+          always the mean, for peaks the largest; over ranks as the metric defines. A phase that
+          only some of a script's steps have, such as the optimizer's under gradient accumulation,
+          counts as 0 in the others, so that phases add up to the step. NaN where steps of a case
+          lack it, and for ratios without a baseline.
         - ``of`` and ``kind``: for a derived number, the base metric and how it is derived.
         - ``steps``: how many steps there were; ``came``: how many have it; ``ranks``: how many
           processes ran the case; ``imbalance``: the largest rank's ÷ their mean.
@@ -115,6 +116,11 @@ def each_case(cases: pd.Series[Any], made: Callable[[Case], Any]) -> pd.Series[A
     return pd.Series([known[id(case)] for case in cases], cases.index)
 
 
+def is_poisson(cases: pd.Series[Any]) -> pd.Series[bool]:
+    """Whether the batches of each case differ in size: a step's cost is the mean of all then."""
+    return each_case(cases, lambda case: case.sampling == "poisson").astype(bool)
+
+
 def _by_case(frame: pd.DataFrame) -> pd.DataFrame:
     """The long table with the case in place of its fields, without numbers that are not finite."""
     frame = frame[np.isfinite(frame.value.astype(float))]
@@ -164,6 +170,7 @@ def _of_timed_steps(
     timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
     medians = timed.groupby(on, sort=False).value.median()
     times = _beside(steps, medians.reset_index(), on)
+    times = times.mask(is_poisson(steps.case), _beside(steps, timed, [*on, "repeat"]))
     # Counted and timed steps differ, so a GPU that is always busy can come out slightly above 1.
     of_timed = (shares * spans / times.where(times > 0)).clip(upper=1.0)
     return of_timed.fillna(shares.where(steps.phase != STEP))
@@ -209,9 +216,14 @@ def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
         **{name: (name, "max") for name in ("ranks",) if name in rows},
     )
     known = {name: METRICS.find(name) for name in reduced.metric.unique()}
+    varied = (is_poisson(reduced.case) if column == "repeat" else False) & (reduced["count"] > 1)
     if column == "rank" and (unknown := [name for name, metric in known.items() if not metric]):
         raise ConfigurationError(f"{unknown[0]} of several ranks has no sum or mean: register it")
     how = reduced.metric.map({n: m.over(column) if m else "mean" for n, m in known.items()})
+    peaks = [name for name, metric in known.items() if metric and isinstance(metric.how, Peak)]
+    how = how.mask(varied & (how == "median"), "mean").mask(
+        varied & reduced.metric.isin(peaks), "max"
+    )
     reduced["value"] = reduced["mean"]
     for other in {*how} - {"mean"}:
         reduced["value"] = reduced.value.mask(how == other, reduced[other])

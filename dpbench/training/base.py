@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -14,8 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.names import parted, read_parameters
 from dpbench.training.parallel import rank_and_ranks
-from dpbench.workloads.base import Batch, Workload, checked_losses, examples_in, parts_of
+from dpbench.workloads.base import (
+    Batch,
+    Workload,
+    checked_losses,
+    examples_in,
+    part_sizes,
+    parts_of,
+)
 from dpbench.workloads.transformer import Transformer, mean_cross_entropy
 
 __all__ = ["Batch", "Momentum", "TrainerBase", "mean_cross_entropy"]
@@ -39,11 +48,14 @@ class TrainerBase(ABC):
         labels: what a reader must know to compare it with others, such as ``{"clips": "flat"}``;
             tables say where those of two trainers differ. An instance may override them.
         joint_batch_size: B of all ranks together; the gradient is the mean over it.
+        part_size: the most examples that a forward may see.
+        sizes: the numbers of examples in the parts of this batch, and
+        examples: in the part that is trained now, both by `parts`.
 
     Args:
         model: the workload's model.
         batch_size: examples in every batch, B; with several ranks, in each rank's part. A DP
-            trainer scales its noise by the joint size.
+            trainer scales its noise by the joint size. Of Poisson batches, the expected number.
         learning_rate: step size of the optimizer.
         noise_multiplier: σ; the noise added to the summed gradient has deviation σ·C.
         max_grad_norm: C, the threshold to which each example's gradient is clipped.
@@ -51,6 +63,8 @@ class TrainerBase(ABC):
         workload: gives the losses; by default those of the transformer, whose batches are
             ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
         micro_batches: equal parts in which a batch is trained, gradients accumulating: `parts`.
+        compile: compile the model and its loss as one function.
+        sampling: ``fixed``, or ``poisson``: batches have any number of examples, 0 included.
         autocast: the 16-bit type that ``torch.autocast`` computes losses in, if any; with
             float16, ``scaler`` scales them.
         parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`; each trains
@@ -58,6 +72,10 @@ class TrainerBase(ABC):
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
+    replays = False
+    """Whether steps repeat a recorded forward, which Python no longer calls."""
+    compiles: bool = True
+    """Whether model and loss can be compiled."""
 
     def __init__(
         self,
@@ -72,6 +90,8 @@ class TrainerBase(ABC):
         micro_batches: int = 1,
         autocast: torch.dtype | None = None,
         parallel: str = "none",
+        sampling: str = "fixed",
+        compile: bool = False,
     ) -> None:
         check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm, learning_rate)
         self.autocast = autocast
@@ -80,12 +100,23 @@ class TrainerBase(ABC):
         self.micro_batches = micro_batches
         self.workload = workload or Transformer()
         self.parallel = parallel
+        self.sampling = sampling
         self.batch_size = batch_size
+        self.part_size = self.examples = batch_size // micro_batches
+        self.sizes = [self.part_size] * micro_batches
         ranks = 1 if parallel == "none" else rank_and_ranks()[1]
         self.joint_batch_size = batch_size * ranks
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.model = self.spread(model.train())
+        if compile:
+            if not self.compiles:
+                raise ConfigurationError(
+                    f"{type(self).__name__} does not train under compile=on: it needs hooks on "
+                    f"layers, or torch.func, around what would be compiled"
+                )
+            for name in ("mean_loss", "example_losses"):
+                setattr(self, name, torch.compile(getattr(self, name)))
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.plain_optimizer = optimizer(trained, lr=learning_rate)
 
@@ -105,10 +136,11 @@ class TrainerBase(ABC):
         """One optimization step.
 
         Args:
-            batch: of the workload, with ``batch_size`` examples.
+            batch: of the workload, with ``batch_size`` examples; of Poisson batches, with any
+                number.
 
         Returns:
-            The mean loss over the batch before the update, detached, a scalar.
+            The mean loss over the batch before the update, detached, a scalar; NaN without example.
         """
 
     def example_losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
@@ -135,14 +167,21 @@ class TrainerBase(ABC):
 
         A batch must have the size that this trainer was built for. DP noise is scaled by that: a
         smaller last batch would silently get the wrong noise.
+
+        Poisson batches have any size. One of more than ``part_size`` examples comes in as few parts
+        as possible, sizes differing by at most 1, as from Opacus's ``BatchMemoryManager``. An empty
+        one has no part: a private trainer still adds noise and updates.
         """
-        if (examples := examples_in(batch)) != self.batch_size:
+        examples = examples_in(batch)
+        if self.sampling == "fixed" and examples != self.batch_size:
             raise ValueError(
                 f"{type(self).__name__} was built for batches of {self.batch_size} "
                 f"and got one of {examples}"
             )
-        for number, part in enumerate(parts_of(batch, self.micro_batches), 1):
-            yield number == self.micro_batches, part
+        self.sizes = part_sizes(examples, -(-examples // self.part_size))
+        for number, part in enumerate(parts_of(batch, self.sizes), 1):
+            self.examples = self.sizes[number - 1]
+            yield number == len(self.sizes), part
 
 
 def check_numbers(
@@ -172,6 +211,29 @@ def check_numbers(
             raise ConfigurationError(f"{name} is {value}, and must {must}")
 
 
-def mean_of(losses: list[Tensor]) -> Tensor:
-    """The mean loss of micro-batches; a single loss is returned without any operation."""
-    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+def check_optimizer(name: str, made: Callable[..., torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that cannot step, or to which a parameter means something else."""
+    known, given = inspect.signature(made).parameters, read_parameters(parted(name)[1])
+    for each, value in given.items():
+        if "bool" in str(known[each].annotation) and not isinstance(value, bool):
+            raise ConfigurationError(f"optimizer {name}: {each} is true or false, not {value!r}")
+    try:
+        parameter = torch.zeros(1, 1, requires_grad=True)
+        parameter.grad = torch.zeros(1, 1)
+        made([parameter], lr=1e-3).step()
+    except Exception as error:  # its author chooses
+        words = " ".join(str(error).split())
+        raise ConfigurationError(f"optimizer {name} cannot step: {words}") from error
+
+
+def mean_of(losses: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
+    """The mean loss of parts with these numbers of examples; by default all have as many.
+
+    A single loss is returned without any operation; without losses, NaN.
+    """
+    if len(losses) == 1:
+        return losses[0]
+    if len({*sizes}) <= 1:
+        return torch.stack([*losses]).mean() if losses else torch.full((), math.nan)
+    weighted = [loss * (size / sum(sizes)) for loss, size in zip(losses, sizes, strict=True)]
+    return torch.stack(weighted).sum()

@@ -9,7 +9,7 @@ Private Optimization on Large Foundation Models" (2022), https://arxiv.org/abs/2
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,17 +23,24 @@ from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
 from dpbench.training.ghost_norms import GhostNorms
 from dpbench.training.gradient_sums import Buffer, Factors, scaled
+from dpbench.training.kept_gradients import KeptGradients
+from dpbench.training.norm_ways import GRADIENT, KEPT, PRODUCTS
 from dpbench.training.parallel import sharded
-from dpbench.training.per_layer import EmbeddingRule, LinearRule, Rule, Seen, rule_of
+from dpbench.training.per_layer import PairRule, Rule, Seen, rule_of
 from dpbench.training.phases import phase
 
 
 class BookKeepingTrainer(ClippedSumTrainer):
     """One backward pass; then norms, clipping factors and weighted sums, all in ``clip``.
 
-    Any optimizer works, and a layer may be called several times. Activations and output gradients
-    of linear and embedding layers are kept until they are clipped, under activation checkpointing
-    as well; of other layers, the per-sample gradients, which backward makes.
+    Any optimizer works, and a layer may be called several times. Until they are clipped, backward
+    keeps activations and output gradients of linear and embedding layers, under activation
+    checkpointing as well, or the per-sample gradients that it makes of them; of other layers,
+    always these.
+
+    Attributes:
+        ways: of each layer that is trained, by name, the way to its norms in the last step: see
+            `dpbench.training.norm_ways`.
 
     Arguments as `TrainerBase`.
 
@@ -42,6 +49,9 @@ class BookKeepingTrainer(ClippedSumTrainer):
     """
 
     scaled = staticmethod(scaled)
+    known_ways: Collection[str] = (PRODUCTS, GRADIENT, KEPT)
+    has_kernel = False
+    """Whether a kernel takes norms by products: see `dpbench.training.norm_ways.costs`."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -50,6 +60,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         self._uses_are_checked = False  # before the first step
         self.seen: dict[nn.Module, Seen] = {}
         self.rules: dict[nn.Module, Rule[Any]] = {}
+        self.ways: dict[str, str] = {}
         for name, layer in list(model.named_modules()):
             if any(p.requires_grad for p in layer.parameters(recurse=False)):
                 rule = self.rules[layer] = self.rule_of(layer, name)
@@ -73,14 +84,13 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 with phase("forward"):
                     loss = self.mean_loss(self.model, part)
                 with phase("backward"):
-                    (loss * self.part_size).backward()  # of the sum: each example's own gradient
+                    (loss * self.examples).backward()  # of the sum: each example's own gradient
             losses.append(loss.detach())
             del loss  # its graph keeps layers' inputs alive
             with phase("clip"):
                 self.clip(last)
-            if last:
-                self.update()
-        return mean_of(losses)
+        self.update()
+        return mean_of(losses, self.sizes)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The mean loss; the first call also looks for parameters that no layer's call uses."""
@@ -113,7 +123,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         # Activation checkpointing first runs the layer without autograd, and later again.
         if not (self._listening and torch.is_grad_enabled()):
             return None
-        rule.check_call(given, options, returned, self.part_size)
+        rule.check_call(given, options, returned, self.examples)
         is_first = not returned.requires_grad  # no trained layer is before it
         if is_first:
             returned.requires_grad_()
@@ -125,10 +135,18 @@ class BookKeepingTrainer(ClippedSumTrainer):
             activations = held.pop()  # the graph references this function until backward ends
             if activations._version != version:  # autograd need not keep it and does not check it
                 raise rule.refusal("what it was given was changed in place afterwards")
-            rule.keep(seen, activations, gradient.detach())
+            self._put_aside(rule, seen, activations, gradient.detach())
 
         returned.register_hook(keep_gradient)
         return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
+
+    def _put_aside(self, rule: Rule[Any], seen: Seen, x: Tensor, g: Tensor) -> None:
+        """Keep what clipping needs of a call, in the way of the layer's first call."""
+        if not seen:
+            alone = self.part_size == self.micro_batches == 1
+            kernel = self.has_kernel
+            self.ways[rule.name] = rule.way(x, g, self.known_ways, kernel=kernel, alone=alone)
+        rule.keep(seen, x, g, self.ways[rule.name])
 
     def clip(self, last: bool) -> None:
         """Add the clipped gradients to those of earlier micro-batches; reduce the last ones."""
@@ -144,29 +162,32 @@ class BookKeepingTrainer(ClippedSumTrainer):
         """
         early = last and self.parallel != "none"
         seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
-        factors = Factors(self.clipping_factors(seen), self.scaled)
+        made: dict[Tensor, Tensor] = {}
         for layer, rule in self.rules.items():
-            if layer in seen:
+            if layer in seen and self.ways[rule.name] == KEPT:
+                made |= seen.pop(layer)[0]
+        kept = KeptGradients(made)
+        norms = kept.squared_norms() + self.squared_norms(seen)
+        factors = Factors(self.factors_for(norms), self.scaled)
+        kept.put_small(factors.exact, self.sums)
+        for layer, rule in self.rules.items():
+            kept.put(rule.trained, factors.exact, self.sums)
+            if layer in seen and isinstance(rule, PairRule):
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
             if early:
                 yield from self.sums.close(rule.trained)
 
-    def clipping_factors(self, seen: dict[nn.Module, Seen]) -> Tensor:
-        """What each example's gradient is multiplied by, ``[B]``, float32 at least."""
-        return self.factors_for(self.squared_norms(seen))
-
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
-        """The squared norms of parts of each example's gradient, each ``[B]``, float32 or wider."""
+        """The squared norms of gradients that are not kept, each ``[B]``, float32 or wider.
+
+        Args:
+            seen: pairs of activations and output gradients, by layer.
+        """
         norms = GhostNorms()
         for layer, rule in self.rules.items():
-            if layer not in seen:
-                continue
-            if isinstance(rule, LinearRule | EmbeddingRule):
-                trained = rule.layer.weight.requires_grad
-                norms.add(*rule.joined(seen[layer]), weight=trained, bias=rule.trains_bias)
-            else:
-                for parameter, samples in seen[layer][0].items():
-                    norms.add_samples(samples, parameter.dtype)
+            if layer in seen and isinstance(rule, PairRule):
+                pair = rule.joined(seen[layer])
+                norms.add(*pair, way=self.ways[rule.name], bias=rule.trains_bias)
         return norms.squared_norms()
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
-from dpbench.training.gradient_sums import Buffer, Sums
+from dpbench.training.gradient_sums import Buffer, Sums, in_buffers
 from dpbench.training.known_model import ModelSnapshot
 from dpbench.training.norm_bounds import clipping_factors, total
 from dpbench.training.parallel import broadcast_parameters, own_generator, own_part, rank_and_ranks
@@ -30,6 +30,7 @@ class ClippedSumTrainer(TrainerBase):
     """
 
     labels = PRIVATE
+    compiles = False
     sums_in: torch.dtype | None = None
     """The type of the sums, if it is not that of the parameters."""
     draws_in_update = False
@@ -44,7 +45,7 @@ class ClippedSumTrainer(TrainerBase):
         check_layers(model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         check_alike(self.trained)
-        self.part_size = batch_size // self.micro_batches
+        self.sharing = in_buffers(self.trained)
         self.known = ModelSnapshot(self.model)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []
@@ -64,7 +65,7 @@ class ClippedSumTrainer(TrainerBase):
         """The sums over the examples so far."""
         if self._sums is None:
             ranks = rank_and_ranks()[1] if self.parallel == "fsdp2" else 1
-            self._sums = Sums(self.trained, self.sums_in, ranks)
+            self._sums = Sums(self.sharing, self.sums_in, ranks)
         return self._sums
 
     def take_sums(self) -> Sums:
@@ -119,6 +120,10 @@ class ClippedSumTrainer(TrainerBase):
             with phase("noise"):
                 for each in reductions:
                     self.make_private(each.wait())
+        self.take_own_step(reductions)
+
+    def take_own_step(self, reductions: Sequence[Reduction]) -> None:
+        """Let the optimizer step with the noisy mean gradients."""
         with phase("optimizer"):
             for each in reductions:
                 for parameter, part in zip(each.parameters, each.parts(each.wait()), strict=True):

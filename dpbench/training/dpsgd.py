@@ -45,6 +45,7 @@ class OpacusTrainer(TrainerBase):
     """
 
     labels = PRIVATE
+    compiles = False
     clip = "flat"
     mode: str | None = None  # Opacus's grad_sample_mode, if it has one that does the same
     optimizer_class: type[DPOptimizer] = DPOptimizer
@@ -102,7 +103,10 @@ class OpacusTrainer(TrainerBase):
 
     def train_step(self, batch: Batch) -> Tensor:
         with refusals(self.model):
-            return mean_of([self.train_part(part, last) for last, part in self.parts(batch)])
+            losses = [self.train_part(part, last) for last, part in self.parts(batch)]
+            if not losses:
+                self.train_nothing()
+            return mean_of(losses, self.sizes)
 
     def train_part(self, part: Batch, last: bool) -> Tensor:
         """Clip a micro-batch; with the last, add noise and update. Returns its mean loss."""
@@ -117,6 +121,19 @@ class OpacusTrainer(TrainerBase):
             self.optimizer.step()  # clip inside and, with the last, noise: see mark_phases
             self.optimizer.zero_grad(set_to_none=True)
         return mean
+
+    def leave_nothing(self, parameter: Any) -> None:
+        """Leave what backward leaves at a parameter where a batch has no example."""
+        parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
+
+    def train_nothing(self) -> None:
+        """Update by noise alone, as after an empty batch."""
+        with phase("optimizer"):
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    self.leave_nothing(parameter)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
 
 
 CLIPPING = ("flat", "per_layer")

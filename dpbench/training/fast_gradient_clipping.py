@@ -9,9 +9,10 @@ layers without per-sample gradients at all (Li et al., https://arxiv.org/abs/211
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import patch
 
+import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleModuleFastGradientClippingFSDP,
@@ -56,6 +57,9 @@ class DPFastGradientClippingTrainer(OpacusTrainer):
             use_ghost_clipping=self.use_ghost_clipping,
         )
         return model
+
+    def leave_nothing(self, parameter: Any) -> None:
+        parameter.grad = torch.zeros_like(parameter)
 
     def private_loss(self, batch: Batch) -> DPTensorFastGradientClipping:
         """Its ``backward()`` is two passes: norms, then the weighted loss."""

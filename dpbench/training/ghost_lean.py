@@ -8,6 +8,7 @@ A first backward pass finds norms, a second one the gradient of the weighted los
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,11 @@ from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.book_keeping import check_untied
 from dpbench.training.fast_gradient_clipping import sharded_as_opacus_does
-from dpbench.training.ghost_norms import WAYS, GhostNorms, are_smaller
+from dpbench.training.ghost_norms import GhostNorms
 from dpbench.training.gradient_sums import rounded_down
 from dpbench.training.lean import ClippedMeanTrainer
 from dpbench.training.norm_bounds import clipping_factors, total, unit, wide_unit
+from dpbench.training.norm_ways import GRADIENT, KEPT, PRODUCTS, Shape, cheapest
 from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import (
     EmbeddingRule,
@@ -38,6 +40,8 @@ from dpbench.training.per_layer import (
 )
 from dpbench.training.phases import phase
 from dpbench.training.refusals import check_layers
+
+WAYS = {"cheaper": (PRODUCTS, GRADIENT), "products": (PRODUCTS,)}
 
 
 class GhostLeanTrainer(ClippedMeanTrainer):
@@ -56,9 +60,15 @@ class GhostLeanTrainer(ClippedMeanTrainer):
     - Under FSDP2 embeddings are not gathered in backward, which does not read them, and the layers
       of a block are gathered and reduced together, if the workload says which blocks there are.
 
+    - Norms of a linear layer or a convolution are computed by products T × T or from gradients of
+      one layer at a time, whichever is cheaper; Opacus's, by products.
+
+    Attributes:
+        ways: of each layer that is trained, by name, the way to its norms in the last step: see
+            `dpbench.training.norm_ways`.
+
     Args:
-        norms: how those of linear layers, and with ``cheaper`` of convolutions, are computed: one
-            of `dpbench.training.ghost_norms.WAYS`.
+        norms: ``cheaper``, as above, or ``products`` for all but convolutions.
         options: as `TrainerBase`.
 
     Raises:
@@ -66,12 +76,12 @@ class GhostLeanTrainer(ClippedMeanTrainer):
     """
 
     def __init__(
-        self, model: nn.Module, *, batch_size: int, norms: str = "products", **options: Any
+        self, model: nn.Module, *, batch_size: int, norms: str = "cheaper", **options: Any
     ) -> None:
         if norms not in WAYS:
             raise unknown("way of norms", norms, WAYS)
-        self.norms = norms
         super().__init__(model, batch_size=batch_size, **options)
+        self.known_ways, self.ways = WAYS[norms], dict[str, str]()
         self._found: FirstPass | None = None  # except in the first pass
         for layer, rule in self.rules.items():
             layer.register_forward_hook(partial(self._hear, rule), with_kwargs=True)
@@ -101,7 +111,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         self.begin_step()
         means = []
         for _, part in self.parts(batch):
-            found = self._found = FirstPass(self.norms)
+            found = self._found = FirstPass(self.known_ways, self.ways)
             with phase("forward"):
                 losses = self.example_losses(self.model, part)
                 means.append(losses.detach().mean())
@@ -111,7 +121,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
             with phase("clip"):
                 self.take_gradients(found)
         self.update()
-        return mean_of(means)
+        return mean_of(means, self.sizes)
 
     def _hear(
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
@@ -123,7 +133,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         if not torch.is_grad_enabled():  # checkpointing runs it again, with a graph of its own
             found.runs_again |= layer.training
             return
-        rule.check_call(given, options, returned, self.part_size)
+        rule.check_call(given, options, returned, self.examples)
         if not given[0].requires_grad:  # no trained layer is before it
             found.firsts.append(get_gradient_edge(returned))
         held = [given[0].detach()]
@@ -175,6 +185,10 @@ class GhostLeanTrainer(ClippedMeanTrainer):
 class FirstPass:
     """What the pass for the norms finds in a micro-batch.
 
+    Args:
+        known: the ways to norms among which to choose.
+        ways: those of layers, by name, to which it adds.
+
     Attributes:
         firsts: outputs of layers without a trained layer before them, where backward may end.
         runs_again: whether activation checkpointing runs layers again in backward.
@@ -182,8 +196,8 @@ class FirstPass:
         samples: the per-sample gradients ``[B, …]``, by parameter, that are summed unchanged.
     """
 
-    def __init__(self, way: str) -> None:
-        self._norms = GhostNorms(way)
+    def __init__(self, known: Collection[str], ways: dict[str, str]) -> None:
+        self._norms, self._known, self._ways = GhostNorms(), known, ways
         self.firsts: list[Any] = []
         self.runs_again = False
         self.measured: set[Rule[Any]] = set()
@@ -196,11 +210,12 @@ class FirstPass:
         if by_norms and rule in self.measured:
             raise rule.refusal("it is called twice, and norms of both calls are not known together")
         self.measured.add(rule)
+        way = self._ways[rule.name] = way_of(rule, x, g, self._known) if by_norms else KEPT
         if isinstance(rule, LinearRule):
             self._add_linear(rule, as_computed(three_dimensional(x), g), three_dimensional(g))
         elif isinstance(rule, EmbeddingRule):
-            self._add_embedding(layer, x, three_dimensional(g))
-        elif by_norms and self._by_products(layer, g):
+            self._add_embedding(rule, x, three_dimensional(g))
+        elif by_norms and way == PRODUCTS:
             self._add_linear(rule, patches(layer, as_computed(x, g)).mT, g.flatten(2).mT)
         else:
             assert isinstance(rule, SampledRule)
@@ -214,20 +229,17 @@ class FirstPass:
 
     def _add_linear(self, rule: Rule[Any], x: Tensor, g: Tensor) -> None:
         trained = rule.layer.weight.requires_grad
-        self._norms.add(x, g, weight=trained, bias=rule.trains_bias)
+        way = self._ways[rule.name]
+        self._norms.add(x, g, way=way, weight=trained, bias=rule.trains_bias)
 
-    def _add_embedding(self, layer: nn.Embedding, rows: Tensor, g: Tensor) -> None:
+    def _add_embedding(self, rule: EmbeddingRule, rows: Tensor, g: Tensor) -> None:
+        layer = rule.layer
         rows = rows.reshape(len(g), -1).long()
         if layer.padding_idx is not None:
             g = g * (rows != layer.padding_idx)[:, :, None]
         on_cpu = g.itemsize == 2 and not g.is_cuda  # which sums in this type in the second pass
-        self._norms.add(rows, g, summed_in=g.dtype if on_cpu else None)
-
-    def _by_products(self, layer: Any, g: Tensor) -> bool:
-        """Whether a convolution is treated as a linear layer on its patches."""
-        is_plain = isinstance(layer, nn.Conv1d | nn.Conv2d) and layer.groups == 1
-        smaller = are_smaller(g[0, 0].numel(), layer.weight.numel())
-        return self._norms.way == "cheaper" and is_plain and smaller
+        summed_in = g.dtype if on_cpu else None
+        self._norms.add(rows, g, way=self._ways[rule.name], summed_in=summed_in)
 
     def squared_norms(self) -> list[Tensor]:
         """The squared norms of parts of each example's gradient, each ``[B]``."""
@@ -243,6 +255,18 @@ class FirstPass:
         wide = torch.promote_types(samples.dtype, weights.dtype)  # so that it is rounded once
         by_example = samples.reshape(len(samples), -1).t().to(wide)
         return torch.mv(by_example, weights.to(wide)).view_as(gradient).to(gradient.dtype)
+
+
+def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str:
+    """The cheaper way to a layer's norms; a convolution may be a linear layer on its patches."""
+    layer = rule.layer
+    if not is_convolution(layer):
+        return rule.way(x, g, known)
+    if GRADIENT not in known or isinstance(layer, nn.Conv3d) or layer.groups > 1:
+        return GRADIENT
+    tokens, height = math.prod(g.shape[2:]), g.shape[1]
+    shape = Shape(len(g), tokens, layer.weight[0].numel(), height, g.itemsize)
+    return cheapest(shape, known)
 
 
 def is_convolution(layer: nn.Module) -> bool:

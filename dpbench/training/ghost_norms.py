@@ -1,10 +1,7 @@
 """Norms of each example's gradient, from layers' inputs and output gradients.
 
-For a linear layer or an embedding with T tokens, the cheaper of two ways is used: products T × T
-where these are smaller than the weight, else the gradient, which is not kept. This is mixed ghost
-clipping (Bu, Mao and Xu, "Scalable and Efficient Training of Large Convolutional Neural Networks
-with Differential Privacy", 2022, https://arxiv.org/abs/2205.10683). For several layers of one
-shape, one kernel computes them and keeps neither.
+`dpbench.training.norm_ways` chooses the way. For several layers of one shape, one kernel computes
+them by products.
 """
 
 from __future__ import annotations
@@ -28,14 +25,13 @@ from dpbench.training.norm_bounds import (
     gradient_bound,
     gram_bound,
     product_error,
+    row_bound,
     row_norms,
     sample_bound,
     squared_sample_norms,
     with_rounding,
 )
-
-WAYS = ("products", "cheaper")
-"""``products``: norms from products T × T. ``cheaper``: from the gradient where it is smaller."""
+from dpbench.training.norm_ways import PRODUCTS
 
 
 class GhostNorms:
@@ -44,13 +40,9 @@ class GhostNorms:
     They are upper bounds. A bound takes some twenty small kernels, whose launches would delay a
     step: it is computed once for all layers of a shape, at the end. Until then a few numbers of
     each example are kept.
-
-    Args:
-        way: one of `WAYS`.
     """
 
-    def __init__(self, way: str = "cheaper") -> None:
-        self.way = way
+    def __init__(self) -> None:
         self._parts: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def add(
@@ -58,6 +50,7 @@ class GhostNorms:
         x: Tensor,
         g: Tensor,
         *,
+        way: str = PRODUCTS,
         weight: bool = True,
         bias: bool = False,
         summed_in: torch.dtype | None = None,
@@ -67,15 +60,19 @@ class GhostNorms:
         Args:
             x: activations ``[B, T, K]``, or rows ``[B, T]`` int64.
             g: gradients of what it returned, ``[B, T, N]``.
+            way: by ``products`` T × T or from the ``gradient``.
             weight: whether its weight is trained.
             bias: whether its bias is.
             summed_in: the type of the update's sums, if not float32 or wider.
         """
         tokens = g.shape[1]
-        if weight and (x.dim() == 2 or self._by_products(tokens, x.shape[2] * g.shape[2])):
+        if weight and way == PRODUCTS:
             errors = product_error(x), product_error(g)
             sums = gram_sums(*products(x, g), bias)
             self._put(sums, gram_bound, tokens, errors, g.dtype, summed_in)
+            return
+        if x.dim() == 2:
+            self._put(row_sums(x, g), row_bound, tokens, g.dtype, summed_in)
             return
         lengths = torch.linalg.vector_norm(g, dim=2, dtype=wide_type(g, g))
         if weight:
@@ -85,9 +82,6 @@ class GhostNorms:
         if bias:
             samples, error = g.sum(1, dtype=torch.float64), ProductError(tokens * 2.0**-53, 0.0)
             self._put_gradient(samples, lengths, error, tokens, g.dtype)
-
-    def _by_products(self, tokens: int, weights: int) -> bool:
-        return self.way == "products" or are_smaller(tokens, weights)
 
     def _put_gradient(
         self, samples: Tensor, lengths: Tensor, error: ProductError, tokens: int, dtype: torch.dtype
@@ -127,15 +121,29 @@ class GhostNorms:
         return [each for norms in made for each in norms.unbind()]
 
 
+def row_sums(rows: Tensor, g: Tensor) -> Tensor:
+    """What `row_bound` needs of an embedding, ``[3, B]``; no shape depends on values."""
+    examples, tokens = rows.shape
+    order = rows.argsort(1)
+    differs = rows.gather(1, order).diff(dim=1).ne(0).long()
+    slot = torch.zeros_like(rows).scatter_(1, order[:, 1:], differs.cumsum(1))
+    slot += tokens * torch.arange(examples, device=rows.device)[:, None]
+    wide = wide_type(g, g)
+    lengths = torch.linalg.vector_norm(g, dim=2, dtype=wide)
+
+    def added(values: Tensor) -> Tensor:
+        sums = values.new_zeros(values.shape, dtype=wide).flatten(0, 1)
+        return sums.index_add_(0, slot.flatten(), values.to(wide).flatten(0, 1)).view(values.shape)
+
+    squares = row_norms(added(g)).square().sum(1)
+    sums = torch.linalg.vector_norm(added(torch.ones_like(lengths)) * added(lengths), dim=1)
+    return torch.stack([squares, sums, lengths.square().sum(1)])
+
+
 def off_bound(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Squared norms from parts ``[2, B]``: of samples, and how far the update is off."""
     squares, rounded = torch.stack([*parts], 1)
     return with_rounding(squares, rounded, dtype)
-
-
-def are_smaller(tokens: int, weights: int) -> bool:
-    """Whether both products T × T together have no more elements than a weight has."""
-    return 2 * tokens**2 <= weights
 
 
 def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,10 +45,16 @@ LARGE = 2**18
 """A parameter with at least this many elements has its own gradient buffer."""
 
 
-def in_buffers(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The parameters by their gradient buffer; small ones share one."""
-    small = [p for p in parameters if p.numel() < LARGE]
-    return [[p] for p in parameters if p.numel() >= LARGE] + ([small] if small else [])
+def in_buffers(
+    parameters: Sequence[Tensor], groups: Mapping[Tensor, int] | None = None
+) -> list[list[Tensor]]:
+    """The parameters by their gradient buffer; small ones of a group share one."""
+    small: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.numel() < LARGE:
+            group = groups.get(parameter, -1) if groups else 0
+            small.setdefault(group, []).append(parameter)
+    return [[p] for p in parameters if p.numel() >= LARGE] + [*small.values()]
 
 
 class Sums:
@@ -57,21 +63,31 @@ class Sums:
     A buffer is allocated on first use, so that inputs freed until then make room for it.
 
     Args:
-        parameters: whose gradients are summed.
+        sharing: the parameters whose gradients are summed, by their buffer.
         dtype: the type of the sums, if not that of the parameters.
         ranks: how many ranks will share them, see `one_buffer`.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], dtype: torch.dtype | None = None, ranks: int = 1
+        self,
+        sharing: Sequence[Sequence[Tensor]],
+        dtype: torch.dtype | None = None,
+        ranks: int = 1,
     ) -> None:
         self._dtype, self._ranks = dtype, ranks
-        self._sharing = dict(enumerate(in_buffers(parameters)))
+        self._sharing = dict(enumerate(sharing))
         self._number = {p: n for n, sharing in self._sharing.items() for p in sharing}
         self._made: dict[int, Buffer] = {}
         self._filled: set[Tensor] = set()
         self._closed: set[Tensor] = set()
         self._left = {number: len(sharing) for number, sharing in self._sharing.items()}
+
+    def begin_at_zero(self) -> list[Buffer]:
+        """Allocate all buffers, and have every sum added to what is there, zeros at first."""
+        for parameter in self._number:
+            self._place(parameter).zero_()
+            self._filled.add(parameter)
+        return [*self._made.values()]
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
         """Add a sum to those before."""
@@ -89,6 +105,26 @@ class Sums:
         else:
             place.addcmul_(gradient, factor)
 
+    def put_all(self, totals: Mapping[Tensor, Tensor]) -> None:
+        """Add many small sums with few launches."""
+        places = [self._place(parameter) for parameter in totals]
+        first = [self._is_first(parameter) for parameter in totals]
+        for into, sums in ((torch._foreach_copy_, True), (torch._foreach_add_, False)):
+            those = [n for n, each in enumerate(first) if each is sums]
+            parts = [*totals.values()]
+            if those:
+                into([places[n] for n in those], [parts[n] for n in those])
+
+    def put_made(self, parameter: Tensor, make: Callable[[Tensor], object]) -> None:
+        """Add what a function writes into a flat tensor, at best into the buffer itself."""
+        place = self._place(parameter).view(-1)
+        if self._is_first(parameter):
+            make(place)
+        else:
+            total = torch.empty_like(place)
+            make(total)
+            place.add_(total)
+
     def put_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
         """Add ``a @ b``, written directly into the buffer if the types agree."""
         place = self._place(parameter)
@@ -104,9 +140,7 @@ class Sums:
         place = self._place(parameter)
         if self._is_first(parameter):
             place.zero_()
-        if place.itemsize == 2:  # summed one by one in bf16, 256 + 1 = 256
-            rows, totals = summed_by_row(rows, totals)
-        place.index_add_(0, rows, totals.to(place.dtype))
+        add_rows(place, rows, totals)
 
     def _place(self, parameter: Tensor) -> Tensor:
         number = self._number[parameter]
@@ -147,7 +181,7 @@ class Factors:
     """
 
     def __init__(self, exact: Tensor, scaled: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._exact, self._scaled = exact, scaled
+        self.exact, self._scaled = exact, scaled
         self._by_token: dict[tuple[torch.dtype, int], Tensor] = {}
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -155,15 +189,22 @@ class Factors:
         """`scaled`, computed once for successive layers with the same input."""
         if self._last is None or not is_same_memory(self._last[0], tensor):
             self._last = None  # free it before making another
-            self._last = tensor, self._scaled(tensor, self._exact)
+            self._last = tensor, self._scaled(tensor, self.exact)
         return self._last[1]
 
     def by_token(self, dtype: torch.dtype, tokens: int) -> Tensor:
         """`rounded_down`, for the tokens of one example after another, ``[B · tokens]``."""
         if (dtype, tokens) not in self._by_token:
-            rounded = rounded_down(self._exact, dtype)
+            rounded = rounded_down(self.exact, dtype)
             self._by_token[dtype, tokens] = rounded.repeat_interleave(tokens)
         return self._by_token[dtype, tokens]
+
+
+def add_rows(place: Tensor, rows: Tensor, totals: Tensor) -> None:
+    """Add each of ``totals`` to the row of that index."""
+    if place.itemsize == 2:  # summed one by one in bf16, 256 + 1 = 256
+        rows, totals = summed_by_row(rows, totals)
+    place.index_add_(0, rows, totals.to(place.dtype))
 
 
 def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:

@@ -140,7 +140,7 @@ def _gram_sums_on_gpu(of_x: Tensor, of_g: Tensor, bias: bool) -> Tensor:
     examples, tokens, _ = of_x.shape
     sums = torch.zeros(6, examples, dtype=of_x.dtype, device=of_x.device)
     blocks = -(-tokens // 8)
-    _kernels()["gram_sums"][blocks * examples,](
+    triton_kernels()["gram_sums"][blocks * examples,](
         of_x.contiguous(), of_g.contiguous(), sums, tokens, examples, blocks, bias, 8, 128
     )
     return sums
@@ -189,7 +189,7 @@ def gram_norms_by_kernel(
     addresses = _addresses(pairs)
     long = tokens * max(width, height) >= 2**31
     is_half = dtype == torch.bfloat16
-    _kernels()["gram_norms"][tiles * examples, len(pairs)](
+    triton_kernels()["gram_norms"][tiles * examples, len(pairs)](
         addresses, sums, tokens, width, height, len(pairs), tiles, examples, bias, rows, is_half,
         aligned, long, "ieee" if is_half else "tf32x3", tile, step,
         num_warps=warps, num_stages=stages,
@@ -202,7 +202,7 @@ def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     table = torch.empty(2, len(pairs), dtype=torch.int64, device=pairs[0][0].device)
     for first in range(0, len(pairs), 8):
         some = [*pairs[first : first + 8], *[pairs[-1]] * 8][:8]
-        _kernels()["put_addresses"][1,](
+        triton_kernels()["put_addresses"][1,](
             table, len(pairs), first, *(tensor for pair in some for tensor in pair)
         )
     return table
@@ -227,10 +227,54 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
     length = tensor.numel() // examples
     blocks = -(-length // 2048)
     product = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    _kernels()["scaled"][blocks * examples,](
+    triton_kernels()["scaled"][blocks * examples,](
         tensor.contiguous(), factors, product, length, blocks, 2048
     )
     return product
+
+
+def weighted_sum(samples: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Write the sum over examples of factor times gradient, rounded once.
+
+    Args:
+        samples: each example's gradients, ``[B, n]``.
+        factors: ``[B]``, float32 or wider.
+        out: ``[n]``, contiguous.
+    """
+    torch.ops.dpbench.weighted_sum.default(samples, factors, out=out)
+
+
+def _weighted_sum(samples: Tensor, factors: Tensor, *, out: Tensor) -> None:
+    wide = torch.promote_types(samples.dtype, torch.float32)
+    out.copy_(torch.mv(samples.to(wide).t(), factors.to(wide)))
+
+
+def _weighted_sum_on_gpu(samples: Tensor, factors: Tensor, *, out: Tensor) -> None:
+    if not TILINGS.keys() >= {samples.dtype, out.dtype}:
+        _weighted_sum(samples, factors, out=out)
+        return
+    examples, length = samples.shape
+    triton_kernels()["weighted_sum"][-(-length // 2048),](
+        samples.contiguous(), factors, out, length, examples, 2048, num_warps=8
+    )
+
+
+def _weighted_sum_fake(samples: Tensor, factors: Tensor, *, out: Tensor) -> None:
+    return None
+
+
+# `custom_op` knows no argument that is only written.
+torch.library.define(
+    "dpbench::weighted_sum", "(Tensor samples, Tensor factors, *, Tensor(a!) out) -> ()"
+)
+torch.library.impl("dpbench::weighted_sum", "CompositeExplicitAutograd", _weighted_sum)
+torch.library.impl("dpbench::weighted_sum", "CUDA", _weighted_sum_on_gpu)
+torch.library.register_fake("dpbench::weighted_sum", _weighted_sum_fake)
+
+
+@register_flop_formula(torch.ops.dpbench.weighted_sum)
+def _(samples: Any, factors: Any, *, out: Any = None, out_shape: Any = None) -> int:
+    return int(2 * samples[0] * samples[1])
 
 
 @custom_op("dpbench::layer_norm_samples", mutates_args=())
@@ -265,59 +309,16 @@ def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
         return _layer_norm_samples(x, g, eps)
     examples, tokens, width = x.shape
     samples = torch.zeros(2, examples, width, device=x.device)
-    _kernels()["layer_norm_samples"][examples, -(-tokens // 16)](
+    triton_kernels()["layer_norm_samples"][examples, -(-tokens // 16)](
         x.contiguous(), g.contiguous(), samples[0], samples[1], tokens, width, eps, 16,
         1 << (width - 1).bit_length(), num_warps=8,
     )  # fmt: skip
     return samples
 
 
-@custom_op("dpbench::noisy_descent", mutates_args=("parameters",))
-def noisy_descent(
-    parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float
-) -> None:
-    """Subtract ``rate × (gradient + deviation × z)`` from parameters, for normal z drawn here.
-
-    Noise and update together read gradient and parameters once and write these once: 3 P bytes.
-
-    Args:
-        parameters: flat, P elements.
-        gradient: of the same length.
-        seed: int64, of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011);
-            a new one for each step.
-        deviation: the noise's.
-        rate: the learning rate.
-    """
-    _noisy_descent(parameters, gradient, seed, deviation, rate)
-
-
-def _noisy_descent(
-    parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float
-) -> None:
-    device, wide = parameters.device, torch.promote_types(parameters.dtype, torch.float32)
-    generator = torch.Generator(device).manual_seed(int(seed))
-    noise = torch.randn(parameters.shape, generator=generator, device=device, dtype=wide)
-    parameters.sub_((gradient + deviation * noise) * rate)
-
-
-@noisy_descent.register_fake
-def _(parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float) -> None:
-    return None
-
-
-@noisy_descent.register_kernel("cuda")
-def _(parameters: Tensor, gradient: Tensor, seed: Tensor, deviation: float, rate: float) -> None:
-    if parameters.dtype == torch.float64:  # the kernel computes in float32
-        _noisy_descent(parameters, gradient, seed, deviation, rate)
-        return
-    length = parameters.numel()
-    _kernels()["noisy_descent"][-(-length // 4096),](
-        parameters, gradient, length, seed, deviation, rate, 1024, num_warps=8
-    )
-
-
 @cache
-def _kernels() -> dict[str, Any]:
+def triton_kernels() -> dict[str, Any]:
+    """The kernels by name, loaded on first use."""
     from dpbench.training import triton_kernels
 
     return vars(triton_kernels)

@@ -51,7 +51,8 @@ class ClippedMeanTrainer(ClippedSumTrainer):
     def take_means(self, parameters: Sequence[Tensor]) -> None:
         """Give parameters their means as gradients, with noise."""
         for parameter in parameters:
-            parameter.grad = self._means.pop(parameter)
+            mean = self._means.pop(parameter, None)  # None: an empty batch
+            parameter.grad = torch.zeros_like(parameter) if mean is None else mean
         deviation = self.noise_multiplier * self.max_grad_norm / self.joint_batch_size
         if deviation:
             gradients = [own_part(p.grad, self.parallel) for p in parameters]
@@ -108,12 +109,12 @@ class LeanTrainer(ClippedMeanTrainer):
                 with phase("forward"):
                     loss = self.mean_loss(self.grad_sample_module, part)
                 with phase("backward"):
-                    (loss * self.part_size).backward()
+                    (loss * self.examples).backward()
                 losses.append(loss.detach())
                 with phase("clip"):
                     self.clip(last)
         self.update()
-        return mean_of(losses)
+        return mean_of(losses, self.sizes)
 
     @torch.no_grad()
     def clip(self, last: bool) -> None:

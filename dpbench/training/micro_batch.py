@@ -40,8 +40,8 @@ class MicroBatchTrainer(ClippedSumTrainer):
     def __init__(
         self, model: nn.Module, *, batch_size: int, vmap: bool = False, **options: Any
     ) -> None:
+        self.vmap, self.compiles = vmap, not vmap
         super().__init__(model, batch_size=batch_size, **options)
-        self.vmap = vmap
         # In bf16 the hundredth example would hardly change sums.
         self.sums_in = torch.promote_types(self.trained[0].dtype, torch.float32)
 
@@ -50,12 +50,12 @@ class MicroBatchTrainer(ClippedSumTrainer):
         clipped = self.clip_at_once if self.vmap else self.clip_each
         losses = [clipped(part) for _, part in self.parts(batch)]
         self.update()
-        return mean_of(losses)
+        return mean_of(losses, self.sizes)
 
     def clip_each(self, part: Batch) -> Tensor:
         """Add the clipped gradient of each example; returns the mean loss."""
         losses = []
-        for example in parts_of(part, self.part_size):
+        for example in parts_of(part, [1] * self.examples):
             with phase("forward"):
                 loss = self.mean_loss(self.model, example)
             with phase("backward"):

@@ -17,7 +17,10 @@ This is the worst case, for sums in any order (γ_n of Higham, Accuracy and Stab
 Algorithms, 2nd edition, 2002, sections 3.1 and 4.2). On ordinary data it adds little: of 1024
 tokens, 2048 to 8192 wide, a ten-thousandth.
 
-**The update** rounds three times:
+**A gradient that is kept** is what the update multiplies, as it was rounded: only the norm's own
+sum, in rows, and the update's result are off, see `sample_bound`.
+
+**The update** of other gradients rounds three times:
 
 - its result, by half a unit u of its type: u times the norm, the worst case;
 - its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores
@@ -223,6 +226,28 @@ def gradient_bound(
     squared = torch.add(squares.sqrt(), lengths, alpha=sum(error)).square()
     rounded = diagonal.sqrt() * (of_sums(dtype, tokens) + of_terms(dtype, tokens))
     return with_rounding(squared, rounded, dtype)
+
+
+def row_bound(
+    parts: Sequence[Tensor], tokens: int, dtype: torch.dtype, summed_in: torch.dtype | None = None
+) -> Tensor:
+    """`gram_bound` for the rows of an embedding's gradient.
+
+    A row that n tokens name is a sum of their gradients g: in any order it is off by n units of the
+    sum of their norms |g| at most, here and in the update.
+
+    Args:
+        parts: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D.
+        tokens: T.
+        dtype: the type in which the update multiplies.
+        summed_in: the type of the update's sums, if not float32 or wider.
+    """
+    squares, sums, diagonal = torch.stack([*parts], 1)
+    squared = torch.add(squares.sqrt(), sums, alpha=unit(sums.dtype)).square()
+    in_update = unit(summed_in) if summed_in else wide_unit(dtype)
+    return with_rounding(
+        squared, in_update * sums + of_terms(dtype, tokens) * diagonal.sqrt(), dtype
+    )
 
 
 def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ Strong Differentially Private Learners", 2021, https://arxiv.org/abs/2110.05679)
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, Generic, TypeVar
@@ -21,13 +22,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.training.gradient_sums import Factors, Sums
+from dpbench.training.gradient_sums import Factors, Sums, add_rows
+from dpbench.training.norm_ways import KEPT, Shape, cheapest
 from dpbench.training.parallel import kind_of
 
 Gradients = Mapping[Tensor, Tensor]
 """Each example's gradient ``[B, …]`` of parameters."""
 Seen = list[Any]
-"""What a rule keeps of a layer until it is clipped: see `Rule.keep`."""
+"""What a rule keeps of a layer until it is clipped: pairs of activations and output gradients, one
+for each call, or one `Gradients` of all calls."""
 
 L = TypeVar("L", bound=nn.Module)
 
@@ -36,7 +39,7 @@ class Rule(ABC, Generic[L]):
     """What clipping needs of one layer.
 
     Backward lets it `keep` what it needs of each call of the layer, tensors ``[B, …]``; then norms
-    and sums are taken once.
+    and sums are taken once. Here the gradients are kept, whatever the layer's shape is.
     """
 
     def __init__(self, layer: L, name: str) -> None:
@@ -78,17 +81,52 @@ class Rule(ABC, Generic[L]):
                     f"must be the first dimension (repeat what they share)"
                 )
 
-    def keep(self, seen: Seen, activations: Tensor, gradient: Tensor) -> None:
-        """Keep the input and the output gradient of a call, as a pair."""
-        seen.append((activations, gradient))
+    def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
+        """The way to the norms, by `dpbench.training.norm_ways.cheapest`."""
+        return KEPT
+
+    def keep(self, seen: Seen, x: Tensor, g: Tensor, way: str) -> None:
+        """Keep the input and the output gradient of a call, or each example's gradients."""
+        if way != KEPT:
+            seen.append((x, g))
+            return
+        made = self.samples(x, g)
+        for parameter, samples in seen[0].items() if seen else ():
+            samples += made[parameter]
+        seen[:] = seen or [made]
+
+    @abstractmethod
+    def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
+        """Each example's gradient of each of `trained`, ``[B, …]``, of one call."""
+
+
+class PairRule(Rule[L]):
+    """A rule that can do with pairs of activations and output gradients."""
+
+    @abstractmethod
+    def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Inputs ``[B, T, K]``, or rows ``[B, T]``, and gradients ``[B, T, N]``, of all calls."""
 
     @abstractmethod
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         """Add the sum over examples of factor times gradient."""
 
 
-class LinearRule(Rule[Any]):
+class LinearRule(PairRule[Any]):
     """The rule of linear layers and of Hugging Face's ``Conv1D``, whose weight is transposed."""
+
+    def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
+        if "weight" not in self._trained and KEPT in ways:
+            return KEPT  # of the bias
+        tokens = math.prod(g.shape[1:-1])
+        shape = Shape(len(g), tokens, x.shape[-1], g.shape[-1], g.itemsize)
+        return cheapest(shape, ways, **options)
+
+    def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
+        x, g = as_computed(three_dimensional(x), g), three_dimensional(g)
+        a, b = (g, x) if isinstance(self.layer, nn.Linear) else (x, g)
+        made = {"weight": lambda: torch.bmm(a.mT, b), "bias": lambda: g.sum(1)}
+        return {parameter: made[name]() for name, parameter in self._trained.items()}
 
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
@@ -104,7 +142,6 @@ class LinearRule(Rule[Any]):
             sums.put(self.layer.bias, torch.mv(g.flatten(0, 1).t(), by_token))
 
     def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Activations ``[B, T, K]`` and gradients ``[B, T, N]`` of all calls."""
         pairs = [(three_dimensional(x), three_dimensional(g)) for x, g in seen]
         x, g = (
             pairs[0]
@@ -114,7 +151,7 @@ class LinearRule(Rule[Any]):
         return as_computed(x, g), g
 
 
-class EmbeddingRule(Rule[nn.Embedding]):
+class EmbeddingRule(PairRule[nn.Embedding]):
     """Only rows that an example looks up have a gradient; repeated ones add up."""
 
     def __init__(self, layer: nn.Embedding, name: str) -> None:
@@ -124,13 +161,26 @@ class EmbeddingRule(Rule[nn.Embedding]):
                 "with max_norm or scale_grad_by_freq an example's gradient depends on others"
             )
 
+    def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
+        rows, height = self.layer.num_embeddings, g.shape[-1]
+        shape = Shape(len(g), math.prod(g.shape[1:-1]), rows, height, g.itemsize, rows=True)
+        return cheapest(shape, ways, **options)
+
+    def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
+        ids, g = self.joined([(x, g)])
+        rows, examples = self.layer.num_embeddings, len(ids)
+        ids = ids + rows * torch.arange(examples, device=ids.device)[:, None]
+        made = g.new_zeros(examples * rows, g.shape[2])
+        add_rows(made, ids.flatten(), g.flatten(0, 1))
+        return {self._trained["weight"]: made.view(examples, rows, -1)}
+
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         ids, g = self.joined(seen)
         weighted = factors.times(g).flatten(0, 1)
         sums.put_rows(self.layer.weight, ids.flatten(), weighted)
 
     def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Rows ``[B, T]`` int64, and gradients ``[B, T, N]``, of all calls; padding has zeros."""
+        # Padding has zeros.
         ids = torch.cat([ids.reshape(len(ids), -1) for ids, _ in seen], 1).long()
         g = torch.cat([three_dimensional(g) for _, g in seen], 1)
         if self.layer.padding_idx is not None:
@@ -141,8 +191,7 @@ class EmbeddingRule(Rule[nn.Embedding]):
 class SampledRule(Rule[nn.Module]):
     """The layer's gradient of each example, as Opacus's samplers or functorch make it.
 
-    For layers whose parameters are small, or for which nothing better is known. The gradients are
-    kept from the norms to the sums.
+    For layers whose parameters are small, or for which nothing better is known.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -162,23 +211,15 @@ class SampledRule(Rule[nn.Module]):
                 raise self.refusal("FSDP2 shards it as a block, which cannot be copied")
             prepare_layer(layer)  # copies the layer, which has no hook of this trainer yet
 
-    def keep(self, seen: Seen, activations: Tensor, gradient: Tensor) -> None:
-        """Keep the sum of the calls' gradients, instead of what they are made from."""
+    def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
         # Under FSDP2 backward uses other, gathered parameters.
         own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self._trained.items()}
         for parameter in own:
             parameter.requires_grad_()  # samplers test it; a running backward does not
-        made = {own[p]: each for p, each in self.gradients(activations, gradient).items()}
+        made = {own[p]: each for p, each in self.gradients(x, g).items()}
         for parameter in own:
             parameter.requires_grad_(False)
-        for parameter, g in seen[0].items() if seen else ():
-            g += made[parameter]
-        seen[:] = seen or [made]
-
-    def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
-        for parameter, g in seen[0].items():
-            total = torch.mv(g.reshape(len(g), -1).t(), factors.by_token(g.dtype, 1))
-            sums.put(parameter, total.view(parameter.shape))
+        return made
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
         """Each example's gradient of each parameter, ``[B, …]``, of one call."""

@@ -25,11 +25,13 @@ class StandardTrainer(TrainerBase):
             with phase("forward"):
                 loss = self.mean_loss(self.model, part)
             with phase("backward"):
-                part_loss = loss if self.micro_batches == 1 else loss / self.micro_batches
+                parts = self.batch_size / self.examples  # which Poisson batches need not have
+                part_loss = loss if parts == 1 else loss / parts
                 self.scaler.scale(part_loss).backward()
             losses.append(loss.detach())
         with phase("optimizer"):
-            self.scaler.step(self.plain_optimizer)
-            self.scaler.update()
+            if losses:  # a GradScaler would miss gradients
+                self.scaler.step(self.plain_optimizer)
+                self.scaler.update()
             self.plain_optimizer.zero_grad(set_to_none=True)
-        return mean_of(losses)
+        return mean_of(losses, self.sizes)

@@ -137,6 +137,19 @@ def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
 
 
 @triton.jit
+def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr):
+    """A block of the sum over examples of factor times gradient."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < length
+    added = tl.zeros((block,), tl.float32)
+    for example in range(examples):
+        value = tl.load(samples + at, mask=inside, other=0.0).to(tl.float32)
+        added += value * tl.load(factors + example).to(tl.float32)
+        samples += length
+    tl.store(total + at, added, mask=inside)
+
+
+@triton.jit
 def layer_norm_samples(
     x, g, weights, biases, tokens, width, eps, some: tl.constexpr, block: tl.constexpr
 ):
@@ -173,8 +186,16 @@ def normal_pair(a, b):
 
 
 @triton.jit
-def noisy_descent(parameters, gradient, length, seed, deviation, rate, block: tl.constexpr):
-    """Four blocks of a program: Philox makes four random words at a time."""
+def noisy_update(
+    parameters, first, second, gradient, length, seed, deviation, scale, rate, decay, kept,
+    first_kept, first_added, second_kept, second_added, correction, eps,
+    rule: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Four blocks of a program: Philox makes four random words at a time.
+
+    `dpbench.training.noisy_updates.Numbers` has the formulas. The noise of an element depends on
+    the seed and the element's place alone, not on the ``rule``.
+    """
     program = tl.program_id(0)
     offset = tl.arange(0, block)
     a, b, c, d = tl.randint4x(tl.load(seed), (program * block + offset).to(tl.uint32))
@@ -182,6 +203,24 @@ def noisy_descent(parameters, gradient, length, seed, deviation, rate, block: tl
     for i in tl.static_range(4):
         at = program.to(tl.int64) * 4 * block + i * block + offset
         inside = at < length
-        value = tl.load(parameters + at, mask=inside).to(tl.float32)
         total = tl.load(gradient + at, mask=inside).to(tl.float32)
-        tl.store(parameters + at, value - rate * (total + deviation * noise[i]), mask=inside)
+        change = (total + deviation * noise[i]) * scale
+        if rule == "mean":
+            tl.store(gradient + at, change, mask=inside)
+        else:
+            value = tl.load(parameters + at, mask=inside).to(tl.float32)
+            change += decay * value
+            if rule != "plain":
+                mean = tl.load(first + at, mask=inside).to(tl.float32)
+                mean = first_kept * mean + first_added * change
+                tl.store(first + at, mean, mask=inside)
+                if rule == "adam":
+                    square = tl.load(second + at, mask=inside).to(tl.float32)
+                    square = second_kept * square + second_added * change * change
+                    tl.store(second + at, square, mask=inside)
+                    change = mean / (tl.sqrt(square) * correction + eps)
+                elif rule == "nesterov":
+                    change += first_kept * mean
+                else:
+                    change = mean
+            tl.store(parameters + at, kept * value - rate * change, mask=inside)

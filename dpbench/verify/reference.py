@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.workloads.base import Batch, examples_in, parts_of
+from dpbench.workloads.base import Batch, examples_in, part_sizes, parts_of
 
 Gradients = Mapping[str, Tensor]
 """Gradients by the name of their trained parameter."""
@@ -26,13 +26,18 @@ NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True)
 class Examples:
-    """Per-sample gradients of a batch, by parameter ``[B, …]`` float32."""
+    """Per-sample gradients of a batch, by parameter ``[B, …]`` float32.
+
+    ``expected`` is the number that means divide by, if it is not that of the examples.
+    """
 
     gradients: Gradients
+    expected: int | None = None
 
-    def chosen(self, kept: slice) -> Examples:
+    def chosen(self, kept: slice | Tensor, expected: int | None = None) -> Examples:
         """The gradients of some examples."""
-        return Examples({name: gradient[kept] for name, gradient in self.gradients.items()})
+        chosen = {name: gradient[kept] for name, gradient in self.gradients.items()}
+        return Examples(chosen, expected)
 
     @classmethod
     def joined(cls, batches: Sequence[Examples]) -> Examples:
@@ -47,7 +52,7 @@ class Examples:
         """Run one backward for each example; ``losses`` returns ``[1]`` for a batch of one."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         each = []
-        for example in parts_of(batch, examples_in(batch)):
+        for example in parts_of(batch, [1] * examples_in(batch)):
             loss = losses(model, example).sum()
             found = torch.autograd.grad(
                 loss, [*trained.values()], allow_unused=True, materialize_grads=True
@@ -59,7 +64,7 @@ class Examples:
     @cached_property
     def norms(self) -> Tensor:
         """The norm of each example's gradient by parameter, ``[B, parameters]`` float64."""
-        each = [g.double().reshape(len(g), -1) for g in self._each]
+        each = [g.double().reshape(len(g), math.prod(g.shape[1:])) for g in self._each]
         return torch.stack([torch.linalg.vector_norm(g, dim=1) for g in each], dim=1)
 
     @cached_property
@@ -92,10 +97,13 @@ class Examples:
 
     def mean_factors(self, threshold: float, parts: int) -> Tensor:
         """The factors if each micro-batch's mean gradient is clipped in place of the examples'."""
-        means = [g.double().reshape(parts, len(g) // parts, -1).mean(1) for g in self._each]
+        sizes = part_sizes(len(self.norms), parts)
+        means = [
+            torch.stack([p.mean(0).flatten() for p in g.double().split(sizes)]) for g in self._each
+        ]
         norms = torch.cat(means, dim=1).norm(dim=1)
         of_parts: Tensor = (threshold / norms).clamp(max=1.0)
-        each = of_parts.repeat_interleave(len(self.norms) // parts)
+        each = of_parts.repeat_interleave(torch.tensor(sizes, device=norms.device))
         return each[:, None].expand_as(self.norms)
 
     def mean(self, factors: Tensor) -> Gradients:
@@ -104,7 +112,7 @@ class Examples:
 
     def mean_of(self, name: str, factors: Tensor) -> Tensor:
         """`mean` for one parameter."""
-        of_examples = factors[:, [*self.gradients].index(name)] / len(factors)
+        of_examples = factors[:, [*self.gradients].index(name)] / (self.expected or len(factors))
         gradients = self.gradients[name]
         mean: Tensor = torch.tensordot(of_examples.to(gradients.dtype), gradients, 1)
         return mean.double()
@@ -161,6 +169,9 @@ def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) ->
     largest = max(sizes.values())
     found = {}
     for name, gradient in wanted.items():
+        if not largest:  # no example: nothing may move
+            found[name] = math.inf if seen[name].any() else 0.0
+            continue
         depends = sizes[name] >= NEGLIGIBLE * largest
         size = float(gradient.norm()) if depends else 0.01 * largest
         far = float((seen[name] - gradient).norm()) / size

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from dpbench.child.build import build
@@ -46,6 +47,8 @@ class Subject:
             optimizer="sgd",
             micro_batches=1,
             activation_checkpointing="off",
+            sampling="fixed",
+            compile="off",
             **ALONE,
         )
         self.case, self.device = case, device
@@ -164,30 +167,60 @@ def _moved(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -
 
 
 def _handed(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
-    """The gradients that the plain optimizer gets in a step; zeros where nothing moves."""
+    """The gradients that the plain optimizer gets in a step; zeros where nothing moves.
+
+    Where they are never made, because the step is merged with the noise, the optimizer's moving
+    averages tell: they begin at zero here.
+    """
+    optimizer = trainer.plain_optimizer
     handed = {name: torch.zeros_like(value) for name, value in before.items()}
     seen = False
 
-    def take(_: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def take(stepping: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         nonlocal seen
+        if stepping is not optimizer:
+            return
         # A closure would compute the gradients only after this hook.
         seen = len(given) == 1 and named.get("closure") is None
         for name, p in trained.items():
             if p.grad is not None:
                 handed[name] += gathered(p.grad).double()
 
-    hook = trainer.plain_optimizer.register_step_pre_hook(take)
+    for state in optimizer.state.values():
+        if (average := _average_in(state)) is not None:
+            average.zero_()
+    hook = register_optimizer_step_pre_hook(take)  # of all: a hook of its own changes its step
     try:
         trainer.train_step(batch)
     finally:
         hook.remove()
     moved = {name for name, v in values_of(trained).items() if not torch.equal(before[name], v)}
     if moved and not seen:
+        handed = _averaged(optimizer, trained)
+    if moved and not handed:
         raise ConfigurationError(
             f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure, "
             f"where verify reads gradients if the optimizer is not sgd: use --optimizer sgd"
         )
     return {name: g * (name in moved) for name, g in handed.items()}
+
+
+def _average_in(state: Mapping[str, Any]) -> Tensor | None:
+    average: Tensor | None = state.get("exp_avg", state.get("momentum_buffer"))
+    return average
+
+
+def _averaged(optimizer: torch.optim.Optimizer, trained: Parameters) -> dict[str, Tensor]:
+    """A step's gradients, of which moving averages were made from zero; nothing if none tell."""
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    found = {}
+    for name, parameter in trained.items():
+        average, group = _average_in(optimizer.state.get(parameter, {})), groups.get(parameter, {})
+        decays = group.get("weight_decay") and not group.get("decoupled_weight_decay")
+        if average is None or decays or group.get("dampening") or group.get("maximize"):
+            return {}
+        found[name] = gathered(average).double() / (1 - group.get("betas", (0.0,))[0])
+    return found
 
 
 def values_of(parameters: Parameters) -> dict[str, Tensor]:

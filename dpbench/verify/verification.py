@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import itemgetter
 
 import torch
 from torch.utils import _pytree as pytree
@@ -74,6 +75,8 @@ class Verification:
         if (parts := case.micro_batches) > 1:
             self.batchings.append(Batching(f" in {parts} parts", case, batches, self.examples))
         self.batchings.append(self._one_by_one())
+        if case.sampling == "poisson":
+            self.batchings += map(self._of_size, (0, 1, case.batch_size + 1 + case.batch_size % 2))
         self.tolerance = cache(self._tolerance)
         self._clipped = cache(lambda n, i, c: self.clipped(self.batchings[n].examples[i], c))
         self._runs = 0
@@ -93,6 +96,15 @@ class Verification:
         words = f" of {size}" + f" in {parts} parts" * (parts > 1)
         return Batching(words, case, batches, [joined.chosen(part) for part in both])
 
+    def _of_size(self, size: int) -> Batching:
+        """Poisson batches of a size: none, one, or more examples than a step trains at once."""
+        batch = pytree.tree_map(lambda *each: torch.cat(each), *self.subject.batches)
+        joined, number = Examples.joined(self.examples), 2 * self.case.batch_size
+        both = [(torch.arange(size) + i) % number for i in range(STEPS)]
+        batches = [pytree.tree_map(itemgetter(each), batch) for each in both]
+        chosen = [joined.chosen(each, self.case.batch_size) for each in both]
+        return Batching(f" sampled {size}", self.case, batches, chosen)
+
     def checks(self, elsewhere: Sequence[Gradients]) -> Iterator[Check]:
         """Yield all checks; noise is also compared with the noisy steps taken ``elsewhere``."""
         # Noisy steps come first, as in another process, whose first noise is compared with these.
@@ -102,6 +114,9 @@ class Verification:
         sigmas = (ROUNDED_SIGMA, ROUNDED_SIGMA, 0.0)
         for sigma, batching in zip(sigmas, self.batchings, strict=False):
             yield self.gradient(", all clipped", batching, self.below_all, sigma)
+        for batching in self.batchings:
+            if batching.words.startswith(" sampled"):
+                yield self.gradient(", half clipped", batching, self.half, 0.0)
         if self.judges_noise:
             runs = "parameters, steps, runs" + ", processes" * bool(elsewhere)
             yield from check_noise(draws, self.subject.dtype, runs)

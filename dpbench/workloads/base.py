@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
 from typing import Any, TypeAlias
 
@@ -61,14 +61,20 @@ def examples_in(batch: Batch) -> int:
     return examples
 
 
-def parts_of(batch: Batch, number: int) -> Iterator[Batch]:
-    """Yield ``number`` equal parts of a batch."""
-    if number == 1:
+def part_sizes(examples: int, number: int) -> list[int]:
+    """The sizes of parts, which differ by at most 1, the larger ones first."""
+    return [(examples + number - 1 - part) // number for part in range(number)]
+
+
+def parts_of(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
+    """Yield successive parts of a batch with these numbers of examples; a single part is itself."""
+    if len(sizes) == 1:
         yield batch
         return
-    size = examples_in(batch) // number
-    for start in range(0, size * number, size):
-        yield pytree.tree_map(lambda tensor, start=start: tensor[start : start + size], batch)
+    start = 0
+    for size in sizes:
+        own = slice(start, start := start + size)
+        yield pytree.tree_map(lambda tensor, own=own: tensor[own], batch)
 
 
 def batches_of(

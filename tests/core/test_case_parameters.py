@@ -113,6 +113,13 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
             "unknown parameter of trainer dpsgd_ghost 'clip'; choose from learning_rate, noise_mu",
         ),
         ({"optimizer": "sgd:lr=1"}, "unknown parameter of optimizer sgd 'lr'; choose from moment"),
+        ({"optimizer": "adamw:fused=1"}, "adamw:fused=1: fused is true or false, not 1"),
+        (
+            {"optimizer": "sgd:momentum=-1"},
+            "sgd:momentum=-1 cannot step: Invalid momentum value: -1",
+        ),
+        ({"optimizer": "torch.optim:LBFGS"}, "optimizer LBFGS cannot step: LBFGS.step() missing 1"),
+        ({"optimizer": "torch.optim:Adan"}, "unknown class of torch.optim 'Adan'; choose from A"),
         ({"model": "simple:size=1"}, "unknown parameter of model simple 'size'; choose from none"),
         (
             {"workload": "transformer:depth=3"},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,9 +15,9 @@ from dpbench.training.kernels import (
     gram_norms_by_kernel,
     gram_sums,
     layer_norm_samples,
-    noisy_descent,
     products,
     scaled,
+    weighted_sum,
 )
 from tests.training.test_norm_bounds import OURS, alike, norms_of, update_of
 
@@ -157,6 +155,30 @@ def test_examples_are_scaled_as_by_pytorch(width: int, dtype: torch.dtype) -> No
         torch.testing.assert_close(scaled(each, factors), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("examples", "length"), [(0, 10), (1, 5000), (3, 2048), (70, 12_345)])
+def test_sums_of_kept_gradients_are_those_of_the_cpu(
+    examples: int, length: int, dtype: torch.dtype
+) -> None:
+    samples, factors = normal(examples, length, dtype=dtype), torch.rand(examples, device="cuda")
+    sums = torch.full((length,), torch.nan, dtype=dtype, device="cuda")
+    weighted_sum(samples, factors, sums)
+    expected = factors.double() @ samples.double()
+    off = (
+        torch.finfo(dtype).eps * expected.abs().clamp(min=1) * (1 + examples * (dtype.itemsize > 2))
+    )
+    assert ((sums.double() - expected).abs() <= off).all()
+
+
+def test_gradients_of_more_numbers_than_32_bits_count() -> None:
+    samples = torch.zeros(3, 2**30, dtype=torch.bfloat16, device="cuda")
+    samples[:, -1] = 1
+    sums = torch.empty_like(samples[0])
+    weighted_sum(samples, torch.tensor([0.5, 0.25, 1.0], device="cuda"), sums)
+    assert sums[-1] == 1.75
+    assert not sums[:-1].any()
+
+
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("width", [7, 64, 2048])
 def test_layer_norm_samples_are_those_of_the_cpu(
@@ -165,44 +187,3 @@ def test_layer_norm_samples_are_those_of_the_cpu(
     x, g = normal(3, 33, width, dtype=dtype), normal(3, 33, width, dtype=dtype)
     expected = layer_norm_samples(x.cpu(), g.cpu(), 1e-5)
     torch.testing.assert_close(layer_norm_samples(x, g, 1e-5).cpu(), expected, rtol=off, atol=off)
-
-
-@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_an_update_is_as_exact_as_its_parameters(dtype: torch.dtype, off: float) -> None:
-    values, gradient = (torch.rand(10_000, dtype=torch.float64, device="cuda") for _ in range(2))
-    values, gradient = values.to(dtype), gradient.to(dtype)
-    expected = values.double() - 0.3 * gradient.double()
-    noisy_descent(values, gradient, torch.tensor(1, device="cuda"), 0.0, 0.3)
-    torch.testing.assert_close(values.double(), expected, rtol=0, atol=off)
-
-
-def test_the_update_draws_normal_noise_of_its_deviation_anew_for_each_seed() -> None:
-    length, deviation, rate = 3_000_001, 3.0, 0.5
-    gradient = normal(length)
-
-    def noise(seed: int) -> Tensor:
-        moved = torch.zeros(length, device="cuda")
-        noisy_descent(moved, gradient, torch.tensor(seed, device="cuda"), deviation, rate)
-        return -moved / rate - gradient
-
-    first, second = noise(2**40), noise(2**40 + 1)
-    assert torch.equal(first, noise(2**40))
-    assert abs(first.std() / deviation - 1) < 5 / (2 * length) ** 0.5
-    assert abs(first.mean()) < 5 * deviation / length**0.5
-    for lag in (1, 2, 3, 4, 1024, 4096):
-        together = torch.stack([first, first.roll(lag)])
-        assert abs(torch.corrcoef(together)[0, 1]) < 5 / length**0.5
-    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 5 / length**0.5
-
-
-def test_one_number_of_two_million_is_further_out_than_five_deviations() -> None:
-    """As it should be, and some are further than 5.7, where Triton's own normal numbers end."""
-    length, beyond, largest = 2**28, 0, 0.0
-    for seed in range(8):
-        moved = torch.zeros(length, device="cuda")
-        noisy_descent(moved, torch.zeros_like(moved), torch.tensor(seed, device="cuda"), 1.0, 1.0)
-        beyond += int((moved.abs() > 5).sum())
-        largest = max(largest, float(moved.abs().max()))
-    expected = 8 * length * math.erfc(5 / 2**0.5)
-    assert abs(beyond - expected) < 6 * expected**0.5
-    assert 5.7 < largest < 7

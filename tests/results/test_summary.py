@@ -74,6 +74,27 @@ def test_frame_of_nothing_still_has_the_columns() -> None:
     assert summarised([]).empty
 
 
+@pytest.mark.parametrize(("sampling", "time", "peak"), [("fixed", 2.0, 5.0), ("poisson", 4.0, 9.0)])
+def test_poisson_batches_take_their_mean_time_and_their_largest_memory(
+    sampling: str, time: float, peak: float
+) -> None:
+    of_steps = {"step_time_seconds": [1.0, 2.0, 9.0], "peak_memory_bytes": [1.0, 5.0, 9.0]}
+    found = summarised(rows("dpsgd", of_steps, instrument="timing", sampling=sampling))
+    assert only(found, metric="step_time_seconds") == time
+    assert only(found, metric="peak_memory_bytes") == peak
+
+
+def test_a_busy_share_of_poisson_batches_is_of_the_step_of_the_same_size() -> None:
+    counted = {
+        "gpu_busy_cycles": [5.0, 5.0, 5.0],
+        "gpu_elapsed_cycles": [10.0, 10.0, 10.0],
+        "range_time_seconds": [2.0, 4.0, 8.0],
+        "step_time_seconds": [1.0, 4.0, 8.0],
+    }
+    found = summarised(rows("dpsgd", counted, instrument="cupti", sampling="poisson"))
+    assert only(found, metric="gpu_busy_share") == pytest.approx((1.0 + 0.5 + 0.5) / 3)
+
+
 # --- totals ----------------------------------------------------------------------------------
 
 

@@ -181,6 +181,17 @@ def test_adam_moves_its_moments_too() -> None:
     assert sums[1] > 2 * sums[0]
 
 
+@pytest.mark.parametrize("trainer", ["standard", "dpsgd"])
+def test_a_fused_update_reads_and_writes_each_number_once(trainer: str) -> None:
+    case = resolve(Case(trainer, 2, 8, "50x16x1x2", optimizer="adamw:fused=true"))
+    made, _ = build(case, CPU, 1)
+    size = 4 * sum(p.numel() for p in made.model.parameters())
+    assert case.baseline.optimizer == "adamw:fused=true"
+    update = {r.metric: r.value for r in Logical().count(case).rows if r.phase == "optimizer"}
+    assert update["logical_read_bytes"] == pytest.approx(4 * size, rel=0.01)
+    assert update["logical_write_bytes"] == pytest.approx(3 * size, rel=0.01)
+
+
 def test_micro_batches_hold_fewer_examples_gradients() -> None:
     def peak(parts: int) -> float:
         rows = Logical().count(Case("dpsgd", 8, 8, "50x16x1x2", micro_batches=parts)).rows

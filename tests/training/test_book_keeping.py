@@ -20,7 +20,7 @@ from dpbench.verify.reference import Examples
 
 BOTH = ("book_keeping", "fused")
 BY_EXAMPLE = ("micro_batch", "micro_batch:vmap=true")
-TWO_PASSES = ("ghost_lean", "ghost_lean:norms=cheaper")
+TWO_PASSES = ("ghost_lean", "ghost_lean:norms=products")
 EXAMPLES = 5
 
 
@@ -180,7 +180,7 @@ CANNOT = {
     "micro_batch:vmap=true": {"checkpointed the other way"},
     "lean": {"LayerNorm of 2-D", "checkpointed the other way"},
     "ghost_lean": {"recurrent", "twice", "Conv twice"},
-    "ghost_lean:norms=cheaper": {"recurrent", "twice", "Conv twice"},
+    "ghost_lean:norms=products": {"recurrent", "twice", "Conv twice"},
 }
 """What is refused; by ``lean``, because Opacus 1.6 cannot."""
 

@@ -19,7 +19,8 @@ from dpbench.training import kernels
 from dpbench.training.base import Batch
 from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.gradient_sums import ALIGNED, one_buffer, rounded_down, scaled
-from dpbench.training.kernels import gram_norms, layer_norm_samples, noisy_descent
+from dpbench.training.graphs import signature
+from dpbench.training.kernels import gram_norms, layer_norm_samples
 
 SIZE = ModelSize(50, 16, 1, 2)
 
@@ -77,39 +78,6 @@ def test_layer_norm_samples_are_the_gradients_of_each_example() -> None:
         expected = torch.autograd.grad(layer(x[example]), [*layer.parameters()], g[example])
         for got, wanted in zip(samples[:, example], expected, strict=True):
             torch.testing.assert_close(got, wanted)
-
-
-def test_noisy_descent_draws_normal_noise_of_its_deviation_anew_for_each_seed() -> None:
-    length, deviation, rate = 200_000, 3.0, 0.5
-    gradient = normal(length, dtype=torch.float32)
-
-    def noise(seed: int) -> Tensor:
-        moved = torch.zeros(length)
-        noisy_descent(moved, gradient, torch.tensor(seed), deviation, rate)
-        return -moved / rate - gradient
-
-    first = noise(1)
-    # Five standard errors each: a false alarm has a chance of less than 6e-7.
-    assert abs(first.std() / deviation - 1) < 5 / (2 * length) ** 0.5
-    assert abs(first.mean()) < 5 * deviation / length**0.5
-    assert torch.equal(first, noise(1))
-    for other in (noise(2), first.roll(1)):
-        assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 5 / length**0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_update_is_as_exact_as_its_parameters(dtype: torch.dtype) -> None:
-    values, gradient = normal(1000, dtype=dtype), normal(1000, dtype=dtype).sin()
-    expected = values.double() - 0.3 * gradient.double()
-    noisy_descent(values, gradient, torch.tensor(1), 0.0, 0.3)
-    error = torch.finfo(dtype).eps * expected.abs().max()
-    torch.testing.assert_close(values.double(), expected, rtol=0, atol=float(error))
-
-
-def test_noise_of_float64_is_drawn_in_float64() -> None:
-    moved = torch.zeros(1000, dtype=torch.float64)
-    noisy_descent(moved, torch.zeros_like(moved), torch.tensor(1), 1.0, 1.0)
-    assert (moved != moved.float()).sum() > 900
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -175,16 +143,16 @@ def test_steps_of_several_shapes_and_rates_are_those_of_book_keeping() -> None:
 
 def test_a_graph_is_of_one_shape_threshold_and_mode_of_each_layer() -> None:
     trainer = made()
-    recorded = trainer._signature(batch_of(8))
-    assert trainer._signature(batch_of(8)) == recorded
-    assert trainer._signature(batch_of(12)) != recorded
+    recorded = signature(trainer, batch_of(8))
+    assert signature(trainer, batch_of(8)) == recorded
+    assert signature(trainer, batch_of(12)) != recorded
     for layer in (trainer.model, trainer.model.blocks[0]):
         layer.eval()
-        assert trainer._signature(batch_of(8)) != recorded
+        assert signature(trainer, batch_of(8)) != recorded
         trainer.model.train()
-        assert trainer._signature(batch_of(8)) == recorded
+        assert signature(trainer, batch_of(8)) == recorded
     trainer.max_grad_norm /= 2
-    assert trainer._signature(batch_of(8)) != recorded
+    assert signature(trainer, batch_of(8)) != recorded
 
 
 @pytest.mark.parametrize("trainer_name", ["fused", "book_keeping"])
@@ -208,16 +176,17 @@ def test_noise_differs_between_steps_and_between_runs(trainer_name: str) -> None
 
 
 def test_without_hardware_its_operators_are_counted_by_their_operands() -> None:
-    result = Logical().count(Case("fused", 4, 8, "50x16x1x2"))
+    result = Logical().count(Case("fused", 4, 8, "50x32x1x2"))
     counts = {count.operator: count for count in result.operators}
     assert not [name for name, count in counts.items() if count.general_rule]
-    update = counts["dpbench.noisy_descent"]
-    weights = sum(p.numel() for p in made().model.parameters()) * 4
+    update = counts["dpbench.noisy_update"]
+    model = SimpleBigModel(ModelSize(50, 32, 1, 2), max_seq_len=8)
+    weights = sum(p.numel() for p in model.parameters()) * 4
     assert update.phase == "optimizer"
     assert update.read_bytes == 2 * update.write_bytes + 8  # the seed
     assert update.write_bytes > weights
     # Of 4 examples with 8 tokens the products x xᵀ and g gᵀ, which are symmetric, of each layer.
-    layers = {(16, 16): 4, (16, 64): 1, (64, 16): 1, (16, 50): 1, (0, 16): 2}
+    layers = {(32, 32): 4, (32, 128): 1, (128, 32): 1, (32, 50): 1, (0, 32): 2}
     flops = sum(4 * 8 * 9 * sum(widths) * n for widths, n in layers.items())
     assert counts["dpbench.gram_norms"].flops == flops
     # Two embeddings, and of four layers and the head what query, key and value were given once.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from dpbench import TRAINERS, Batch, Workload
 from dpbench.core.errors import ConfigurationError
-from dpbench.training import kernels
-from dpbench.training.ghost_norms import GhostNorms, are_smaller
+from dpbench.training import ghost_lean, kernels, per_layer
+from dpbench.training.ghost_norms import GhostNorms
 from dpbench.training.norm_bounds import (
     ProductError,
     clipping_factors,
@@ -23,16 +24,21 @@ from dpbench.training.norm_bounds import (
     squared_sample_norms,
     total,
 )
+from dpbench.training.norm_ways import GRADIENT, PRODUCTS
 
 OURS = (
-    "ghost_lean",
-    "ghost_lean:norms=cheaper",
-    "book_keeping",
-    "fused",
+    "ghost_lean by products",
+    "ghost_lean by gradient",
+    "book_keeping by products",
+    "book_keeping by gradient",
+    "book_keeping by kept",
+    "fused by products",
+    "fused by kept",
     "lean",
     "micro_batch",
     "micro_batch:vmap=true",
 )
+"""Trainers, and the way to norms that is forced upon their layers."""
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
 PRIVATE: dict[str, Any] = {"noise_multiplier": 0.0, "learning_rate": 1.0}
 
@@ -54,16 +60,30 @@ class Weighted(Workload):
         return (model(given) * gradient).flatten(1).sum(1)  # type: ignore[no-any-return]
 
 
+@contextmanager
+def forced(way: str) -> Iterator[None]:
+    """A context in which layers' norms are found in one way, where a layer has it."""
+
+    def cheapest(_: object, ways: Collection[str], **__: object) -> str:
+        return way if way in ways else PRODUCTS
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (per_layer, ghost_lean) if way else ():
+            patch.setattr(module, "cheapest", cheapest)
+        yield
+
+
 def update_of(trainer: str, layer: nn.Module, batch: Batch, **options: Any) -> Tensor:
     """What a step takes off parameters that are zero before it, in float64."""
     model = nn.Sequential(layer)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    examples = len(batch[0])
-    made = TRAINERS[trainer](
-        model, batch_size=examples, workload=Weighted(model, batch), **(PRIVATE | options)
+    name, _, way = trainer.partition(" by ")
+    made = TRAINERS[name](
+        model, batch_size=len(batch[0]), workload=Weighted(model, batch), **(PRIVATE | options)
     )
-    made.train_step(batch)
+    with forced(way):
+        made.train_step(batch)
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
@@ -249,15 +269,12 @@ def exact_norms(x: Tensor, g: Tensor, bias: bool = False) -> Tensor:
 
 def norms_of(x: Tensor, g: Tensor, way: str, bias: bool = False) -> Tensor:
     """What clips, by products or from gradients."""
-    norms = GhostNorms("products")
-    if way == "gradients":
-        norms = GhostNorms("cheaper")
-        assert not are_smaller(x.shape[1], x.shape[2] * g.shape[2])
-    norms.add(x, g, bias=bias)
+    norms = GhostNorms()
+    norms.add(x, g, way=way, bias=bias)
     return total(norms.squared_norms()).double().sqrt()
 
 
-@pytest.mark.parametrize("way", ["products", "gradients"])
+@pytest.mark.parametrize("way", [PRODUCTS, GRADIENT])
 @settings(deadline=None)
 @given(
     st.integers(0, 2**31),
@@ -290,7 +307,7 @@ def test_a_norm_in_float32_is_an_upper_bound_and_near_if_tokens_differ(
         assert (norms <= exact * (1 + near)).all()
 
 
-@pytest.mark.parametrize("way", ["products", "gradients"])
+@pytest.mark.parametrize("way", [PRODUCTS, GRADIENT])
 def test_small_products_are_so_exact_that_bounds_do_not_show(way: str) -> None:
     x, g = numbers(0, 3, 40, 16).float(), numbers(1, 3, 40, 64).float()
     torch.testing.assert_close(
@@ -302,7 +319,8 @@ def test_a_norm_of_layers_is_that_of_all_their_gradients() -> None:
     norms, squares = GhostNorms(), torch.zeros(3, dtype=torch.float64)
     for seed, (tokens, width, height) in enumerate([(4, 64, 32), (4, 64, 32), (40, 8, 8)] * 2):
         x, g = numbers(seed, 3, tokens, width), numbers(seed + 9, 3, tokens, height)
-        norms.add(x, g, weight=seed != 1, bias=seed != 3)
+        way = PRODUCTS if tokens < 40 else GRADIENT
+        norms.add(x, g, way=way, weight=seed != 1, bias=seed != 3)
         squares += exact_norms(x, g).square() * (seed != 1)
         squares += g.sum(1).square().sum(1) * (seed != 3)
         norms.add_samples(x, x.dtype)

@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase, Workload
 from dpbench.training.base import mean_of
+from dpbench.training.norm_ways import PRODUCTS
 from dpbench.training.per_layer import LinearRule, Seen
 from dpbench.workloads.base import examples_in, parts_of
 
 Gradients = dict[str, Tensor]
+
+
+def is_empty(batch: Batch) -> bool:
+    return not examples_in(batch)
 
 
 class Looped(TrainerBase):
@@ -42,7 +47,7 @@ class Looped(TrainerBase):
 
     def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
         total = {name: torch.zeros_like(p) for name, p in self.trained.items()}
-        for example in parts_of(part, examples_in(part)):
+        for example in parts_of(part, [1] * examples_in(part)):
             loss = self.example_losses(self.model, example).mean()
             found = torch.autograd.grad(loss, [*self.trained.values()])
             losses.append(loss.detach())
@@ -60,6 +65,21 @@ class Looped(TrainerBase):
 
     def mean(self, noisy_sum: Tensor) -> Tensor:
         return noisy_sum / self.divisor
+
+
+class SkipsEmpty(Looped):
+    """Does not add noise where a batch is empty, which tells that it was."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        return torch.zeros(()) if is_empty(batch) else super().train_step(batch)
+
+
+class DividesBySampled(Looped):
+    """Takes the mean over the examples that were sampled."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self.divisor = examples_in(batch) or self.batch_size
+        return super().train_step(batch)
 
 
 class WithoutClosure(Looped):
@@ -81,6 +101,8 @@ class AdaptersUnclipped(Looped):
 
 class GhostThatDiffers(BookKeepingTrainer):
     """Opacus #692: ghost norms differ from per-sample norms; here they sum the norms of tokens."""
+
+    known_ways = (PRODUCTS,)
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
         linear = {layer: calls for layer, calls in seen.items() if isinstance(layer, nn.Linear)}

@@ -25,7 +25,6 @@ OF_OPACUS = [
 ]
 OF_OURS = [
     "ghost_lean@ddp",
-    "ghost_lean:norms=cheaper@ddp",
     "book_keeping@ddp",
     "micro_batch@ddp",
     "micro_batch:vmap=true@ddp",

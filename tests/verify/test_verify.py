@@ -88,6 +88,29 @@ def test_they_pass_on_a_gpu(trainer: str, precision: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trainer", [*PRIVATE, "lean", "ghost_lean", "micro_batch"])
+def test_they_pass_with_poisson_batches(trainer: str) -> None:
+    checks = checks_of(trainer, sampling="poisson")
+    assert not unexpected(trainer, checks)
+    sizes = [c.name for c in checks if c.name.startswith("gradient sampled")]
+    assert sizes == [f"gradient sampled {n}, half clipped" for n in (0, 1, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("SkipsEmpty", "sampled 0"),
+        ("DividesBySampled", "gradient sampled 1, half clipped: 4 times the mean of gradients"),
+    ],
+)
+def test_what_is_wrong_with_poisson_batches_is_named(name: str, said: str) -> None:
+    found = wrong(own(name, sampling="poisson"))
+    assert said in "; ".join(f"{c}: {line}" for c, lines in found.items() for line in lines)
+    assert not wrong(own(name))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Looped", "WithoutClosure", "ByLayer"])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_a_right_trainer_of_ones_own_passes(name: str, optimizer: str) -> None:
@@ -99,7 +122,8 @@ def test_a_right_trainer_of_ones_own_passes(name: str, optimizer: str) -> None:
     ("trainer", "axes"),
     [
         ("fused", {"optimizer": "momentum"}),
-        ("fused", {"trainable": "lora:2"}),
+        ("fused", {"trainable": "lora:2", "optimizer": "adamw"}),
+        ("fused", {"activation_checkpointing": "on", "optimizer": "torch.optim:RMSprop"}),
         ("book_keeping", {"trainable": "*.bias", "micro_batches": 1}),
         ("dpsgd_ghost", {"trainable": "lora:2", "optimizer": "adamw"}),
         ("dpsgd", {"activation_checkpointing": "on"}),

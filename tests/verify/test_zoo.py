@@ -49,7 +49,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("tests.verify.right:LeavesNaNOut", {}),
     ("tests.verify.right:MeanOfNoisyParameters", {}),
 ]
-NORMS_BY_PRODUCTS = ("ghost_lean", "ghost_lean:norms=cheaper", "book_keeping", "fused")
+NORMS_BY_PRODUCTS = ("ghost_lean", "book_keeping", "fused")
 """Trainers with norms by products, whose clipping norm is an upper bound of the true one."""
 
 

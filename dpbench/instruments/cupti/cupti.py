@@ -41,7 +41,7 @@ class Cupti(InProcessInstrument):
     def case_recorder(self, case: Case) -> CuptiRecorder:
         from dpbench.instruments.cupti.recorder import CuptiRecorder
 
-        return CuptiRecorder(self.steps.active, self.names or None, alike=True)
+        return CuptiRecorder(self.steps.active, self.names or None, alike=case.sampling == "fixed")
 
     def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> Iterable[Measurement]:
         """The rows of timing, and each metric by phase and step."""

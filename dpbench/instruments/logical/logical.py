@@ -15,8 +15,8 @@ import faulthandler
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,13 +30,15 @@ from dpbench.core.errors import DpbenchError, own_line
 from dpbench.core.registry import is_builtin
 from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument
+from dpbench.instruments.logical.recorder import UNCOMPILED
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.fork_server import fork_server
 from dpbench.launch.pending import PendingMeasurement
-from dpbench.results.kernels import guesses
+from dpbench.results.kernels import OperatorCount, guesses
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.training.phases import observed_step
+from dpbench.workloads.base import examples_in
 
 if TYPE_CHECKING:
     from dpbench.instruments.logical.counter import ByteCounter
@@ -47,6 +49,9 @@ of norms from the first step on."""
 
 MOST_STEPS = 3
 
+Counted = tuple[Sequence[OperatorCount], dict[str, int], int]
+"""Of one step: its operators, the most live bytes of each phase, and its largest tensor."""
+
 
 @dataclass(frozen=True)
 class Logical(Instrument):
@@ -54,7 +59,9 @@ class Logical(Instrument):
 
     The first steady step is counted: one that leaves as many live bytes as it found, within
     `STEADY`. Earlier steps are warm-up, in which optimizers allocate state. Later steps would equal
-    it. If none of `MOST_STEPS` steps is steady, the last is counted, with a note.
+    it, but for Poisson batches: each of their sizes is counted, and the operators are those of the
+    steady step, which has the expected size. If none of `MOST_STEPS` steps is steady, the last is
+    counted, with a note.
 
     For a case of several ranks, the first rank is counted (see `one_rank`), in its second step or
     later: in the first step PyTorch runs operators on whole tensors to learn how they are sharded.
@@ -70,10 +77,11 @@ class Logical(Instrument):
 
     timeout: float = 600.0  # seconds; a process that takes longer is ended
     directory: Path | None = None  # of the process's log; None keeps no log
+    active: int = Settings.active  # Poisson batches that are counted
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Logical:
-        return cls(timeout=settings.timeout, directory=settings.ncu_dir)
+        return cls(settings.timeout, settings.ncu_dir, settings.active)
 
     def start(self, case: Case) -> PendingMeasurement:
         """Start a process, or return a count that this process does when the rows are asked for."""
@@ -105,6 +113,7 @@ class Logical(Instrument):
         Notes say which values were assumed, and which light operators were counted by their schema.
         Tables name the heavy ones.
         """
+        from dpbench.child.build import about_sizes
         from dpbench.instruments.logical.counter import logical_rows, without_data
         from dpbench.instruments.logical.one_rank import fake_process_group
 
@@ -114,45 +123,71 @@ class Logical(Instrument):
                 new_objects_collected(),
                 fake_process_group(case.gpus),
                 without_data() as counter,
+                uncompiled(case),
             ):
-                labels = self._run(case, counter)
+                labels, steps = self._run(case, counter)
         except DpbenchError:
             raise
         except Exception as error:  # a trainer can raise anything
             raise CaseFailed(
                 f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
             ) from error
-        operators = counter.operators
-        peaks, largest = counter.peaks, counter.memory.largest
-        rows = logical_rows(case, operators, peaks, peaks, largest=largest)
+        rows = [
+            row
+            for repeat, (counted, peaks, largest) in enumerate(steps[1:] or steps)
+            for row in logical_rows(case, counted, peaks, peaks, repeat, largest)
+        ]
+        operators = steps[0][0]
         light = {each.operator for each in operators if each.general_rule}
         light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
         notes += [f"{name}: counted by its schema" for name in sorted(light)]
+        if case.compile == "on":
+            notes.append(UNCOMPILED)
+        if case.sampling != "fixed":
+            notes.append(about_sizes(case, self.active))
         if case.gpus > 1:
             notes.append(f"counted: one rank of {case.gpus}")
         return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes), labels=labels)
 
-    def _run(self, case: Case, counter: ByteCounter) -> dict[str, str]:
-        """Train until a step is steady; return the trainer's labels."""
+    def _run(self, case: Case, counter: ByteCounter) -> tuple[dict[str, str], list[Counted]]:
+        """Train until a step is steady; return the trainer's labels, and what was counted.
+
+        That is the steady step and, of Poisson batches, each of the sampled steps.
+        """
         import torch
 
         from dpbench.child.build import build, labels_of
         from dpbench.instruments.logical.as_on_cuda import untraced
 
-        trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
-        after = live_bytes(counter)
-        for number, batch in enumerate(batches):
-            before = after
+        sampled = 0 if case.sampling == "fixed" else self.active
+        batches: Sequence[Any]
+        trainer, batches = build(case, torch.device("cpu"), MOST_STEPS + sampled, sampled=sampled)
+
+        def counted(batch: Any) -> Counted:
             with untraced(), observed_step(counter):
                 trainer.train_step(batch)
+            return counter.operators, dict(counter.peaks), counter.memory.largest
+
+        after = live_bytes(counter)
+        for number, batch in enumerate(batches[:MOST_STEPS]):
+            before = after
+            steps = [counted(batch)]
             after = live_bytes(counter)
             steady = abs(after - before) <= STEADY * before
             if steady and number >= (case.gpus > 1):
                 break
         else:
             counter.notes[f"step {MOST_STEPS} still added {after - before:,} B to what lives"] = 1
-        return labels_of(trainer)
+        if sampled:
+            notes, by_size = counter.notes.copy(), dict[int, Counted]()
+            sizes = [examples_in(batch) for batch in batches[MOST_STEPS:]]
+            for size, batch in zip(sizes, batches[MOST_STEPS:], strict=True):
+                by_size[size] = by_size.get(size) or counted(batch)
+                notes |= counter.notes
+            counter.notes = notes
+            steps += [by_size[size] for size in sizes]
+        return labels_of(trainer), steps
 
 
 @dataclass(eq=False)
@@ -186,6 +221,13 @@ def _in_one_line(error: Exception) -> str:
     """The error's class and message, and the user's line that raised it."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}{own_line(error.__traceback__)}"
+
+
+def uncompiled(case: Case) -> AbstractContextManager[object]:
+    """A context in which what torch.compile has made runs as it is written."""
+    import torch
+
+    return nullcontext() if case.compile == "off" else torch.compiler.set_stance("force_eager")
 
 
 def live_bytes(counter: ByteCounter) -> int:

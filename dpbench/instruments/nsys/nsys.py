@@ -121,7 +121,7 @@ class Nsys(InProcessInstrument):
         before = record["untraced_seconds"]
         traced = median((each.end - each.start) / 1e9 for each in timeline.whole_steps)
         slowed = f"a step took {traced * 1e3:.1f} ms recorded, {before * 1e3:.1f} ms before"
-        process.notes = (slowed, f"dpbench show {target}")
+        process.notes = (*process.notes, slowed, f"dpbench show {target}")
         return list(timeline_rows(case, timeline, record["device"], tool))
 
 

@@ -1,0 +1,331 @@
+"""Forward, backward and clip of a step as CUDA graphs, which do not wait for Python."""
+
+from __future__ import annotations
+
+import gc
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpbench.training.base import Batch, mean_of
+from dpbench.training.gradient_sums import Buffer
+from dpbench.training.parallel import GRAPHS
+from dpbench.training.phases import phase
+from dpbench.training.reductions import Reduction
+from dpbench.workloads.base import examples_in
+
+T = TypeVar("T")
+
+Recorded = list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]
+"""The graphs of a phase, each with the buffers that are complete after it."""
+
+REDUCED_TOGETHER = 2**26
+"""Buffers are reduced once they have this many bytes, while the next graph runs."""
+
+is_capturing = torch.cuda.is_current_stream_capturing
+"""The function itself: `unnoticed_capture` replaces it for models."""
+
+
+BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture CUDA ended; PyTorch's allocators may still refer to them."""
+
+
+class StepGraphs:
+    """The graphs of a trainer's forward, backward and clip, captured after one warm-up.
+
+    With micro-batches they are those of one, and replayed for each: sums are added to buffers that
+    are zeros at first, and reduced after the last. A part of a Poisson batch that has fewer
+    examples is filled up with copies of its first one, whose losses are multiplied by 0.
+
+    Args:
+        trainer: a `dpbench.training.fused.FusedTrainer`.
+        part: a batch, or a part of one, of the shapes that the graphs are for.
+    """
+
+    def __init__(self, trainer: Any, part: Batch) -> None:
+        self.trainer = trainer
+        self.signature = signature(trainer, part)
+        size, device = trainer.part_size, trainer.trained[0].device
+        self.batch = pytree.tree_map(lambda each: each.new_empty(size, *each.shape[1:]), part)
+        self.loss, self._weights = torch.zeros((), device=device), torch.ones(size, device=device)
+        self._weighted = trainer.sampling == "poisson"
+        self._fill(part)
+        self.phases: dict[str, Recorded] = {}
+        self._accumulates = trainer.micro_batches > 1 or self._weighted
+        self._sums: list[Buffer] = []
+        self._reductions: list[Reduction] = []  # those that a graph holds, under FSDP2
+        self._live: Any = None
+        self._made: list[torch.cuda.CUDAGraph] = []
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self) -> None:
+        """Run a step without update, so that captures find everything allocated and compiled."""
+        self.trainer.examples = self.trainer.part_size
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), self.trainer.without_parameter_gradients():
+            before = torch.cuda.get_rng_state()
+            with noted(torch.utils.checkpoint, "get_device_states") as saved:
+                if self._weighted:  # losses of examples tell nothing of parameters' uses
+                    self.trainer.mean_loss(self.trainer.model, self.batch)
+                self._waits = waits_for_the_gpu(self._forward)
+                self._backward()
+            drawn = not torch.equal(before, torch.cuda.get_rng_state())
+            self._recomputes, self._draws_again = bool(saved), bool(saved) and drawn
+        with torch.cuda.stream(side):
+            for _ in self._sum_clipped():
+                pass  # the graphs have buffers of their own
+        torch.cuda.current_stream().wait_stream(side)
+
+    def record(self) -> None:
+        """Capture the graphs."""
+        if self._draws_again:
+            raise RuntimeError("activation checkpointing draws the same random numbers twice")
+        if self._accumulates:
+            self._sums = self.trainer.sums.begin_at_zero()
+        # No capture allows activation checkpointing to save the state of random numbers.
+        saves = patch.object(torch.utils.checkpoint, "get_device_states", saves_nothing)
+        # Hugging Face's attention makes a mask, and runs other kernels, if a stream is being
+        # captured. Only a model that reads from the GPU has to know of the capture.
+        with self.trainer.without_parameter_gradients(), saves:
+            with nullcontext() if self._waits else unnoticed_capture():
+                self.phases["forward"] = [(self._captured(self._forward)[0], [])]
+            recomputed = self._recomputes and not self._waits
+            with unnoticed_capture() if recomputed else nullcontext():
+                self.phases["backward"] = [(self._captured(self._backward)[0], [])]
+        self.phases["clip"] = self._recorded_clip()
+
+    def replay(self, parts: Sequence[Batch]) -> Tensor:
+        """Run the graphs with the micro-batches of a step; returns the mean loss."""
+        if self._sums:
+            with phase("clip"):
+                torch._foreach_zero_([buffer.flat for buffer in self._sums])
+        losses = []
+        for part in parts:
+            self._fill(part)
+            for name, graphs in self.phases.items():
+                with phase(name):
+                    for graph, complete in graphs:
+                        graph.replay()
+                        for buffer in complete:
+                            self.trainer.reduce(buffer)
+            losses.append(self.loss.clone())
+        for buffer in self._sums:
+            self.trainer.reduce(buffer)
+        self.trainer._reductions += self._reductions
+        if self._weighted:
+            total: Tensor = torch.stack(losses).sum() / sum(self.trainer.sizes)
+            return total
+        return mean_of(losses)
+
+    def _fill(self, part: Batch) -> None:
+        """Copy a part to where the graphs read it."""
+        examples = examples_in(part)
+
+        def fill(mine: Tensor, given: Tensor) -> None:
+            mine[:examples].copy_(given)
+            mine[examples:].copy_(given[:1].expand_as(mine[examples:]))
+
+        pytree.tree_map(fill, self.batch, part)
+        if self._weighted:
+            self._weights[:examples] = 1
+            self._weights[examples:] = 0
+
+    def _captured(self, part: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture a part of a step; returns the graph and the part's result."""
+        graph = torch.cuda.CUDAGraph()
+        GRAPHS.add(graph)
+        self._made.append(graph)
+        # What waits for the GPU is refused before CUDA refuses it, and so leaves nothing broken.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool),
+            synchronization("error"),
+        ):
+            returned = part()
+        return graph, returned
+
+    def _forward(self) -> None:
+        trainer = self.trainer
+        if self._weighted:
+            losses = trainer.example_losses(trainer.model, self.batch)
+            self._live = (losses * self._weights).sum()
+            self.loss.copy_(self._live.detach())
+        else:
+            loss = trainer.mean_loss(trainer.model, self.batch)
+            self.loss.copy_(loss.detach())
+            self._live = loss * trainer.part_size
+
+    def _backward(self) -> None:
+        if self.trainer.parallel == "fsdp2" and is_capturing():
+            # FSDP2's own streams, which gather ahead, join the capture only by waiting for a
+            # captured stream. So they wait for this one first.
+            self.trainer.last_block.unshard(async_op=True)
+        self._live.backward()
+        self._live = None
+
+    def _sum_clipped(self) -> Iterator[Buffer]:
+        yield from self.trainer.clipped(last=True)
+        yield from self.trainer.take_sums().close()
+
+    def _add_clipped(self) -> None:
+        for _ in self.trainer.clipped(last=False):
+            pass
+
+    def _clip_and_reduce_in_graph(self) -> list[Reduction]:
+        """Clip and reduce; buffers that were sent make room for other sums."""
+        reductions: list[Reduction] = []
+        self.trainer._reductions = reductions
+        for buffer in self._sum_clipped():
+            self.trainer.reduce(buffer)
+        for each in reductions:
+            each.wait()
+        self.trainer._reductions = []
+        return reductions
+
+    def _recorded_clip(self) -> Recorded:
+        """Clip as several graphs under DDP, each with the buffers to reduce after it."""
+        if self._accumulates:
+            graph, _ = self._captured(self._add_clipped)
+            self.trainer.take_sums()
+            return [(graph, [])]
+        if self.trainer.parallel == "fsdp2":
+            graph, self._reductions = self._captured(self._clip_and_reduce_in_graph)
+            return [(graph, [])]
+        buffers, left = self._sum_clipped(), len(self.trainer.sharing)
+        least = REDUCED_TOGETHER if self.trainer.parallel == "ddp" else math.inf
+        graphs = []
+        while left:
+            graphs.append(self._captured(partial(taken, buffers, least)))
+            left -= len(graphs[-1][1])
+        return graphs
+
+    def discard(self) -> None:
+        """Free what a failed capture has left, also where CUDA ended it, which PyTorch does not."""
+        self._live, self._sums, self.phases = None, [], {}
+        ended = True
+        for graph in self._made:
+            try:
+                graph.pool()
+            except RuntimeError:
+                ended = False
+                BROKEN.append(graph)
+                device = torch.cuda.current_device()
+                torch._C._cuda_endAllocateToPool(device, self._pool)
+                torch._C._cuda_releasePool(device, self._pool)
+            graph.reset()
+        if not ended:  # random numbers are of that capture until another one ends
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device="cuda")
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
+    """The graphs of a trainer's step; None, with a warning that says why, if there can be none."""
+    graphs = StepGraphs(trainer, part)
+    graphs.warm_up()
+    try:
+        graphs.record()
+    except RuntimeError as error:
+        first: BaseException = error  # CUDA's later ones only say that there was one
+        while isinstance(first.__context__, RuntimeError):
+            traceback.clear_frames(first.__traceback__)  # they keep tensors alive
+            first = first.__context__
+        why = reason(first)
+        traceback.clear_frames(first.__traceback__)
+        del first
+    else:
+        return graphs
+    graphs.discard()
+    trainer.begin_step()
+    warnings.warn(f"fused runs without CUDA graphs, because {why}", stacklevel=3)
+    return None
+
+
+def reason(error: BaseException) -> str:
+    """Why a step cannot be captured, with the last line outside of PyTorch and dpbench."""
+    what = str(error).partition("\n")[0]
+    if "synchronizing" in what:
+        what = f"the model or its loss reads from the GPU ({what})"
+    own = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(own)]
+    return f"{what}, at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else what
+
+
+def signature(trainer: Any, part: Batch) -> tuple[object, ...]:
+    """What captured graphs depend on."""
+    leaves, structure = pytree.tree_flatten(part)
+    kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+    return structure, trainer.max_grad_norm, kinds, [layer.training for layer in trainer.layers]
+
+
+def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
+    """The next buffers with this many bytes in total, or the last ones."""
+    some: list[Buffer] = []
+    for buffer in buffers:
+        some.append(buffer)
+        if sum(each.flat.nbytes for each in some) >= least:
+            break
+    return some
+
+
+@contextmanager
+def noted(module: Any, name: str) -> Iterator[list[str]]:
+    """A context in which a function's name is added to a list when it is called."""
+    function, calls = getattr(module, name), list[str]()
+
+    def noting(*given: Any) -> Any:
+        calls.append(name)
+        return function(*given)
+
+    with patch.object(module, name, noting):
+        yield calls
+
+
+def saves_nothing(*_: object) -> tuple[list[int], list[Tensor]]:
+    """The states of random numbers of no device."""
+    return [], []
+
+
+@contextmanager
+def synchronization(mode: str | int) -> Iterator[None]:
+    """A context in which operators that wait for the GPU ``warn``, or are an ``error``."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def waits_for_the_gpu(part: Callable[[], object]) -> bool:
+    """Run a part of a step; returns whether Python read something from the GPU."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with synchronization("warn"):
+            part()
+    waits = False
+    for each in caught:
+        if "synchronizing CUDA operation" in str(each.message):
+            waits = True
+        elif "Synchronization debug mode is" not in str(each.message):  # "a prototype feature"
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return waits
+
+
+def unnoticed_capture() -> AbstractContextManager[object]:
+    """A context in which models are told that no stream is being captured."""
+    return patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -1,0 +1,154 @@
+"""Operators that draw noise where they use it: in Triton on a GPU, in PyTorch elsewhere.
+
+Both add ``deviation × z`` to a sum of clipped gradients, for normal z of Philox (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", 2011). The seed is one int64, a new one for each
+step; equal seeds draw equal noise in both. They compute in float32 at least, and round once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpbench.training.kernels import triton_kernels
+
+
+class Numbers(NamedTuple):
+    """The numbers of an update of parameters p, with moving averages m and v of gradients.
+
+    - g = ``scale`` × (gradient + ``deviation`` × z) + ``decay`` × p
+    - m = ``first_kept`` × m + ``first_added`` × g; v = ``second_kept`` × v + ``second_added`` × g²
+    - p = ``kept`` × p - ``rate`` × change
+
+    The change is g without moving averages, m with ``momentum``, g + ``first_kept`` × m with
+    ``nesterov``, and m ∕ (√v × ``correction`` + ``eps``) with ``adam``.
+    """
+
+    deviation: float
+    scale: float
+    rate: float = 0.0
+    decay: float = 0.0
+    kept: float = 1.0
+    first_kept: float = 0.0
+    first_added: float = 1.0
+    second_kept: float = 0.0
+    second_added: float = 1.0
+    correction: float = 1.0
+    eps: float = 0.0
+
+
+def noisy_update(
+    parameters: Tensor,
+    moments: Sequence[Tensor],
+    gradient: Tensor,
+    seed: Tensor,
+    rule: str,
+    numbers: Numbers,
+) -> None:
+    """Draw noise and update parameters in one pass, which reads and writes everything once.
+
+    That is 3 P bytes without moving averages, 5 P with one, and 7 P with two.
+
+    Args:
+        parameters: flat, P elements; changed in place.
+        moments: the moving averages m and v that the rule has, as long; changed in place.
+        gradient: the sum of clipped gradients, as long.
+        seed: of the noise, int64.
+        rule: ``plain``, ``momentum``, ``nesterov`` or ``adam``.
+        numbers: see there.
+    """
+    torch.ops.dpbench.noisy_update(parameters, moments, gradient, seed, rule, numbers)
+
+
+def noisy_mean(gradient: Tensor, seed: Tensor, deviation: float, scale: float) -> None:
+    """Make a sum of gradients, in place, ``scale`` × (gradient + ``deviation`` × z)."""
+    torch.ops.dpbench.noisy_mean(gradient, seed, deviation, scale)
+
+
+def _noisy(gradient: Tensor, seed: Tensor, deviation: float, scale: float) -> Tensor:
+    device, wide = gradient.device, torch.promote_types(gradient.dtype, torch.float32)
+    generator = torch.Generator(device).manual_seed(int(seed))
+    noise = torch.randn(gradient.shape, generator=generator, device=device, dtype=wide)
+    return (gradient + deviation * noise) * scale
+
+
+def _mean(gradient: Tensor, seed: Tensor, deviation: float, scale: float) -> None:
+    gradient.copy_(_noisy(gradient, seed, deviation, scale))
+
+
+def _update(
+    parameters: Tensor,
+    moments: Sequence[Tensor],
+    gradient: Tensor,
+    seed: Tensor,
+    rule: str,
+    numbers: Sequence[float],
+) -> None:
+    n = Numbers(*numbers)
+    change = _noisy(gradient, seed, n.deviation, n.scale)
+    value = parameters.to(change.dtype)
+    change = change + n.decay * value
+    if rule != "plain":
+        mean = n.first_kept * moments[0].to(change.dtype) + n.first_added * change
+        moments[0].copy_(mean)
+        if rule == "adam":
+            square = n.second_kept * moments[1].to(change.dtype) + n.second_added * change.square()
+            moments[1].copy_(square)
+            change = mean / (square.sqrt() * n.correction + n.eps)
+        else:
+            change = change + n.first_kept * mean if rule == "nesterov" else mean
+    parameters.copy_(n.kept * value - n.rate * change)
+
+
+def _launch(flats: Sequence[Tensor], seed: Tensor, rule: str, numbers: Sequence[float]) -> None:
+    if blocks := -(-flats[-1].numel() // 4096):
+        kernel = triton_kernels()["noisy_update"]
+        kernel[blocks,](*flats, flats[-1].numel(), seed, *numbers, rule, 1024, num_warps=8)
+
+
+def _mean_on_gpu(gradient: Tensor, seed: Tensor, deviation: float, scale: float) -> None:
+    _launch([gradient] * 4, seed, "mean", Numbers(deviation, scale))
+
+
+def _update_on_gpu(
+    parameters: Tensor,
+    moments: Sequence[Tensor],
+    gradient: Tensor,
+    seed: Tensor,
+    rule: str,
+    numbers: Sequence[float],
+) -> None:
+    first, second = [*moments, parameters, parameters][:2]  # the rule does not read what it lacks
+    _launch([parameters, first, second, gradient], seed, rule, numbers)
+
+
+def _define(
+    name: str, arguments: str, function: Callable[..., None], on_gpu: Callable[..., None]
+) -> None:
+    """Define an operator; its kernel computes in float32, so that PyTorch computes float64."""
+
+    def by_type(*given: Any) -> None:
+        (function if given[0].dtype == torch.float64 else on_gpu)(*given)
+
+    torch.library.define(f"dpbench::{name}", f"({arguments}) -> ()")
+    torch.library.impl(f"dpbench::{name}", "CompositeExplicitAutograd", function)
+    torch.library.impl(f"dpbench::{name}", "CUDA", by_type)
+    torch.library.register_fake(f"dpbench::{name}", lambda *_: None)
+
+
+_define(
+    "noisy_mean",
+    "Tensor(a!) gradient, Tensor seed, float deviation, float scale",
+    _mean,
+    _mean_on_gpu,
+)
+_define(
+    "noisy_update",
+    "Tensor(a!) parameters, Tensor(b!)[] moments, Tensor gradient, Tensor seed, str rule, "
+    "float[] numbers",
+    _update,
+    _update_on_gpu,
+)

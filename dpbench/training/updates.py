@@ -1,0 +1,212 @@
+"""Optimizers whose step is merged with the noise, in one pass over flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpbench.training.gradient_sums import Buffer, one_buffer
+from dpbench.training.noisy_updates import Numbers, noisy_update
+
+MERGED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""The optimizers, not classes derived from them, that `MergedUpdate` knows."""
+
+OTHERWISE = ("amsgrad", "capturable", "differentiable")
+"""Options with which their step is another."""
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
+    """The number of each parameter's group."""
+    groups = enumerate(optimizer.param_groups)
+    return {parameter: number for number, group in groups for parameter in group["params"]}
+
+
+def why_not(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer's step cannot be merged with the noise; empty if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in MERGED:
+        return f"{name} has no merged step"
+    # A learning rate scheduler replaces it by one that notes that it was called.
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return f"the step of {name} was replaced"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"the step of {name} has hooks"
+    for group in optimizer.param_groups:
+        for option in OTHERWISE:
+            if group.get(option):
+                return f"{name} has {option}=True"
+        numbers = group["lr"], group["weight_decay"], *group.get("betas", ())
+        if any(isinstance(each, Tensor) for each in numbers):
+            return f"a number of {name} is a tensor"
+    return ""
+
+
+class Update(NamedTuple):
+    """The update of one buffer: the operator's arguments."""
+
+    flat: Tensor
+    moments: Sequence[Tensor]
+    rule: str
+    numbers: Numbers
+
+    def __call__(self, gradient: Tensor, seed: Tensor) -> None:
+        noisy_update(self.flat, self.moments, gradient, seed, self.rule, self.numbers)
+
+
+class MergedUpdate:
+    """The step of an optimizer, merged with the noise.
+
+    Parameters and the optimizer's state become parts of flat buffers. The state stays in
+    ``optimizer.state``, so it can be saved, and loaded, and the optimizer may take its own step in
+    between. Learning rates and other options are read anew for each step.
+
+    Args:
+        sharing: the parameters, by their gradient buffer.
+    """
+
+    def __init__(self, sharing: Sequence[Sequence[Tensor]]) -> None:
+        self._sharing = sharing
+        self.flats = [flatten_parameters(each) for each in sharing]
+        self._moments: dict[tuple[int, str], Buffer] = {}
+        self._counts: dict[Tensor, tuple[Tensor, int, float]] = {}
+        """Of each parameter the tensor that counts its steps, its version, and its value."""
+
+    def updates(
+        self, optimizer: torch.optim.Optimizer, deviation: float, examples: int
+    ) -> list[Update] | str:
+        """The update of each buffer in the next step, or why there is none.
+
+        Args:
+            optimizer: whose step it is; it counts the step.
+            deviation: that of the noise.
+            examples: those whose gradients were summed.
+        """
+        if why := why_not(optimizer):
+            return why
+        number_of = groups_of(optimizer)
+        groups: list[Mapping[str, Any]] = []
+        for parameters in self._sharing:
+            numbers = {number_of.get(parameter, -1) for parameter in parameters}
+            if len(numbers) > 1 or -1 in numbers:
+                return "parameters were put into other groups"
+            groups.append(optimizer.param_groups[numbers.pop()])
+        adam = not isinstance(optimizer, torch.optim.SGD)
+        if adam:
+            taken = [self._steps_taken(optimizer, parameters) for parameters in self._sharing]
+        else:
+            taken = [self._has_momentum(optimizer, *each) for each in enumerate(groups)]
+        if None in taken:
+            return "parameters of one group have taken different numbers of steps"
+        made = []
+        for number, (group, before) in enumerate(zip(groups, taken, strict=True)):
+            scale = (-1 if group["maximize"] else 1) / examples
+            made_of = adam_numbers if adam else sgd_numbers
+            rule, keys, numbers_of = made_of(group, Numbers(deviation, scale), float(before or 0))
+            moments = [self._adopted(optimizer, number, key) for key in keys]
+            made.append(Update(self.flats[number], moments, rule, numbers_of))
+        if adam:
+            self._count_step(optimizer, groups)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers want to know
+        return made
+
+    def _adopted(self, optimizer: torch.optim.Optimizer, number: int, key: str) -> Tensor:
+        """The flat buffer of a part of the state, with what the optimizer has of it."""
+        if (number, key) not in self._moments:
+            self._moments[number, key] = one_buffer(self._sharing[number])
+            self._moments[number, key].flat.zero_()
+        flat, places, _ = self._moments[number, key]
+        for parameter, place in places.items():
+            state = optimizer.state[parameter]
+            given = state.get(key)
+            if given is place:
+                continue
+            if given is None:
+                place.zero_()
+            else:  # from a checkpoint, or from the optimizer's own step
+                place.copy_(given)
+            state[key] = place
+        return flat
+
+    def _has_momentum(
+        self, optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any]
+    ) -> float | None:
+        """1 if there is momentum of earlier steps, 0 if not, None if for some parameters only."""
+        states = (optimizer.state.get(p, {}) for p in self._sharing[number])
+        has = {state.get("momentum_buffer") is not None for state in states}
+        alike = len(has) == 1 or not group["momentum"] or not group["dampening"]
+        return float(True in has) if alike else None
+
+    def _steps_taken(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
+    ) -> float | None:
+        """The number of steps that the parameters have taken; None if they differ."""
+        numbers = set()
+        for parameter in parameters:
+            step: Any = optimizer.state.get(parameter, {}).get("step")
+            known: Any
+            known, version, count = self._counts.get(parameter, (None, 0, 0.0))
+            if step is None:
+                count = 0.0
+            elif step is not known or step._version != version:
+                count = float(step)  # from a checkpoint, or after the optimizer's own step
+                self._counts[parameter] = step, step._version, count
+            numbers.add(count)
+        return numbers.pop() if len(numbers) == 1 else None
+
+    def _count_step(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for parameters, group in zip(self._sharing, groups, strict=True):
+            for parameter in parameters:
+                state = optimizer.state[parameter]
+                if "step" not in state:
+                    device = parameter.device if group["fused"] else "cpu"
+                    state["step"] = torch.zeros((), device=device)
+                    self._counts[parameter] = state["step"], 0, 0.0
+        torch._foreach_add_([step for step, _, _ in self._counts.values()], 1)
+        for parameter, (step, _, count) in self._counts.items():
+            self._counts[parameter] = step, step._version, count + 1
+
+
+Made = tuple[str, Sequence[str], Numbers]
+"""A rule, the parts of the state that it needs, and its numbers."""
+
+
+def sgd_numbers(group: Mapping[str, Any], noise: Numbers, has_momentum: float) -> Made:
+    """The update of ``torch.optim.SGD``, which takes the first gradient as it is."""
+    numbers = noise._replace(rate=group["lr"], decay=group["weight_decay"])
+    if not group["momentum"]:
+        return "plain", (), numbers
+    added = 1 - group["dampening"] * has_momentum
+    numbers = numbers._replace(first_kept=group["momentum"], first_added=added)
+    return "nesterov" if group["nesterov"] else "momentum", ("momentum_buffer",), numbers
+
+
+def adam_numbers(group: Mapping[str, Any], noise: Numbers, taken: float) -> Made:
+    """The update of ``torch.optim.Adam`` and ``AdamW``."""
+    (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+    decoupled = group["decoupled_weight_decay"]
+    numbers = noise._replace(
+        rate=rate / (1 - beta1 ** (taken + 1)),
+        decay=0.0 if decoupled else decay,
+        kept=1 - rate * decay if decoupled else 1.0,
+        first_kept=beta1,
+        first_added=1 - beta1,
+        second_kept=beta2,
+        second_added=1 - beta2,
+        correction=(1 - beta2 ** (taken + 1)) ** -0.5,
+        eps=group["eps"],
+    )
+    return "adam", ("exp_avg", "exp_avg_sq"), numbers
+
+
+def flatten_parameters(parameters: Sequence[Tensor]) -> Tensor:
+    """One buffer of which the parameters become parts."""
+    flat, places, _ = one_buffer(parameters)
+    for parameter, place in places.items():
+        place.copy_(parameter.data)
+        parameter.data = place
+    return flat
