@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from dpbench.child.step_finder import StepRecorder
 from dpbench.core.case import OUTSIDE, Case
-from dpbench.results.kernels import OperatorCount
+from dpbench.results.kernels import MemoryLine, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
@@ -57,6 +57,7 @@ class Recorder(StepRecorder):
 
     wait = True  # wait for the GPU; else only steps that it has finished
     operators: Sequence[OperatorCount] = ()  # in the last step, if it sees operators
+    memory_lines: Sequence[MemoryLine] = ()  # at its peak of memory, if it counts that
     notes: Sequence[str] = ()  # assumptions
 
     def __init__(self, wanted: int | None = None) -> None:
@@ -104,7 +105,8 @@ class Recorder(StepRecorder):
             for phase, times in sorted(came.items())
             if times < self.heard
         ]
-        return Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
+        seen = {"operators": tuple(self.operators), "memory_lines": tuple(self.memory_lines)}
+        return Outcome(case, rows, notes=(*self.notes, *some), **seen)
 
     def record(self, case: Case) -> dict[str, Any]:
         """The steps' part of a case's record, as plain JSON types."""

@@ -102,6 +102,7 @@ class PendingScript(PendingMeasurement):
             with suppress(*[InstrumentError] if error else []):  # which came before the report's
                 rows += instrument.script_rows(self.case, record)
         self.operators, self.notes = outcome.operators, outcome.notes
+        self.memory_lines = outcome.memory_lines
         if error:
             kind = ScriptInterrupted if interrupted else CaseTimedOut if stack else CaseFailed
             failure = kind(f"{self.case.id}: {error}")
