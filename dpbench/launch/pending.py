@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from dpbench.results.kernels import MemoryLine, KernelCount, OperatorCount
+from dpbench.results.kernels import KernelCount, MemoryLine, OperatorCount
 from dpbench.results.rows import Measurement
 
 

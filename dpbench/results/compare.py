@@ -103,10 +103,33 @@ def largest_changes(
     of_operators = (counted and metric.source) or "total_bytes"
     sides = ([_moved(run, case, kind, of_operators) for run in (before, after)] for kind in kinds)
     old, new = next(filter(all, sides), [{}, {}])
+    return _most_changed(case, old, new, regression["phase"])
+
+
+def grown_memory(before: Run, after: Run, case: Case) -> list[dict[str, Any]]:
+    """The functions of a script whose memory at the peak changed most, as `largest_changes`.
+
+    Not lines, whose numbers an edit above them changes. Empty if a run did not record them.
+    """
+    sides = []
+    for run in (before, after):
+        held: dict[tuple[str, str], float] = defaultdict(float)
+        for each in (e for o in run.outcomes if o.case == case for e in o.memory_lines):
+            held[each.phase, re.sub(r":\d+", "", each.line)] += each.held_bytes
+        sides.append(held)
+    old, new = sides
+    return _most_changed(case, old, new, STEP) if old and new else []
+
+
+def _most_changed(
+    case: Case,
+    old: Mapping[tuple[str, str], float],
+    new: Mapping[tuple[str, str], float],
+    phase: str,
+) -> list[dict[str, Any]]:
+    """The largest changes of bytes by phase and name, in one phase or the whole step."""
     change = {
-        key: new.get(key, 0) - old.get(key, 0)
-        for key in {**old, **new}
-        if regression["phase"] in (key[0], STEP)
+        key: new.get(key, 0) - old.get(key, 0) for key in {**old, **new} if phase in (key[0], STEP)
     }
     largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
     return [

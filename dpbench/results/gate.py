@@ -17,7 +17,14 @@ import pandas as pd
 
 from dpbench.core.case import AXES, Case
 from dpbench.core.metrics import METRICS
-from dpbench.results.compare import CHANGES, Threshold, largest_changes, other_baseline, pairs
+from dpbench.results.compare import (
+    CHANGES,
+    Threshold,
+    grown_memory,
+    largest_changes,
+    other_baseline,
+    pairs,
+)
 from dpbench.results.conditions import premise_differences
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
@@ -56,6 +63,7 @@ class Verdict:
         regressions: the rows that exceed their limit, as plain JSON types, with `largest_changes`.
         unjudged: what a limit should have judged and could not.
         notes: what was not compared, what else differs, and what is wrong with the reference.
+        memory: how lines of scripts changed whose counted peak of memory did, see `grown_memory`.
     """
 
     changes: pd.DataFrame
@@ -63,6 +71,7 @@ class Verdict:
     regressions: list[dict[str, Any]]
     unjudged: list[Unjudged]
     notes: list[str]
+    memory: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
@@ -76,6 +85,7 @@ class Verdict:
             _distinct(row for each in verdicts for row in each.regressions),
             _distinct(row for each in verdicts for row in each.unjudged),
             first.notes,
+            first.memory,
         )
 
     @property
@@ -137,7 +147,17 @@ class Gate:
             self._regressions(table),
             unjudged,
             [*self._notes()],
+            [*self._grown_memory()],
         )
+
+    def _grown_memory(self) -> Iterator[Mapping[str, Any]]:
+        rows = self.compared
+        rows = rows[
+            (rows.metric == "peak_memory_bytes") & (rows.phase == STEP) & (rows.change != 0)
+        ]
+        for case in {o.case: None for o in self.after.outcomes if o.memory_lines}:
+            if (rows.trainer == case.trainer).any():
+                yield from grown_memory(self.before, self.after, case)
 
     @cached_property
     def compared(self) -> pd.DataFrame:

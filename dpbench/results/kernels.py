@@ -71,7 +71,7 @@ class MemoryLine(Entry):
     """Bytes that one source line had allocated in one phase, and that lived at a step's peak."""
 
     phase: str
-    line: str  # e.g. train.py:24 (AddmmBackward0), or what was made before the counted steps
+    line: str  # e.g. train.py:24 step (AddmmBackward0), or what was made before counted steps
     held_bytes: int
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.core.case import AXES, BASELINE_TRAINER, Case
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
-from dpbench.results.kernels import Entry, MemoryLine, KernelCount, OperatorCount
+from dpbench.results.kernels import Entry, KernelCount, MemoryLine, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, NUMBER, SCHEMA, Measurement
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class Outcome:
 
     ``error`` is the name of the error's class, or None; rows measured before it are kept.
     ``instruments`` names those that should measure it; ``operators`` and ``kernels`` are what each
-    operator and kernel did, ``memory_lines`` who held the peak of memory, ``notes`` the assumptions. ``tests`` are those that asked for it, each
+    operator and kernel did, ``memory_lines`` who held the peak of memory, ``notes`` the
+    assumptions. ``tests`` are those that asked for it, each
     with its id as ``test`` and its ``params`` as text; ``extra_info`` is what they added.
     ``labels`` are the trainer's, see `TrainerBase`; ``imported`` are files of its code, see
     `dpbench.child.imported`.

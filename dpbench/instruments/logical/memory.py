@@ -101,7 +101,7 @@ class LiveMemory:
 
 
 Origin: TypeAlias = tuple[str, str, int, str]
-"""Phase, file, line, and the node of autograd that ran, of an allocation."""
+"""Phase, file, line, and the function and node of autograd that ran, of an allocation."""
 
 BEFORE = "made before the counted steps: "
 
@@ -147,10 +147,11 @@ class ScriptMemory(LiveMemory):
     def run(self, phase: str, used: Any, made: Any) -> None:
         """Track the tensors that an operator has used and made."""
         self.phase = phase
-        used = [*tensors(used)]
-        if phase != OUTSIDE or any(t.untyped_storage()._cdata in self._known for t in used):
-            for tensor in used:
-                self.see(tensor, (OUTSIDE, f"{BEFORE}others", 0, ""))
+        given = [(each, each.untyped_storage()._cdata in self._known) for each in tensors(used)]
+        if phase != OUTSIDE or any(known for _, known in given):
+            for tensor, known in given:
+                if not known:
+                    self.see(tensor, (OUTSIDE, f"{BEFORE}others", 0, ""))
             for tensor in tensors(made):
                 self.see(tensor)
 
@@ -170,25 +171,28 @@ class ScriptMemory(LiveMemory):
                 self._highest, self._at_peak = self.now, dict(self._held)
 
     def _freed(self, key: int) -> None:
-        self._held[self._origins.pop(key)] -= self._known[key][0]
+        if origin := self._origins.pop(key, None):  # none of a storage that is empty
+            self._held[origin] -= self._known[key][0]
         super()._freed(key)
 
     def lines(self) -> tuple[MemoryLine, ...]:
         """What lived at the peak of the latest step, by phase and line; most bytes first."""
         held = Counter[tuple[str, str]]()
-        for (phase, file, number, node), size in self._at_peak.items():
-            line = f"{_shown(file)}:{number}{f' ({node})' * bool(node)}" if number else file
+        for (phase, file, number, words), size in self._at_peak.items():
+            line = f"{_shown(file)}:{number}{words}" if number else file
             held[phase, line] += size
         return tuple(MemoryLine(*where, size) for where, size in held.most_common() if size)
 
 
 def source_line() -> tuple[str, int, str]:
-    """The innermost line outside PyTorch and dpbench, and the node of autograd that runs."""
+    """The innermost line outside PyTorch and dpbench, with its function and node of autograd."""
     frame: Any = sys._getframe(1)
     while frame.f_back and _is_passed(frame.f_code.co_filename):
         frame = frame.f_back
     node = torch._C._current_autograd_node()
-    return frame.f_code.co_filename, frame.f_lineno, node.name() if node else ""
+    words = " " + frame.f_code.co_name if frame.f_code.co_name != "<module>" else ""
+    words += f" ({node.name()})" if node else ""
+    return frame.f_code.co_filename, frame.f_lineno, words
 
 
 @cache
