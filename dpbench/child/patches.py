@@ -149,7 +149,7 @@ class _Watching:
         def called(*args: Any, **options: Any) -> Any:
             if compiles():
                 return step(*args, **options)
-            update = self.finder.begin_update()
+            update = self.finder.begin_update(outer=args[0] if args else None)
             try:
                 return step(*args, **options)
             finally:
@@ -187,7 +187,7 @@ class _Watching:
             if finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
             with finder.forward():
-                return call(module, *args, **options)
+                return finder.calls.forward(call, module, args, options)
 
         return called
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from dpbench.child.step_finder import StepRecorder
+from dpbench.child.step_finder import Calls, StepRecorder
 from dpbench.core.case import OUTSIDE, Case
 from dpbench.results.kernels import MemoryLine, OperatorCount
 from dpbench.results.outcome import Outcome
@@ -54,6 +55,9 @@ class Recorder(StepRecorder):
 
     quick: ClassVar[bool] = True  # rows can be made after each step
     hears_warmup = False
+
+    calls = Calls()
+    more: Mapping[str, Any] = MappingProxyType({})  # what else the record of a script has
 
     wait = True  # wait for the GPU; else only steps that it has finished
     operators: Sequence[OperatorCount] = ()  # in the last step, if it sees operators

@@ -125,7 +125,7 @@ def _write_down(
     except DpbenchError as error:
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
     # ncu's report may have one more step, which did not end.
-    more = {"torch": torch, "heard": recorder.heard, "under_way": under_way}
+    more = {"torch": torch, "heard": recorder.heard, "under_way": under_way, **recorder.more}
     append_record({**outcome.as_json(), **more}, path)
 
 

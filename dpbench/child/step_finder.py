@@ -28,8 +28,25 @@ class Stop(SystemExit):
     """
 
 
+class Calls:
+    """Is told of the calls that make a step; by default it ignores them."""
+
+    def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
+        """Call a module for the loop; returns what ``call(module, *args, **options)`` does."""
+        return call(module, *args, **options)
+
+    def backward(self) -> None:
+        """A backward pass of the loop begins."""
+
+    def update(self, optimizer: Any, outer: Any) -> None:
+        """An optimizer begins its step, or an ``outer`` object one that may call an optimizer's."""
+
+
 class StepRecorder(PhaseListener, Protocol):
     """Observes training steps in the process that takes them."""
+
+    calls: Calls
+    """Is told of calls in observed steps."""
 
     hears_warmup: bool
     """Whether it also observes the warm-up steps of a case."""
@@ -49,6 +66,9 @@ class StepRecorder(PhaseListener, Protocol):
 
     def forked(self) -> None:
         """Release what a fork of this process inherited; counters stay with the parent."""
+
+
+IGNORED = Calls()
 
 
 class StepFinder:
@@ -125,11 +145,11 @@ class StepFinder:
         """See `PhaseListener`; called in observed steps only."""
         self._tell(self.recorder.switch, phase)
 
-    def _tell(self, method: Callable[..., object], *phase: str) -> None:
+    def _tell(self, method: Callable[..., object], *given: Any) -> None:
         """Call the recorder; an error of its own ends the recording, not the script."""
         if self.failure is None:
             try:
-                method(*phase)
+                method(*given)
             except Exception as error:
                 self.failure = error
 
@@ -181,6 +201,11 @@ class StepFinder:
         """Whether a recorded step is under way."""
         return self._step.listener is not None
 
+    @property
+    def calls(self) -> Calls:
+        """What is told of calls now."""
+        return self.recorder.calls if self.counts else IGNORED
+
     # --- phases ------------------------------------------------------------------------------
 
     def _hears(self) -> bool:
@@ -203,7 +228,9 @@ class StepFinder:
             resumes = False
         entered = step.enter(phase) if phase != step.phase else None
         self.settled = self.settled or begins
-        self._in_backward = self._in_backward or phase == "backward"
+        if phase == "backward" and not self._in_backward:
+            self._in_backward = True
+            self._tell(self.calls.backward)
         try:
             yield
         finally:
@@ -243,7 +270,7 @@ class StepFinder:
             if evaluation:
                 step.leave(evaluation)
 
-    def begin_update(self, optimizer: Any = None) -> Any:
+    def begin_update(self, optimizer: Any = None, outer: Any = None) -> Any:
         """Begin an update; no optimizer for Opacus's and scalers' steps, which call one."""
         if not self._hears():
             self.steps_elsewhere += optimizer is not None and not self._closed
@@ -255,6 +282,9 @@ class StepFinder:
         within.__enter__()
         self._updating += 1
         self._updates += 1
+        self._closed = True  # what the recorder calls is not the loop's
+        self._tell(self.calls.update, optimizer, outer)
+        self._closed = False
         if optimizer is not None:
             self._has_updated(optimizer)
             infinite = getattr(optimizer, "found_inf", None)

@@ -83,7 +83,7 @@ class PendingScript(PendingMeasurement):
         record: dict[str, Any] = result_of(read_records(self._records))
         if not (record or interrupted) and (said := instrument.complaint(self.case)):
             raise said
-        record = record or {"heard": 0, "under_way": True}
+        self.record = record = record or {"heard": 0, "under_way": True}
         left = self._records.with_name(STACK)
         if stack := left.read_text() if left.exists() else "":
             print(stack, file=sys.stderr)
