@@ -111,13 +111,7 @@ def grown_memory(before: Run, after: Run, case: Case) -> list[dict[str, Any]]:
 
     Not lines, whose numbers an edit above them changes. Empty if a run did not record them.
     """
-    sides = []
-    for run in (before, after):
-        held: dict[tuple[str, str], float] = defaultdict(float)
-        for each in (e for o in run.outcomes if o.case == case for e in o.memory_lines):
-            held[each.phase, re.sub(r":\d+", "", each.line)] += each.held_bytes
-        sides.append(held)
-    old, new = sides
+    old, new = (_moved(run, case, "memory_lines") for run in (before, after))
     return _most_changed(case, old, new, STEP) if old and new else []
 
 
@@ -139,16 +133,20 @@ def _most_changed(
     ]
 
 
-def _moved(run: Run, case: Case, kind: str, of_operators: str) -> Mapping[tuple[str, str], float]:
-    """Bytes of a step by phase and name: a field of its operators, or those of its kernels."""
+def _moved(
+    run: Run, case: Case, kind: str, of_operators: str = ""
+) -> Mapping[tuple[str, str], float]:
+    """Bytes of a step by phase and name: a field of its operators, or of its kernels or lines."""
     moved: dict[tuple[str, str], float] = defaultdict(float)
     for outcome in (each for each in run.outcomes if each.case == case):
         if kind == "operators":
             for operator in outcome.operators:
                 moved[operator.phase, operator.operator] += getattr(operator, of_operators)
             continue
+        for line in outcome.memory_lines if kind == "memory_lines" else ():
+            moved[line.phase, re.sub(r":\d+", "", line.line)] += line.held_bytes
         steps = len({kernel.repeat for kernel in outcome.kernels})
-        for kernel in outcome.kernels:
+        for kernel in outcome.kernels if kind == "kernels" else ():
             moved[kernel.phase, kernel.kernel] += kernel.dram_bytes / steps
     return moved
 

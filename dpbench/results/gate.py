@@ -63,7 +63,7 @@ class Verdict:
         regressions: the rows that exceed their limit, as plain JSON types, with `largest_changes`.
         unjudged: what a limit should have judged and could not.
         notes: what was not compared, what else differs, and what is wrong with the reference.
-        memory: how lines of scripts changed whose counted peak of memory did, see `grown_memory`.
+        memory: the functions of scripts that hold more or less at the peak, see `grown_memory`.
     """
 
     changes: pd.DataFrame
@@ -141,23 +141,15 @@ class Gate:
         # Ratios that only one run has are not shown.
         is_shown = compared.before.notna() & compared.shared
         is_shown &= compared.after.notna() | (compared.of == "")
+        cases = dict.fromkeys(each.case for each in after.outcomes if each.memory_lines)
         return Verdict(
             compared.loc[is_shown, CHANGES].reset_index(drop=True),
             table,
             self._regressions(table),
             unjudged,
             [*self._notes()],
-            [*self._grown_memory()],
+            [change for case in cases for change in grown_memory(self.before, after, case)],
         )
-
-    def _grown_memory(self) -> Iterator[Mapping[str, Any]]:
-        rows = self.compared
-        rows = rows[
-            (rows.metric == "peak_memory_bytes") & (rows.phase == STEP) & (rows.change != 0)
-        ]
-        for case in {o.case: None for o in self.after.outcomes if o.memory_lines}:
-            if (rows.trainer == case.trainer).any():
-                yield from grown_memory(self.before, self.after, case)
 
     @cached_property
     def compared(self) -> pd.DataFrame:

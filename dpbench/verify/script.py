@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from dpbench.child.step_finder import Calls
 from dpbench.verify.check import FAILED, NOT_JUDGED, Check
-from dpbench.verify.reference import Examples, distances
+from dpbench.verify.reference import NEGLIGIBLE, Examples, Gradients, distances
 from dpbench.verify.subject import without_dropout
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.05
@@ -35,7 +35,8 @@ DEVIATIONS = 6
 NAMED = 3
 """How many parameters a line names."""
 
-UNKNOWN_LOSS = "the loss is taken for a mean or sum over examples; how batches are drawn is unknown"
+RIGHT = "the mean of the examples' clipped gradients"
+UNKNOWN = "taken for granted: the loss is a mean or sum over examples; the sampler draws as it says"
 
 
 class NotChecked(Exception):
@@ -44,28 +45,19 @@ class NotChecked(Exception):
 
 @dataclass
 class Call:
-    """A call of a module that the loop itself made, and the gradients of its outputs."""
+    """A call of a module by the loop itself."""
 
     module: nn.Module
-    given: Any  # arguments and keyword arguments, detached copies
+    given: Any  # copies of arguments and keyword arguments
     outputs: list[Tensor]
     autocast: tuple[bool, torch.dtype]
     backward: int = 0  # the number of the backward pass that reached it
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # of its outputs
 
-    def take(self, number: int, passes: Backwards, gradient: Tensor) -> None:
-        """Keep an output's gradient; ghost clipping runs a second backward within the first."""
-        self.backward = self.backward or passes.number
-        if self.backward == passes.number and number not in self.gradients:
-            self.gradients[number] = gradient.detach().clone()
-
-
-@dataclass
-class Backwards:
-    """Counts backward passes."""
-
-    number: int = 0  # in all
-    since: int = 0  # since the private optimizer's last step, which may have been a virtual one
+    @property
+    def is_16_bit(self) -> bool:
+        """Whether its results are rounded to 16 bits."""
+        return self.autocast[0] or any(each.dtype.itemsize < 4 for each in self.outputs)
 
 
 @dataclass
@@ -74,7 +66,9 @@ class Known:
 
     start: Tensor
     trained: bool
-    chosen = rate = gradient = moved = False  # in an optimizer, with a learning rate above 0, …
+    chosen = False  # an optimizer that steps has it
+    gradient = pushed = False  # it had a gradient, and one that should move it
+    moved = False
 
 
 class StepChecks(Calls):
@@ -85,16 +79,16 @@ class StepChecks(Calls):
         self.worst: list[tuple[float, str, float]] = []  # error, parameter, tolerance
         self.wrong: dict[str, dict[str, None]] = {}  # parameters by what is wrong with them
         self.reasons: dict[str, None] = {}  # why gradients were not compared
-        self.clips: dict[str, None] = {}
-        self.bypassed = ""
+        self.clips: dict[str, None] = {}  # how they were clipped
+        self.bypassed = ""  # which optimizer steps in place of the private one
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
         self.known: dict[str, Known] = {}
-        self.strays: dict[int, tuple[Tensor, bool]] = {}  # no module's, and whether with gradient
+        self.strays: dict[int, tuple[Tensor, bool]] = {}  # of no module, and whether used
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
-        self._passes, self._in_last_part = Backwards(), 1
+        self._passes = self._since = self._in_last_part = 0  # backward passes
         self._private: dict[int, Any] = {}  # Opacus's optimizers by the one that each wraps
-        self._thresholds: dict[int, float | list[float]] = {}
+        self._threshold: float | list[float] = 0.0
 
     # --- what the loop calls ---------------------------------------------------------------------
 
@@ -103,9 +97,8 @@ class StepChecks(Calls):
             return call(module, *args, **options)
         if id(module) not in self._models:
             self._models[id(module)] = without_dropout(module)
-            for name, parameter in self.parameters().items():
-                start = parameter.detach().clone()
-                self.known.setdefault(name, Known(start, parameter.requires_grad))
+            for name, p in self.parameters().items():
+                self.known.setdefault(name, Known(p.detach().clone(), p.requires_grad))
         out = call(module, *args, **options)
         outputs = [each for each in _tensors(out) if each.requires_grad]
         device = outputs[0].device.type if outputs else "cpu"
@@ -113,20 +106,26 @@ class StepChecks(Calls):
         given = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, dict(options)))
         made = Call(module, given, outputs, autocast)
         for number, each in enumerate(outputs):
-            each.register_hook(partial(made.take, number, self._passes))
+            each.register_hook(partial(self._take, made, number))
         self._calls.append(made)
         return out
 
+    def _take(self, call: Call, number: int, gradient: Tensor) -> None:
+        """Keep an output's gradient, the first of a pass: ghost clipping runs two within one."""
+        call.backward = call.backward or self._passes
+        if call.backward == self._passes and number not in call.gradients:
+            call.gradients[number] = gradient.detach().clone()
+
     def backward(self) -> None:
-        self._passes.number += 1
-        self._passes.since += 1
+        self._passes += 1
+        self._since += 1
 
     def update(self, optimizer: Any, outer: Any) -> None:
-        if outer is not None and hasattr(outer, "original_optimizer"):
+        if hasattr(outer, "original_optimizer"):
             if id(outer.original_optimizer) not in self._private:
                 self._private[id(outer.original_optimizer)] = outer
                 outer.add_noise = partial(self._add_noise, outer, outer.add_noise)
-            self._in_last_part, self._passes.since = self._passes.since, 0
+            self._in_last_part, self._since = self._since, 0  # others were virtual steps
         if optimizer is not None:
             calls, self._calls = self._calls, []
             self._look_at(optimizer)
@@ -134,40 +133,34 @@ class StepChecks(Calls):
                 self._compare(optimizer, self._private.get(id(optimizer)), calls)
             except NotChecked as reason:
                 self.reasons[str(reason)] = None
-            except RuntimeError as error:
-                words = str(error).partition("\n")[0]
-                self.reasons[f"a call cannot be repeated for one example: {words}"] = None
 
     def _add_noise(self, private: Any, add_noise: Any) -> None:
         """Add noise, measure it, and take it off again, so that the gradient can be compared."""
-        self._thresholds[id(private)] = getattr(private, "max_grad_norms", private.max_grad_norm)
-        wanted = private.noise_multiplier * private.max_grad_norm
+        self._threshold = getattr(private, "max_grad_norms", private.max_grad_norm)
+        wanted = float(private.noise_multiplier * private.max_grad_norm)
         add_noise()
         noise = [(p.grad - p.summed_grad.view_as(p)).flatten().double() for p in private.params]
-        if noise and wanted:
+        if wanted:
             drawn = torch.cat(noise)
-            self.noise.append((float(drawn.square().mean().sqrt()), float(wanted), len(drawn)))
+            self.noise.append((float(drawn.square().mean().sqrt()), wanted, len(drawn)))
         for p in private.params:
             p.grad = p.summed_grad.clone().view_as(p)
 
     def end_step(self) -> None:
         """Note which parameters have moved."""
         self.steps += 1
-        for name, parameter in self.parameters().items():
-            known = self.known[name]
-            known.moved = known.moved or not torch.equal(parameter, known.start)
+        for name, p in self.parameters().items():
+            self.known[name].moved |= not torch.equal(p, self.known[name].start)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the modules that the loop calls, by name."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for module in self._models.values():
+        named: dict[str, nn.Parameter] = {}
+        for number, module in enumerate(self._models.values()):
             for name, parameter in module.named_parameters():
                 for wrapper in ("_module.", "module.", "_orig_mod."):
                     name = name.removeprefix(wrapper)
-                found.setdefault(id(parameter), (name, parameter))
-        named: dict[str, nn.Parameter] = {}
-        for name, parameter in found.values():  # two models may have the same names
-            named[name if name not in named else f"{name} ({len(named)})"] = parameter
+                if not any(parameter is each for each in named.values()):
+                    named[f"module {number + 1}: {name}" if name in named else name] = parameter
         return named
 
     # --- an optimizer's step ---------------------------------------------------------------------
@@ -175,225 +168,120 @@ class StepChecks(Calls):
     def _look_at(self, optimizer: Any) -> None:
         """Note which parameters an optimizer has, and whether they have a gradient."""
         names = {id(p): name for name, p in self.parameters().items()}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                has = p.grad is not None and bool(p.grad.any())
-                if known := self.known.get(names.get(id(p), "")):
-                    known.chosen = True
-                    known.gradient |= has
-                    known.rate |= bool(group.get("lr", 1))
-                else:
-                    self.strays[id(p)] = p, has or self.strays.get(id(p), (p, False))[1]
+        norms = [
+            (group, p, 0.0 if p.grad is None else float(p.grad.norm()))
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+        rounding = NEGLIGIBLE * max((norm for *_, norm in norms), default=0.0)
+        for group, p, norm in norms:
+            if known := self.known.get(names.get(id(p), "")):
+                known.chosen, known.gradient = True, known.gradient or norm > 0
+                known.pushed |= norm > rounding and bool(group.get("lr", 1))
+            else:
+                self.strays[id(p)] = p, norm > 0 or self.strays.get(id(p), (p, False))[1]
 
     def _compare(self, optimizer: Any, private: Any, calls: Sequence[Call]) -> None:
         """Compare the gradients that an optimizer gets with those of a loop over the examples."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {n: p for n, p in self.parameters().items() if id(p) in own and p.requires_grad}
         if private is None and any(_hook_owners(call.module) for call in calls):
-            kind = type(optimizer).__name__
-            self.bypassed = f"the script steps {kind} itself, and not the optimizer of make_private"
-        if not trained:
-            raise NotChecked("the optimizer has no parameter of a module that was called")
+            self.bypassed = type(optimizer).__name__
         passes = sorted({call.backward for call in calls if call.gradients})
-        if not passes:
-            raise NotChecked("no output of a module was part of a loss")
+        if not (trained and passes):
+            raise NotChecked("no loss of a module's outputs trains the optimizer's parameters")
         mean = private is None or private.loss_reduction == "mean"
-        groups = [
-            self._examples([c for c in calls if c.backward == each and c.gradients], trained, mean)
-            for each in passes
-        ]
+        of_pass = ([c for c in calls if c.backward == n and c.gradients] for n in passes)
+        groups = [_examples(each, trained, mean=mean) for each in of_pass]
         examples = Examples.joined(groups)
         if not any(examples.sizes.values()):
-            raise NotChecked("the loss does not depend on the optimizer's parameters")
-        zero = torch.zeros(())
-        seen = {
-            n: (p.grad if p.grad is not None else zero.expand_as(p)) for n, p in trained.items()
-        }
-        seen = {name: gradient.detach().double() for name, gradient in seen.items()}
-        total = len(examples.norms)
-        plain = torch.ones_like(examples.norms)
-        if private is None:  # the loss of each pass is a mean of its own examples
-            shares = [torch.full((len(g.norms), 1), total / len(g.norms)) for g in groups]
-            wanted = examples.mean(torch.cat(shares).to(plain) * plain)
-            seen, scale = _scaled(seen, wanted)
-            known: Mapping[str, Tensor] = {}
+            raise NotChecked("no loss depends on the optimizer's parameters")
+        seen = {n: (torch.zeros_like(p) if p.grad is None else p.grad) for n, p in trained.items()}
+        total, scale, known = len(examples.norms), 1.0, dict[str, Tensor]()
+        if private is None:  # the sum over passes of the mean over each pass's examples
+            shares = [g.norms.new_full(g.norms.shape, total / len(g.norms)) for g in groups]
+            wanted = examples.mean(torch.cat(shares))
+            scale = _scale(seen, wanted)
+            seen = {name: each.double() / (scale or 1) for name, each in seen.items()}
+            clips = "not clipped by example" + " but as a batch" * (abs(scale - 1) > TOLERANCE)
         else:
+            known = _known(examples, self._threshold, [len(g.norms) for g in groups])
+            wanted = examples.mean(known[RIGHT])
             divisor = private.expected_batch_size * self._in_last_part if mean else 1
-            seen = {name: gradient * (divisor / total) for name, gradient in seen.items()}
-            scale, clipped = 1.0, self._factors(examples, self._thresholds[id(private)])
-            wanted = examples.mean(clipped)
-            known = self._known(examples, clipped, groups)
+            seen = {name: each.double() * (divisor / total) for name, each in seen.items()}
+            each = isinstance(self._threshold, list)
+            clips = "clipped per layer" if each else f"clipped to {self._threshold:.4g}"
         far = distances(seen, wanted, examples.sizes)
-        low = any(p.dtype.itemsize < 4 for p in trained.values()) or any(
-            c.autocast[0] for c in calls
-        )
-        tolerance = TOLERANCE_16_BIT if low else TOLERANCE
+        tolerance = TOLERANCE_16_BIT if any(c.is_16_bit for c in calls) else TOLERANCE
         if private is None and (scale <= 0 or max(far.values()) > tolerance):
             raise NotChecked(
-                "the gradients are not the mean of the examples' own: if the script clips them "
-                "itself, nothing says to what norm"
+                "gradients are not the mean of the examples' own: if the script clips them by its "
+                "own code, nothing says to what norm"
             )
-        clips = "not clipped by example" + f", but {scale:.3g} times" * (abs(scale - 1) > tolerance)
-        self.clips[clips if private is None else _said(self._thresholds[id(private)])] = None
-        self.worst.append((max(far.values()), max(far, key=lambda n: far[n]), tolerance))
+        self.clips[clips] = None
+        self.worst.append((max(far.values()), max(far, key=far.__getitem__), tolerance))
         for name in (name for name, distance in far.items() if distance > tolerance):
-            what = examples.explained(name, seen[name], known, 10 * tolerance)
-            what = what or "not the mean of the examples' clipped gradients"
+            what = examples.explained(name, seen[name], known, 10 * tolerance) or f"not {RIGHT}"
             self.wrong.setdefault(what, {})[name] = None
-
-    def _factors(self, examples: Examples, threshold: float | list[float]) -> Tensor:
-        norms = examples.norms
-        if not isinstance(threshold, list):
-            norms = norms.norm(dim=1, keepdim=True)
-        limit = torch.as_tensor(threshold, dtype=norms.dtype, device=norms.device)
-        return (limit / (norms + 1e-6)).clamp(max=1.0).expand_as(examples.norms)
-
-    def _known(
-        self, examples: Examples, clipped: Tensor, groups: Sequence[Examples]
-    ) -> dict[str, Tensor]:
-        """Factors by a name of the mean they give, the right one first, then known mistakes."""
-        known = {
-            "the mean of the examples' clipped gradients": clipped,
-            "the mean of gradients that are not clipped": torch.ones_like(clipped),
-        }
-        if len(groups) > 1:
-            last = len(groups[-1].norms)
-            only = torch.zeros_like(clipped)
-            only[-last:] = clipped[-last:] * len(clipped) / last
-            words = f"the mean over the last of {len(groups)} backward passes alone: the others are lost"
-            known[words] = only
-        return known
-
-    # --- the loop over examples ------------------------------------------------------------------
-
-    def _examples(
-        self, calls: Sequence[Call], trained: Mapping[str, nn.Parameter], mean: bool
-    ) -> Examples:
-        """The per-sample gradients of the calls that one backward pass reached."""
-        sizes = {
-            len(call.outputs[n]) for call in calls for n in call.gradients if call.outputs[n].ndim
-        }
-        if len(sizes) != 1:
-            raise NotChecked(
-                "no module that the script calls returns a tensor with a row for each example"
-                if not sizes
-                else "the modules that the script calls have batches of different sizes"
-            )
-        [size] = sizes
-        if not size:
-            raise NotChecked("a batch was empty")
-        needed = size * sum(p.numel() for p in trained.values()) * 4
-        if needed > MOST_BYTES:
-            raise NotChecked(
-                f"the gradients of {size} examples take {needed / 1e9:.0f} GB: train smaller batches"
-            )
-        rows = []
-        with _undisturbed([call.module for call in calls]):
-            for i in range(size):
-                made, gradients = [], []
-                for call in calls:
-                    for number, out in self._again(call, i, size).items():
-                        made.append(out)
-                        gradients.append(call.gradients[number][i : i + 1] * (size if mean else 1))
-                rows.append(
-                    torch.autograd.grad(
-                        made,
-                        [*trained.values()],
-                        gradients,
-                        allow_unused=True,
-                        materialize_grads=True,
-                    )
-                )
-        stacked = [torch.stack([g.float() for g in each]) for each in zip(*rows, strict=True)]
-        return Examples(dict(zip(trained, stacked, strict=True)))
-
-    def _again(self, call: Call, i: int, size: int) -> dict[int, Tensor]:
-        """The outputs of a call for one example, which must be those that it had in its batch."""
-
-        def part(tensor: Tensor) -> Tensor:
-            return tensor[i : i + 1] if tensor.ndim and len(tensor) == size else tensor
-
-        args, options = pytree.tree_map_only(Tensor, part, call.given)
-        enabled, dtype = call.autocast
-        with torch.autocast(call.outputs[0].device.type, dtype, enabled=enabled):
-            # Opacus's expanded weights make per-sample gradients in the wrapper's call.
-            module = getattr(call.module, "_module", call.module)
-            out = [t for t in _tensors(module(*args, **options)) if t.requires_grad]
-        made = {n: out[n] for n in call.gradients if call.outputs[n].ndim and n < len(out)}
-        for number, each in made.items():
-            before = call.outputs[number][i : i + 1].detach()
-            near = TOLERANCE_16_BIT if enabled or before.dtype.itemsize < 4 else TOLERANCE
-            if each.shape != before.shape or (each - before).norm() > near * before.norm():
-                raise NotChecked(
-                    "a module returns something else for an example alone than for it in its "
-                    "batch: its layers mix examples, or are random"
-                )
-        return made
 
     # --- checks ----------------------------------------------------------------------------------
 
     def checks(self) -> Iterator[Check]:
         """Yield the checks of all steps."""
-        known = self.known
+        known, steps = self.known, f"in {self.steps} steps"
         trained = [name for name, each in known.items() if each.trained]
-        absent = [name for name in trained if not known[name].chosen]
-        strays = [parameter for parameter, used in self.strays.values() if not used]
-        wrong = [f"{_named(absent)}: trainable, and in no optimizer that steps"] * bool(absent)
-        if strays:
-            shape = tuple(strays[0].shape)
-            wrong.append(
-                f"{len(strays)} parameters of optimizers, the first {shape}, belong to no module "
-                f"that is called and get no gradient: the optimizer was made of another model"
-            )
-        how = f"{len(trained) - len(absent)} of {len(trained)} trainable"
-        yield Check.judged("optimizer has the parameters", wrong, "", how)
         chosen = [name for name in trained if known[name].chosen]
-        steps = f"in {self.steps} steps"
+        strays = [parameter for parameter, used in self.strays.values() if not used]
+        made = f"; it has {len(strays)} that no called module has, the first {_shape(strays)}"
+        yield _all_but(
+            "optimizer has the parameters",
+            [*known] if strays and not trained else [n for n in trained if n not in chosen],
+            "trainable, and in no optimizer that steps" + made * bool(strays),
+            f"{len(chosen)} of {len(trained)} trainable",
+        )
         idle = [name for name in chosen if not known[name].gradient]
-        wrong = [f"{_named(idle)}: no gradient {steps}"] * bool(idle)
-        yield Check.judged("parameters get gradients", wrong, "", f"{len(chosen)} {steps}")
-        pushed = [name for name in chosen if known[name].gradient and known[name].rate]
+        how = f"{len(chosen) - len(idle)} {steps}"
+        yield _all_but("parameters get gradients", idle, f"no gradient {steps}", how)
+        pushed = [name for name in chosen if known[name].pushed]
         stuck = [name for name in pushed if not known[name].moved]
-        wrong = [f"{_named(stuck)}: a gradient, and no change {steps}"] * bool(stuck)
-        if pushed:
-            yield Check.judged("parameters move", wrong, "", f"{len(pushed)} {steps}")
-        else:
-            yield Check("parameters move", NOT_JUDGED, "", "the learning rate is 0")
+        how = f"{len(pushed) - len(stuck)} {steps}" if pushed else "no learning rate is above 0"
+        moving = _all_but("parameters move", stuck, f"has a gradient, no change {steps}", how)
+        yield moving if pushed else Check(moving.name, NOT_JUDGED, "", how)
         frozen = [name for name, each in known.items() if not each.trained]
-        moved = [name for name in frozen if known[name].moved]
-        wrong = [f"{_named(moved)}: is frozen, and changes"] * bool(moved)
-        yield Check.judged("frozen parameters stay", wrong, "", f"{len(frozen)} frozen")
-        yield from self._of_gradients()
-        yield Check("loss and sampling", NOT_JUDGED, "", UNKNOWN_LOSS)
-
-    def _of_gradients(self) -> Iterator[Check]:
-        """Yield what was found of clipping, gradients and noise."""
-        if self.bypassed or not self._private:
-            wrong = [self.bypassed] * bool(self.bypassed)
-            why = "no optimizer of Opacus steps"
-            yield Check("clipping and noise", FAILED if wrong else NOT_JUDGED, "", why, wrong)
-        else:
-            wrong = [
-                f"has the deviation {got:.4g}, where σC is {wanted:.4g}"
-                for got, wanted, number in self.noise
-                if abs(got / wanted - 1) > DEVIATIONS / (2 * number) ** 0.5
-            ][:1]
-            far = ", ".join(f"{got / wanted:.3f}" for got, wanted, _ in self.noise) + " of σC"
-            verdict = "noise: deviation", wrong, "", far
-            none = Check("noise: deviation", NOT_JUDGED, "", "σ is 0")
-            yield Check.judged(*verdict) if self.noise else none
+        thawed = [name for name in frozen if known[name].moved]
+        how = f"{len(frozen)} frozen"
+        yield _all_but("frozen parameters stay", thawed, "is frozen, and changes", how)
+        yield self._of_noise()
         wrong = [f"{_named([*names])}: {what}" for what, names in self.wrong.items()]
-        if not self.worst:
-            yield Check(
-                "gradient", NOT_JUDGED, "", next(iter(self.reasons), "no optimizer stepped")
-            )
-            return
-        far, worst, tolerance = max(self.worst)
-        words = f"{far:.2g} (≤ {tolerance:g}), {', '.join(self.clips)}"
-        yield Check.judged("gradient", wrong, worst, words)
-        if self.reasons:
-            why = "; ".join(self.reasons)
-            yield Check("gradient of some steps", NOT_JUDGED, "", why)
+        why = "; ".join(self.reasons)
+        if self.worst:
+            far, worst, tolerance = max(self.worst)
+            words = f"{far:.2g} (≤ {tolerance:g}), {', '.join(self.clips)}"
+            yield Check.judged("gradient", wrong, worst, words)
+        if why or not self.worst:
+            name = "gradient of some steps" if self.worst else "gradient"
+            yield Check(name, NOT_JUDGED, "", why or "no optimizer stepped")
+        yield Check("loss and sampling", NOT_JUDGED, "", UNKNOWN)
+
+    def _of_noise(self) -> Check:
+        if self.bypassed:
+            wrong = f"{self.bypassed} itself steps, and not the optimizer that make_private returns"
+            return Check("clipping and noise", FAILED, "", "none", [wrong])
+        if not self.noise:
+            why = "σ is 0" if self._private else "no optimizer of Opacus steps"
+            return Check("noise" if self._private else "clipping and noise", NOT_JUDGED, "", why)
+        wrong = [
+            f"its deviation is {got:.4g}, and σC is {wanted:.4g}"
+            for got, wanted, number in self.noise
+            if abs(got / wanted - 1) > DEVIATIONS / (2 * number) ** 0.5
+        ]
+        far = ", ".join(f"{got / wanted:.3f}" for got, wanted, _ in self.noise)
+        return Check.judged("noise: deviation", wrong[:1], "", f"{far} of σC")
+
+
+def _all_but(name: str, wrong: Sequence[str], words: str, how: str) -> Check:
+    """A check that some parameters fail, in one line."""
+    return Check.judged(name, [f"{_named(wrong)}: {words}"] * bool(wrong), "", how)
 
 
 def _named(names: Sequence[str]) -> str:
@@ -401,24 +289,94 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _said(threshold: float | list[float]) -> str:
-    return "clipped per layer" if isinstance(threshold, list) else f"clipped to {threshold:.4g}"
+def _shape(tensors: Sequence[Tensor]) -> str:
+    return "×".join(map(str, tensors[0].shape)) if tensors else ""
 
 
-def _scaled(
-    seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], float]:
-    """Gradients divided by the common factor that fits best, and that factor."""
+def _scale(seen: Gradients, wanted: Gradients) -> float:
+    """The common factor of gradients that fits best."""
     squares = sum(float(each.square().sum()) for each in wanted.values())
-    scale = sum(float((seen[name] * each).sum()) for name, each in wanted.items()) / squares
-    return {name: each / (scale or 1.0) for name, each in seen.items()}, scale
+    return sum(float((seen[name] * each).sum()) for name, each in wanted.items()) / squares
+
+
+def _known(
+    examples: Examples, threshold: float | list[float], sizes: Sequence[int]
+) -> dict[str, Tensor]:
+    """Factors by a name of the mean they give: the right one, then known mistakes.
+
+    Args:
+        examples: those of all backward passes.
+        threshold: C, or one for each parameter.
+        sizes: the number of examples of each backward pass.
+    """
+    per_layer = isinstance(threshold, list)
+    norms = examples.norms if per_layer else examples.norms.norm(dim=1, keepdim=True)
+    limit = torch.as_tensor(threshold).to(norms)
+    clipped = (limit / (norms + 1e-6)).clamp(max=1.0).expand_as(examples.norms)
+    last = clipped * (len(clipped) / sizes[-1])
+    last[: -sizes[-1]] = 0
+    words = f"the mean over the last of {len(sizes)} backward passes alone, without the others"
+    common = examples.known("flat", float(limit.norm()), 1)
+    return {RIGHT: clipped} | ({words: last} if len(sizes) > 1 else {}) | common
+
+
+# --- the loop over examples ----------------------------------------------------------------------
+
+
+def _examples(
+    calls: Sequence[Call], trained: Mapping[str, nn.Parameter], *, mean: bool
+) -> Examples:
+    """The per-sample gradients of the calls that one backward pass reached."""
+    sizes = {len(c.outputs[n]) for c in calls for n in c.gradients if c.outputs[n].ndim}
+    size = max(sizes, default=0)
+    if len(sizes) != 1 or not size:
+        raise NotChecked("the outputs of modules do not have a row for each example, or no row")
+    if (needed := size * sum(p.numel() for p in trained.values()) * 4) > MOST_BYTES:
+        raise NotChecked(f"gradients of {size} examples take {needed / 1e9:.0f} GB: take fewer")
+    rows = []
+    with _undisturbed([call.module for call in calls]):
+        for i in range(size):
+            made = [(c, n, out) for c in calls for n, out in _again(c, i, size).items()]
+            scaled = [c.gradients[n][i : i + 1] * (size if mean else 1) for c, n, _ in made]
+            outs, named = [out for *_, out in made], [*trained.values()]
+            options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+            rows.append(torch.autograd.grad(outs, named, scaled, **options))
+    stacked = [torch.stack([g.float() for g in each]) for each in zip(*rows, strict=True)]
+    return Examples(dict(zip(trained, stacked, strict=True)))
+
+
+def _again(call: Call, i: int, size: int) -> dict[int, Tensor]:
+    """The outputs of a call for one example, which must be those that it had in its batch."""
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[i : i + 1] if tensor.ndim and len(tensor) == size else tensor
+
+    args, options = pytree.tree_map_only(Tensor, part, call.given)
+    enabled, dtype = call.autocast
+    # Opacus's expanded weights make per-sample gradients in the wrapper's call.
+    module = getattr(call.module, "_module", call.module)
+    try:
+        with torch.autocast(call.outputs[0].device.type, dtype, enabled=enabled):
+            out = [each for each in _tensors(module(*args, **options)) if each.requires_grad]
+    except Exception as error:  # of the script's own code
+        words = str(error).partition("\n")[0]
+        raise NotChecked(f"a call cannot be repeated for one example: {words}") from error
+    near = TOLERANCE_16_BIT if call.is_16_bit else TOLERANCE
+    made = {n: out[n] for n in call.gradients if call.outputs[n].ndim and n < len(out)}
+    for number, each in made.items():
+        before = call.outputs[number][i : i + 1].detach()
+        if each.shape != before.shape or (each - before).norm() > near * before.norm():
+            raise NotChecked(
+                "a module returns something else for an example alone than in its batch: its "
+                "layers mix examples, or are random"
+            )
+    return made
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The floating-point tensors in what a module returns."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
     elif isinstance(value, (list, tuple, Mapping)):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each)
@@ -427,17 +385,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _hook_owners(module: nn.Module) -> list[Any]:
     """The objects whose hooks make per-sample gradients of a module's layers."""
     hooks = [hook for layer in module.modules() for hook in layer._forward_hooks.values()]
-    owners = {
-        id(o): o for h in hooks if hasattr(o := getattr(h, "__self__", None), "hooks_enabled")
-    }
-    return [*owners.values()]
+    owners = {id(owner): owner for hook in hooks if (owner := getattr(hook, "__self__", None))}
+    return [owner for owner in owners.values() if hasattr(owner, "hooks_enabled")]
 
 
 @contextmanager
 def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let modules be called as if they were not: hooks, buffers and random numbers stay."""
-    devices = [p.device for m in modules for p in m.parameters() if p.device.type == "cuda"]
-    with ExitStack() as undo, torch.random.fork_rng({*devices}), torch.enable_grad():
+    devices = {p.device for m in modules for p in m.parameters() if p.device.type == "cuda"}
+    with ExitStack() as undo, torch.random.fork_rng(devices), torch.enable_grad():
         for module in modules:
             for owner in _hook_owners(module):
                 undo.callback(setattr, owner, "hooks_enabled", owner.hooks_enabled)
