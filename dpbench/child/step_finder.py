@@ -45,9 +45,6 @@ class Calls:
 class StepRecorder(PhaseListener, Protocol):
     """Observes training steps in the process that takes them."""
 
-    calls: Calls
-    """Is told of calls in observed steps."""
-
     hears_warmup: bool
     """Whether it also observes the warm-up steps of a case."""
 
@@ -80,6 +77,7 @@ class StepFinder:
         go_on: whether the loop goes on when the recorder has finished; else `Stop` ends it.
         by_hand: whether the caller calls `start_step` and `end_step`; then only phases are found.
         keep: called after each observed step.
+        calls: returns what is told of the calls of observed steps.
     """
 
     def __init__(
@@ -90,8 +88,9 @@ class StepFinder:
         go_on: bool = False,
         by_hand: bool = False,
         keep: Callable[[], object] = lambda: None,
+        calls: Callable[[], Calls] = Calls,
     ) -> None:
-        self.recorder, self.keep = recorder, keep
+        self.recorder, self.keep, self._told = recorder, keep, calls
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
         self.steps = 0  # finished ones
         self.steps_elsewhere = 0  # of optimizers in other threads, which are not seen
@@ -204,7 +203,7 @@ class StepFinder:
     @property
     def calls(self) -> Calls:
         """What is told of calls now."""
-        return self.recorder.calls if self.counts else IGNORED
+        return self._told() if self.counts else IGNORED
 
     # --- phases ------------------------------------------------------------------------------
 
