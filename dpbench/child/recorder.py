@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -109,8 +110,8 @@ class Recorder(StepRecorder):
             for phase, times in sorted(came.items())
             if times < self.heard
         ]
-        seen = {"operators": tuple(self.operators), "memory_lines": tuple(self.memory_lines)}
-        return Outcome(case, rows, notes=(*self.notes, *some), **seen)
+        outcome = Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
+        return replace(outcome, memory_lines=tuple(self.memory_lines))
 
     def record(self, case: Case) -> dict[str, Any]:
         """The steps' part of a case's record, as plain JSON types."""

@@ -265,8 +265,8 @@ class StepChecks(Calls):
 
     def _of_noise(self) -> Check:
         if self.bypassed:
-            wrong = f"{self.bypassed} itself steps, and not the optimizer that make_private returns"
-            return Check("clipping and noise", FAILED, "", "none", [wrong])
+            line = f"{self.bypassed} itself steps, and not the optimizer that make_private returns"
+            return Check("clipping and noise", FAILED, "", "none", [line])
         if not self.noise:
             why = "σ is 0" if self._private else "no optimizer of Opacus steps"
             return Check("noise" if self._private else "clipping and noise", NOT_JUDGED, "", why)

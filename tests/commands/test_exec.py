@@ -65,7 +65,7 @@ class ProcessHere:
         task = Task.read(Path(command[command.index("-c") + 2]))
         assert task.program
         with as_left_before():
-            self.status = run(task, task.program, env[RECORDS])
+            self.status, _ = run(task, task.program, env[RECORDS])
 
     def wait(self) -> int | str | None:
         return self.status

@@ -234,8 +234,8 @@ class RunningCounter(ByteCounter):
         phase = self._phase
         out = func(*args, **kwargs)
         try:
-            self.memory.run(phase, [*args, *kwargs.values()], out)
             self._record(phase, func, cost(func, args, kwargs, out))
+            self.memory.run(phase, [*args, *kwargs.values()], out)
         except Exception as error:  # only the counter failed: the script goes on
             self._leave_out(func, args, out, error)
         return out

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -137,7 +137,9 @@ class ScriptMemory(LiveMemory):
         found["gradients"] = [p.grad for p in found["parameters"] if p.is_leaf]
         for what, values in found.items():
             for tensor in tensors(values):
-                self.see(tensor, (OUTSIDE, BEFORE + what, 0, ""))
+                with suppress(RuntimeError, ValueError):  # sparse, or not initialized yet
+                    local = getattr(tensor, "_local_tensor", tensor)  # of a sharded one
+                    self.see(local, (OUTSIDE, BEFORE + what, 0, ""))
 
     def start_step(self) -> None:
         """Forget the peak of the last step."""
@@ -189,7 +191,8 @@ def source_line() -> tuple[str, int, str]:
     while frame.f_back and _is_passed(frame.f_code.co_filename):
         frame = frame.f_back
     node = torch._C._current_autograd_node()
-    words = " " + frame.f_code.co_name if frame.f_code.co_name != "<module>" else ""
+    name = str(frame.f_code.co_name)
+    words = f" {name}" if name != "<module>" else ""
     words += f" ({node.name()})" if node else ""
     return frame.f_code.co_filename, frame.f_lineno, words
 

@@ -119,7 +119,8 @@ def test_line_and_phase_that_hold_most_are_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def hidden(batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).relu()
+        out: torch.Tensor = model(batch).relu()
+        return out
 
     with observe("logical", skip=0, steps=1) as seen, seen.step():
         hidden(torch.randn(512, 256)).square().mean().backward()
