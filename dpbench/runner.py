@@ -99,7 +99,12 @@ class Measuring:
 
     def outcome(self) -> Outcome:
         """Wait for what was measured, or for what went wrong."""
-        seen: dict[str, list[Any]] = {"operators": [], "kernels": [], "notes": []}
+        seen: dict[str, list[Any]] = {
+            "operators": [],
+            "kernels": [],
+            "memory_lines": [],
+            "notes": [],
+        }
         labels: dict[str, str] = {}
         imported: dict[str, str] = {}
         refused: list[str] = []

@@ -149,7 +149,7 @@ class _Watching:
         def called(*args: Any, **options: Any) -> Any:
             if compiles():
                 return step(*args, **options)
-            update = self.finder.begin_update()
+            update = self.finder.begin_update(outer=args[0] if args else None)
             try:
                 return step(*args, **options)
             finally:
@@ -187,7 +187,7 @@ class _Watching:
             if finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
             with finder.forward():
-                return call(module, *args, **options)
+                return finder.calls.forward(call, module, args, options)
 
         return called
 
@@ -281,13 +281,15 @@ class _AfterImport(MetaPathFinder):
         """Find a module as usual, and call the function after it has been executed."""
         if name not in self._names:
             return None
-        self._names.remove(name)
+        self._names.remove(name)  # for this search alone: it may only ask whether there is one
         spec = importlib.util.find_spec(name)
+        self._names.add(name)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            self._names.discard(name)
             execute(module)
             self._function(module)
 

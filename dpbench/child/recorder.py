@@ -10,14 +10,16 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from dpbench.child.step_finder import StepRecorder
+from dpbench.child.step_finder import Calls, StepRecorder
 from dpbench.core.case import OUTSIDE, Case
-from dpbench.results.kernels import OperatorCount
+from dpbench.results.kernels import MemoryLine, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
@@ -55,8 +57,12 @@ class Recorder(StepRecorder):
     quick: ClassVar[bool] = True  # rows can be made after each step
     hears_warmup = False
 
+    calls = Calls()
+    more: Mapping[str, Any] = MappingProxyType({})  # what else the record of a script has
+
     wait = True  # wait for the GPU; else only steps that it has finished
     operators: Sequence[OperatorCount] = ()  # in the last step, if it sees operators
+    memory_lines: Sequence[MemoryLine] = ()  # at its peak of memory, if it counts that
     notes: Sequence[str] = ()  # assumptions
 
     def __init__(self, wanted: int | None = None) -> None:
@@ -104,7 +110,8 @@ class Recorder(StepRecorder):
             for phase, times in sorted(came.items())
             if times < self.heard
         ]
-        return Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
+        outcome = Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
+        return replace(outcome, memory_lines=tuple(self.memory_lines))
 
     def record(self, case: Case) -> dict[str, Any]:
         """The steps' part of a case's record, as plain JSON types."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dpbench.child.elsewhere import watch_elsewhere
 from dpbench.child.hang_report import STACK
@@ -52,7 +52,8 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
         if recorder.quick and (recorder.finished or heard <= OFTEN or heard % OFTEN == 0):
             _write_down(records, case, finder, recorder, under_way=True)
 
-    finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, keep=keep)
+    how: dict[str, Any] = {"keep": keep, "calls": lambda: recorder.calls}
+    finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, **how)
     with ExitStack() as held:
         _lock_gpus(case, held)
         if script.timeout:
@@ -125,7 +126,7 @@ def _write_down(
     except DpbenchError as error:
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
     # ncu's report may have one more step, which did not end.
-    more = {"torch": torch, "heard": recorder.heard, "under_way": under_way}
+    more = {"torch": torch, "heard": recorder.heard, "under_way": under_way, **recorder.more}
     append_record({**outcome.as_json(), **more}, path)
 
 

@@ -28,6 +28,20 @@ class Stop(SystemExit):
     """
 
 
+class Calls:
+    """Is told of the calls that make a step; by default it ignores them."""
+
+    def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
+        """Call a module for the loop; returns what ``call(module, *args, **options)`` does."""
+        return call(module, *args, **options)
+
+    def backward(self) -> None:
+        """A backward pass of the loop begins."""
+
+    def update(self, optimizer: Any, outer: Any) -> None:
+        """An optimizer begins its step, or an ``outer`` object one that may call an optimizer's."""
+
+
 class StepRecorder(PhaseListener, Protocol):
     """Observes training steps in the process that takes them."""
 
@@ -51,6 +65,9 @@ class StepRecorder(PhaseListener, Protocol):
         """Release what a fork of this process inherited; counters stay with the parent."""
 
 
+IGNORED = Calls()
+
+
 class StepFinder:
     """Finds the steps and phases of an unmodified training loop, in the thread that creates this.
 
@@ -60,6 +77,7 @@ class StepFinder:
         go_on: whether the loop goes on when the recorder has finished; else `Stop` ends it.
         by_hand: whether the caller calls `start_step` and `end_step`; then only phases are found.
         keep: called after each observed step.
+        calls: returns what is told of the calls of observed steps.
     """
 
     def __init__(
@@ -70,8 +88,9 @@ class StepFinder:
         go_on: bool = False,
         by_hand: bool = False,
         keep: Callable[[], object] = lambda: None,
+        calls: Callable[[], Calls] = Calls,
     ) -> None:
-        self.recorder, self.keep = recorder, keep
+        self.recorder, self.keep, self._told = recorder, keep, calls
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
         self.steps = 0  # finished ones
         self.steps_elsewhere = 0  # of optimizers in other threads, which are not seen
@@ -125,11 +144,11 @@ class StepFinder:
         """See `PhaseListener`; called in observed steps only."""
         self._tell(self.recorder.switch, phase)
 
-    def _tell(self, method: Callable[..., object], *phase: str) -> None:
+    def _tell(self, method: Callable[..., object], *given: Any) -> None:
         """Call the recorder; an error of its own ends the recording, not the script."""
         if self.failure is None:
             try:
-                method(*phase)
+                method(*given)
             except Exception as error:
                 self.failure = error
 
@@ -181,6 +200,11 @@ class StepFinder:
         """Whether a recorded step is under way."""
         return self._step.listener is not None
 
+    @property
+    def calls(self) -> Calls:
+        """What is told of calls now."""
+        return self._told() if self.counts else IGNORED
+
     # --- phases ------------------------------------------------------------------------------
 
     def _hears(self) -> bool:
@@ -203,7 +227,9 @@ class StepFinder:
             resumes = False
         entered = step.enter(phase) if phase != step.phase else None
         self.settled = self.settled or begins
-        self._in_backward = self._in_backward or phase == "backward"
+        if phase == "backward" and not self._in_backward:
+            self._in_backward = True
+            self._tell(self.calls.backward)
         try:
             yield
         finally:
@@ -243,7 +269,7 @@ class StepFinder:
             if evaluation:
                 step.leave(evaluation)
 
-    def begin_update(self, optimizer: Any = None) -> Any:
+    def begin_update(self, optimizer: Any = None, outer: Any = None) -> Any:
         """Begin an update; no optimizer for Opacus's and scalers' steps, which call one."""
         if not self._hears():
             self.steps_elsewhere += optimizer is not None and not self._closed
@@ -255,6 +281,9 @@ class StepFinder:
         within.__enter__()
         self._updating += 1
         self._updates += 1
+        self._closed = True  # what the recorder calls is not the loop's
+        self._tell(self.calls.update, optimizer, outer)
+        self._closed = False
         if optimizer is not None:
             self._has_updated(optimizer)
             infinite = getattr(optimizer, "found_inf", None)

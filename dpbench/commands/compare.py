@@ -62,7 +62,7 @@ def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool)
     if verdict.changes.empty:
         raise ConfigurationError(f"{title}: the two have no case in common")
     print(f"{title}\n\n{as_text(comparison_tables(verdict))}\n")
-    if grown := grown_text(verdict.regressions):
+    if grown := grown_text(verdict.regressions, verdict.memory):
         print(f"{grown}\n")
     for note in verdict.notes:
         print(printable(f"{note}."))

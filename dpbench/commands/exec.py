@@ -14,12 +14,18 @@ divided, phase by phase.
 Ranks that torchrun starts on one machine each record their own steps, by timing, logical, cupti or
 torch_profiler; the first prints one table and writes the files.
 
+--verify checks a private script instead: whether the optimizer has the model's parameters, each
+trainable one gets a clipped gradient and moves, and the gradients are those of a loop over the
+examples. The exit status is 1 if something is wrong, or if gradients could not be compared. The
+noise of checked steps is taken off again, so the script always ends after them.
+
 Examples:
   dpbench exec plain.py --batch-size 64
   dpbench exec --instrument timing --skip 10 --steps 20 --continue train.py
   dpbench exec --save plain plain.py
   dpbench exec --baseline 1 private.py
   dpbench exec --autosave --compare-fail logical_bytes:1% -m mypackage.train --lr 0.1
+  dpbench exec --verify private.py --lr 0.1
   torchrun --nproc-per-node 2 -m dpbench exec --json run.json train.py
 """
 
@@ -34,17 +40,20 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from dpbench.child.failures import ScriptInterrupted
+from dpbench.child.failures import InstrumentError, ScriptInterrupted
 from dpbench.child.script_ranks import Rank
 from dpbench.commands.options import saved_run
 from dpbench.commands.run import show
+from dpbench.commands.script_checks import ScriptChecks
 from dpbench.commands.step import write_report
+from dpbench.commands.verify import as_text
 from dpbench.core import gpu
 from dpbench.core.case import AXES, BASELINE_TRAINER, Case, Script
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
 from dpbench.core.settings import Settings, declare
 from dpbench.instruments import choose, declare_built_in
+from dpbench.instruments.interface import Instrument
 from dpbench.instruments.script import ScriptRun
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
@@ -54,6 +63,7 @@ from dpbench.results.run import Run
 from dpbench.run_writer import reporting
 from dpbench.runner import measure
 from dpbench.session import Session, sources
+from dpbench.verify.check import NOT_JUDGED, Check
 
 DECLARED = {
     "measuring": ("ncu_dir",),
@@ -70,6 +80,10 @@ ALIKE = 0.01
 
 OF_INSTRUMENTS = ("ncu_path", "ncu_metrics", "profile_dir", "profile_threshold")
 """The options of instruments that apply to scripts, too."""
+
+
+UNVERIFIED = ("instrument", "baseline", *DECLARED["files"], *DECLARED["saved runs"][:-1])
+"""The options that --verify refuses."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the script go on after these, instead of ending it",
     )
     measuring.add_argument(
+        "--verify", action="store_true", help="check what steps do, instead of measuring them"
+    )
+    measuring.add_argument(
         "--name", metavar="NAME", help="what tables and saved runs call it (default: its own)"
     )
     measuring.add_argument(
@@ -120,7 +137,10 @@ def run(options: argparse.Namespace) -> int:
     card = next(iter(gpu.visible_gpus()), None)
     settings = replace(Settings.read(options), device="cuda" if card else "cpu")
     settings.check()
-    case, scripts = _chosen(options, settings, "cupti" if card else "logical")
+    if options.verify:
+        return _verify(options, settings)
+    names = options.instrument or ["cupti" if card else "logical"]
+    case, scripts = _chosen(options, settings, choose(names, settings, "script"))
     if rank and len(scripts) > 1:
         raise ConfigurationError("ranks run a script once: choose one --instrument")
     if rank and rank.number:  # the first rank has the session
@@ -160,6 +180,27 @@ def run(options: argparse.Namespace) -> int:
         return 1 if session.failed else 0
 
 
+def _verify(options: argparse.Namespace, settings: Settings) -> int:
+    """Run the script for its checks, and print them; 1 if one failed or gradients have none."""
+    refused = [name for name in UNVERIFIED if getattr(options, name, None)]
+    if refused or options.go_on:
+        name = "continue" if options.go_on else refused[0].replace("_", "-")
+        raise ConfigurationError(f"--verify measures and saves nothing: leave out --{name}")
+    case, [script] = _chosen(options, settings, [ScriptChecks()])
+    pending = script.start(case)
+    try:
+        pending.rows()
+    except InstrumentError as error:
+        print(f"dpbench exec: {error}", file=sys.stderr)
+        return 1
+    finally:
+        pending.cancel()
+        if checks := [Check(**check) for check in pending.record.get("checks", ())]:
+            print(as_text(case, checks))
+    compared = any(c.name == "gradient" and c.verdict != NOT_JUDGED for c in checks)
+    return 0 if compared and all(check.passed for check in checks) else 1
+
+
 def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None:
     """Run the script once for each instrument, and print why it failed."""
     for script in scripts:
@@ -177,7 +218,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
 
 
 def _chosen(
-    options: argparse.Namespace, settings: Settings, usual: str
+    options: argparse.Namespace, settings: Settings, instruments: Sequence[Instrument]
 ) -> tuple[Case, list[ScriptRun]]:
     """The script as a subject, and how it runs for each instrument."""
     program = options.module or options.program
@@ -201,7 +242,7 @@ def _chosen(
             go_on=options.go_on,
             timeout=options.end_after,
         )
-        for instrument in choose(options.instrument or [usual], settings, "script")
+        for instrument in instruments
     ]
     for script in scripts:
         script.check()

@@ -155,7 +155,8 @@ def show(session: Session, command: str) -> None:
     to = session.settings.tables_to
     try:
         print(as_text(tables, terminal_width()), file=to)
-        if session.verdict and (grown := grown_text(session.verdict.regressions)):
+        verdict = session.verdict
+        if verdict and (grown := grown_text(verdict.regressions, verdict.memory)):
             print(f"\n{grown}", file=to)
         to.flush()
     finally:  # at last why the session has failed, if it has; also if nobody reads the tables

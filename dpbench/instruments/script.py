@@ -83,7 +83,7 @@ class PendingScript(PendingMeasurement):
         record: dict[str, Any] = result_of(read_records(self._records))
         if not (record or interrupted) and (said := instrument.complaint(self.case)):
             raise said
-        record = record or {"heard": 0, "under_way": True}
+        self.record = record = record or {"heard": 0, "under_way": True}
         left = self._records.with_name(STACK)
         if stack := left.read_text() if left.exists() else "":
             print(stack, file=sys.stderr)
@@ -102,6 +102,7 @@ class PendingScript(PendingMeasurement):
             with suppress(*[InstrumentError] if error else []):  # which came before the report's
                 rows += instrument.script_rows(self.case, record)
         self.operators, self.notes = outcome.operators, outcome.notes
+        self.memory_lines = outcome.memory_lines
         if error:
             kind = ScriptInterrupted if interrupted else CaseTimedOut if stack else CaseFailed
             failure = kind(f"{self.case.id}: {error}")

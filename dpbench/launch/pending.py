@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from dpbench.results.kernels import KernelCount, OperatorCount
+from dpbench.results.kernels import KernelCount, MemoryLine, OperatorCount
 from dpbench.results.rows import Measurement
 
 
@@ -16,6 +16,7 @@ class PendingMeasurement(ABC):
     Attributes:
         operators: what each operator did.
         kernels: what each kernel moved.
+        memory_lines: which lines had allocated what lived at the peak of memory.
         notes: assumptions behind the rows.
         labels: the labels of the case's trainer, see `TrainerBase.labels`.
         imported: files of the measured code in another process, see `dpbench.child.imported`.
@@ -23,6 +24,7 @@ class PendingMeasurement(ABC):
 
     operators: Sequence[OperatorCount] = ()
     kernels: Sequence[KernelCount] = ()
+    memory_lines: Sequence[MemoryLine] = ()
     notes: Sequence[str] = ()
     labels: Mapping[str, str] = MappingProxyType({})
     imported: Mapping[str, str] = MappingProxyType({})

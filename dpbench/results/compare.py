@@ -103,10 +103,27 @@ def largest_changes(
     of_operators = (counted and metric.source) or "total_bytes"
     sides = ([_moved(run, case, kind, of_operators) for run in (before, after)] for kind in kinds)
     old, new = next(filter(all, sides), [{}, {}])
+    return _most_changed(case, old, new, regression["phase"])
+
+
+def grown_memory(before: Run, after: Run, case: Case) -> list[dict[str, Any]]:
+    """The functions of a script whose memory at the peak changed most, as `largest_changes`.
+
+    Not lines, whose numbers an edit above them changes. Empty if a run did not record them.
+    """
+    old, new = (_moved(run, case, "memory_lines") for run in (before, after))
+    return _most_changed(case, old, new, STEP) if old and new else []
+
+
+def _most_changed(
+    case: Case,
+    old: Mapping[tuple[str, str], float],
+    new: Mapping[tuple[str, str], float],
+    phase: str,
+) -> list[dict[str, Any]]:
+    """The largest changes of bytes by phase and name, in one phase or the whole step."""
     change = {
-        key: new.get(key, 0) - old.get(key, 0)
-        for key in {**old, **new}
-        if regression["phase"] in (key[0], STEP)
+        key: new.get(key, 0) - old.get(key, 0) for key in {**old, **new} if phase in (key[0], STEP)
     }
     largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
     return [
@@ -116,16 +133,20 @@ def largest_changes(
     ]
 
 
-def _moved(run: Run, case: Case, kind: str, of_operators: str) -> Mapping[tuple[str, str], float]:
-    """Bytes of a step by phase and name: a field of its operators, or those of its kernels."""
+def _moved(
+    run: Run, case: Case, kind: str, of_operators: str = ""
+) -> Mapping[tuple[str, str], float]:
+    """Bytes of a step by phase and name: a field of its operators, or of its kernels or lines."""
     moved: dict[tuple[str, str], float] = defaultdict(float)
     for outcome in (each for each in run.outcomes if each.case == case):
         if kind == "operators":
             for operator in outcome.operators:
                 moved[operator.phase, operator.operator] += getattr(operator, of_operators)
             continue
+        for line in outcome.memory_lines if kind == "memory_lines" else ():
+            moved[line.phase, re.sub(r":\d+", "", line.line)] += line.held_bytes
         steps = len({kernel.repeat for kernel in outcome.kernels})
-        for kernel in outcome.kernels:
+        for kernel in outcome.kernels if kind == "kernels" else ():
             moved[kernel.phase, kernel.kernel] += kernel.dram_bytes / steps
     return moved
 

@@ -17,7 +17,14 @@ import pandas as pd
 
 from dpbench.core.case import AXES, Case, samples_poisson
 from dpbench.core.metrics import METRICS
-from dpbench.results.compare import CHANGES, Threshold, largest_changes, other_baseline, pairs
+from dpbench.results.compare import (
+    CHANGES,
+    Threshold,
+    grown_memory,
+    largest_changes,
+    other_baseline,
+    pairs,
+)
 from dpbench.results.conditions import premise_differences
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
@@ -56,6 +63,7 @@ class Verdict:
         regressions: the rows that exceed their limit, as plain JSON types, with `largest_changes`.
         unjudged: what a limit should have judged and could not.
         notes: what was not compared, what else differs, and what is wrong with the reference.
+        memory: the functions of scripts that hold more or less at the peak, see `grown_memory`.
     """
 
     changes: pd.DataFrame
@@ -63,6 +71,7 @@ class Verdict:
     regressions: list[dict[str, Any]]
     unjudged: list[Unjudged]
     notes: list[str]
+    memory: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
@@ -76,6 +85,7 @@ class Verdict:
             _distinct(row for each in verdicts for row in each.regressions),
             _distinct(row for each in verdicts for row in each.unjudged),
             first.notes,
+            first.memory,
         )
 
     @property
@@ -131,12 +141,14 @@ class Gate:
         # Ratios that only one run has are not shown.
         is_shown = compared.before.notna() & compared.shared
         is_shown &= compared.after.notna() | (compared.of == "")
+        cases = dict.fromkeys(each.case for each in after.outcomes if each.memory_lines)
         return Verdict(
             compared.loc[is_shown, CHANGES].reset_index(drop=True),
             table,
             self._regressions(table),
             unjudged,
             [*self._notes()],
+            [change for case in cases for change in grown_memory(self.before, after, case)],
         )
 
     @cached_property

@@ -66,6 +66,15 @@ class OperatorCount(Entry):
         return self.read_bytes + self.write_bytes
 
 
+@dataclass(frozen=True)
+class MemoryLine(Entry):
+    """Bytes that one source line had allocated in one phase, and that lived at a step's peak."""
+
+    phase: str
+    line: str  # e.g. train.py:24 step (AddmmBackward0), or what was made before counted steps
+    held_bytes: int
+
+
 def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
     """The heavy operators whose bytes are a guess, each with its share of the step's bytes."""
     counts = list(counts)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.core.case import AXES, BASELINE_TRAINER, Case
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
-from dpbench.results.kernels import KernelCount, OperatorCount
+from dpbench.results.kernels import Entry, KernelCount, MemoryLine, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, NUMBER, SCHEMA, Measurement
 
 if TYPE_CHECKING:
@@ -24,14 +24,15 @@ STATUSES = (COMPLETE, INTERRUPTED)
 REGRESSED, UNJUDGED = "regressed", "unjudged"
 """The verdict on a complete session: something got worse, or could not be judged."""
 
-LISTS: dict[str, type[Measurement] | type[OperatorCount] | type[KernelCount]] = {
+LISTS: dict[str, type[Measurement] | type[Entry]] = {
     "rows": Measurement,
     "operators": OperatorCount,
     "kernels": KernelCount,
+    "memory_lines": MemoryLine,
 }
 """The fields of an `Outcome` that are lists of a document, each entry with the case's fields."""
 
-SEEN = ("operators", "kernels")
+SEEN = ("operators", "kernels", "memory_lines")
 """The lists whose entries have the number of their outcome; rows have their instrument."""
 
 
@@ -41,7 +42,8 @@ class Outcome:
 
     ``error`` is the name of the error's class, or None; rows measured before it are kept.
     ``instruments`` names those that should measure it; ``operators`` and ``kernels`` are what each
-    operator and kernel did, ``notes`` the assumptions. ``tests`` are those that asked for it, each
+    operator and kernel did, ``memory_lines`` who held the peak of memory, ``notes`` the
+    assumptions. ``tests`` are those that asked for it, each
     with its id as ``test`` and its ``params`` as text; ``extra_info`` is what they added.
     ``labels`` are the trainer's, see `TrainerBase`; ``imported`` are files of its code, see
     `dpbench.child.imported`.
@@ -57,6 +59,7 @@ class Outcome:
     instruments: tuple[str, ...] = ()
     operators: tuple[OperatorCount, ...] = field(default=(), repr=False)
     kernels: tuple[KernelCount, ...] = field(default=(), repr=False)
+    memory_lines: tuple[MemoryLine, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tests: tuple[Mapping[str, Any], ...] = ()
@@ -115,7 +118,8 @@ def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         others = had.setdefault(outcome.case, set())
         rows = tuple(row for row in outcome.rows if row.instrument not in others)
         operators = () if outcome.case in counted else outcome.operators
-        yield replace(outcome, rows=rows, operators=operators)
+        lines = outcome.memory_lines if operators else ()
+        yield replace(outcome, rows=rows, operators=operators, memory_lines=lines)
         others |= {row.instrument for row in rows}
         if operators:
             counted.add(outcome.case)

@@ -102,13 +102,21 @@ def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
     return [*lines[: MOST_LINES - 1], f"and {more + 1} more"] if more > 0 else lines
 
 
-def grown_text(regressions: Iterable[Mapping[str, Any]]) -> str:
-    """The largest changes, one line per operator or kernel: ``clip: aten.clone +85.9 GB``."""
+def grown_text(
+    regressions: Iterable[Mapping[str, Any]], memory: Iterable[Mapping[str, Any]] = ()
+) -> str:
+    """The largest changes, one line per operator or kernel: ``clip: aten.clone +85.9 GB``.
+
+    Those of ``memory`` come last, by the line that allocated it.
+    """
+    changes = [change for row in regressions for change in row.get("largest_changes", ())]
     lines = [
         f"  {change['trainer']} {change['phase']}: {change['name']} "
         f"{'-' if change['bytes'] < 0 else '+'}{amount(abs(change['bytes']), 'B')}"
-        for row in regressions
-        for change in row.get("largest_changes", ())
+        for change in (
+            *changes,
+            *({**each, "name": f"memory of {each['name']}"} for each in memory),
+        )
     ]
     return printable("\n".join(["What changed most:", *dict.fromkeys(lines)])) if lines else ""
 

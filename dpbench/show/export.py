@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from dpbench.results.kernels import guesses
-from dpbench.results.outcome import trainer_summary
+from dpbench.results.outcome import Outcome, trainer_summary
+from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
 from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import tables
 from dpbench.show.view import TableOptions
+
+LINE_WIDTH = 40
+"""Characters of a source line's name, after which it is broken."""
+
+SMALL = 0.01
+"""The share of the peak below which a source line is not shown."""
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
@@ -43,9 +52,29 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
     return [
         *listed,
         *recorded_tables(summary, run.frame),
+        *(memory_table(o, view.top) for o in outcomes if o.memory_lines),
         *(table for o in outcomes for table in case_kernel_tables(o, summary, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),
     ]
+
+
+def memory_table(outcome: Outcome, top: int) -> Table:
+    """The ``top`` source lines by what they held at the peak of the last step's memory."""
+    lines = pd.DataFrame(map(asdict, outcome.memory_lines))
+    lines["share"] = lines.held_bytes / lines.held_bytes.sum()
+    peaks = [row for row in outcome.rows if row.metric == "peak_memory_bytes"]
+    last = max(row.repeat for row in peaks)
+    peak = max((r for r in peaks if r.repeat == last and r.phase != STEP), key=lambda r: r.value)
+    columns: dict[str, Shown] = {
+        "allocated at": ("line", partial(textwrap.fill, width=LINE_WIDTH)),
+        "in": ("phase", str),
+        "GB": ("held_bytes", gigabytes),
+        "share": ("share", "{:.1%}".format),
+    }
+    title = (
+        f"{outcome.case.id}: counted memory at the peak, {gigabytes(peak.value)} GB in {peak.phase}"
+    )
+    return Table.of(title, lines[lines.share >= SMALL].head(top), columns)
 
 
 def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:

@@ -65,7 +65,7 @@ class ProcessHere:
         task = Task.read(Path(command[command.index("-c") + 2]))
         assert task.program
         with as_left_before():
-            self.status = run(task, task.program, env[RECORDS])
+            self.status, _ = run(task, task.program, env[RECORDS])
 
     def wait(self) -> int | str | None:
         return self.status
@@ -292,3 +292,30 @@ def test_bad_input_is_refused_before_the_script_runs(
 ) -> None:
     assert main(["exec", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("processes_here")
+def test_lines_that_hold_the_peak_of_memory_are_shown_saved_and_compared(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    exec_ = ["exec", "--instrument=logical", "--skip=1", "--steps=1", "--name=mine"]
+    assert main([*exec_, "--json=before.json", "training.py", "--private"]) == 0
+    shown = capfd.readouterr().out
+    assert "mine: counted memory at the peak, " in shown
+    assert "compute_linear_grad_sample" in shown
+    lines = json.loads(Path("before.json").read_text())["memory_lines"]
+    [peak] = rows("before.json", "peak_memory_bytes")["mine", "step"]
+    assert sum(line["held_bytes"] for line in lines) == peak
+    weights = 4 * (256 * 512 + 512 + 512 * 16 + 16)
+    samples = {line["line"]: line["held_bytes"] for line in lines if line["phase"] == "backward"}
+    assert max(samples.values()) == 8 * weights  # a gradient for each of 8 examples
+
+    grows = scripts.TRAINING.replace("for step in", "kept = []\nfor step in").replace(
+        "    loss.backward()\n",
+        "    kept.append(torch.ones(1000, 1000) * loss)\n    loss.backward()\n",
+    )
+    Path("training.py").write_text("# another line\n" + grows)
+    assert main([*exec_, "--compare=before.json", "training.py", "--private"]) == 0
+    most = capfd.readouterr().out.partition("What changed most:\n")[2].splitlines()
+    assert most[0].startswith("  mine forward: memory of training.py +0.00")
+    assert len([line for line in most if line.startswith("  mine")]) <= 3

@@ -37,7 +37,13 @@ from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.costs import Cost, cost
 from dpbench.instruments.logical.flops import formula_of, is_unknown
 from dpbench.instruments.logical.memo import Memo, answer
-from dpbench.instruments.logical.memory import LiveMemory, in_place, resizing_seen, tensors
+from dpbench.instruments.logical.memory import (
+    LiveMemory,
+    ScriptMemory,
+    in_place,
+    resizing_seen,
+    tensors,
+)
 from dpbench.instruments.logical.stand_ins import (
     STAND_INS,
     AssumedValues,
@@ -76,7 +82,7 @@ class ByteCounter(TorchDispatchMode):
             self._memos = (converter.tensor_memo, converter.describer.lookup_tensor)
             self._memo = Memo(fake)
         self._values = AssumedValues()
-        self.memory = LiveMemory()
+        self.memory: LiveMemory = LiveMemory()
         self._phase: str | None = None
         self._forget()
 
@@ -197,12 +203,19 @@ class ByteCounter(TorchDispatchMode):
 class RunningCounter(ByteCounter):
     """Counts operators on tensors with data as they run, on any device.
 
-    PyTorch chooses attention, dropout and others for that device. There are no peaks, because
-    tensors that existed before the count are unknown.
+    PyTorch chooses attention, dropout and others for that device.
     """
+
+    memory: ScriptMemory
 
     def __init__(self) -> None:
         super().__init__(None)
+        self.memory = ScriptMemory()
+        self.memory.see_those_made_before()
+
+    def start_step(self) -> None:
+        self.memory.start_step()
+        super().start_step()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -222,6 +235,7 @@ class RunningCounter(ByteCounter):
         out = func(*args, **kwargs)
         try:
             self._record(phase, func, cost(func, args, kwargs, out))
+            self.memory.run(phase, [*args, *kwargs.values()], out)
         except Exception as error:  # only the counter failed: the script goes on
             self._leave_out(func, args, out, error)
         return out

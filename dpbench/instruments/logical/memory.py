@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from dpbench.core.case import OUTSIDE
+from dpbench.results.kernels import MemoryLine
 
 Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
 """Storage, offset in elements, and ``(size, stride)`` of each dimension that cannot be merged."""
@@ -90,6 +97,121 @@ class LiveMemory:
 
     def _freed(self, key: int) -> None:
         self.now -= self._known.pop(key)[0]
+
+
+Origin: TypeAlias = tuple[str, str, int, str]
+"""Phase, file, line, and the function and node of autograd that ran, of an allocation."""
+
+BEFORE = "made before the counted steps: "
+
+
+class ScriptMemory(LiveMemory):
+    """The live bytes of a script's tensors, by the source line that allocated them.
+
+    Nothing says which tensors of a script on a CPU would be on a GPU. Parameters, buffers,
+    gradients and optimizer state are; others are from the operator on that uses them in a phase of
+    a step, or together with one that is. So a data set that only its loader reads is not. If the
+    script uses CUDA, its CUDA tensors are counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = OUTSIDE
+        self._on_cuda = torch.cuda.is_initialized()
+        self._origins: dict[int, Origin] = {}
+        self._held = Counter[Origin]()
+        self._highest, self._at_peak = 0, dict[Origin, int]()
+
+    def see_those_made_before(self) -> None:
+        """Track the parameters, gradients, buffers and optimizer state of this process."""
+        found: dict[str, list[Any]] = {"parameters": [], "buffers": [], "optimizer state": []}
+        for each in gc.get_objects():
+            kind = type(each)  # not isinstance, which may call code of the object
+            if issubclass(kind, nn.Parameter):
+                found["parameters"].append(each)
+            elif issubclass(kind, nn.Module):
+                found["buffers"] += filter(None.__ne__, vars(each).get("_buffers", {}).values())
+            elif issubclass(kind, torch.optim.Optimizer):
+                states = vars(each).get("state", {}).values()
+                found["optimizer state"] += [v for s in states for v in dict(s).values()]
+        found["gradients"] = [p.grad for p in found["parameters"] if p.is_leaf]
+        for what, values in found.items():
+            for tensor in tensors(values):
+                with suppress(RuntimeError, ValueError):  # sparse, or not initialized yet
+                    local = getattr(tensor, "_local_tensor", tensor)  # of a sharded one
+                    self.see(local, (OUTSIDE, BEFORE + what, 0, ""))
+
+    def start_step(self) -> None:
+        """Forget the peak of the last step."""
+        self._highest, self._at_peak = self.now, dict(self._held)
+
+    def run(self, phase: str, used: Any, made: Any) -> None:
+        """Track the tensors that an operator has used and made."""
+        self.phase = phase
+        given = [(each, each.untyped_storage()._cdata in self._known) for each in tensors(used)]
+        if phase != OUTSIDE or any(known for _, known in given):
+            for tensor, known in given:
+                if not known:
+                    self.see(tensor, (OUTSIDE, f"{BEFORE}others", 0, ""))
+            for tensor in tensors(made):
+                self.see(tensor)
+
+    def see(self, tensor: Tensor, origin: Origin | None = None) -> None:
+        """Track a tensor's storage at its present size."""
+        if tensor.device.type == ("cuda" if self._on_cuda else "cpu"):
+            self.see_storage(tensor.untyped_storage(), origin)
+
+    def see_storage(self, storage: torch.UntypedStorage, origin: Origin | None = None) -> None:
+        before, key = self.now, storage._cdata
+        super().see_storage(storage)
+        if self.now != before:
+            if key not in self._origins:
+                self._origins[key] = origin or (self.phase, *source_line())
+            self._held[self._origins[key]] += self.now - before
+            if self.now > self._highest:
+                self._highest, self._at_peak = self.now, dict(self._held)
+
+    def _freed(self, key: int) -> None:
+        if origin := self._origins.pop(key, None):  # none of a storage that is empty
+            self._held[origin] -= self._known[key][0]
+        super()._freed(key)
+
+    def lines(self) -> tuple[MemoryLine, ...]:
+        """What lived at the peak of the latest step, by phase and line; most bytes first."""
+        held = Counter[tuple[str, str]]()
+        for (phase, file, number, words), size in self._at_peak.items():
+            line = f"{_shown(file)}:{number}{words}" if number else file
+            held[phase, line] += size
+        return tuple(MemoryLine(*where, size) for where, size in held.most_common() if size)
+
+
+def source_line() -> tuple[str, int, str]:
+    """The innermost line outside PyTorch and dpbench, with its function and node of autograd."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back and _is_passed(frame.f_code.co_filename):
+        frame = frame.f_back
+    node = torch._C._current_autograd_node()
+    name = str(frame.f_code.co_name)
+    words = f" {name}" if name != "<module>" else ""
+    words += f" ({node.name()})" if node else ""
+    return frame.f_code.co_filename, frame.f_lineno, words
+
+
+@cache
+def _is_passed(file: str) -> bool:
+    """Whether lines of a file say nothing about who allocates."""
+    ours = Path(__file__).parents[2], Path(str(torch.__file__)).parent
+    return file.startswith((*map(str, ours), "<frozen"))
+
+
+@cache
+def _shown(file: str) -> str:
+    """A file's path from this directory, or from the folder of its library."""
+    path = Path(file)
+    for folder in (Path.cwd(), *map(Path, sys.path)):
+        if path.is_relative_to(folder) and folder != Path():
+            return str(path.relative_to(folder))
+    return file
 
 
 @contextmanager

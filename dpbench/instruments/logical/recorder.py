@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,8 @@ class LogicalRecorder(Recorder):
 
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
-        self._steps: list[
-            tuple[Sequence[OperatorCount], Sequence[str]]
-        ] = []  # operators and phases
+        # Of each step: its operators, and most live bytes by phase.
+        self._steps: list[tuple[Sequence[OperatorCount], Mapping[str, int]]] = []
         self._assumed = Counter[str]()
 
     @cached_property
@@ -39,8 +38,10 @@ class LogicalRecorder(Recorder):
         import torch
 
         from dpbench.instruments.logical.counter import RunningCounter
+        from dpbench.instruments.logical.memory import resizing_seen
 
         counter = RunningCounter()
+        self.held.enter_context(resizing_seen(counter.memory))
         self.held.enter_context(counter)
         # Dynamo cannot compile under a dispatch mode, and raises an error for ``fullgraph``.
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
@@ -49,7 +50,8 @@ class LogicalRecorder(Recorder):
     def end_step(self) -> None:
         super().end_step()
         self.operators = self.listener.operators
-        self._steps.append((self.operators, [*self.listener.peaks]))
+        self._steps.append((self.operators, self.listener.peaks))
+        self.memory_lines = self.listener.memory.lines()
         self._assumed.update(self.listener.notes)
         self.notes = [f"{note} ({times}×)" for note, times in sorted(self._assumed.items())]
         where = "CUDA" if on_cuda() else "the CPU"
@@ -65,8 +67,8 @@ class LogicalRecorder(Recorder):
             raise NothingCounted(f"{case.id}: no operator of PyTorch ran in {self.heard} step(s)")
         return [
             row
-            for repeat, step in enumerate(self._steps)
-            for row in logical_rows(case, *step, repeat=repeat)
+            for repeat, (operators, peaks) in enumerate(self._steps)
+            for row in logical_rows(case, operators, peaks, peaks, repeat)
         ]
 
     def forked(self) -> None:

@@ -1,0 +1,32 @@
+"""Runs a script for the checks of its steps, for ``dpbench exec --verify``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.instruments.interface import Instrument
+from dpbench.launch.pending import PendingMeasurement
+
+if TYPE_CHECKING:
+    from dpbench.child.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class ScriptChecks(Instrument):
+    """Has the recorder of checks in place of an instrument's."""
+
+    name: ClassVar[str] = "verify"
+
+    def check_ranks(self, why: str) -> None:
+        raise ConfigurationError(f"--verify checks one process, and {why}: start it alone")
+
+    def start(self, case: Case) -> PendingMeasurement:
+        raise NotImplementedError  # it measures no case
+
+    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+        from dpbench.verify.recorder import CheckingRecorder
+
+        return CheckingRecorder(steps)

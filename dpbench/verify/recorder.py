@@ -1,0 +1,38 @@
+"""Hears the steps of a script, for its checks; torch is imported at the first step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dpbench.child.recorder import Recorder
+from dpbench.core.case import Case
+
+if TYPE_CHECKING:
+    from dpbench.verify.script import StepChecks
+
+
+class CheckingRecorder(Recorder):
+    """Has the checks of a script's steps; it has no rows."""
+
+    @cached_property
+    def calls(self) -> StepChecks:  # type: ignore[override]
+        import torch
+
+        from dpbench.verify.script import StepChecks
+
+        # Repeated calls have other shapes, for which nothing is compiled.
+        self.held.enter_context(torch.compiler.set_stance("force_eager"))
+        return StepChecks()
+
+    def end_step(self) -> None:
+        self.calls.end_step()
+        super().end_step()
+
+    def rows(self, case: Case) -> list[Any]:
+        return []
+
+    @property
+    def more(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"checks": [asdict(check) for check in self.calls.checks()] if self.heard else []}

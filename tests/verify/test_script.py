@@ -1,0 +1,187 @@
+"""``dpbench exec --verify``: right scripts pass, and faulty ones fail with one line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dpbench.child.messages import read_records, result_of
+from dpbench.child.script import run
+from dpbench.child.task import Task
+from dpbench.commands.cli import main
+from dpbench.commands.script_checks import ScriptChecks
+from dpbench.core.case import Script
+from dpbench.instruments.script import ScriptRun
+from dpbench.verify.check import FAILED, NOT_JUDGED, OK, Check
+from tests.verify import scripts
+
+Checks = dict[str, Check]
+ALWAYS = {"loss and sampling"}
+"""What no script can be checked for."""
+
+
+@pytest.fixture
+def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Checks]]:
+    """Run a script for its checks as its own process would, in this one."""
+    monkeypatch.chdir(tmp_path)
+    Path("private.py").write_text(scripts.PRIVATE, encoding="utf-8")
+    handler = signal.getsignal(signal.SIGINT)
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+    def verify_here(*program: str, said: str = "") -> Checks:
+        checks = ScriptChecks()
+        script = ScriptRun(checks, program, skip=0, steps=3)
+        Path("records").unlink(missing_ok=True)
+        run(Task(Script("mine"), checks), script, "records")
+        record = result_of(read_records(Path("records")))
+        assert said in record["message"] if said else not record["message"]
+        return {check["name"]: Check(**check) for check in record["checks"]}
+
+    yield verify_here
+    signal.signal(signal.SIGINT, handler)
+
+
+def verdicts(checks: Checks, verdict: str) -> set[str]:
+    return {name for name, check in checks.items() if check.verdict == verdict} - ALWAYS
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "hooks",
+        "hooks lora adamw scheduler",
+        "hooks accumulate",
+        "hooks virtual poisson adamw",
+        "hooks dropout",
+        "functorch",
+        "ew",
+        "per-layer",
+        "ghost lora adamw",
+        "ghost virtual poisson",
+    ],
+)
+def test_right_private_script_passes_every_check(verified: Callable[..., Checks], how: str) -> None:
+    checks = verified("private.py", *how.split())
+    assert verdicts(checks, OK) == checks.keys() - ALWAYS
+    assert checks["gradient"].how_far.endswith(
+        "clipped per layer" if how == "per-layer" else "clipped to 0.1"
+    )
+
+
+@pytest.mark.parametrize("how", ["plain", "plain lora adamw accumulate scheduler"])
+def test_script_without_privacy_passes_and_is_said_not_to_clip(
+    verified: Callable[..., Checks], how: str
+) -> None:
+    checks = verified("private.py", *how.split())
+    assert verdicts(checks, NOT_JUDGED) == {"clipping and noise"}
+    assert not verdicts(checks, FAILED)
+    assert checks["gradient"].how_far.endswith("not clipped by example")
+
+
+@pytest.mark.parametrize(
+    ("how", "check", "line"),
+    [
+        (  # as in Opacus #820: it trains, the loss falls, and the adapters stay
+            "plain lora new-adapters",
+            "optimizer has the parameters",
+            "0.down.weight, 0.up.weight: trainable, and in no optimizer that steps; it has 2 that "
+            "no called module has, the first 2×6",
+        ),
+        (
+            "plain lora idle-adapters",
+            "parameters get gradients",
+            "0.down.weight, 0.up.weight, 2.down.weight and 1 more: no gradient in 3 steps",
+        ),
+        (
+            "hooks half-forgotten",
+            "optimizer has the parameters",
+            "4.bias: trainable, and in no optimizer that steps",
+        ),
+        (
+            "hooks tiny-rate",
+            "parameters move",
+            "0.weight, 0.bias, 2.weight and 3 more: has a gradient, no change in 3 steps",
+        ),
+        (
+            "hooks lora thaws",
+            "frozen parameters stay",
+            "0.layer.weight: is frozen, and changes",
+        ),
+        (
+            "hooks bypass",
+            "clipping and noise",
+            "SGD itself steps, and not the optimizer that make_private returns",
+        ),
+        (
+            "hooks unclipped",
+            "gradient",
+            "0.weight, 0.bias, 2.weight and 3 more: the mean of gradients that are not clipped",
+        ),
+        (  # as in NeMo Safe-Synthesizer #518: ghost clipping against hooks under accumulation
+            "ghost accumulate",
+            "gradient",
+            "0.weight, 0.bias, 2.weight and 3 more: the mean over the last of 2 backward passes "
+            "alone, without the others",
+        ),
+    ],
+)
+def test_fault_is_one_line(
+    verified: Callable[..., Checks], how: str, check: str, line: str
+) -> None:
+    checks = verified("private.py", *how.split())
+    assert verdicts(checks, FAILED) == {check}
+    assert checks[check].wrong == [line]
+
+
+def test_noise_that_is_too_small_fails_and_the_gradient_beneath_it_passes(
+    verified: Callable[..., Checks],
+) -> None:
+    checks = verified("private.py", "hooks", "little-noise")
+    assert verdicts(checks, FAILED) == {"noise: deviation"}
+    assert checks["noise: deviation"].wrong[0].endswith("and σC is 0.1")
+    assert checks["gradient"].verdict == OK
+
+
+@pytest.mark.parametrize(
+    ("how", "check", "why"),
+    [
+        ("noiseless", "noise", "σ is 0"),
+        ("plain batch-norm", "gradient", "a call cannot be repeated for one example: Expected"),
+        ("plain random", "gradient", "its layers mix examples, or are random"),
+        ("plain own-clipping", "gradient", "if the script clips them by its own code"),
+    ],
+)
+def test_what_cannot_be_checked_is_named(
+    verified: Callable[..., Checks], how: str, check: str, why: str
+) -> None:
+    checks = verified("private.py", *how.split())
+    assert not verdicts(checks, FAILED)
+    assert checks[check].verdict == NOT_JUDGED
+    assert why in checks[check].how_far
+
+
+def test_script_that_fails_by_itself_has_no_checks(verified: Callable[..., Checks]) -> None:
+    said = "the script failed with ValueError: Module parameters are different than optimizer"
+    assert verified("private.py", "lora", "new-adapters", said=said) == {}
+
+
+def test_exit_status_says_whether_gradients_were_compared_and_right(
+    verified: Callable[..., Checks],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from tests.commands.test_exec import ProcessHere
+
+    monkeypatch.setattr("dpbench.instruments.script.subprocess.Popen", ProcessHere)
+    verify = ["exec", "--verify", "--skip=0", "--steps=2"]
+    for how, status in (("hooks", 0), ("unclipped", 1), ("plain own-clipping", 1)):
+        assert main([*verify, "private.py", *how.split()]) == status
+        assert "verify private" in capfd.readouterr().out
+    assert main([*verify, "--json=run.json", "private.py"]) == 2
+    assert "--verify measures and saves nothing: leave out --json" in capfd.readouterr().err
