@@ -136,12 +136,12 @@ class RangeProfiler:
             self._object = None
 
 
-def enough_ranges(seen: int) -> int:
-    """How many ranges to allow in a step, if a timed step had ``seen``.
+def enough_ranges(seen: int, *, alike: bool = False) -> int:
+    """How many ranges to allow in a step, if a timed step had ``seen``, and others may differ.
 
     With accumulation, a private trainer has 8 ranges in each micro-batch.
     """
-    return max(MAX_RANGES, 2 * seen)
+    return 2 * seen if alike else max(MAX_RANGES, 2 * seen)
 
 
 Ranges = list[tuple[str, dict[str, float]]]
@@ -155,9 +155,10 @@ class StepCounter:
     counts one group of counters. The GPU is synchronized at the borders of phases, so that the CPU
     cannot run ahead. Times and busy shares by phase therefore only say how a step's time is
     divided; those of a step counted as a whole are undisturbed. NVML's counters of NVLink are read
-    at the same borders, in every step. What a rank receives may come in the phase before: one that
-    is ahead sends until NCCL's buffers are full (48 MiB between two H100s). CUPTI goes on counting
-    from one step to the next while it has room for their ranges, because starting it takes 0.2 s.
+    at the same borders, in every step. What a rank receives may come in the phase or step before:
+    one that is ahead sends until NCCL's buffers are full (48 MiB between two H100s). CUPTI goes on
+    counting from one step to the next while it has room for their ranges, because starting it takes
+    0.2 s.
 
     Args:
         names: what to count beside DRAM bytes, time and busy shares; None for everything.

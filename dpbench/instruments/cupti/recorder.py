@@ -59,7 +59,7 @@ class CuptiRecorder(Recorder):
             self._target = Target.of_torch()
             self.notes = [self._target.note] if self._target.note else []
             rounds = [*[True] * by_phase, *[False] * whole]
-            most = enough_ranges(self.timing.listener.ranges)
+            most = enough_ranges(self.timing.listener.ranges, alike=self.alike)
             self.listener = self._counter = StepCounter(self.names, self._target, rounds, most)
             self.held.callback(self._counter.close)
             self.wanted = timed + self._counter.steps
