@@ -136,14 +136,6 @@ class RangeProfiler:
             self._object = None
 
 
-def enough_ranges(seen: int, *, alike: bool = False) -> int:
-    """How many ranges to allow in a step, if a timed step had ``seen``, and others may differ.
-
-    With accumulation, a private trainer has 8 ranges in each micro-batch.
-    """
-    return 2 * seen if alike else max(MAX_RANGES, 2 * seen)
-
-
 Ranges = list[tuple[str, dict[str, float]]]
 """The phase of each range of a step, and its NVLink bytes, which an open one lacks."""
 
@@ -239,8 +231,7 @@ class StepCounter:
         self._profiler.pop()
         # Read once: a rank that is ahead sends at a border, and no byte is to lie between phases.
         before, self._crossed = self._crossed, self._target.payload()
-        crossed = {name: total - before[name] for name, total in self._crossed.items()}
-        self._step[-1] = self._step[-1][0], crossed
+        self._step[-1][1].update({name: n - before[name] for name, n in self._crossed.items()})
 
     def rounds(self) -> list[ByPhase]:
         """The metrics of each completed round, by phase or of the whole step."""
