@@ -35,8 +35,13 @@ TRAINERS = {
 }
 """The private trainers of each."""
 
-APART = {("fsdp2", "fused"): "ranks-fused-fsdp2-256"}
-"""Trainers that were measured in a run of their own, with a standard step beside them."""
+APART = {("ranks-fsdp2-256", "fused"): "ranks-fused-fsdp2-256"}
+"""Files of trainers that were measured in a run of their own, with a standard step beside them."""
+
+
+def of(place: Place, trainer: str) -> Place:
+    """Where a trainer was measured in the place of others."""
+    return place._replace(file=APART.get((place.file, trainer), place.file))
 
 
 def cell(place: Place, trainer: str) -> str:
@@ -64,9 +69,7 @@ def ranks_measured(parallel: str, *trainers: str) -> str:
     """Time, bytes of both ranks, peak memory of one: of standard, and of the others ÷ it; busy."""
     rows = []
     for trainer in ("standard", *(trainers or TRAINERS[parallel])):
-        file = APART.get((parallel, trainer))
-        places = (place._replace(file=file or place.file) for place in PLACES[parallel])
-        rows.append([trainer, *(cell(place, trainer) for place in places)])
+        rows.append([trainer, *(cell(of(p, trainer), trainer) for p in PLACES[parallel])])
     rows[0][0] = "standard: ms, GB, GB"
     heads = (head(parallel, place) for place in PLACES[parallel])
     return markdown(["time, bytes, memory; busy", *heads], rows)

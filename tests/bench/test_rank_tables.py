@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bench.rank_tables import APART, PAYLOAD, PLACES, TRAINERS
+from bench.rank_tables import PAYLOAD, PLACES, TRAINERS, of
 from bench.runs import of_rank, value
 from bench.tables import SENT, Place, gb, ms, peak, ratio
 
 PAIRS = [(parallel, t) for parallel in ("ddp", "fsdp2") for t in ("standard", *TRAINERS[parallel])]
-OF_FUSED = [p._replace(file=APART["fsdp2", "fused"]) for p in PLACES["fsdp2"]]
+OF_FUSED = [of(place, "fused") for place in (*PLACES["fsdp2"], *PLACES["h100"][2:])]
 DDP = {"precision": "fp32", "parallel": "ddp"}
 
 
@@ -76,7 +76,7 @@ def test_under_fsdp2_private_steps_wait_more_than_standard_ones() -> None:
         assert ratio(ms, place, "dpsgd_ghost") > 2 * ratio(ms, place, "ghost_lean")
 
 
-@pytest.mark.parametrize("place", [*OF_FUSED, *PLACES["h100"][2:]])
+@pytest.mark.parametrize("place", OF_FUSED)
 def test_under_fsdp2_fused_sends_what_standard_sends_in_at_most_1_15_times_its_time(
     place: Place,
 ) -> None:
