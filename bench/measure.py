@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.runs import RESULTS, ROOT
+from bench.runs import RESULTS, ROOT, file_of
 
 PLAN: dict[str, str] = tomllib.loads((RESULTS / "evidence.toml").read_text("utf-8"))["measured"]
 """The options of ``dpbench run`` by the name of its file."""
@@ -33,7 +33,7 @@ def command(name: str, options: str, into: Path) -> list[str]:
     kept = ["--save", name, "--resume", "--storage", str(into / "runs")]
     return [
         *(sys.executable, "-m", "dpbench", "run", *shlex.split(options)),
-        *(*kept, "--json", str(into / f"h200-{name}.json")),
+        *(*kept, "--json", str(into / file_of(name))),
     ]
 
 
@@ -48,7 +48,7 @@ def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
     """Measure for so long; returns the files that are not complete yet."""
     end = time.monotonic() + seconds
     for name, options in plan.items():
-        if is_complete(into / f"h200-{name}.json") or time.monotonic() >= end:
+        if is_complete(into / file_of(name)) or time.monotonic() >= end:
             continue
         process = subprocess.Popen(command(name, options, into), cwd=ROOT)
         try:
@@ -56,7 +56,7 @@ def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             process.wait()
-    return [name for name in plan if not is_complete(into / f"h200-{name}.json")]
+    return [name for name in plan if not is_complete(into / file_of(name))]
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.runs import of_rank, value
+from bench.runs import of_rank, path_of, run, value
 from bench.tables import SENT, TABLES, Place, gb, joined, markdown, ms, peak, ratio, table
 
 __all__ = ["TABLES"]
@@ -19,6 +19,11 @@ PLACES = {
     ],
     "fsdp2": [Place("ranks-fsdp2-256", "8x256", precision) for precision in ("fp32", "bf16")],
     "lora": [Place("ranks-lora", "8x1024", "bf16")],
+    "h100": [
+        Place(file, "8x256", precision)
+        for file in ("h100-ranks-ddp-256", "h100-ranks-fused-fsdp2-256")
+        for precision in ("fp32", "bf16")
+    ],
 }
 """Where trainers were measured on two GPUs; a cell has the batch of both."""
 
@@ -26,32 +31,47 @@ TRAINERS = {
     "ddp": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
     "fsdp2": ("dpsgd_ghost", "ghost_lean"),
     "lora": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
+    "h100": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
 }
 """The private trainers of each."""
 
-APART = {("fsdp2", "fused"): "ranks-fused-fsdp2-256"}
-"""Trainers that were measured in a run of their own, with a standard step beside them."""
+APART = {("ranks-fsdp2-256", "fused"): "ranks-fused-fsdp2-256"}
+"""Files of trainers that were measured in a run of their own, with a standard step beside them."""
 
 
-def busy(place: Place, trainer: str) -> str:
-    """How busy the GPUs were."""
-    return f"{value(place.file, 'gpu_busy_share', trainer=trainer, **place.axes):.0%}"
+def of(place: Place, trainer: str) -> Place:
+    """Where a trainer was measured in the place of others."""
+    return place._replace(file=APART.get((place.file, trainer), place.file))
+
+
+def cell(place: Place, trainer: str) -> str:
+    """Time, bytes of both ranks and peak memory of one, of standard or ÷ it; how busy they were."""
+    if trainer not in {*run(path_of(place.file)).frame.trainer}:
+        return "-"
+    metrics = ms, gb, peak
+    if trainer == "standard":
+        numbers = joined((metric(place, trainer) for metric in metrics), 1)
+    else:
+        numbers = joined(ratio(metric, place, trainer) for metric in metrics)
+    busy = value(place.file, "gpu_busy_share", trainer=trainer, **place.axes)
+    return f"{numbers}; {busy:.0%}"
+
+
+def head(parallel: str, place: Place) -> str:
+    """What a column says of its place."""
+    if parallel == "h100":
+        return f"{'FSDP2' if 'fsdp2' in place.file else 'DDP'}, {place.precision}"
+    return f"4 × {place.cell.partition('x')[2]} a rank, {place.precision}"
 
 
 @table
 def ranks_measured(parallel: str, *trainers: str) -> str:
     """Time, bytes of both ranks, peak memory of one: of standard, and of the others ÷ it; busy."""
-    places = PLACES[parallel]
-    cells = (joined((m(p, "standard") for m in (ms, gb, peak)), 1) for p in places)
-    busy_too = (busy(p, "standard") for p in places)
-    rows = [["standard: ms, GB, GB", *map("; ".join, zip(cells, busy_too, strict=True))]]
-    for trainer in trainers or TRAINERS[parallel]:
-        file = APART.get((parallel, trainer))
-        places = [p._replace(file=file or p.file) for p in PLACES[parallel]]
-        ratios = (joined(ratio(m, p, trainer) for m in (ms, gb, peak)) for p in places)
-        busy_too = (busy(p, trainer) for p in places)
-        rows.append([trainer, *map("; ".join, zip(ratios, busy_too, strict=True))])
-    heads = (f"4 × {place.cell.partition('x')[2]} a rank, {place.precision}" for place in places)
+    rows = []
+    for trainer in ("standard", *(trainers or TRAINERS[parallel])):
+        rows.append([trainer, *(cell(of(p, trainer), trainer) for p in PLACES[parallel])])
+    rows[0][0] = "standard: ms, GB, GB"
+    heads = (head(parallel, place) for place in PLACES[parallel])
     return markdown(["time, bytes, memory; busy", *heads], rows)
 
 
@@ -89,9 +109,11 @@ def ranks_apart() -> str:
         noise = "-"
         if trainer not in ("standard", "fused"):
             drawn = ("dram_read_bytes", "dram_write_bytes")
-            noise = joined((n / 1e9 for n in _of_both("ranks-ddp-256", drawn, "noise", trainer)), 1)
+            noise = joined(
+                (n / 1e9 for n in _of_both("h100-ranks-ddp-256", drawn, "noise", trainer)), 1
+            )
         times = (
-            joined((1e3 * n for n in _of_both("ranks-profile-ddp", (m,), "step", trainer)), 1)
+            joined((1e3 * n for n in _of_both("h100-ranks-profile-ddp", (m,), "step", trainer)), 1)
             for m in ("communication_seconds", "exposed_communication_seconds")
         )
         rows.append([trainer, noise, *times])

@@ -27,10 +27,15 @@ LAYERS = 24
 """Layers of the ``1b`` model."""
 
 
+def file_of(name: str) -> str:
+    """The file of what was measured: on an H200, unless its name begins with ``h100-``."""
+    return f"{name}.json" if name.startswith("h100-") else f"h200-{name}.json"
+
+
 def path_of(file: str) -> Path:
     """The file of a run, measured or counted."""
     counted = RESULTS / f"{file}.json"
-    return counted if counted.exists() else RESULTS / f"h200-{file}.json"
+    return counted if counted.exists() else RESULTS / file_of(file)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from bench.runs import RESULTS, collectives, counted, path_of, printed, value
+from bench.runs import RESULTS, collectives, counted, file_of, path_of, printed, value
 
 TABLES: dict[str, Callable[..., str]] = {}
 """Each table by its name."""
@@ -395,7 +395,7 @@ def evidence() -> str:
     kinds = tomllib.loads((RESULTS / "evidence.toml").read_text(encoding="utf-8"))
     rows = []
     for name, options in kinds["measured"].items():
-        rows.append([f"`h200-{name}.json`", f"`dpbench run {options} --json …`"])
+        rows.append([f"`{file_of(name)}`", f"`dpbench run {options} --json …`"])
     for kind in ("counted", "printed", "recorded"):
         rows += [[f"`{name}`", f"`{command}`"] for name, command in kinds[kind].items()]
     return markdown(["file", "command"], rows)

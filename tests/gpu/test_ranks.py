@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from dpbench import TRAINERS, Case, CaseReport
+from dpbench.child.agreement import all_gather
 from dpbench.child.build import build, pick_device
 from dpbench.child.failures import CaseTimedOut, InstrumentError
 from dpbench.child.messages import Steps
@@ -139,17 +140,21 @@ def crossed(case: Case) -> dict[str, Any]:
         "all_gather": lambda: distributed.all_gather_into_tensor(whole, part),
         "reduce_scatter": lambda: distributed.reduce_scatter_tensor(part, whole),
     }
+
+    def crossed_so_far() -> dict[str, float]:
+        torch.cuda.synchronize()
+        all_gather("ended")  # without the GPU
+        crossed = payload()
+        all_gather("read")  # or the other rank might send already
+        return crossed
+
     found: dict[str, Any] = {}
     for kind, collective in kinds.items():
         collective()
-        distributed.barrier()
-        torch.cuda.synchronize()
-        before = payload()
+        before = crossed_so_far()
         for _ in range(20):
             collective()
-        torch.cuda.synchronize()
-        distributed.barrier()
-        after = payload()
+        after = crossed_so_far()
         found[kind] = {name: (after[name] - before[name]) / 20 / LARGE for name in (SENT, RECEIVED)}
     return found
 

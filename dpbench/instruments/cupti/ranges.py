@@ -136,16 +136,8 @@ class RangeProfiler:
             self._object = None
 
 
-def enough_ranges(seen: int) -> int:
-    """How many ranges to allow in a step, if a timed step had ``seen``.
-
-    With accumulation, a private trainer has 8 ranges in each micro-batch.
-    """
-    return max(MAX_RANGES, 2 * seen)
-
-
 Ranges = list[tuple[str, dict[str, float]]]
-"""The phase of each range of a step, and its NVLink bytes; for an open one, those before it."""
+"""The phase of each range of a step, and its NVLink bytes, which an open one lacks."""
 
 
 class StepCounter:
@@ -155,8 +147,10 @@ class StepCounter:
     counts one group of counters. The GPU is synchronized at the borders of phases, so that the CPU
     cannot run ahead. Times and busy shares by phase therefore only say how a step's time is
     divided; those of a step counted as a whole are undisturbed. NVML's counters of NVLink are read
-    at the same borders, in every step. CUPTI goes on counting from one step to the next while it
-    has room for their ranges, because starting it takes 0.2 s.
+    at the same borders, in every step. What a rank receives may come in the phase or step before:
+    one that is ahead sends until NCCL's buffers are full (48 MiB between two H100s). CUPTI goes on
+    counting from one step to the next while it has room for their ranges, because starting it takes
+    0.2 s.
 
     Args:
         names: what to count beside DRAM bytes, time and busy shares; None for everything.
@@ -201,6 +195,8 @@ class StepCounter:
         if not self._unread:
             self._profiler.start()
         self._step = []
+        self._target.synchronize()
+        self._crossed = self._target.payload()
         self._begin(OUTSIDE if self._by_phase else STEP)
 
     def switch(self, phase: str) -> None:
@@ -227,17 +223,15 @@ class StepCounter:
             self._counted.append(counted)
 
     def _begin(self, phase: str) -> None:
-        self._target.synchronize()
-        before = self._target.payload()
         self._profiler.push()
-        self._step.append((phase, before))
+        self._step.append((phase, {}))
 
     def _end(self) -> None:
         self._target.synchronize()
         self._profiler.pop()
-        phase, before = self._step[-1]
-        crossed = {name: total - before[name] for name, total in self._target.payload().items()}
-        self._step[-1] = phase, crossed
+        # Read once: a rank that is ahead sends at a border, and no byte is to lie between phases.
+        before, self._crossed = self._crossed, self._target.payload()
+        self._step[-1][1].update({name: n - before[name] for name, n in self._crossed.items()})
 
     def rounds(self) -> list[ByPhase]:
         """The metrics of each completed round, by phase or of the whole step."""

@@ -14,7 +14,7 @@ from dpbench.core.case import Case
 from dpbench.core.metrics import unit
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
-from dpbench.instruments.cupti.ranges import StepCounter, enough_ranges
+from dpbench.instruments.cupti.ranges import MAX_RANGES, StepCounter
 from dpbench.instruments.cupti.target import Target
 from dpbench.instruments.timing import TimingRecorder, timing_rows
 from dpbench.results.rows import STEP, Measurement
@@ -59,7 +59,8 @@ class CuptiRecorder(Recorder):
             self._target = Target.of_torch()
             self.notes = [self._target.note] if self._target.note else []
             rounds = [*[True] * by_phase, *[False] * whole]
-            most = enough_ranges(self.timing.listener.ranges)
+            # With accumulation, a private trainer has 8 ranges in each micro-batch.
+            most = max(2 * self.timing.listener.ranges, 0 if self.alike else MAX_RANGES)
             self.listener = self._counter = StepCounter(self.names, self._target, rounds, most)
             self.held.callback(self._counter.close)
             self.wanted = timed + self._counter.steps

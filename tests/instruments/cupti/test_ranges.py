@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
+from itertools import count
 from typing import Any
 
 import pytest
@@ -97,10 +98,14 @@ def test_the_gpu_is_synchronized_before_each_border() -> None:
 
     with count_ranges(target=target(cupti, synchronize)), phase("forward"):
         pass
-    for border in ("RangeProfiler_PushRange", "RangeProfiler_PopRange"):
-        places = [i for i, call in enumerate(cupti.calls) if call == border]
-        assert len(places) == 3
-        assert all(cupti.calls[i - 1] == "synchronize" for i in places)
+    pushed, popped = "RangeProfiler_PushRange", "RangeProfiler_PopRange"
+    inside = cupti.calls[
+        cupti.calls.index(pushed) - 1 : len(cupti.calls) - cupti.calls[::-1].index(popped)
+    ]
+    assert inside == ["synchronize", pushed] + ["synchronize", popped, pushed] * 2 + [
+        "synchronize",
+        popped,
+    ]
 
 
 def test_several_passes_are_spread_over_steps() -> None:
@@ -171,6 +176,19 @@ def test_the_payload_of_nvlink_is_read_at_each_border_in_any_pass() -> None:
         "clip": 1,
     }
     assert whole[STEP][RECEIVED] == 16 * GB
+
+
+def test_what_another_rank_sends_at_a_border_is_in_one_of_the_phases() -> None:
+    crossed = count(step=3.0)  # it sends all the time
+    gpu = target(
+        FakeCupti(), peers=True, payload=lambda: dict.fromkeys((SENT, RECEIVED), next(crossed))
+    )
+    with closing(StepCounter([], gpu, [True])) as counter, observed_step(counter):
+        for name in ("forward", "backward"):
+            with phase(name):
+                pass
+    [by_phase] = counter.rounds()
+    assert sum(values[RECEIVED] for values in by_phase.values()) == next(crossed) - 3.0
 
 
 def test_where_nvml_counts_no_payload_there_is_no_row_of_it() -> None:
