@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +19,7 @@ from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
+from dpbench.plugin.late_failures import report_failed
 from dpbench.session import Session
 
 if TYPE_CHECKING:
@@ -236,20 +236,13 @@ class WholeSession:
         from dpbench.show.comparison import regression_text
 
         reasons = [f"dpbench: {missing}{self.session.remedy}" for missing in failure.unjudged]
-        failed = copy(report)
+        sections = []
         if worse := len(failure.regressions):
-            text = regression_text(failure.regressions)
-            failed.sections = [*report.sections, ("dpbench comparison", text)]
+            sections = [("dpbench comparison", regression_text(failure.regressions))]
             count = f"{worse} regression{'s' if worse > 1 else ''}"
             section = "see the section 'dpbench comparison'"
             reasons.insert(0, f"dpbench: {count} against {self.session.reference.name}; {section}")
-        failed.outcome, failed.longrepr = "failed", "\n".join(reasons)
-        vars(failed).pop("wasxfail", None)  # an xfail mark expects another failure
-        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
-        for listed in terminal.stats.values() if terminal else ():
-            if report in listed:
-                listed.remove(report)
-        self.config.hook.pytest_runtest_logreport(report=failed)
+        report_failed(self.config, report, "\n".join(reasons), *sections)
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # inside the terminal's, which shows problems
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
