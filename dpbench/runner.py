@@ -18,7 +18,7 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import Locked, locked
 from dpbench.core.gpu import number_of_gpus
-from dpbench.core.registry import resolve
+from dpbench.core.registry import locate, resolve
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess, log_tail
 from dpbench.launch.pending import PendingMeasurement
@@ -45,6 +45,16 @@ def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
         raise ConfigurationError(
             f"{case.id} needs {case.gpus} GPUs, and {number} can be used (CUDA_VISIBLE_DEVICES)"
         )
+
+
+def check_named(cases: Sequence[Case]) -> None:
+    """Refuse cases that name what does not exist, or give a parameter a wrong value."""
+    locate(cases)
+    if with_values := [c for c in cases if c.set or ":" in f"{c.trainer}{c.optimizer}"]:
+        from dpbench.child.build import check_parameters  # loads torch
+
+        for case in with_values:
+            check_parameters(case)
 
 
 def measure(case: Case, instruments: Sequence[Instrument]) -> Outcome:

@@ -14,7 +14,6 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.gpu import SESSION_GPUS, visible_gpus
-from dpbench.core.registry import locate
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
@@ -122,11 +121,13 @@ class WholeSession:
         """
         if "dpbench_case" not in metafunc.fixturenames:
             return
+        from dpbench.runner import check_named
+
         cases = self.session.grid.cases()
         with pytest.MonkeyPatch.context() as patch:  # as in the process that measures
             patch.setattr(sys, "path", [*sys.path])
             try:
-                locate(cases)
+                check_named(cases)
             except ConfigurationError as error:
                 raise pytest.Collector.CollectError(f"dpbench: {error}") from error
         metafunc.parametrize("dpbench_case", cases, ids=[case.id for case in cases])
