@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import cache
@@ -13,7 +13,7 @@ import msgspec
 
 from dpbench.core.case import ALL_PHASES, AXES, COUNTS, Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metric import AGGREGATES, Kind, Shown
+from dpbench.core.metric import AGGREGATES, HOWS, Kind, Shown
 from dpbench.results.outcome import LISTS, SEEN, STATUSES
 from dpbench.results.rows import IDENTITY, SCHEMA, STEP, impossible_number
 
@@ -76,7 +76,7 @@ class TestPart(msgspec.Struct):
 class HowPart(msgspec.Struct):
     """How a metric is computed."""
 
-    kind: str
+    kind: Literal[tuple(HOWS)]  # type: ignore[valid-type]
     names: list[str] = []
     parts: list[str] = []
     scale: float = 1
@@ -176,22 +176,24 @@ def parsed(data: bytes) -> dict[str, Any]:
     for part in ("cases", *LISTS):
         for entry in document.get(part, ()):
             Case.from_row(entry)
+    known: set[tuple[Case, tuple[str, ...]]] = set()
+    for entry in document.get("cases", ()):
+        key = (Case.from_row(entry), (*entry["instruments"],))
+        if key in known and key[1]:
+            raise ValueError(f"{key[0].id} by {' and '.join(key[1])} is there twice")
+        known.add(key)
     return document
 
 
-def each_once(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of a document without duplicates; impossible ones are refused."""
-    known: dict[tuple[Any, ...], tuple[float, str]] = {}
-    kept = []
+def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse rows of a document that are impossible, or that have the same number again."""
+    known: set[tuple[Any, ...]] = set()
     for row in rows:
-        key, said = tuple(row[name] for name in IDENTITY), (row["value"], row["unit"])
-        why = impossible_number(row["metric"], *said)
-        if not why and known.get(key, said) != said:
+        key = tuple(row[name] for name in IDENTITY)
+        why = impossible_number(row["metric"], row["value"], row["unit"])
+        if not why and key in known:
             why = f"a second value, {float(row['value'])},"
         if why:
             where = f"{row['metric']}@{row['phase']} of {Case.from_row(row).id}"
-            raise ValueError(f"{why} of {where} by {row['instrument']} cannot be")
-        if key not in known:
-            known[key] = said
-            kept.append(row)
-    return kept
+            raise ValueError(f"{row['instrument']} has {why} for {where}")
+        known.add(key)

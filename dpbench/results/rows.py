@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from dpbench.core.case import ALL_PHASES, AXES, Case, Script
+from dpbench.core.metric import is_counter
 from dpbench.core.metrics import METRICS
 
 SCHEMA = 2
@@ -125,8 +126,10 @@ def _impossible(case: Case, row: Measurement, stands: Container[Measurement]) ->
 
 
 def impossible_number(metric: str, value: float, unit: str) -> str:
-    """Why a metric's value or unit is impossible; empty if possible."""
+    """Why a metric, its value or unit is impossible; empty if possible."""
     known = METRICS.get(metric)
+    if not known and not is_counter(metric):
+        return "an undefined metric"
     if known and unit != known.unit:
         return f"the unit {unit!r}"
     is_finite = abs(value) <= sys.float_info.max

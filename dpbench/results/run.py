@@ -13,8 +13,7 @@ from dpbench.core.case import AXES, Case
 from dpbench.core.files import printable, read_file
 from dpbench.core.metric import Metric
 from dpbench.core.metrics import METRICS
-from dpbench.results.document import each_once as rows_once
-from dpbench.results.document import naming, parsed
+from dpbench.results.document import check_rows, naming, parsed
 from dpbench.results.outcome import (
     COMPLETE,
     REGRESSED,
@@ -55,7 +54,7 @@ class Run:
         with naming(path):
             saved = parsed(read_file(path))
             with METRICS.including(cls(path, saved).metrics):
-                saved["rows"] = rows_once(saved["rows"])
+                check_rows(saved["rows"])
             return cls(path, saved)
 
     @classmethod
