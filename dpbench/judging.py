@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpbench.core.case import Case
+from dpbench.core.case import Subject, subject_from
 from dpbench.core.errors import ConfigurationError
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, check_comparable, reference
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpbench.results.compare import Threshold
     from dpbench.results.gate import Unjudged, Verdict
 
-Keys = list[tuple[Case, str]]
+Keys = list[tuple[Subject, str]]
 """Cases, each by an instrument."""
 
 
@@ -137,7 +137,7 @@ class SessionJudging(ABC):
                 )
             for test, keys in limited.items():
                 rows = [
-                    r for r in verdict.regressions if (Case.from_row(r), r["instrument"]) in keys
+                    r for r in verdict.regressions if (subject_from(r), r["instrument"]) in keys
                 ]
                 failures[test] = Failure(rows)
             verdicts = [verdict]

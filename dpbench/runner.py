@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.imported import imported_files
 from dpbench.child.messages import POLL_SECONDS
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import Locked, locked
 from dpbench.core.gpu import number_of_gpus
@@ -34,9 +34,9 @@ MOST_REFUSED = 3
 """How many refused rows a case's error names."""
 
 
-def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
+def check_ranks(case: Subject, instruments: Sequence[Instrument]) -> None:
     """Refuse several GPUs where there are fewer, or an instrument supports only one."""
-    if case.gpus < 2:
+    if not isinstance(case, Case) or case.gpus < 2:
         return
     for instrument in instruments:
         instrument.check_ranks(f"{case.id} has one a GPU")
@@ -57,13 +57,13 @@ def check_named(cases: Sequence[Case]) -> None:
             check_parameters(case)
 
 
-def measure(case: Case, instruments: Sequence[Instrument]) -> Outcome:
+def measure(case: Subject, instruments: Sequence[Instrument]) -> Outcome:
     """Measure one case with each instrument; an error ends the case, not the caller."""
     return Measuring(case, instruments).outcome()
 
 
 def measure_at_once(
-    cases: Iterable[Case], instruments: Sequence[Instrument], number: int
+    cases: Iterable[Subject], instruments: Sequence[Instrument], number: int
 ) -> Generator[Outcome]:
     """The outcomes of cases in their order, while processes measure so many at once."""
     waiting, started = deque(cases), deque[Measuring]()
@@ -86,7 +86,7 @@ class Measuring:
     All start at once and take turns on the GPU: one imports while another measures.
     """
 
-    def __init__(self, case: Case, instruments: Sequence[Instrument]) -> None:
+    def __init__(self, case: Subject, instruments: Sequence[Instrument]) -> None:
         self.case = case
         self._names = tuple(instrument.name for instrument in instruments)
         self._start = time.monotonic()
@@ -98,7 +98,7 @@ class Measuring:
             check_ranks(self.case, instruments)
             held.enter_context(_files_of(self.case, instruments))
             for instrument in instruments:
-                self._running.append(instrument.start(self.case))
+                self._running.append(instrument.start(cast("Case", self.case)))
                 held.callback(self._running[-1].cancel)  # each, even if another's is interrupted
             self._held = held.pop_all()
 
@@ -169,7 +169,7 @@ def cores() -> int:
 
 
 @contextmanager
-def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
+def _files_of(case: Subject, instruments: Sequence[Instrument]) -> Iterator[None]:
     """Hold the reports, logs and profiles of a case: another session may write the same.
 
     Without this, its report could be replaced by the other's before it was read.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.child.imported import digest
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.core.files import printable
 from dpbench.core.registry import OUTPUTS
 from dpbench.judging import SessionJudging, read_limits
@@ -53,7 +53,7 @@ class Session(SessionJudging):
 
     def __init__(
         self,
-        plan: Sequence[tuple[Case, Instrument]],
+        plan: Sequence[tuple[Subject, Instrument]],
         settings: Settings,
         *,
         gpu: Gpu | None = None,
@@ -158,14 +158,14 @@ class Session(SessionJudging):
 
     # --- measuring ---------------------------------------------------------------------------
 
-    def measure(self, case: Case, instruments: Sequence[Instrument] | None = None) -> Outcome:
+    def measure(self, case: Subject, instruments: Sequence[Instrument] | None = None) -> Outcome:
         """The outcome of a case by these instruments or the session's, written at once."""
         from dpbench.runner import measure
 
         chosen = self.instruments if instruments is None else instruments
         fresh: list[Outcome] = []
 
-        def measure_now(case: Case) -> Outcome:
+        def measure_now(case: Subject) -> Outcome:
             fresh.append(measure(case, chosen))
             return fresh[0]
 
@@ -201,7 +201,8 @@ class Session(SessionJudging):
 
     def _cases_of(self, outcomes: Sequence[Outcome]) -> int:
         """The number of cases that are asked for, or are in the grid and measured."""
-        measured = {outcome.case for outcome in outcomes}.intersection(self.grid.cases())
+        of_grid = () if self._planned else self.grid.cases()
+        measured = {outcome.case for outcome in outcomes}.intersection(of_grid)
         known = {request.case for request in self.store.requests if request.params is None}
         return len(measured.union(case for case, _ in self._planned) | known - {None})
 

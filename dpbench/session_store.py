@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpbench.core.case import Case
+from dpbench.core.case import Subject, subject_from
 from dpbench.core.files import locked, write_text
 from dpbench.results.outcome import Outcome, each_once
 
-Asked = Sequence[tuple[Case, str]]
+Asked = Sequence[tuple[Subject, str]]
 """Cases, each with the name of an instrument that shall measure it."""
 
 Made = TypeVar("Made")
@@ -41,22 +41,27 @@ class Request:
     """
 
     test: str
-    case: Case | None = None
+    case: Subject | None = None
     instruments: tuple[str, ...] = ()
     limits: tuple[str, ...] | None = None
     params: Mapping[str, str] | None = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def asked(self) -> list[tuple[Case, str]]:
+    def asked(self) -> list[tuple[Subject, str]]:
         """The case by each of the instruments."""
         return [(self.case, name) for name in self.instruments] if self.case else []
 
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        plain: dict[str, Any] = json.loads(json.dumps({**vars(self), "case": None}))
+        return plain | {"case": {**self.case.columns} if self.case else None}
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Request:
-        """The request whose fields these are."""
+        """The inverse of `as_json`."""
         known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
-        return cls(**known | {"case": Case.from_row(data["case"]) if data["case"] else None})
+        return cls(**known | {"case": subject_from(data["case"]) if data["case"] else None})
 
     def as_outcome(self) -> Outcome:
         """An outcome without rows: which test asked for a case, and what it added."""
@@ -89,7 +94,11 @@ class SessionStore:
         return self._directory
 
     def once(
-        self, case: Case, measure: Callable[[Case], Outcome], *, by: Sequence[str] = ("measured",)
+        self,
+        case: Subject,
+        measure: Callable[[Subject], Outcome],
+        *,
+        by: Sequence[str] = ("measured",),
     ) -> Outcome:
         """The outcome of a case: the first process to ask measures it, while others wait.
 
@@ -111,7 +120,7 @@ class SessionStore:
     def ask(self, requests: Iterable[Request]) -> None:
         """Let all processes know what tests ask for."""
         name = f"{time.monotonic_ns():020}-{os.getpid()}{REQUESTS}"
-        self.take({name: json.loads(json.dumps({"requests": [*requests]}, default=vars))})
+        self.take({name: {"requests": [each.as_json() for each in requests]}})
 
     def take(self, files: Mapping[str, dict[str, Any]]) -> None:
         """Write these files, which may be what another process could not write."""

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from dpbench.child.step_finder import StepRecorder
-from dpbench.core.case import OUTSIDE, Case
+from dpbench.core.case import OUTSIDE, Subject
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
@@ -92,10 +92,10 @@ class Recorder(StepRecorder):
             self.close()
 
     @abstractmethod
-    def rows(self, case: Case) -> list[Measurement]:
+    def rows(self, case: Subject) -> list[Measurement]:
         """The rows of the completed steps, of which there is at least one."""
 
-    def outcome(self, case: Case) -> Outcome:
+    def outcome(self, case: Subject) -> Outcome:
         """The outcome of the steps, in the form of a case's."""
         rows = tuple(self.rows(case)) if self.heard else ()
         came = Counter(phase for step in self.phases[: self.heard] for phase in step)
@@ -106,7 +106,7 @@ class Recorder(StepRecorder):
         ]
         return Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
 
-    def record(self, case: Case) -> dict[str, Any]:
+    def record(self, case: Subject) -> dict[str, Any]:
         """The steps' part of a case's record, as plain JSON types."""
         return {"outcome": self.outcome(case).as_json()}
 

@@ -32,7 +32,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 from dpbench.child.failures import ScriptInterrupted
 from dpbench.child.script_ranks import Rank
@@ -40,7 +39,7 @@ from dpbench.commands.options import saved_run
 from dpbench.commands.run import show
 from dpbench.commands.step import write_report
 from dpbench.core import gpu
-from dpbench.core.case import AXES, BASELINE_TRAINER, Case, Script
+from dpbench.core.case import BASELINE_TRAINER, Script
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
 from dpbench.core.settings import Settings, declare
@@ -132,8 +131,8 @@ def run(options: argparse.Namespace) -> int:
         standards = _standards(options.baseline, baseline, case, here)
         # Ratios to different scripts must not be compared.
         scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
-    axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
-    cases = [case, *([case.baseline] if standards else [])]
+    axes = {axis: (value,) for axis, value in case.columns.items()}
+    cases = [case, *([case.with_trainer(BASELINE_TRAINER)] if standards else [])]
     plan = [(c, script) for c in cases for script in scripts]
     session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
     with closing(session):
@@ -160,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
         return 1 if session.failed else 0
 
 
-def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None:
+def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> None:
     """Run the script once for each instrument, and print why it failed."""
     for script in scripts:
         outcome = session.measure(case, [script])
@@ -178,7 +177,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
 
 def _chosen(
     options: argparse.Namespace, settings: Settings, usual: str
-) -> tuple[Case, list[ScriptRun]]:
+) -> tuple[Script, list[ScriptRun]]:
     """The script as a subject, and how it runs for each instrument."""
     program = options.module or options.program
     if not program:
@@ -209,7 +208,7 @@ def _chosen(
 
 
 def _standards(
-    named: str, run: Run, case: Case, sources: Sequence[tuple[str, str]]
+    named: str, run: Run, case: Script, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
     """The outcomes of a saved run's script on these devices by these instruments."""
     scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
@@ -234,7 +233,7 @@ def _standards(
 
 
 def _as_standard(outcome: Outcome) -> Outcome:
-    case = outcome.case.baseline
+    case = outcome.case.with_trainer(BASELINE_TRAINER)
     note = f"is {outcome.case.trainer}, of a saved run"
     return replace(
         outcome,

@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     """Take the steps, and print their record, or the error."""
     task = Task.read(options.task) if options.task else _chosen(options)
     case, instrument = task.case, task.instrument
+    assert isinstance(case, Case)
     try:
         check_ranks(case, [instrument])
         if case.gpus > 1 and not isinstance(instrument, Logical):  # which counts one of the ranks

@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case, Subject
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import joined, parted, read_parameters
 from dpbench.core.parameters import arguments
@@ -289,42 +289,46 @@ OUTPUTS = Registry(
 `dpbench.show.outputs`."""
 
 
+Measured = TypeVar("Measured", bound=Subject)
+
 NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
 """The axes of a case that are names, and the registry of each."""
 
 
-def names_of(case: Case) -> Iterator[tuple[str, Registry, str]]:
-    """Each name in a case: its axis, its registry, the name."""
+def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
+    """Each name in a case: its axis, its registry, the name; a script has none."""
+    if not isinstance(case, Case):
+        return
     for axis, registry in NAMED.items():
-        if not isinstance(case, Script) and (axis != "model" or case.model):
+        if axis != "model" or case.model:
             name = getattr(case, axis)
             if axis == "workload" and case.set:
                 name = joined(registry.canonical(name), str(case.set))
             yield axis, registry, name
 
 
-def resolve(case: Case) -> Case:
+def resolve(case: Measured) -> Measured:
     """The case with short names, whichever spelling it has."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
-    case = replace(case, **names) if names else case
+    case = replace(case, **names) if names else case  # type: ignore[type-var]
     locate([case])
     return case
 
 
-def locate(cases: Iterable[Case]) -> None:
+def locate(cases: Iterable[Subject]) -> None:
     """Refuse cases that name a missing module, or parameters that a class does not take."""
     for case in cases:
         for _, registry, name in names_of(case):
             registry.locate(name)
 
 
-def import_named(case: Case) -> None:
+def import_named(case: Subject) -> None:
     """Import the classes that a case names."""
     for _, registry, name in names_of(case):
         registry[name]
 
 
-def is_builtin(case: Case) -> bool:
+def is_builtin(case: Subject) -> bool:
     """Whether every name in a case is built in."""
     return all(registry.is_builtin(name) for _, registry, name in names_of(case))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import pytest
 
 from dpbench.child.messages import Steps
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case, Script, Subject
 from dpbench.plugin.fixtures import (
     NEEDS,
     asked_case,
@@ -38,7 +38,7 @@ NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
 class Unmeasured:
     """What fixtures return with ``--dpbench-disable``: it skips a test that reads a number."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Subject) -> None:
         self.case = case
         self.extra_info: dict[str, Any] = {}
 
@@ -53,7 +53,7 @@ class EachTest:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._tried_out: set[Case] = set()
+        self._tried_out: set[Subject] = set()
         # state of the running test:
         self._item: pytest.Item | None = None
         self._steps: list[Step] = []
@@ -138,7 +138,7 @@ class EachTest:
         return report
 
     def _ask(
-        self, case: Case, instruments: Sequence[str], extra_info: Mapping[str, Any] | None = None
+        self, case: Subject, instruments: Sequence[str], extra_info: Mapping[str, Any] | None = None
     ) -> None:
         """Let the session know what is asked for before it is measured, maybe in a fork.
 
@@ -179,7 +179,7 @@ class EachTest:
         once = Steps(warmup=1, active=1)
         return [FunctionInstrument(i, step, steps if i.hardware else once) for i in instruments]
 
-    def _try_out(self, case: Case, step: Step | None) -> None:
+    def _try_out(self, case: Subject, step: Step | None) -> None:
         """Take one step; a case's step uses tensors without data, so it works on any machine."""
         from dpbench.instruments.logical.logical import Logical
         from dpbench.runner import measure

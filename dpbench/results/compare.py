@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.core.case import ALL_PHASES, AXES, Case
+from dpbench.core.case import ALL_PHASES, AXES, Subject
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.metrics import METRICS, Metric
 from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
@@ -87,7 +87,7 @@ def other_baseline(before: Run, after: Run) -> str:
 
 
 def largest_changes(
-    before: Run, after: Run, case: Case, regression: Mapping[str, Any]
+    before: Run, after: Run, case: Subject, regression: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The operators, or else the kernels, of a case whose bytes changed most.
 
@@ -116,7 +116,9 @@ def largest_changes(
     ]
 
 
-def _moved(run: Run, case: Case, kind: str, of_operators: str) -> Mapping[tuple[str, str], float]:
+def _moved(
+    run: Run, case: Subject, kind: str, of_operators: str
+) -> Mapping[tuple[str, str], float]:
     """Bytes of a step by phase and name: a field of its operators, or those of its kernels."""
     moved: dict[tuple[str, str], float] = defaultdict(float)
     for outcome in (each for each in run.outcomes if each.case == case):

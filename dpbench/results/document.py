@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dpbench.core.case import ALL_PHASES, AXES, COUNTS, Case
+from dpbench.core.case import ALL_PHASES, AXES, COUNTS, Subject, subject_from
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metric import AGGREGATES, HOWS, Kind, Shown
 from dpbench.results.outcome import LISTS, SEEN, STATUSES
@@ -175,10 +175,10 @@ def parsed(data: bytes) -> dict[str, Any]:
     document: dict[str, Any] = msgspec.json.decode(data)
     for part in ("cases", *LISTS):
         for entry in document.get(part, ()):
-            Case.from_row(entry)
-    known: set[tuple[Case, tuple[str, ...]]] = set()
+            subject_from(entry)
+    known: set[tuple[Subject, tuple[str, ...]]] = set()
     for entry in document.get("cases", ()):
-        key = (Case.from_row(entry), (*entry["instruments"],))
+        key = (subject_from(entry), (*entry["instruments"],))
         if key in known and key[1]:
             raise ValueError(f"{key[0].id} by {' and '.join(key[1])} is there twice")
         known.add(key)
@@ -194,6 +194,6 @@ def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
         if not why and key in known:
             why = f"a second value, {float(row['value'])},"
         if why:
-            where = f"{row['metric']}@{row['phase']} of {Case.from_row(row).id}"
+            where = f"{row['metric']}@{row['phase']} of {subject_from(row).id}"
             raise ValueError(f"{row['instrument']} has {why} for {where}")
         known.add(key)

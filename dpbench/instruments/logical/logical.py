@@ -25,7 +25,7 @@ from unittest.mock import patch
 from dpbench.child.failures import CaseFailed
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import Task
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.errors import DpbenchError, own_line
 from dpbench.core.registry import is_builtin
 from dpbench.core.settings import Settings
@@ -87,7 +87,7 @@ class Logical(Instrument):
         log = kept and (kept / case.report_path).with_suffix(".logical.log")
         return CaseProcess(Task(case, self), log=log, timeout=self.timeout, read=_read_outcome)
 
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         from dpbench.instruments.logical.recorder import LogicalRecorder
 
         return LogicalRecorder(steps)
