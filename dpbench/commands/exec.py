@@ -50,9 +50,9 @@ from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
-from dpbench.run_writer import reporting
 from dpbench.runner import measure
 from dpbench.session import Session, sources
+from dpbench.session_store import reporting
 
 DECLARED = {
     "measuring": ("ncu_dir",),
