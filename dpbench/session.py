@@ -20,7 +20,7 @@ from dpbench.core.registry import OUTPUTS
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
-from dpbench.results.storage import Storage, check_comparable, reference
+from dpbench.results.storage import Storage, check_comparable, latest_passed_run
 from dpbench.session_store import Hook, Keys, RunWriter, SessionStore, reporting
 from dpbench.show.view import TableOptions
 
@@ -133,13 +133,13 @@ class Session:
         tools = {name: version for i in self.instruments for name, version in i.versions.items()}
         on_hardware = any(instrument.hardware for instrument in self.instruments)
         described = environment(
-            self.gpu if on_hardware else None,
+            self.gpu.identity if self.gpu and on_hardware else None,
             tools=tools,
             project=self.settings.directory.absolute(),
         )
         self._on_environment(described)
         shard = self.settings.shard
-        return begun(described, self.grid, self.instruments, self.workers, shard)
+        return begun(described, self.grid.as_json(), self.instruments, self.workers, shard)
 
     @property
     def run(self) -> Run:
@@ -260,7 +260,7 @@ class Session:
             is_number = settings.compare.isdecimal()
             named = settings.compare if is_number else str(settings.directory / settings.compare)
             return Run.load(Storage(settings.storage).find(named))
-        run = reference(self._candidates, self.sources, self.asked, notes)
+        run = latest_passed_run(self._candidates, self.sources, self.asked, notes)
         if run is None and settings.compare_first_run_ok:
             for note in (note for note in notes if note.startswith("skipped")):
                 option = settings.option("compare_first_run_ok")

@@ -163,6 +163,12 @@ def test_a_library_is_used_where_it_belongs(library: str) -> None:
     assert users <= MAY_USE[library]
 
 
+def test_results_know_no_settings_grid_or_gpu() -> None:
+    others = {f"dpbench.core.{name}" for name in ("settings", "grid", "gpu")}
+    found = {module for module in FILES if place_of(module) == "results"}
+    assert not {module for module in found if arrows()[module] & others}
+
+
 def test_no_instrument_imports_another() -> None:
     """What two of them share is beside them, or in ``counters/``."""
 

@@ -1,7 +1,6 @@
-"""The child process: build one case, warm up, run the active steps.
+"""Builds one case, warms up, and runs the active steps, in the process that is measured.
 
-A person can run it by hand:
-``dpbench step --trainer dpsgd --batch-size 8 --seq-len 256 --model-size tiny``.
+That process starts as ``dpbench step`` (`dpbench.commands.step`), or as its fork.
 """
 
 from __future__ import annotations
@@ -102,11 +101,11 @@ def run_case(
     target = pick_device(device)
     recorder.prepare()
     with run_exclusively(case, target) as spent:
-        record = _observe(case, target, recorder, Steps(warmup, active), spent)
+        record = _active_steps(case, target, recorder, Steps(warmup, active), spent)
     return {**record, "spent_seconds": spent.seconds()[0]}
 
 
-def _observe(
+def _active_steps(
     case: Case, device: torch.device, recorder: StepRecorder, steps: Steps, spent: PhaseTimes
 ) -> dict[str, Any]:
     trainer, batches = build(case, device, steps.warmup + steps.active)

@@ -38,6 +38,7 @@ from importlib import import_module
 from tqdm import tqdm
 
 from dpbench.commands import cluster
+from dpbench.commands.shards import Shard
 from dpbench.core import gpu
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
@@ -45,7 +46,6 @@ from dpbench.core.files import printable
 from dpbench.core.settings import OPTIONS, Settings, declare
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters.metrics import CounterOptions
-from dpbench.results.shards import Shard
 from dpbench.session import Session
 from dpbench.show.layout import as_text, terminal_width
 

@@ -95,7 +95,7 @@ class InProcessInstrument(Instrument):
         recorder.wanted = recorder.wanted or self.steps.active
         return recorder
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         from dpbench.child.step import run_case
 
         return run_case(case, self.case_recorder(case), device=self.device, **asdict(self.steps))

@@ -72,7 +72,7 @@ class Instrument(ABC):
         """
         raise NotImplementedError
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         """Train a case in this process; return its record in plain JSON types."""
         raise NotImplementedError
 

@@ -13,7 +13,6 @@ from dpbench.core.case import AXES, Subject, subject_from
 from dpbench.core.files import printable, read_file
 from dpbench.core.metric import Metric
 from dpbench.core.metrics import METRICS
-from dpbench.results.document import check_rows, naming, parsed
 from dpbench.results.outcome import (
     COMPLETE,
     REGRESSED,
@@ -27,6 +26,7 @@ from dpbench.results.outcome import (
     each_once,
 )
 from dpbench.results.rows import COLUMNS
+from dpbench.results.schema import check_rows, naming, parsed
 
 if TYPE_CHECKING:
     import pandas as pd

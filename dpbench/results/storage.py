@@ -169,7 +169,7 @@ def readable(
 # --- which run a session is compared with ----------------------------------------------------
 
 
-def reference(
+def latest_passed_run(
     newest_first: Iterable[Path],
     sources: Collection[tuple[str, str]],
     asked: Collection[tuple[Subject, str]],

@@ -35,7 +35,7 @@ from dpbench.core.case import Case
 from dpbench.results.gate import Gate
 from dpbench.results.compare import Threshold
 from dpbench.results.outcome import Outcome
-from dpbench.results.document import check_rows
+from dpbench.results.schema import check_rows
 from dpbench.results.run import Run
 from dpbench.results.rows import Measurement, as_rows
 from dpbench.results.times import account, additional

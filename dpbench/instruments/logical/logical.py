@@ -95,7 +95,7 @@ class Logical(Instrument):
     def check_script(self) -> None:
         """Check nothing: it leaves no files."""
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         faulthandler.enable(2)  # the log then says where a crash was
         return self.count(case).as_json()
 

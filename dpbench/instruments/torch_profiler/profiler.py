@@ -88,7 +88,7 @@ class TorchProfiler(InProcessInstrument):
         folder = own_folder(self.directory / case.file_name)
         return ProfileRecorder(folder, steps, threshold=self.threshold)
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         from dpbench.child.step import run_case
 
         folder = own_folder(self.directory / case.file_name)
