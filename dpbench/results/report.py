@@ -15,7 +15,7 @@ from dpbench.core.metrics import METRICS, Timed
 from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
-from dpbench.results.summary import of_one_instrument, own_values, summary, to_frame
+from dpbench.results.summary import of_one_instrument, over, own_values, summary, to_frame
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,12 @@ class CaseReport:
                 f"{self.case.id} and {baseline.case.id} were measured on different devices, "
                 f"{' and '.join(sorted((row.device, other.device)))}"
             )
-        if other.value == 0:
+        ratio = over(pd.Series([row.value]), pd.Series([other.value]))
+        if ratio.hasnans:
             raise ConfigurationError(
                 f"{baseline.case.id}: {metric!r} is 0 for {phase!r}, so nothing is a ratio to it"
             )
-        return float(row.value / other.value)
+        return float(ratio.iloc[0])
 
     def __str__(self) -> str:
         columns = ["instrument", "device", "metric", "unit"]

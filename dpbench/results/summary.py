@@ -242,14 +242,18 @@ def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
 def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Add ``ratio``: the value over that of the same cell's ``baseline``."""
     cell = rows.assign(case=each_case(rows.case, lambda case: case.cell))
-    standard = each_case(rows.case, lambda case: case.trainer == baseline).astype(bool)
-    divisor = _beside(cell, cell[standard], NUMBER)
-    fewer = _beside(cell, cell[standard].assign(value=cell.steps[standard]), NUMBER)
+    of_baseline = cell[each_case(rows.case, lambda case: case.trainer == baseline).astype(bool)]
+    its_steps = _beside(cell, of_baseline.assign(value=of_baseline.steps), NUMBER)
     return rows.assign(
-        ratio=rows.value / divisor.where(divisor != 0),
+        ratio=over(rows.value, _beside(cell, of_baseline, NUMBER)),
         baseline=baseline,
-        ratio_steps=rows.steps.where(~(fewer < rows.steps), fewer),
+        ratio_steps=rows.steps.where(~(its_steps < rows.steps), its_steps),
     )
+
+
+def over(values: pd.Series[float], divisors: pd.Series[float]) -> pd.Series[float]:
+    """Values divided by others; NaN where these are 0 or missing."""
+    return values / divisors.where(divisors != 0)
 
 
 def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
@@ -268,7 +272,7 @@ def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
     together = [name for name, metric in METRICS.items() if metric.over("rank") == "sum"]
     gpus = each_case(rows.case, lambda case: case.gpus)
     logical *= gpus.where(rows.metric.isin(together), 1)
-    return rows.assign(logical=logical, over_logical=rows.value / logical.where(logical != 0))
+    return rows.assign(logical=logical, over_logical=over(rows.value, logical))
 
 
 def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
@@ -277,7 +281,7 @@ def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
     several = rows[gpus > 1]
     alone = each_case(several.case, _on_one_gpu)
     by_one = _beside(several.assign(case=alone), rows[gpus == 1], NUMBER).reindex(rows.index)
-    return rows.value / by_one.where(by_one != 0)
+    return over(rows.value, by_one)
 
 
 def _on_one_gpu(case: Subject) -> Subject:
