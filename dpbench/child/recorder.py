@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, ClassVar
 
-from dpbench.child.step_finder import StepRecorder
+from dpbench.child.step_finder import StepListener
 from dpbench.core.case import OUTSIDE, Subject
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
@@ -42,7 +42,7 @@ class NullListener(PhaseListener):
         return
 
 
-class Recorder(StepRecorder):
+class Recorder(StepListener):
     """Observes as many steps as it wants, of any loop.
 
     A subclass overrides `start_step`, `switch` and `end_step`, calling these, or `listener`; and

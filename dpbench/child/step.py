@@ -24,7 +24,7 @@ from torch import Tensor
 from dpbench.child.agreement import all_gather
 from dpbench.child.build import build, labels_of, pick_device
 from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
-from dpbench.child.step_finder import StepRecorder
+from dpbench.child.step_finder import StepListener
 from dpbench.core import gpu
 from dpbench.core.case import OUTSIDE, Case
 from dpbench.core.errors import ConfigurationError, OutOfMemory
@@ -83,7 +83,7 @@ class PhaseTimes:
 
 
 def run_case(
-    case: Case, recorder: StepRecorder, *, device: str = "auto", warmup: int = 3, active: int = 5
+    case: Case, recorder: StepListener, *, device: str = "auto", warmup: int = 3, active: int = 5
 ) -> dict[str, Any]:
     """Run one case in this process.
 
@@ -106,7 +106,7 @@ def run_case(
 
 
 def _active_steps(
-    case: Case, device: torch.device, recorder: StepRecorder, steps: Steps, spent: PhaseTimes
+    case: Case, device: torch.device, recorder: StepListener, steps: Steps, spent: PhaseTimes
 ) -> dict[str, Any]:
     trainer, batches = build(case, device, steps.warmup + steps.active)
     spent.switch("warmup")
@@ -130,7 +130,7 @@ def _active_steps(
         return record | recorder.record(case)
 
 
-def _one_wants_more(recorder: StepRecorder) -> bool:
+def _one_wants_more(recorder: StepListener) -> bool:
     """Whether any rank's recorder needs more steps: all ranks take equally many."""
     return "more" in all_gather("enough" if recorder.finished else "more")
 

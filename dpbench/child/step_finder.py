@@ -28,7 +28,7 @@ class Stop(SystemExit):
     """
 
 
-class StepRecorder(PhaseListener, Protocol):
+class StepListener(PhaseListener, Protocol):
     """Observes training steps in the process that takes them."""
 
     hears_warmup: bool
@@ -64,7 +64,7 @@ class StepFinder:
 
     def __init__(
         self,
-        recorder: StepRecorder,
+        recorder: StepListener,
         *,
         skip: int = 0,
         go_on: bool = False,
