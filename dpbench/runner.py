@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.imported import imported_files
 from dpbench.child.messages import POLL_SECONDS
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import Locked, locked
 from dpbench.core.gpu import number_of_gpus
-from dpbench.core.registry import resolve
+from dpbench.core.registry import locate, resolve
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess, log_tail
 from dpbench.launch.pending import PendingMeasurement
@@ -34,9 +34,9 @@ MOST_REFUSED = 3
 """How many refused rows a case's error names."""
 
 
-def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
+def check_ranks(case: Subject, instruments: Sequence[Instrument]) -> None:
     """Refuse several GPUs where there are fewer, or an instrument supports only one."""
-    if case.gpus < 2:
+    if not isinstance(case, Case) or case.gpus < 2:
         return
     for instrument in instruments:
         instrument.check_ranks(f"{case.id} has one a GPU")
@@ -47,13 +47,23 @@ def check_ranks(case: Case, instruments: Sequence[Instrument]) -> None:
         )
 
 
-def measure(case: Case, instruments: Sequence[Instrument]) -> Outcome:
+def check_named(cases: Sequence[Case]) -> None:
+    """Refuse cases that name what does not exist, or give a parameter a wrong value."""
+    locate(cases)
+    if with_values := [c for c in cases if c.set or ":" in f"{c.trainer}{c.optimizer}"]:
+        from dpbench.child.build import check_parameters  # loads torch
+
+        for case in with_values:
+            check_parameters(case)
+
+
+def measure(case: Subject, instruments: Sequence[Instrument]) -> Outcome:
     """Measure one case with each instrument; an error ends the case, not the caller."""
     return Measuring(case, instruments).outcome()
 
 
 def measure_at_once(
-    cases: Iterable[Case], instruments: Sequence[Instrument], number: int
+    cases: Iterable[Subject], instruments: Sequence[Instrument], number: int
 ) -> Generator[Outcome]:
     """The outcomes of cases in their order, while processes measure so many at once."""
     waiting, started = deque(cases), deque[Measuring]()
@@ -76,7 +86,7 @@ class Measuring:
     All start at once and take turns on the GPU: one imports while another measures.
     """
 
-    def __init__(self, case: Case, instruments: Sequence[Instrument]) -> None:
+    def __init__(self, case: Subject, instruments: Sequence[Instrument]) -> None:
         self.case = case
         self._names = tuple(instrument.name for instrument in instruments)
         self._start = time.monotonic()
@@ -88,7 +98,7 @@ class Measuring:
             check_ranks(self.case, instruments)
             held.enter_context(_files_of(self.case, instruments))
             for instrument in instruments:
-                self._running.append(instrument.start(self.case))
+                self._running.append(instrument.start(cast("Case", self.case)))
                 held.callback(self._running[-1].cancel)  # each, even if another's is interrupted
             self._held = held.pop_all()
 
@@ -165,7 +175,7 @@ def cores() -> int:
 
 
 @contextmanager
-def _files_of(case: Case, instruments: Sequence[Instrument]) -> Iterator[None]:
+def _files_of(case: Subject, instruments: Sequence[Instrument]) -> Iterator[None]:
     """Hold the reports, logs and profiles of a case: another session may write the same.
 
     Without this, its report could be replaced by the other's before it was read.

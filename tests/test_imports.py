@@ -32,7 +32,7 @@ MAY_IMPORT = {
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
 
 FRONTS = {"session", "plugin", "commands", "__main__", "__init__", "pytest_plugin"}
-FRONTS |= {"run_writer", "runner", "session_store", "judging"}
+FRONTS |= {"runner", "session_store"}
 """Nothing but another front imports a front."""
 
 MAY_USE = {
@@ -161,6 +161,12 @@ def test_a_library_is_used_where_it_belongs(library: str) -> None:
         if library in {name.partition(".")[0] for name in names}
     }
     assert users <= MAY_USE[library]
+
+
+def test_results_know_no_settings_grid_or_gpu() -> None:
+    others = {f"dpbench.core.{name}" for name in ("settings", "grid", "gpu")}
+    found = {module for module in FILES if place_of(module) == "results"}
+    assert not {module for module in found if arrows()[module] & others}
 
 
 def test_no_instrument_imports_another() -> None:

@@ -16,6 +16,7 @@ from dpbench.child.parts import enforce_micro_batches
 from dpbench.core import gpu
 from dpbench.core.case import MIXED, TRANSFORMER, Case
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.names import parted
 from dpbench.core.registry import OPTIMIZERS, TRAINERS, WORKLOADS, called
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.parallel import part_of_rank, rank_and_ranks
@@ -178,6 +179,27 @@ def workload_of(case: Case) -> Workload:
         kind = type(workload).__name__
         raise ConfigurationError(f"workload {case.workload} is a {kind}; {WORKLOAD}")
     return workload
+
+
+def check_parameters(case: Case) -> None:
+    """Refuse values of parameters that a built-in trainer, workload or optimizer refuses.
+
+    Each is made once, for a layer with two parameters. Classes from outside may need more; their
+    parameters are checked by annotation alone.
+    """
+    if case.set and WORKLOADS.is_builtin(case.workload):
+        workload_of(case)
+    layer = nn.Linear(1, 1)
+    for axis, registry, arguments in (
+        ("trainer", TRAINERS, {"model": layer, "batch_size": 1}),
+        ("optimizer", OPTIMIZERS, {"params": layer.parameters(), "lr": 0.1}),
+    ):
+        name = getattr(case, axis)
+        if parted(name)[1] and registry.is_builtin(name):
+            try:
+                registry[name](**arguments)
+            except ValueError as error:  # of an optimizer
+                raise ConfigurationError(f"{axis} {name}: {error}") from error
 
 
 def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from dpbench.child.step_finder import Calls, StepRecorder
-from dpbench.core.case import OUTSIDE, Case
+from dpbench.child.step_finder import Calls, StepListener
+from dpbench.core.case import OUTSIDE, Subject
 from dpbench.results.kernels import MemoryLine, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
@@ -44,7 +44,7 @@ class NullListener(PhaseListener):
         return
 
 
-class Recorder(StepRecorder):
+class Recorder(StepListener):
     """Observes as many steps as it wants, of any loop.
 
     A subclass overrides `start_step`, `switch` and `end_step`, calling these, or `listener`; and
@@ -98,10 +98,10 @@ class Recorder(StepRecorder):
             self.close()
 
     @abstractmethod
-    def rows(self, case: Case) -> list[Measurement]:
+    def rows(self, case: Subject) -> list[Measurement]:
         """The rows of the completed steps, of which there is at least one."""
 
-    def outcome(self, case: Case) -> Outcome:
+    def outcome(self, case: Subject) -> Outcome:
         """The outcome of the steps, in the form of a case's."""
         rows = tuple(self.rows(case)) if self.heard else ()
         came = Counter(phase for step in self.phases[: self.heard] for phase in step)
@@ -113,7 +113,7 @@ class Recorder(StepRecorder):
         outcome = Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
         return replace(outcome, memory_lines=tuple(self.memory_lines))
 
-    def record(self, case: Case) -> dict[str, Any]:
+    def record(self, case: Subject) -> dict[str, Any]:
         """The steps' part of a case's record, as plain JSON types."""
         return {"outcome": self.outcome(case).as_json()}
 

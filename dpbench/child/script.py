@@ -26,7 +26,7 @@ from dpbench.child.script_ranks import Rank
 from dpbench.child.step_finder import StepFinder, Stop
 from dpbench.child.task import Program, Task
 from dpbench.core import gpu
-from dpbench.core.case import OUTSIDE, Case
+from dpbench.core.case import OUTSIDE, Subject
 from dpbench.core.errors import DpbenchError
 from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
@@ -84,7 +84,7 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
     return code, stopped
 
 
-def _lock_gpus(case: Case, held: ExitStack) -> None:
+def _lock_gpus(case: Subject, held: ExitStack) -> None:
     """Lock this process's GPU; the first rank locks all ranks' GPUs, and the others wait."""
     rank = Rank.here()
     cards = gpu.visible_gpus()[: rank.ranks if rank else 1]
@@ -103,7 +103,7 @@ def _lock_gpus(case: Case, held: ExitStack) -> None:
 
 def _write_down(
     path: str,
-    case: Case,
+    case: Subject,
     finder: StepFinder,
     recorder: Recorder,
     code: int | str | None = 0,

@@ -1,7 +1,6 @@
-"""The child process: build one case, warm up, run the active steps.
+"""Builds one case, warms up, and runs the active steps, in the process that is measured.
 
-A person can run it by hand:
-``dpbench step --trainer dpsgd --batch-size 8 --seq-len 256 --model-size tiny``.
+That process starts as ``dpbench step`` (`dpbench.commands.step`), or as its fork.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 from dpbench.child.agreement import all_gather
 from dpbench.child.build import about_sizes, build, labels_of, pick_device
 from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
-from dpbench.child.step_finder import StepRecorder
+from dpbench.child.step_finder import StepListener
 from dpbench.core import gpu
 from dpbench.core.case import OUTSIDE, Case
 from dpbench.core.errors import ConfigurationError, OutOfMemory
@@ -85,7 +84,7 @@ class PhaseTimes:
 
 
 def run_case(
-    case: Case, recorder: StepRecorder, *, device: str = "auto", warmup: int = 3, active: int = 5
+    case: Case, recorder: StepListener, *, device: str = "auto", warmup: int = 3, active: int = 5
 ) -> dict[str, Any]:
     """Run one case in this process.
 
@@ -103,12 +102,12 @@ def run_case(
     target = pick_device(device)
     recorder.prepare()
     with run_exclusively(case, target) as spent:
-        record = _observe(case, target, recorder, Steps(warmup, active), spent)
+        record = _active_steps(case, target, recorder, Steps(warmup, active), spent)
     return {**record, "spent_seconds": spent.seconds()[0]}
 
 
-def _observe(
-    case: Case, device: torch.device, recorder: StepRecorder, steps: Steps, spent: PhaseTimes
+def _active_steps(
+    case: Case, device: torch.device, recorder: StepListener, steps: Steps, spent: PhaseTimes
 ) -> dict[str, Any]:
     trainer, batches = build(case, device, steps.warmup + steps.active, sampled=steps.active)
     active = batches[steps.warmup :]
@@ -142,7 +141,7 @@ def _observe(
         return record | recorder.record(case)
 
 
-def _one_wants_more(recorder: StepRecorder) -> bool:
+def _one_wants_more(recorder: StepListener) -> bool:
     """Whether any rank's recorder needs more steps: all ranks take equally many."""
     return "more" in all_gather("enough" if recorder.finished else "more")
 

@@ -42,7 +42,7 @@ class Calls:
         """An optimizer begins its step, or an ``outer`` object one that may call an optimizer's."""
 
 
-class StepRecorder(PhaseListener, Protocol):
+class StepListener(PhaseListener, Protocol):
     """Observes training steps in the process that takes them."""
 
     hears_warmup: bool
@@ -82,7 +82,7 @@ class StepFinder:
 
     def __init__(
         self,
-        recorder: StepRecorder,
+        recorder: StepListener,
         *,
         skip: int = 0,
         go_on: bool = False,

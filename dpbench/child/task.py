@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from dpbench.core.case import Case, subject
+from dpbench.core.case import Subject, subject_from
 from dpbench.core.files import write_text
 from dpbench.core.registry import folder_of, names_of, resolve
 
@@ -35,13 +35,13 @@ class Program:
 class Task:
     """The steps of a case, or of a script, by an instrument."""
 
-    case: Case
+    case: Subject
     instrument: Any
     program: Program | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types, with names that work without registration."""
-        case: dict[str, Any] = asdict(self.case)
+        case = {**self.case.columns}
         for axis, known, spelled in names_of(self.case):
             case |= {axis: known.argument(spelled), "set": ""}  # it is with the workload's name
         kind = type(self.instrument)
@@ -64,7 +64,7 @@ class Task:
         finally:
             sys.path[:] = before
         program = task["program"] and typed(Program, task["program"])
-        return cls(resolve(subject(**task["case"])), typed(kind, task["fields"]), program)
+        return cls(resolve(subject_from(task["case"])), typed(kind, task["fields"]), program)
 
     def write(self, path: Path) -> None:
         """Write a file."""

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dpbench.commands.shards import Shard, cells
 from dpbench.core import gpu
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import Locked, check_writable, locked, write_text
@@ -18,7 +19,6 @@ from dpbench.core.settings import Settings
 from dpbench.results.conditions import begun, environment, resumed
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, document_text
 from dpbench.results.run import Run
-from dpbench.results.shards import Shard, cells
 
 REFUSED = ("shard", "autosave", "compare", "compare_fail")
 """Options of ``dpbench run`` that belong to one session."""
@@ -103,7 +103,9 @@ def _begin(settings: Settings, file: Path, shards: int) -> bool:
     Refused if
     they are of something else.
     """
-    asked = begun(environment(project=settings.directory.absolute()), settings.chosen_grid())
+    asked = begun(
+        environment(project=settings.directory.absolute()), settings.chosen_grid().as_json()
+    )
     measuring = {name: str(value) for name, value in vars(_of_a_job(settings)).items()}
     chosen = {"cluster": {"shards": shards, **measuring}}
     session = asked.session | {"settings": chosen, "status": INTERRUPTED}

@@ -38,7 +38,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 from dpbench.child.failures import InstrumentError, ScriptInterrupted
 from dpbench.child.script_ranks import Rank
@@ -48,7 +47,7 @@ from dpbench.commands.script_checks import ScriptChecks
 from dpbench.commands.step import write_report
 from dpbench.commands.verify import as_text
 from dpbench.core import gpu
-from dpbench.core.case import AXES, BASELINE_TRAINER, Case, Script
+from dpbench.core.case import BASELINE_TRAINER, Script
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
 from dpbench.core.settings import Settings, declare
@@ -60,9 +59,9 @@ from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
-from dpbench.run_writer import reporting
 from dpbench.runner import measure
 from dpbench.session import Session, sources
+from dpbench.session_store import reporting
 from dpbench.verify.check import NOT_JUDGED, Check
 
 DECLARED = {
@@ -152,8 +151,8 @@ def run(options: argparse.Namespace) -> int:
         standards = _standards(options.baseline, baseline, case, here)
         # Ratios to different scripts must not be compared.
         scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
-    axes: dict[str, Any] = {axis: (getattr(case, axis),) for axis in AXES}
-    cases = [case, *([case.baseline] if standards else [])]
+    axes = {axis: (value,) for axis, value in case.columns.items()}
+    cases = [case, *([case.with_trainer(BASELINE_TRAINER)] if standards else [])]
     plan = [(c, script) for c in cases for script in scripts]
     session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
     with closing(session):
@@ -201,7 +200,7 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
     return 0 if compared and all(check.passed for check in checks) else 1
 
 
-def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None:
+def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> None:
     """Run the script once for each instrument, and print why it failed."""
     for script in scripts:
         outcome = session.measure(case, [script])
@@ -219,7 +218,7 @@ def _measure(session: Session, case: Case, scripts: Sequence[ScriptRun]) -> None
 
 def _chosen(
     options: argparse.Namespace, settings: Settings, instruments: Sequence[Instrument]
-) -> tuple[Case, list[ScriptRun]]:
+) -> tuple[Script, list[ScriptRun]]:
     """The script as a subject, and how it runs for each instrument."""
     program = options.module or options.program
     if not program:
@@ -250,7 +249,7 @@ def _chosen(
 
 
 def _standards(
-    named: str, run: Run, case: Case, sources: Sequence[tuple[str, str]]
+    named: str, run: Run, case: Script, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
     """The outcomes of a saved run's script on these devices by these instruments."""
     scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
@@ -275,7 +274,7 @@ def _standards(
 
 
 def _as_standard(outcome: Outcome) -> Outcome:
-    case = outcome.case.baseline
+    case = outcome.case.with_trainer(BASELINE_TRAINER)
     note = f"is {outcome.case.trainer}, of a saved run"
     return replace(
         outcome,

@@ -18,13 +18,13 @@ import sys
 from collections.abc import Sequence
 
 from dpbench.commands.options import saved_run
+from dpbench.commands.shards import joined
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import Settings, declare
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
-from dpbench.results.shards import joined
 from dpbench.results.storage import Storage
 from dpbench.show.export import summary_tables
 from dpbench.show.layout import as_text, terminal_width

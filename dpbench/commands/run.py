@@ -38,15 +38,14 @@ from importlib import import_module
 from tqdm import tqdm
 
 from dpbench.commands import cluster
+from dpbench.commands.shards import Shard
 from dpbench.core import gpu
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
-from dpbench.core.registry import locate
 from dpbench.core.settings import OPTIONS, Settings, declare
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters.metrics import CounterOptions
-from dpbench.results.shards import Shard
 from dpbench.session import Session
 from dpbench.show.layout import as_text, terminal_width
 
@@ -80,8 +79,10 @@ def run(options: argparse.Namespace) -> int:
 
 def measured(settings: Settings) -> int:
     """Measure the cases of a session; the exit status is 1 if one failed or got worse."""
+    from dpbench.runner import check_named
+
     cases = settings.chosen_grid().cases()
-    locate(cases)
+    check_named(cases)
     if settings.shard:
         cases = Shard.parse(settings.shard).cases(cases)
         if not cases:

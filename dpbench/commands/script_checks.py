@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.pending import PendingMeasurement
@@ -23,10 +23,10 @@ class ScriptChecks(Instrument):
     def check_ranks(self, why: str) -> None:
         raise ConfigurationError(f"--verify checks one process, and {why}: start it alone")
 
-    def start(self, case: Case) -> PendingMeasurement:
+    def start(self, case: Subject) -> PendingMeasurement:
         raise NotImplementedError  # it measures no case
 
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         from dpbench.verify.recorder import CheckingRecorder
 
         return CheckingRecorder(steps)

@@ -48,7 +48,7 @@ import pandas as pd
 
 from dpbench.commands.options import saved_run
 from dpbench.core import gpu
-from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER, Case
+from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER, Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import check_distinct_files, check_is_file, is_stream, mode_of, write_text
 from dpbench.core.metrics import METRICS
@@ -232,7 +232,7 @@ def _of_reports(
     reports: Iterable[Path], view: TableOptions, options: argparse.Namespace
 ) -> Iterator[Table]:
     """Tables of ranges, all together, then those of each report of kernels."""
-    ranges: dict[Case, Path] = {}
+    ranges: dict[Subject, Path] = {}
     of_kernels: list[Table] = []
     for path in reports:
         if ncu.holds_kernels(path):

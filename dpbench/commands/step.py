@@ -72,16 +72,17 @@ def run(options: argparse.Namespace) -> int:
     """Take the steps, and print their record, or the error."""
     task = Task.read(options.task) if options.task else _chosen(options)
     case, instrument = task.case, task.instrument
+    assert isinstance(case, Case)
     try:
         check_ranks(case, [instrument])
         if case.gpus > 1 and not isinstance(instrument, Logical):  # which counts one of the ranks
-            from dpbench.launch.ranks import observe_all  # which imports torch
+            from dpbench.launch.ranks import on_all_ranks  # which imports torch
 
-            record = observe_all(
-                instrument.observe, case, getattr(instrument, "device", options.device)
+            record = on_all_ranks(
+                instrument.record_case, case, getattr(instrument, "device", options.device)
             )
         else:
-            record = instrument.observe(case)
+            record = instrument.record_case(case)
         if isinstance(instrument, TorchProfiler):
             _report(case, record, own_folder(instrument.directory / case.file_name))
     except Exception as error:  # the parent reads the reason in the record

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.core import gpu
-from dpbench.core.case import AXES, Case
+from dpbench.core.case import AXES, Case, Subject
 from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.core.registry import locate
 from dpbench.show.layout import Table
@@ -79,7 +79,7 @@ def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
         raise DpbenchError(f"trainer {case.trainer} failed: {words}") from error
 
 
-def as_text(case: Case, checks: Sequence[Check]) -> str:
+def as_text(case: Subject, checks: Sequence[Check]) -> str:
     """The checks as a table, and one line for each thing that is wrong."""
     lines = [[check.name, check.verdict, check.how_far, check.worst] for check in checks]
     headers = ["check", "verdict", "how far", "worst parameter"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
@@ -124,8 +124,19 @@ class Case:
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
-        """The case that a row is about."""
-        return subject(**{axis: row[axis] for axis in AXES})
+        """The case that a row is about; `subject_from` also knows scripts."""
+        return cls(**{axis: row[axis] for axis in AXES})
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Its columns in rows: its fields."""
+        return vars(self)
+
+    @property
+    def cell(self) -> tuple[Any, ...]:
+        """Its fields without the trainer."""
+        _, *others = vars(self).values()
+        return tuple(others)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -157,7 +168,7 @@ class Case:
     @property
     def file_name(self) -> str:
         """The id as the name of a file or folder."""
-        return self.id.replace("/", "@2F")
+        return _file_name(self.id)
 
     @property
     def configuration(self) -> str:
@@ -301,46 +312,112 @@ SCRIPT = "script"
 """What the rows of a `Script` have for their workload."""
 
 
-@dataclass(frozen=True, init=False)
-class Script(Case):
+class Subject(Protocol):
+    """What is measured: a `Case` or a `Script`."""
+
+    @property
+    def trainer(self) -> str:
+        """The trainer of its rows."""
+
+    @property
+    def batch_size(self) -> int:
+        """The examples in a step; 0 if unknown."""
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs that share a step; 0 if unknown."""
+
+    @property
+    def id(self) -> str:
+        """A name for test ids and messages."""
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Its columns in rows: a value along each of `AXES`."""
+
+    @property
+    def cell(self) -> Hashable:
+        """What is equal for those that differ in nothing but the trainer."""
+
+    @property
+    def file_name(self) -> str:
+        """The id as the name of a file or folder."""
+
+    @property
+    def report_path(self) -> Path:
+        """Where its report lies below the report directory."""
+
+    def with_trainer(self, trainer: str) -> Subject:
+        """What it is compared with: the same with another trainer."""
+
+
+@dataclass(frozen=True)
+class Script:
     """A script, a loop or a step of one's own, by its name.
 
-    Its rows have the columns of a case: the name as trainer, and nothing on other axes, because
-    only its author knows how it trains. The batch size is 0 unless it is given.
+    Its rows have the name as trainer, and nothing on other axes, because only its author knows how
+    it trains. The batch size is 0 unless it is given.
     """
 
-    def __init__(self, name: str, batch_size: int = 0) -> None:
-        unknown = {axis: type(USUAL[axis])() for axis in AXES}
-        super().__init__(
-            **unknown | {"trainer": name, "batch_size": batch_size, "workload": SCRIPT}
-        )
+    name: str
+    batch_size: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size:
             object.__setattr__(self, "batch_size", positive("batch size", self.batch_size))
+
+    @property
+    def trainer(self) -> str:
+        """Its name, as the trainer of its rows."""
+        return self.name
+
+    @property
+    def gpus(self) -> int:
+        """Unknown."""
+        return 0
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.name
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Its columns in rows, most of them empty."""
+        own = {"trainer": self.name, "batch_size": self.batch_size, "workload": SCRIPT}
+        return {axis: type(USUAL[axis])() for axis in AXES} | own
+
+    @property
+    def cell(self) -> tuple[Any, ...]:
+        """The batch size, and that it is a script."""
+        return (SCRIPT, self.batch_size)
 
     def with_trainer(self, trainer: str) -> Script:
         """Another script with the same batch size."""
         return Script(trainer, self.batch_size)
 
     @property
-    def id(self) -> str:
-        """Its name."""
-        return self.trainer
+    def file_name(self) -> str:
+        """The id as the name of a file or folder."""
+        return _file_name(self.id)
 
     @property
     def report_path(self) -> Path:
         """Where its report lies below the report directory."""
-        return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
+        return Path(SCRIPT) / f"report_{_for_path(self.name)}.ncu-rep"
 
 
-def samples_poisson(case: Case) -> bool:
+def samples_poisson(subject: Subject) -> bool:
     """Whether batches differ in size; of scripts that is unknown."""
-    return getattr(case, "sampling", "") == "poisson"
+    return isinstance(subject, Case) and subject.sampling == "poisson"
 
 
-def subject(**axes: Any) -> Case:
-    """The case or script with these axes."""
-    if axes.get("workload") == SCRIPT:
-        return Script(axes["trainer"], axes["batch_size"])
-    return Case(**axes)
+def subject_from(row: Mapping[Any, Any]) -> Case | Script:
+    """The case or script that a row is about."""
+    if row["workload"] == SCRIPT:
+        return Script(row["trainer"], row["batch_size"])
+    return Case.from_row(row)
+
+
+def _file_name(subject: str) -> str:
+    return subject.replace("/", "@2F")

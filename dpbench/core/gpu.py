@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,11 @@ class Gpu:
     chip: str = ""  # the chip, see chip_of
     free_bytes: int | None = field(default=None, compare=False)  # when the driver was asked
     processes: tuple[int, ...] = field(default=(), compare=False)  # that computed on it
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What identifies it, without its load."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
 
 
 def chip_of(major: int, minor: int) -> str:

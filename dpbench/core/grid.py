@@ -14,12 +14,12 @@ from dpbench.core.case import (
     BASELINE_TRAINER,
     COUNTS,
     OF_TRANSFORMER,
+    SCRIPT,
     TRANSFORMER,
     USUAL,
     Case,
     check_belongs,
     own_axes,
-    subject,
 )
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.files import read_file
@@ -56,11 +56,13 @@ class Grid:
         """The cases, each once; those with the same baseline are together, trainers in order."""
         _, *outer = AXES
         trainers, *others = map(self.values, AXES)
+        if self.values("workload") == (SCRIPT,):  # of `dpbench exec`
+            return []
         combinations(f"grid {self.name!r}", [trainers, *others])
         every = (dict(zip(outer, values, strict=True)) for values in product(*others))
         left_out = self._left_out()
         cells = [_cell(axes) for axes in every if (axes["parallel"], axes["gpus"]) not in left_out]
-        cases = (subject(trainer=name, **cell) for cell in cells for name in trainers)
+        cases = (Case(trainer=name, **cell) for cell in cells for name in trainers)
         return list(dict.fromkeys(cases))
 
     def _left_out(self) -> list[tuple[str, int]]:

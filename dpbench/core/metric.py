@@ -95,7 +95,7 @@ class Peak(Aggregation):
     adds_up: ClassVar[bool] = False
 
 
-_HOWS: dict[str, Callable[..., Aggregation]] = {
+HOWS: dict[str, Callable[..., Aggregation]] = {
     kind.__name__: kind for kind in (Counters, Sum, Share, Timed, Peak)
 }
 
@@ -185,7 +185,7 @@ class Metric:
     def from_json(cls, data: Mapping[str, Any]) -> Metric:
         """The metric that `as_json` described."""
         how = _tuples(data["how"])
-        return cls(**_tuples(data) | {"how": _HOWS[how.pop("kind")](**how)})
+        return cls(**_tuples(data) | {"how": HOWS[how.pop("kind")](**how)})
 
     @property
     def _counted(self) -> Counters:

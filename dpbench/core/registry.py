@@ -18,11 +18,13 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case, Subject
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import joined, parted, read_parameters
+from dpbench.core.parameters import arguments
 
 
 class Registry(Mapping[str, Any]):
@@ -32,14 +34,20 @@ class Registry(Mapping[str, Any]):
     package; by an import target (``package.module:Class``); or by a target with the short name
     that it shall have (``mine=package.module:Class``). Each can be followed by parameters
     (``dpsgd:clip=per_layer``): arguments of the class, except those that are ``given``, which its
-    caller passes. ``check`` is the import target of a function that refuses a spelling and its
-    class, if this must be imported to be located or is PyTorch's.
+    caller passes. By the attribute that it ``has``, a class of this kind is told from others.
+    ``check`` is the import target of a function that refuses a spelling and its class, if this must
+    be imported to be located or is PyTorch's.
     """
 
     def __init__(
-        self, kind: str, targets: Mapping[str, str], given: Iterable[str] = (), check: str = ""
+        self,
+        kind: str,
+        targets: Mapping[str, str],
+        given: Iterable[str] = (),
+        has: str = "__name__",
+        check: str = "",
     ) -> None:
-        self.kind, self.given, self.check = kind, {*given}, check
+        self.kind, self.given, self._has, self.check = kind, {*given}, has, check
         self._targets, self._builtin = dict(targets), dict(targets)
         self._installed: set[str] = set()
 
@@ -48,6 +56,11 @@ class Registry(Mapping[str, Any]):
         if not isinstance(target, str):
             target = f"{target.__module__}:{target.__qualname__}"
         module, _, attribute = target.partition(":")
+        if ":" in attribute:
+            example = ":".join(target.split(":")[:2])
+            raise ConfigurationError(
+                f"{self.kind} {target!r}: a parameter is written {example}:NAME=VALUE"
+            )
         parts = f"{module}.{attribute}".split(".")
         if module == "__main__" or not all(part.isidentifier() for part in parts):
             raise ConfigurationError(
@@ -102,16 +115,24 @@ class Registry(Mapping[str, Any]):
         try:
             named = attrgetter(attribute)(imported)
         except AttributeError as error:
-            classes = [name for name, value in vars(imported).items() if isinstance(value, type)]
-            raise unknown(f"class of {module}", attribute, classes or ["none"]) from error
+            classes = self._defined_by(imported) or ["none"]
+            raise unknown(f"class of {module}", attribute, classes) from error
         name, text = parted(self.canonical(spelling))
         if not text:
             return named
-        parameters, keywords = read_parameters(text), _keywords(named)
-        taken = [n for n in (parameters if keywords is None else keywords) if n not in self.given]
-        if wrong := [each for each in parameters if each not in taken]:
-            raise unknown(f"parameter of {self.kind} {name}", wrong[0], taken or ["none"])
+        given = read_parameters(text)
+        parameters = arguments(f"{self.kind} {name}", named, given, self.given)
         return partial(named, **parameters)
+
+    def _defined_by(self, module: ModuleType) -> list[str]:
+        """The names in a module that are of this kind and from the same package."""
+        package = module.__name__.partition(".")[0]
+        return [
+            name
+            for name, value in vars(module).items()
+            if hasattr(value, self._has)
+            and str(getattr(value, "__module__", "")).partition(".")[0] == package
+        ]
 
     def locate(self, spelling: str) -> None:
         """Refuse a class whose module is missing, or which does not take its parameters.
@@ -195,19 +216,6 @@ _PACKAGES = {
 """Packages that may be missing, and how to install them."""
 
 
-def _keywords(named: Any) -> list[str] | None:
-    """The keyword arguments of a class and of bases that get the rest; None if it takes any."""
-    classes = getattr(named, "__mro__", ())[:-1]  # without object
-    inits = [init for each in classes if (init := vars(each).get("__init__"))]
-    taken: list[str] = []
-    for function in inits if classes else [named]:
-        known = inspect.signature(function).parameters.values()
-        taken += [p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        if all(p.kind is not p.VAR_KEYWORD for p in known):
-            return [name for name in dict.fromkeys(taken) if name != "self"]
-    return None if inits or not classes else []
-
-
 TRAINERS = Registry(
     "trainer",
     {
@@ -232,6 +240,7 @@ TRAINERS = Registry(
         "sampling",
         "compile",
     ),
+    has="train_step",
 )
 """Trainers by short name; the first is the usual baseline of ratios."""
 
@@ -239,6 +248,7 @@ MODELS = Registry(
     "model",
     {"simple": "dpbench.workloads.transformer:SimpleBigModel"},
     ("size", "attention", "max_seq_len"),
+    has="forward",
 )
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
 
@@ -252,6 +262,7 @@ WORKLOADS = Registry(
         "hf-sequence-classification": "dpbench.workloads.huggingface:SequenceClassification",
         "hf-image-classification": "dpbench.workloads.huggingface:ImageClassification",
     },
+    has="losses",
 )
 """Workloads by short name: subclasses of `dpbench.workloads.base.Workload`."""
 
@@ -264,6 +275,7 @@ OPTIMIZERS = Registry(
         "adamw": "torch.optim:AdamW",
     },
     ("params", "lr"),
+    has="step",
     check="dpbench.training.base:check_optimizer",
 )
 """Optimizers by short name; one is called as ``Optimizer(parameters, lr=…)``."""
@@ -279,6 +291,7 @@ INSTRUMENTS = Registry(
         "torch_profiler": "dpbench.instruments.torch_profiler.profiler:TorchProfiler",
         "nsys": "dpbench.instruments.nsys.nsys:Nsys",
     },
+    has="start",
 )
 """Instruments by name, in the order in which they measure. Others are named by import target, or
 by an entry point; see `dpbench.instruments.choose`."""
@@ -291,47 +304,52 @@ OUTPUTS = Registry(
         "csv": "dpbench.show.outputs:csv_rows",
         "html": "dpbench.show.html.page:page",
     },
+    has="__code__",
 )
 """Outputs by file extension: functions from runs and a view to text or bytes; see
 `dpbench.show.outputs`."""
 
 
+Measured = TypeVar("Measured", bound=Subject)
+
 NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
 """The axes of a case that are names, and the registry of each."""
 
 
-def names_of(case: Case) -> Iterator[tuple[str, Registry, str]]:
-    """Each name in a case: its axis, its registry, the name."""
+def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
+    """Each name in a case: its axis, its registry, the name; a script has none."""
+    if not isinstance(case, Case):
+        return
     for axis, registry in NAMED.items():
-        if not isinstance(case, Script) and (axis != "model" or case.model):
+        if axis != "model" or case.model:
             name = getattr(case, axis)
             if axis == "workload" and case.set:
                 name = joined(registry.canonical(name), str(case.set))
             yield axis, registry, name
 
 
-def resolve(case: Case) -> Case:
+def resolve(case: Measured) -> Measured:
     """The case with short names, whichever spelling it has."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
-    case = replace(case, **names) if names else case
+    case = replace(case, **names) if names else case  # type: ignore[type-var]
     locate([case])
     return case
 
 
-def locate(cases: Iterable[Case]) -> None:
+def locate(cases: Iterable[Subject]) -> None:
     """Refuse cases that name a missing module, or parameters that a class does not take."""
     for case in cases:
         for _, registry, name in names_of(case):
             registry.locate(name)
 
 
-def import_named(case: Case) -> None:
+def import_named(case: Subject) -> None:
     """Import the classes that a case names."""
     for _, registry, name in names_of(case):
         registry[name]
 
 
-def is_builtin(case: Case) -> bool:
+def is_builtin(case: Subject) -> bool:
     """Whether every name in a case is built in."""
     return all(registry.is_builtin(name) for _, registry, name in names_of(case))
 

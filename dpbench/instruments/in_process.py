@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from dpbench.child.messages import Steps
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import Task
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.files import check_writable
 from dpbench.core.gpu import require_gpu
 from dpbench.core.settings import Settings
@@ -53,15 +53,15 @@ class InProcessInstrument(Instrument):
         """Check nothing: the recorder of a script leaves no files."""
 
     @abstractmethod
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder: ...
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder: ...
 
     # --- in the parent process -------------------------------------------------------------------
 
-    def log(self, case: Case) -> Path:
+    def log(self, case: Subject) -> Path:
         """The file for the output of a case's process."""
         return (self.directory / case.report_path).with_suffix(f".{self.name}.log")
 
-    def profiler_command(self, case: Case) -> list[str]:
+    def profiler_command(self, case: Subject) -> list[str]:
         """The profiler that starts the case, with its arguments; by default nothing."""
         return []
 
@@ -95,7 +95,7 @@ class InProcessInstrument(Instrument):
         recorder.wanted = recorder.wanted or self.steps.active
         return recorder
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         from dpbench.child.step import run_case
 
         return run_case(case, self.case_recorder(case), device=self.device, **asdict(self.steps))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.child.failures import InstrumentError
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.settings import Settings
 from dpbench.launch.pending import PendingMeasurement
@@ -65,14 +65,14 @@ class Instrument(ABC):
         A new process spends 5 s on imports, which may overlap with another's use of the GPU.
         """
 
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         """A recorder for ``steps`` steps (None for all), in the process that trains.
 
         For a script or a function, ``case`` stands for it.
         """
         raise NotImplementedError
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         """Train a case in this process; return its record in plain JSON types."""
         raise NotImplementedError
 
@@ -88,15 +88,15 @@ class Instrument(ABC):
         """Raise an error if a script cannot be measured here; called before it runs."""
         self.check()
 
-    def before_script(self, case: Case) -> list[str]:
+    def before_script(self, case: Subject) -> list[str]:
         """The profiler that starts the script, with its arguments; by default nothing."""
         return []
 
-    def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
+    def script_rows(self, case: Subject, record: Mapping[str, Any]) -> list[Measurement]:
         """The rows of the profiler's report; ``record`` is that of the script's process."""
         return []
 
-    def complaint(self, case: Case) -> InstrumentError | None:
+    def complaint(self, case: Subject) -> InstrumentError | None:
         """The error for which the profiler ended the script, if it did."""
         return None
 

@@ -13,7 +13,7 @@ from dpbench.child.messages import Steps
 from dpbench.child.patches import watch
 from dpbench.child.recorder import Recorder, on_cuda
 from dpbench.child.step_finder import StepFinder
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Script, Subject
 from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
@@ -27,7 +27,7 @@ from dpbench.results.rows import Measurement
 class Observation:
     """What `observe` yields: marks steps and has the report."""
 
-    def __init__(self, case: Case, recorder: Recorder, finder: StepFinder) -> None:
+    def __init__(self, case: Subject, recorder: Recorder, finder: StepFinder) -> None:
         self.case, self.recorder, self.finder = case, recorder, finder
 
     @contextmanager
@@ -108,7 +108,7 @@ class FunctionInstrument(InstrumentWrapper):
     step: Callable[[], object]
     steps: Steps
 
-    def start(self, case: Case) -> PendingMeasurement:
+    def start(self, case: Subject) -> PendingMeasurement:
         return PendingFunction(self, case)
 
 
@@ -117,7 +117,7 @@ class PendingFunction(PendingMeasurement):
     """A function's measurement; the steps are taken when the rows are asked for."""
 
     instrument: FunctionInstrument
-    case: Case
+    case: Subject
 
     def rows(self) -> list[Measurement]:
         import torch

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dpbench.child.messages import RECORDS, read_records, result_of
 from dpbench.child.script_ranks import Rank
 from dpbench.child.task import Program, Task
 from dpbench.core import gpu
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import check_is_file
 from dpbench.instruments.interface import InstrumentWrapper
@@ -59,14 +59,14 @@ class ScriptRun(Program, InstrumentWrapper):
         if not self.is_module:
             check_is_file(Path(self.program[0]))
 
-    def start(self, case: Case) -> PendingScript:
+    def start(self, case: Subject) -> PendingScript:
         return PendingScript(self, case)
 
 
 class PendingScript(PendingMeasurement):
     """A script that runs in a process of its own, on this terminal."""
 
-    def __init__(self, script: ScriptRun, case: Case) -> None:
+    def __init__(self, script: ScriptRun, case: Subject) -> None:
         self.script, self.case = script, case
         self._directory = tempfile.TemporaryDirectory(prefix="dpbench-")
         self._records = Path(self._directory.name) / "records"
@@ -94,7 +94,7 @@ class PendingScript(PendingMeasurement):
             how = describe_exit(code) if code else "ended at once with exit status 0"
             kept = f"; {n} steps were counted until then" if (n := record["heard"]) else ""
             record["message"] = f"the script {how}{kept or ', and nothing was counted'}"
-        outcome = Outcome.from_json(asdict(self.case) | record)
+        outcome = Outcome.from_json({**self.case.columns, **record})
         rows, error = list(outcome.rows), outcome.message
         if interrupted:
             error = "interrupted; what was counted until then is kept"

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.child.recorder import Recorder, device_and_torch, on_cuda
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.core.metrics import unit
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.launch.case_process import CaseProcess
@@ -25,7 +25,7 @@ class Timing(InProcessInstrument):
 
     name: ClassVar[str] = "timing"
 
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         return TimingRecorder(steps)
 
     def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> list[Measurement]:
@@ -64,7 +64,7 @@ class TimingRecorder(Recorder):
         """The median time of a step."""
         return median(sum(step.values()) for step in self.listener.seconds())
 
-    def record(self, case: Case) -> dict[str, Any]:
+    def record(self, case: Subject) -> dict[str, Any]:
         return {
             **device_and_torch(),
             "phase_seconds": self.listener.seconds(wait=self.wait)[: self.heard],
@@ -72,11 +72,11 @@ class TimingRecorder(Recorder):
             "peak_memory_bytes": self._peak() if self.peak is None else self.peak,
         }
 
-    def rows(self, case: Case) -> list[Measurement]:
+    def rows(self, case: Subject) -> list[Measurement]:
         return timing_rows(case, self.record(case))
 
 
-def timing_rows(case: Case, record: dict[str, Any]) -> list[Measurement]:
+def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
     """Step time by phase, samples per second and peak memory, from a `TimingRecorder`'s record."""
     values: list[tuple[str, str, float, int]] = []
     sizes = record.get("sizes")  # where they differ

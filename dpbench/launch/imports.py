@@ -8,11 +8,11 @@ import sysconfig
 from itertools import takewhile
 from pathlib import Path
 
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.core.registry import is_builtin, names_of
 
 
-def python_path(case: Case) -> str | None:
+def python_path(case: Subject) -> str | None:
     """``PYTHONPATH`` for a child to import what the case names; None if all of it is built in.
 
     Its entries are those of ``sys.path`` before the standard library, where e.g. pytest adds some,

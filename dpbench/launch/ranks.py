@@ -39,15 +39,15 @@ NOTICED_SECONDS = 2.0
 """Time after which the launcher has noticed a dead rank: it looks ten times a second."""
 
 Record = dict[str, Any]
-Observe = Callable[[Case], Record]
+Work = Callable[[Case], Record]
 
 
 class RankFailed(DpbenchError):
     """A rank died, or raised an error that is not dpbench's."""
 
 
-def observe_all(observe: Observe, case: Case, device_name: str) -> Record:
-    """Call ``observe`` in one process per GPU of the case.
+def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
+    """Call ``work`` in one process per GPU of the case.
 
     Returns:
         The record of rank 0, with the records of all ranks as ``ranks``. If the user started this
@@ -62,9 +62,9 @@ def observe_all(observe: Observe, case: Case, device_name: str) -> Record:
     check_backend(device)
     if distributed.is_torchelastic_launched():  # the user has started the ranks
         with alone(device, case.id, 0 if int(os.environ["LOCAL_RANK"]) else case.gpus):
-            return _as_rank(observe, case, device)
+            return _as_rank(work, case, device)
     with alone(device, case.id, case.gpus):
-        records = _launch(observe, case, device)
+        records = _launch(work, case, device)
     return {**records[0], "ranks": [records[rank] for rank in range(case.gpus)]}
 
 
@@ -79,7 +79,7 @@ def check_backend(device: torch.device) -> str:
     return name
 
 
-def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, Record]:
+def _launch(work: Work, case: Case, device: torch.device) -> Mapping[int, Record]:
     forks = sys.platform == "linux" and _forks_can_use_cuda()
     with _launcher_effects_undone(), tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         # A store on a free port: the rendezvous for several machines would take seconds.
@@ -97,7 +97,7 @@ def _launch(observe: Observe, case: Case, device: torch.device) -> Mapping[int, 
             start_method="fork" if forks else "spawn",
         )
         try:
-            records: Mapping[int, Record] = elastic_launch(config, _run_rank)(observe, case, device)
+            records: Mapping[int, Record] = elastic_launch(config, _run_rank)(work, case, device)
         except ChildFailedError as error:
             raise _error_of_rank(*error.get_first_failure()) from None
         except SignalException as error:
@@ -132,14 +132,14 @@ def _launcher_effects_undone() -> Iterator[None]:
                     signal.signal(number, handler)
 
 
-def _run_rank(observe: Observe, case: Case, device: torch.device) -> Record:
+def _run_rank(work: Work, case: Case, device: torch.device) -> Record:
     """Run as a rank that the launcher started. Signals end it at once, even in a collective."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     stack = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK).open("w")
     faulthandler.register(signal.Signals[ASKED], file=stack, all_threads=False)
     try:
-        return _as_rank(observe, case, device)
+        return _as_rank(work, case, device)
     except Exception as error:
         if LOST.search(f"{type(error).__name__}: {error}"):
             time.sleep(NOTICED_SECONDS)  # the launcher names the rank that ended first
@@ -150,10 +150,10 @@ def _run_rank(observe: Observe, case: Case, device: torch.device) -> Record:
         raise RankFailed(f"the trainer exited with status {error.code}") from error
 
 
-def _as_rank(observe: Observe, case: Case, device: torch.device) -> Record:
+def _as_rank(work: Work, case: Case, device: torch.device) -> Record:
     """Run as the rank that the environment variables describe."""
     with in_group(device):
-        record = observe(case)
+        record = work(case)
         all_gather("done")  # a rank that left the group earlier would break it for the others
         return record
 

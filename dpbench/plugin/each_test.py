@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import pytest
 
 from dpbench.child.messages import Steps
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case, Script, Subject
 from dpbench.plugin.fixtures import (
     NEEDS,
     asked_case,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Measured = tuple[Outcome, CaseReport]
 
-Step = Callable[[], object]
+StepFunction = Callable[[], object]
 """One training step, of a test's own."""
 
 NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
@@ -38,7 +38,7 @@ NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
 class Unmeasured:
     """What fixtures return with ``--dpbench-disable``: it skips a test that reads a number."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Subject) -> None:
         self.case = case
         self.extra_info: dict[str, Any] = {}
 
@@ -53,10 +53,10 @@ class EachTest:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._tried_out: set[Case] = set()
+        self._tried_out: set[Subject] = set()
         # state of the running test:
         self._item: pytest.Item | None = None
-        self._steps: list[Step] = []
+        self._steps: list[StepFunction] = []
         self._measured: list[Measured] = []
 
     # --- its fixtures ------------------------------------------------------------------------
@@ -103,12 +103,12 @@ class EachTest:
         """
         return self._count
 
-    def _measure(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
+    def _measure(self, case: Case | str | type | StepFunction, **fields: Any) -> CaseReport:
         if not (self.session.instruments or self.session.settings.disable):
             pytest.skip(f"needs {NEEDS['ncu']}")  # asked for by name, so no mark could skip it
         return self._report(case, fields, self.session.instruments)
 
-    def _count(self, case: Case | str | type | Step, **fields: Any) -> CaseReport:
+    def _count(self, case: Case | str | type | StepFunction, **fields: Any) -> CaseReport:
         from dpbench.instruments.logical.logical import Logical
 
         return self._report(case, fields, [Logical.from_settings(self.session.settings)])
@@ -138,7 +138,7 @@ class EachTest:
         return report
 
     def _ask(
-        self, case: Case, instruments: Sequence[str], extra_info: Mapping[str, Any] | None = None
+        self, case: Subject, instruments: Sequence[str], extra_info: Mapping[str, Any] | None = None
     ) -> None:
         """Let the session know what is asked for before it is measured, maybe in a fork.
 
@@ -153,7 +153,7 @@ class EachTest:
         request = Request(item.nodeid, case, (*instruments,), texts_of(item), params, extra)
         self.session.store.ask([request])
 
-    def _subject(self, step: Step) -> Script:
+    def _subject(self, step: StepFunction) -> Script:
         """A step of the running test as a subject, named after the test and the function."""
         if step not in self._steps:
             self._steps.append(step)
@@ -163,7 +163,7 @@ class EachTest:
         test = self._item.nodeid if self._item else ""
         return Script(f"{test}:{names[place]}{f'-{again + 1}' if again else ''}")
 
-    def _of_step(self, step: Step, instruments: Sequence[Instrument]) -> list[Instrument]:
+    def _of_step(self, step: StepFunction, instruments: Sequence[Instrument]) -> list[Instrument]:
         """Instruments that measure a step in this process, as the given ones measure a case."""
         from dpbench.instruments.observe import FunctionInstrument
 
@@ -179,7 +179,7 @@ class EachTest:
         once = Steps(warmup=1, active=1)
         return [FunctionInstrument(i, step, steps if i.hardware else once) for i in instruments]
 
-    def _try_out(self, case: Case, step: Step | None) -> None:
+    def _try_out(self, case: Subject, step: StepFunction | None) -> None:
         """Take one step; a case's step uses tensors without data, so it works on any machine."""
         from dpbench.instruments.logical.logical import Logical
         from dpbench.runner import measure
@@ -248,6 +248,6 @@ class EachTest:
         return report
 
 
-def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[Step]:
+def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[StepFunction]:
     """Whether a fixture was called with a function that takes a step."""
     return callable(asked) and not isinstance(asked, type) and not fields

@@ -14,7 +14,7 @@ from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parameters_text
 from dpbench.core.registry import resolve
 from dpbench.core.settings import Settings
-from dpbench.judging import read_limits
+from dpbench.session import read_limits
 
 if TYPE_CHECKING:
     from dpbench.results.compare import Threshold

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
+from xml.etree.ElementTree import Element
 
 import pytest
 
@@ -15,16 +16,14 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.gpu import SESSION_GPUS, visible_gpus
-from dpbench.core.registry import locate
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
-from dpbench.session import Session
+from dpbench.session import Failure, Session
 
 if TYPE_CHECKING:
     from dpbench.core.grid import Grid
-    from dpbench.judging import Failure
     from dpbench.results.outcome import Outcome
 
 SHARED = "dpbench"
@@ -122,11 +121,13 @@ class WholeSession:
         """
         if "dpbench_case" not in metafunc.fixturenames:
             return
+        from dpbench.runner import check_named
+
         cases = self.session.grid.cases()
         with pytest.MonkeyPatch.context() as patch:  # as in the process that measures
             patch.setattr(sys, "path", [*sys.path])
             try:
-                locate(cases)
+                check_named(cases)
             except ConfigurationError as error:
                 raise pytest.Collector.CollectError(f"dpbench: {error}") from error
         metafunc.parametrize("dpbench_case", cases, ids=[case.id for case in cases])
@@ -236,20 +237,13 @@ class WholeSession:
         from dpbench.show.comparison import regression_text
 
         reasons = [f"dpbench: {missing}{self.session.remedy}" for missing in failure.unjudged]
-        failed = copy(report)
+        sections = []
         if worse := len(failure.regressions):
-            text = regression_text(failure.regressions)
-            failed.sections = [*report.sections, ("dpbench comparison", text)]
+            sections = [("dpbench comparison", regression_text(failure.regressions))]
             count = f"{worse} regression{'s' if worse > 1 else ''}"
             section = "see the section 'dpbench comparison'"
             reasons.insert(0, f"dpbench: {count} against {self.session.reference.name}; {section}")
-        failed.outcome, failed.longrepr = "failed", "\n".join(reasons)
-        vars(failed).pop("wasxfail", None)  # an xfail mark expects another failure
-        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
-        for listed in terminal.stats.values() if terminal else ():
-            if report in listed:
-                listed.remove(report)
-        self.config.hook.pytest_runtest_logreport(report=failed)
+        report_failed(self.config, report, "\n".join(reasons), *sections)
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # inside the terminal's, which shows problems
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
@@ -336,3 +330,48 @@ class WholeSession:
         """Remove the processes' shared files."""
         if not self.is_worker:
             self.session.close()
+
+
+def report_failed(
+    config: pytest.Config, report: pytest.TestReport, reasons: str, *sections: tuple[str, str]
+) -> None:
+    """Send every reporter a failure of a test, and let it forget the earlier report.
+
+    Args:
+        config: of the session.
+        report: the last report of the test before its teardown.
+        reasons: why it has failed.
+        sections: titles and texts that are added to the report.
+    """
+    failed = copy(report)
+    failed.outcome, failed.longrepr = "failed", reasons
+    failed.sections = [*report.sections, *sections]
+    vars(failed).pop("wasxfail", None)  # an xfail mark expects another failure
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    for listed in terminal.stats.values() if terminal else ():
+        if report in listed:
+            listed.remove(report)
+    most, config.option.maxfail = config.option.maxfail, 0  # there is nothing left to stop
+    try:
+        config.hook.pytest_runtest_logreport(report=failed)
+    finally:
+        config.option.maxfail = most
+    for plugin in config.pluginmanager.get_plugins():
+        if hasattr(plugin, "node_reporters_ordered"):  # pytest's own, of --junitxml
+            _merge_last(plugin, report.outcome)
+
+
+def _merge_last(junit: Any, outcome: str) -> None:
+    """Move the failure that was reported last into the test's element, and count the test once."""
+    *others, last = junit.node_reporters_ordered
+    new: Element = last.to_xml()
+    named = {name: new.get(name) for name in ("classname", "name")}
+    for other in reversed(others):
+        old: Element = other.to_xml()
+        if named.items() <= old.attrib.items():
+            for skipped in old.findall("skipped"):
+                old.remove(skipped)
+            old[:0] = new.findall("failure")
+            junit.node_reporters_ordered.remove(last)
+            junit.stats[outcome] -= 1
+            return

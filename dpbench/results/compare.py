@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.core.case import ALL_PHASES, AXES, Case
+from dpbench.core.case import ALL_PHASES, AXES, Subject
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.metrics import METRICS, Metric
 from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
@@ -87,7 +87,7 @@ def other_baseline(before: Run, after: Run) -> str:
 
 
 def largest_changes(
-    before: Run, after: Run, case: Case, regression: Mapping[str, Any]
+    before: Run, after: Run, case: Subject, regression: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The operators, or else the kernels, of a case whose bytes changed most.
 
@@ -106,7 +106,7 @@ def largest_changes(
     return _most_changed(case, old, new, regression["phase"])
 
 
-def grown_memory(before: Run, after: Run, case: Case) -> list[dict[str, Any]]:
+def grown_memory(before: Run, after: Run, case: Subject) -> list[dict[str, Any]]:
     """The functions of a script whose memory at the peak changed most, as `largest_changes`.
 
     Not lines, whose numbers an edit above them changes. Empty if a run did not record them.
@@ -116,7 +116,7 @@ def grown_memory(before: Run, after: Run, case: Case) -> list[dict[str, Any]]:
 
 
 def _most_changed(
-    case: Case,
+    case: Subject,
     old: Mapping[tuple[str, str], float],
     new: Mapping[tuple[str, str], float],
     phase: str,
@@ -134,7 +134,7 @@ def _most_changed(
 
 
 def _moved(
-    run: Run, case: Case, kind: str, of_operators: str = ""
+    run: Run, case: Subject, kind: str, of_operators: str = ""
 ) -> Mapping[tuple[str, str], float]:
     """Bytes of a step by phase and name: a field of its operators, or of its kernels or lines."""
     moved: dict[tuple[str, str], float] = defaultdict(float)

@@ -14,15 +14,11 @@ from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
-
-if TYPE_CHECKING:
-    from dpbench.core.gpu import Gpu
-    from dpbench.core.grid import Grid
 
 _NOT_SETTINGS = {"directory", "path", "timeout", "active"}
 """Fields of instruments that do not change what they measure."""
@@ -30,7 +26,7 @@ _NOT_SETTINGS = {"directory", "path", "timeout", "active"}
 
 def begun(
     environment: Mapping[str, Any],
-    grid: Grid,
+    grid: Mapping[str, Any],
     instruments: Sequence[object] = (),
     workers: int = 0,
     shard: str | None = None,
@@ -44,7 +40,7 @@ def begun(
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "workers": workers,
         "cases_asked": 0,
-        "grid": grid.as_json() | ({"shard": shard} if shard else {}),
+        "grid": {**grid, **({"shard": shard} if shard else {})},
         "settings": {getattr(i, "name", str(i)): _settings(i) for i in instruments},
         "seconds": 0.0,
     }
@@ -142,7 +138,7 @@ def _settings(instrument: Any) -> dict[str, Any]:
 
 
 def environment(
-    gpu: Gpu | None = None,
+    gpu: Mapping[str, Any] | None = None,
     *,
     tools: Mapping[str, str] | None = None,
     project: Path | None = None,
@@ -150,7 +146,7 @@ def environment(
     """The software and machine of a run; versions are read without importing the packages.
 
     Args:
-        gpu: the GPU that measured, if one did.
+        gpu: what identifies the GPU that measured, if one did.
         tools: the versions of programs that instruments use.
         project: a directory of the measured project, whose commit is recorded.
     """
@@ -173,8 +169,7 @@ def environment(
             "cpus": os.cpu_count(),
         },
         "versions": {**versions, "ncu": None, **(tools or {})},
-        # Only the fields that identify it, not its load.
-        "gpu": {f.name: getattr(gpu, f.name) for f in fields(gpu) if f.compare} if gpu else None,
+        "gpu": gpu,
         "code": code_state(project) if project else None,
     }
 

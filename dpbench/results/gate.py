@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import AXES, Case, samples_poisson
+from dpbench.core.case import AXES, Subject, samples_poisson, subject_from
 from dpbench.core.metrics import METRICS
 from dpbench.results.compare import (
     CHANGES,
@@ -31,7 +31,7 @@ from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 
-CasesAsked = Collection[tuple[Case, str]]
+CasesAsked = Collection[tuple[Subject, str]]
 """The cases that a session was asked to measure, each with the name of an instrument."""
 
 NAMED = 10
@@ -178,7 +178,7 @@ class Gate:
         if names := {outcome.case.id: None for outcome in of_asked if outcome.case not in known}:
             yield Unjudged("a limit", [*names], "neither run has a number of it")
 
-    def _why_not(self, case: Case, row: Mapping[str, Any]) -> str:
+    def _why_not(self, case: Subject, row: Mapping[str, Any]) -> str:
         """Why a number is not judged; empty if it is judged or need not be."""
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
@@ -195,7 +195,7 @@ class Gate:
             return "" if self.asked is None else f"nothing to compare with in {self.before.name}"
         return self._lacking(self.before, case, row)
 
-    def _lacking(self, run: Run, case: Case, row: Mapping[str, Any]) -> str:
+    def _lacking(self, run: Run, case: Subject, row: Mapping[str, Any]) -> str:
         """Why a run lacks a number."""
         metric, phase, instrument = row["metric"], row["phase"], row["instrument"]
         for outcome in run.outcomes:
@@ -221,7 +221,7 @@ class Gate:
             return ""
         return f"{self.before.name} has {there:.0f} ranks of it, {self.after.name} {here:.0f}"
 
-    def _fewer_steps(self, case: Case, row: Mapping[str, Any]) -> str:
+    def _fewer_steps(self, case: Subject, row: Mapping[str, Any]) -> str:
         """Whether steps are missing that the reference has, unless fewer were asked for.
 
         Poisson batches of as many steps have the same sizes; of others, another mean.
@@ -239,7 +239,7 @@ class Gate:
             return ""
         return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
 
-    def _not_counted(self, case: Case, row: Mapping[str, Any]) -> str:
+    def _not_counted(self, case: Subject, row: Mapping[str, Any]) -> str:
         """Why a count is not judged: logical counting left out more than in the reference.
 
         Work that ran elsewhere, or that was left out, is unknown: it may have grown.
@@ -299,7 +299,7 @@ def _of(pairs: pd.DataFrame, asked: CasesAsked | None) -> pd.DataFrame:
     """The numbers that were asked for."""
     if asked is None:
         return pairs
-    names = {(*vars(case).values(), name) for case, name in asked}
+    names = {(*case.columns.values(), name) for case, name in asked}
     places = zip(*(pairs[column] for column in (*AXES, "instrument")), strict=True)
     return pairs.loc[[place in names for place in places]]
 
@@ -311,14 +311,14 @@ def _distinct(entries: Iterable[Any]) -> list[Any]:
     return known
 
 
-def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Case, dict[str, Any]]]:
+def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Subject, dict[str, Any]]]:
     for row in rows.to_dict("records"):
-        yield Case.from_row(row), {str(name): value for name, value in row.items()}
+        yield subject_from(row), {str(name): value for name, value in row.items()}
 
 
-def _missing(mine: Sequence[tuple[Case, str]], others: CasesAsked) -> list[str]:
+def _missing(mine: Sequence[tuple[Subject, str]], others: CasesAsked) -> list[str]:
     """The cases that others lack; with instruments where others have it by another one."""
-    partly, named = {case for case, _ in {*mine} & {*others}}, dict[Case, list[str]]()
+    partly, named = {case for case, _ in {*mine} & {*others}}, dict[Subject, list[str]]()
     for case, instrument in mine:
         if (case, instrument) not in others:
             named.setdefault(case, []).append(instrument)

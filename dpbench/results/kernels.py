@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.core.metrics import METRICS, unit
 from dpbench.results.rows import STEP, Measurement
 
@@ -201,7 +201,7 @@ def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
 
 
 def kernel_rows(
-    case: Case, by: str, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool
+    case: Subject, by: str, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool
 ) -> list[Measurement]:
     """The metrics of the instrument ``by`` as sums over kernels.
 

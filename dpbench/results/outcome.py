@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from dpbench.core.case import AXES, BASELINE_TRAINER, Case
+from dpbench.core.case import AXES, BASELINE_TRAINER, Subject, subject_from
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
 from dpbench.results.kernels import Entry, KernelCount, MemoryLine, OperatorCount
@@ -49,7 +49,7 @@ class Outcome:
     `dpbench.child.imported`.
     """
 
-    case: Case
+    case: Subject
     rows: tuple[Measurement, ...] = field(repr=False)
     seconds: float = 0.0
     error: str | None = None
@@ -67,7 +67,7 @@ class Outcome:
     imported: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def asked(self) -> list[tuple[Case, str]]:
+    def asked(self) -> list[tuple[Subject, str]]:
         """The case with each of the instruments that should measure it."""
         return [(self.case, name) for name in self.instruments]
 
@@ -78,7 +78,7 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types, the case's fields first; the inverse of `from_json`."""
-        case = vars(self.case)
+        case = {**self.case.columns}
         own = {name: [*v] if isinstance(v, tuple) else v for name, v in vars(self).items()}
         own["rows"] = [row.as_row() for row in self.rows]  # which have their case's fields
         for name in SEEN:
@@ -93,7 +93,7 @@ class Outcome:
         known = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()}
         for name, kind in LISTS.items():
             known[name] = tuple(map(kind.from_row, data.get(name, ())))
-        return cls(Case.from_row(data), **known)
+        return cls(subject_from(data), **known)
 
 
 def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
@@ -112,8 +112,8 @@ def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         extra_info = {**known.extra_info, **outcome.extra_info}
         stands = outcome if known.error and outcome.rows and not outcome.error else known
         united[key] = replace(stands, tests=tuple(tests), extra_info=extra_info)
-    had: dict[Case, set[str]] = {}
-    counted: set[Case] = set()
+    had: dict[Subject, set[str]] = {}
+    counted: set[Subject] = set()
     for outcome in united.values():
         others = had.setdefault(outcome.case, set())
         rows = tuple(row for row in outcome.rows if row.instrument not in others)

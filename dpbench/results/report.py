@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import ALL_PHASES, Case
+from dpbench.core.case import ALL_PHASES, Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS, Timed
 from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
-from dpbench.results.summary import of_one_instrument, own_values, summary, to_frame
+from dpbench.results.summary import of_one_instrument, over, own_values, summary, to_frame
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CaseReport:
         extra_info: what the test adds; it goes into the run's document.
     """
 
-    case: Case
+    case: Subject
     frame: pd.DataFrame = field(repr=False)
     operator_counts: tuple[OperatorCount, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
@@ -39,7 +39,7 @@ class CaseReport:
     extra_info: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, case: Case, rows: Iterable[Measurement]) -> CaseReport:
+    def of(cls, case: Subject, rows: Iterable[Measurement]) -> CaseReport:
         """The report of a case from its measurements."""
         return cls(case, to_frame(rows))
 
@@ -145,7 +145,7 @@ class CaseReport:
         if metric is None:
             counted = set(self.frame.device) == {NO_HARDWARE}
             metric = "logical_bytes" if counted else "dram_bytes"
-        if self.case.baseline != baseline.case.baseline:
+        if self.case.cell != baseline.case.cell:
             raise ConfigurationError(
                 f"{self.case.id} and {baseline.case.id} differ in more than the trainer; "
                 f"a ratio between them would compare different work"
@@ -156,11 +156,12 @@ class CaseReport:
                 f"{self.case.id} and {baseline.case.id} were measured on different devices, "
                 f"{' and '.join(sorted((row.device, other.device)))}"
             )
-        if other.value == 0:
+        ratio = over(pd.Series([row.value]), pd.Series([other.value]))
+        if ratio.hasnans:
             raise ConfigurationError(
                 f"{baseline.case.id}: {metric!r} is 0 for {phase!r}, so nothing is a ratio to it"
             )
-        return float(row.value / other.value)
+        return float(ratio.iloc[0])
 
     def __str__(self) -> str:
         columns = ["instrument", "device", "metric", "unit"]

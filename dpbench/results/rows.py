@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from dpbench.core.case import ALL_PHASES, AXES, Case, Script
+from dpbench.core.case import ALL_PHASES, AXES, Script, Subject, subject_from
+from dpbench.core.metric import is_counter
 from dpbench.core.metrics import METRICS
 
 SCHEMA = 2
@@ -39,7 +40,7 @@ class Measurement:
         rank: which process of a distributed step, from 0.
     """
 
-    case: Case
+    case: Subject
     instrument: str
     phase: str
     metric: str
@@ -52,14 +53,14 @@ class Measurement:
 
     def as_row(self) -> dict[str, Any]:
         """The row as plain JSON types, the case's fields first."""
-        row = {**vars(self.case), **vars(self)}
+        row = {**self.case.columns, **vars(self)}
         del row["case"]
         return row
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Measurement:
         """The inverse of `as_row`."""
-        return cls(Case.from_row(row), **{name: row[name] for name in OWN_COLUMNS})
+        return cls(subject_from(row), **{name: row[name] for name in OWN_COLUMNS})
 
 
 _, *OWN_FIELDS = fields(Measurement)
@@ -87,7 +88,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (i
 
 
 def checked(
-    case: Case, rows: Iterable[Measurement], *, whole: bool = True
+    case: Subject, rows: Iterable[Measurement], *, whole: bool = True
 ) -> tuple[list[Measurement], list[str]]:
     """The valid rows that an instrument recorded for a case, and why others are refused.
 
@@ -107,7 +108,7 @@ def checked(
     return [*stands.values(), *(_zeros([*stands.values()]) if whole else ())], refused
 
 
-def _impossible(case: Case, row: Measurement, stands: Container[Measurement]) -> str:
+def _impossible(case: Subject, row: Measurement, stands: Container[Measurement]) -> str:
     """Why a row of a case, beside its valid ones, is impossible; empty if it is possible."""
     for each in OWN_FIELDS:
         value = getattr(row, each.name)
@@ -125,8 +126,10 @@ def _impossible(case: Case, row: Measurement, stands: Container[Measurement]) ->
 
 
 def impossible_number(metric: str, value: float, unit: str) -> str:
-    """Why a metric's value or unit is impossible; empty if possible."""
+    """Why a metric, its value or unit is impossible; empty if possible."""
     known = METRICS.get(metric)
+    if not known and not is_counter(metric):
+        return "an undefined metric"
     if known and unit != known.unit:
         return f"the unit {unit!r}"
     is_finite = abs(value) <= sys.float_info.max

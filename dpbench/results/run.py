@@ -9,12 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.core.case import AXES, Case
+from dpbench.core.case import AXES, Subject, subject_from
 from dpbench.core.files import printable, read_file
 from dpbench.core.metric import Metric
 from dpbench.core.metrics import METRICS
-from dpbench.results.document import each_once as rows_once
-from dpbench.results.document import naming, parsed
 from dpbench.results.outcome import (
     COMPLETE,
     REGRESSED,
@@ -28,6 +26,7 @@ from dpbench.results.outcome import (
     each_once,
 )
 from dpbench.results.rows import COLUMNS
+from dpbench.results.schema import check_rows, naming, parsed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,7 +54,7 @@ class Run:
         with naming(path):
             saved = parsed(read_file(path))
             with METRICS.including(cls(path, saved).metrics):
-                saved["rows"] = rows_once(saved["rows"])
+                check_rows(saved["rows"])
             return cls(path, saved)
 
     @classmethod
@@ -190,12 +189,12 @@ class Run:
         return replace(self, document={**self.document, **derived(self.summary)})
 
     @cached_property
-    def places(self) -> dict[tuple[Case, str], list[str]]:
+    def places(self) -> dict[tuple[Subject, str], list[str]]:
         """The devices that measured each case by each instrument."""
-        places: dict[tuple[Case, str], list[str]] = defaultdict(list)
+        places: dict[tuple[Subject, str], list[str]] = defaultdict(list)
         measured = self.frame[[*AXES, "instrument", "device"]].drop_duplicates()
         for row in measured.to_dict("records"):
-            places[Case.from_row(row), row["instrument"]].append(row["device"])
+            places[subject_from(row), row["instrument"]].append(row["device"])
         return dict(places)
 
     @cached_property
@@ -208,16 +207,16 @@ class Run:
         """The outcome of each case, in the order of the document."""
         if self.measured is not None:
             return self.measured
-        rows: dict[Case, dict[str, list[Any]]] = defaultdict(dict)
+        rows: dict[Subject, dict[str, list[Any]]] = defaultdict(dict)
         for row in self.document["rows"]:
-            rows[Case.from_row(row)].setdefault(row["instrument"], []).append(row)
+            rows[subject_from(row)].setdefault(row["instrument"], []).append(row)
         seen: dict[tuple[str, int], list[Any]] = defaultdict(list)
         for part in SEEN:
             for entry in self.document.get(part, ()):
                 seen[part, entry["outcome"]].append(entry)
         outcomes = []
         for number, data in enumerate(self.document.get("cases", ())):
-            by = rows[Case.from_row(data)]
+            by = rows[subject_from(data)]
             lists = {"rows": [row for name in data["instruments"] for row in by.pop(name, ())]}
             lists |= {part: seen[part, number] for part in SEEN}
             outcomes.append(Outcome.from_json({**data, **lists}))

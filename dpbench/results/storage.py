@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import Locked, check_writable, in_words, locked, mode_of
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
@@ -169,10 +169,10 @@ def readable(
 # --- which run a session is compared with ----------------------------------------------------
 
 
-def reference(
+def latest_passed_run(
     newest_first: Iterable[Path],
     sources: Collection[tuple[str, str]],
-    asked: Collection[tuple[Case, str]],
+    asked: Collection[tuple[Subject, str]],
     notes: list[str],
 ) -> Run | None:
     """The latest complete run that passed its own comparison, if there is one.

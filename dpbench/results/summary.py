@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.core.case import AXES, BASELINE_TRAINER, SCRIPT, Case, samples_poisson
+from dpbench.core.case import (
+    AXES,
+    BASELINE_TRAINER,
+    Case,
+    Script,
+    Subject,
+    samples_poisson,
+    subject_from,
+)
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metric import DERIVED, Kind, Peak, Share, derived_name
 from dpbench.core.metrics import LARGEST_SPREAD, METRICS
@@ -71,7 +79,7 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     whole = pd.concat([part for part in parts if not part.empty] or [rows], ignore_index=True)
     small = (whole.metric == "dram_bytes") & (whole.phase == STEP) & (whole.value < IN_CACHE_BYTES)
     standard = each_case(whole.case, lambda case: case.trainer == baseline)
-    cell = [each_case(whole.case, lambda case: case.baseline), *(whole[c] for c in OF_CASE[1:])]
+    cell = [each_case(whole.case, lambda case: case.cell), *(whole[c] for c in OF_CASE[1:])]
     whole["has_baseline"] = standard.astype(bool).groupby(cell, sort=False).transform("any")
     whole["in_cache"] = small.groupby([whole[c] for c in OF_CASE], sort=False).transform("any")
     return with_axes(whole)
@@ -79,7 +87,7 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
 
 def with_axes(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with a column for each field of their cases."""
-    axes = pd.DataFrame([vars(case) for case in rows.case], columns=AXES, index=rows.index)
+    axes = pd.DataFrame([case.columns for case in rows.case], columns=AXES, index=rows.index)
     return pd.concat([axes, rows], axis="columns")
 
 
@@ -109,7 +117,7 @@ def instruments_of(name: str) -> tuple[str, ...]:
     return metric.by if metric else ()
 
 
-def each_case(cases: pd.Series[Any], made: Callable[[Case], Any]) -> pd.Series[Any]:
+def each_case(cases: pd.Series[Any], made: Callable[[Subject], Any]) -> pd.Series[Any]:
     """A function of each case, computed once however many rows it has."""
     every = {id(case): case for case in cases}  # by identity: hashing a case is slow
     known = {number: made(case) for number, case in every.items()}
@@ -125,9 +133,7 @@ def _by_case(frame: pd.DataFrame) -> pd.DataFrame:
     """The long table with the case in place of its fields, without numbers that are not finite."""
     frame = frame[np.isfinite(frame.value.astype(float))]
     axes = [*zip(*(frame[axis] for axis in AXES), strict=True)]
-    cases = {
-        each: Case.from_row(dict(zip(AXES, each, strict=True))) for each in dict.fromkeys(axes)
-    }
+    cases = {each: subject_from(dict(zip(AXES, each, strict=True))) for each in dict.fromkeys(axes)}
     case = pd.Series([cases[each] for each in axes], frame.index, dtype=object)
     rows = frame[OWN_COLUMNS].assign(case=case)
     _check_unique(rows, [*NUMBER, "rank", "repeat"])
@@ -239,7 +245,7 @@ def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
     steps = reduced.came.groupby(like, sort=False).transform("max")
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     partial = (reduced.came < steps) & ~reduced.metric.isin(whole)
-    of_script = each_case(reduced.case, lambda case: case.workload == SCRIPT).astype(bool)
+    of_script = each_case(reduced.case, lambda case: isinstance(case, Script)).astype(bool)
     scaled = reduced["mean"] * reduced.came / steps
     value = reduced.value.mask(partial, scaled)
     spread = (reduced["max"] - reduced["min"].mask(partial, 0.0)) / value
@@ -255,15 +261,19 @@ def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Add ``ratio``: the value over that of the same cell's ``baseline``."""
-    cell = rows.assign(case=each_case(rows.case, lambda case: case.baseline))
-    standard = each_case(rows.case, lambda case: case.trainer == baseline).astype(bool)
-    divisor = _beside(cell, cell[standard], NUMBER)
-    fewer = _beside(cell, cell[standard].assign(value=cell.steps[standard]), NUMBER)
+    cell = rows.assign(case=each_case(rows.case, lambda case: case.cell))
+    of_baseline = cell[each_case(rows.case, lambda case: case.trainer == baseline).astype(bool)]
+    its_steps = _beside(cell, of_baseline.assign(value=of_baseline.steps), NUMBER)
     return rows.assign(
-        ratio=rows.value / divisor.where(divisor != 0),
+        ratio=over(rows.value, _beside(cell, of_baseline, NUMBER)),
         baseline=baseline,
-        ratio_steps=rows.steps.where(~(fewer < rows.steps), fewer),
+        ratio_steps=rows.steps.where(~(its_steps < rows.steps), its_steps),
     )
+
+
+def over(values: pd.Series[float], divisors: pd.Series[float]) -> pd.Series[float]:
+    """Values divided by others; NaN where these are 0 or missing."""
+    return values / divisors.where(divisors != 0)
 
 
 def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
@@ -282,16 +292,20 @@ def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
     together = [name for name, metric in METRICS.items() if metric.over("rank") == "sum"]
     gpus = each_case(rows.case, lambda case: case.gpus)
     logical *= gpus.where(rows.metric.isin(together), 1)
-    return rows.assign(logical=logical, over_logical=rows.value / logical.where(logical != 0))
+    return rows.assign(logical=logical, over_logical=over(rows.value, logical))
 
 
 def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
     """Divide values of several ranks by those of one GPU with the same trainer and batch."""
     gpus = each_case(rows.case, lambda case: case.gpus)
     several = rows[gpus > 1]
-    alone = each_case(several.case, lambda case: replace(case, parallel="none", gpus=1))
+    alone = each_case(several.case, _on_one_gpu)
     by_one = _beside(several.assign(case=alone), rows[gpus == 1], NUMBER).reindex(rows.index)
-    return rows.value / by_one.where(by_one != 0)
+    return over(rows.value, by_one)
+
+
+def _on_one_gpu(case: Subject) -> Subject:
+    return replace(case, parallel="none", gpus=1) if isinstance(case, Case) else case
 
 
 def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
@@ -301,7 +315,7 @@ def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
     """
     known = rows[kind].notna()
     if kind == "ratio":
-        known |= each_case(rows.case, lambda case: case.workload != SCRIPT).astype(bool)
+        known |= each_case(rows.case, lambda case: isinstance(case, Case)).astype(bool)
         rows = rows.assign(steps=rows.ratio_steps)
     if kind == "spread":
         known &= rows.metric.isin([metric.name for metric in METRICS.values() if metric.spread])

@@ -51,7 +51,7 @@ def additional(times: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.Data
         above 1.
     """
     steps = times[times.phase == STEP]
-    steps = steps.assign(cell=[case.baseline for case in steps.case])
+    steps = steps.assign(cell=[case.cell for case in steps.case])
     seconds = ["seconds", *(f"{part}_seconds" for part in PARTS)]
     keys = ["cell", *OF_CASE[1:]]
     base = steps.loc[steps.trainer == baseline, [*keys, *seconds]]

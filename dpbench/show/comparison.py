@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import AXES, BASELINE_TRAINER, Case, Script
+from dpbench.core.case import AXES, BASELINE_TRAINER, Case, subject_from
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
@@ -38,10 +38,11 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
     cells_by = [key for key in keys if key not in ("trainer", "metric", "phase")]
     for key, group in rows.groupby(cells_by):
         cell = dict(zip(cells_by, key, strict=True))
-        case = Case.from_row({**cell, "trainer": BASELINE_TRAINER})
-        what = f"{case.configuration}, batch {case.batch_size}"
-        what += f", sequence {case.seq_len}" if case.seq_len else ""
-        what = "steps of a script" if isinstance(case, Script) else what
+        case = subject_from({**cell, "trainer": BASELINE_TRAINER})
+        what = "steps of a script"
+        if isinstance(case, Case):
+            what = f"{case.configuration}, batch {case.batch_size}"
+            what += f", sequence {case.seq_len}" if case.seq_len else ""
         with_what = f", against {against}" if against else ""
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []
@@ -83,7 +84,7 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
     """The regressions that failed a test, by case, for the report of the test."""
     by_case: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in regressions:
-        by_case[f"{Case.from_row(row).id}, against {row['reference']}"].append(row)
+        by_case[f"{subject_from(row).id}, against {row['reference']}"].append(row)
     parts = []
     for title, rows in by_case.items():
         parts += [Table(title, HEADERS, [*map(change_cells, rows)]).as_text(), grown_text(rows)]
@@ -96,7 +97,7 @@ def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
     lines = []
     for row in worst:
         metric, phase, before, after, change, limit = change_cells(row)
-        number = f"{metric}@{phase} of {Case.from_row(row).id}"
+        number = f"{metric}@{phase} of {subject_from(row).id}"
         lines.append(f"{number}: {before} -> {after}, {change}, limit {limit}")
     more = len(lines) - MOST_LINES
     return [*lines[: MOST_LINES - 1], f"and {more + 1} more"] if more > 0 else lines

@@ -105,7 +105,7 @@ class TableOptions:
         """The summary with labels of tests as columns; a case of several tests is repeated."""
         labels = [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
         rows = [
-            {**vars(outcome.case), "counted": name == "logical"}
+            {**outcome.case.columns, "counted": name == "logical"}
             | {label: label_of(test, label) for label in labels}
             for outcome in outcomes
             for name in outcome.instruments

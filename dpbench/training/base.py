@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.names import parted, read_parameters
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.workloads.base import (
     Batch,
@@ -213,10 +211,6 @@ def check_numbers(
 
 def check_optimizer(name: str, made: Callable[..., torch.optim.Optimizer]) -> None:
     """Refuse an optimizer that cannot step, or to which a parameter means something else."""
-    known, given = inspect.signature(made).parameters, read_parameters(parted(name)[1])
-    for each, value in given.items():
-        if "bool" in str(known[each].annotation) and not isinstance(value, bool):
-            raise ConfigurationError(f"optimizer {name}: {each} is true or false, not {value!r}")
     try:
         parameter = torch.zeros(1, 1, requires_grad=True)
         parameter.grad = torch.zeros(1, 1)

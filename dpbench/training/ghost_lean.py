@@ -115,10 +115,9 @@ class GhostLeanTrainer(ClippedMeanTrainer):
             with phase("forward"):
                 losses = self.example_losses(self.model, part)
                 means.append(losses.detach().mean())
-            with phase("backward"):
+            with phase("backward"):  # which clips: its second pass weights the examples' losses
                 self.backward(losses, found)
-            del losses  # whose graph has hooks
-            with phase("clip"):
+                del losses  # whose graph has hooks
                 self.take_gradients(found)
         self.update()
         return mean_of(means, self.sizes)

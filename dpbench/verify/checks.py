@@ -19,7 +19,7 @@ from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parted, read_parameters
 from dpbench.core.registry import names_of, resolve
 from dpbench.launch.fork_server import postpone
-from dpbench.launch.ranks import Observe, observe_all
+from dpbench.launch.ranks import Work, on_all_ranks
 from dpbench.training.standard import StandardTrainer
 from dpbench.verify.check import Check
 from dpbench.verify.layer import check_layer
@@ -53,9 +53,9 @@ def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list
     return checks
 
 
-def _over_ranks(work: Observe, case: Case, device: str) -> dict[str, Any]:
+def _over_ranks(work: Work, case: Case, device: str) -> dict[str, Any]:
     import_module("torch._dynamo")  # the first optimizer imports it: do so once, before the forks
-    return observe_all(work, case, device)
+    return on_all_ranks(work, case, device)
 
 
 def _verify_rank(device: str, elsewhere: Sequence[Gradients], case: Case) -> dict[str, Any]:

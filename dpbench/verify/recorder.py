@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dpbench.child.recorder import Recorder
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 
 if TYPE_CHECKING:
     from dpbench.verify.script import StepChecks
@@ -30,7 +30,7 @@ class CheckingRecorder(Recorder):
         self.calls.end_step()
         super().end_step()
 
-    def rows(self, case: Case) -> list[Any]:
+    def rows(self, case: Subject) -> list[Any]:
         return []
 
     @property

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.model_size import positive
 from dpbench.workloads.base import Batch, Workload
 from dpbench.workloads.resnet import random_images
 from dpbench.workloads.transformer import (
@@ -102,7 +103,7 @@ class CausalLM(HuggingFace):
 
     def __init__(self, *, seq_len: int = 256, **options: Any) -> None:
         super().__init__(**options)
-        self.seq_len = seq_len
+        self.seq_len = positive("seq_len", seq_len)
 
     def batches(self, batch_size: int) -> Iterable[Batch]:
         return get_random_dataloader(

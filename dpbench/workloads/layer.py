@@ -10,6 +10,7 @@ from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.model_size import positive
 from dpbench.workloads.base import Batch, Workload
 from dpbench.workloads.transformer import OpacusSelfAttention
 
@@ -54,7 +55,8 @@ class Layer(Workload):
             raise unknown("layer", layer, LAYERS)
         if length < (layer not in WITHOUT_POSITIONS):
             raise ConfigurationError(f"layer {layer} cannot have length {length}; give it more")
-        self.layer, self.width, self.length, self.vocabulary = layer, width, length, vocabulary
+        self.layer, self.length = layer, length
+        self.width, self.vocabulary = positive("width", width), positive("vocabulary", vocabulary)
 
     def model(self) -> nn.Module:
         return LAYERS[self.layer](self.width, self.vocabulary)

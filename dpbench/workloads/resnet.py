@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench.core.errors import unknown
+from dpbench.core.model_size import positive
 from dpbench.workloads.base import Batch, Workload
 
 GROUPS = 32
@@ -60,7 +61,11 @@ class ResNet(Workload):
     def __init__(self, *, depth: int = 50, image_size: int = 224, classes: int = 1000) -> None:
         if depth not in DEPTHS:
             raise unknown("depth", depth, map(str, DEPTHS))
-        self.depth, self.image_size, self.classes = depth, image_size, classes
+        self.depth = depth
+        self.image_size, self.classes = (
+            positive("image_size", image_size),
+            positive("classes", classes),
+        )
 
     def model(self) -> nn.Module:
         expansion, stages = DEPTHS[self.depth]

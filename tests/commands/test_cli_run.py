@@ -57,6 +57,36 @@ def test_a_malformed_grid_file_is_named_with_its_key(
     assert words in shown
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trainer=dpsgd:max_grad_norm=-1"], "max_grad_norm is -1, and must be finite and above"),
+        (["--trainer=dpsgd:clip=x"], "unknown clip 'x'; choose from flat, per_layer"),
+        (["--trainer=dpsgd", "--optimizer=adamw:weight_decay=-1"], "Invalid weight_decay value"),
+        (
+            ["--trainer=outside:Doubling:learning_rate=x"],
+            "parameter learning_rate of trainer Doubling must be a number, not 'x'",
+        ),
+        (
+            ["--trainer=standard", "--workload=resnet", "--set=image_size=x"],
+            "parameter image_size of workload resnet must be an integer, not 'x'",
+        ),
+        (
+            ["--trainer=standard", "--workload=layer", "--set=width=0"],
+            "width must be a positive integer, not 0",
+        ),
+    ],
+)
+def test_wrong_value_of_a_parameter_is_refused_before_anything_runs(
+    elsewhere: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", "--instrument=logical", "--batch-size=4", *options, "--json=run.json"]
+    assert main(command) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert not Path("run.json").exists()
+
+
 def test_run_measures_a_grid_file_and_writes_what_it_shows(
     elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
-from dpbench.core.case import ALL_PHASES, Case, Script
+from dpbench.core.case import ALL_PHASES, Script, subject_from
 from dpbench.core.gpu import Gpu
 from dpbench.instruments.ncu.ncu import Ncu
 from dpbench.instruments.timing import timing_rows
@@ -131,10 +131,10 @@ def test_script_that_profiles_itself_is_not_profiled(
 
 def test_case_of_a_script_claims_nothing_that_nobody_says() -> None:
     case = Script("private 100%")
-    assert (case.id, case.baseline.id) == ("private 100%", "standard")
-    known = {axis: value for axis, value in asdict(case).items() if value}
+    assert (case.id, case.with_trainer("standard").id) == ("private 100%", "standard")
+    known = {axis: value for axis, value in case.columns.items() if value}
     assert known == {"trainer": "private 100%", "workload": "script"}
-    assert Case.from_row({**asdict(case), "precision": "fp32", "optimizer": "sgd"}) == case
+    assert subject_from({**case.columns, "precision": "fp32", "optimizer": "sgd"}) == case
 
 
 def test_batch_size_that_is_said_makes_samples_per_second_of_times() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ from dpbench.commands.options import chosen_case
 from dpbench.core.case import PRECISIONS, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.names import joined, parted
-from dpbench.core.registry import import_named, resolve
+from dpbench.core.registry import TRAINERS, import_named, resolve
 from tests.core.test_case import CELL, refusal
 
 # --- parameters of other workloads -----------------------------------------------------------
@@ -127,10 +127,59 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
         ),
         ({"workload": "transformer:seq_len=8"}, "seq_len is given twice, as 256 and as 8"),
         ({"workload": "transformer:seq_len=x"}, "seq_len is given twice"),
+        (
+            {"trainer": "tests.core.test_case_parameters:Own:beta"},
+            "a parameter is written tests.core.test_case_parameters:Own:NAME=VALUE",
+        ),
+        (
+            {"trainer": "tests.core.test_case_parameters:Absent"},
+            "unknown class of tests.core.test_case_parameters 'Absent'; choose from Own",
+        ),
+        *(
+            ({"trainer": f"tests.core.test_case_parameters:Own:{given}"}, f"of trainer Own {said}")
+            for given, said in {
+                "beta=abc": "must be a number, not 'abc'",
+                "beta=true": "must be a number, not True",
+                "steps=1.5": "must be an integer, not 1.5",
+                "nested=1": "must be true or false, not 1",
+                "way=other": "'other'; choose from one, two",
+                "maybe=none": "must be an integer, not 'none'",
+                "max_grad_norm=nan": "must be a number, not 'nan'",
+            }.items()
+        ),
     ],
 )
 def test_wrong_parameter_is_refused_in_a_line(options: dict[str, Any], said: str) -> None:
     assert said in refusal(lambda: import_named(resolve(Case(**{**CELL, **options}))))
+
+
+class Own:
+    """A trainer with annotated parameters."""
+
+    def __init__(
+        self,
+        model: object,
+        *,
+        beta: float = 0.5,
+        steps: int = 1,
+        nested: bool = False,
+        way: Literal["one", "two"] = "one",
+        maybe: int | None = None,
+        name: str = "",
+        unknown: NotDefinedHere | None = None,  # type: ignore[name-defined]  # noqa: F821
+        free=None,  # type: ignore[no-untyped-def]
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        self.given = (beta, steps, nested, way, maybe, name, unknown, free)
+
+    def train_step(self, batch: object) -> None:
+        """Do nothing."""
+
+
+def test_parameters_become_what_their_annotations_say() -> None:
+    text = "beta=1,steps=2,nested=true,way=two,maybe=3,name=4,unknown=x,free=5"
+    made = TRAINERS[f"tests.core.test_case_parameters:Own:{text}"](None)
+    assert made.given == (1, 2, True, "two", 3, "4", "x", 5)
 
 
 def parsed(arguments: list[str]) -> Case:

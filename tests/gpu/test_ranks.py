@@ -25,7 +25,7 @@ from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.cupti.target import RECEIVED, SENT, payload_of
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
-from dpbench.launch.ranks import observe_all
+from dpbench.launch.ranks import on_all_ranks
 from dpbench.training.base import TrainerBase
 from dpbench.training.parallel import gathered, rank_and_ranks
 
@@ -57,7 +57,7 @@ class Asked(Timing):
 
     function: str = ""
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         found: dict[str, Any] = globals()[self.function](case)
         return found
 
@@ -197,7 +197,7 @@ def devices(case: Case) -> dict[str, int]:
 
 def test_a_process_that_has_asked_for_cuda_can_start_ranks() -> None:
     assert torch.cuda.is_available()  # from then on no fork of it can use a GPU
-    record = observe_all(devices, CASE, "cuda")
+    record = on_all_ranks(devices, CASE, "cuda")
     assert [rank["device"] for rank in record["ranks"]] == [0, 1]
 
 

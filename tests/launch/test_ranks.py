@@ -27,7 +27,7 @@ from dpbench.core.registry import resolve
 from dpbench.core.settings import Settings
 from dpbench.instruments.timing import Timing
 from dpbench.launch.case_process import CaseProcess
-from dpbench.launch.ranks import check_backend, observe_all
+from dpbench.launch.ranks import check_backend, on_all_ranks
 from dpbench.results.rows import STEP
 from dpbench.runner import measure
 from dpbench.session import Session
@@ -147,7 +147,7 @@ def test_ranks_of_a_process_that_has_trained_leave_it_as_it_was() -> None:
     environment = dict(os.environ)
     try:
         expected = work(ranks("standard"))  # starts threads that no fork has
-        record = observe_all(work, ranks("standard"), "cpu")
+        record = on_all_ranks(work, ranks("standard"), "cpu")
     finally:
         torch.set_num_threads(threads)
     assert [each["sum"] for each in record["ranks"]] == [pytest.approx(expected["sum"])] * 2
@@ -165,7 +165,7 @@ def test_ranks_are_no_forks_of_a_process_whose_forks_cannot_use_cuda(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: poisoned)
     monkeypatch.setattr(sys, "inherited", True, raising=False)
-    record = observe_all(inherits, ranks("standard"), "cpu")
+    record = on_all_ranks(inherits, ranks("standard"), "cpu")
     assert [each["fork"] for each in record["ranks"]] == [not poisoned] * 2
 
 

@@ -210,7 +210,24 @@ def test_a_test_that_got_worse_has_failed_in_every_report(
     result = project(workers, limit, "--junitxml=report.xml")
     result.assert_outcomes(passed=2, failed=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    cases = ElementTree.parse(pytester.path / "report.xml").iter("testcase")
+    [suite] = ElementTree.parse(pytester.path / "report.xml").iter("testsuite")
+    assert {name: suite.get(name) for name in ("tests", "failures")} == {
+        "tests": "4",
+        "failures": "2",
+    }
+    cases = [*suite.iter("testcase")]
+    assert len({case.get("name") for case in cases}) == len(cases) == 4
     failed = {case.get("name") for case in cases if case.find("failure") is not None}
     of_dpsgd = ("test_more_than_standard", "test_dram")
     assert failed == {f"{test}[dpsgd-bs4-seq64-tiny-fp32]" for test in of_dpsgd}
+
+
+def test_a_session_that_stops_at_a_failure_has_not_stopped_when_its_limits_are_judged(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    save(pytester.path, "good", recorded_document(less))
+    limit = "--dpbench-compare-fail=global_load_bytes:5%"
+    result = project("-n0", "-x", limit, "--dpbench-save=worse")
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.no_fnmatch_line("*stopping after*")
+    assert saved(pytester.path, 2).verdict == "regressed"

@@ -26,7 +26,7 @@ NCU = Ncu(Path("reports"))
 
 
 def under(grid: str = "grid1", ncu: Ncu = NCU, **environment: Any) -> Run:
-    return begun({**ENVIRONMENT, **environment}, GRIDS[grid], [ncu])
+    return begun({**ENVIRONMENT, **environment}, GRIDS[grid].as_json(), [ncu])
 
 
 def broken_off(now: Run, **session: Any) -> Run:

@@ -5,7 +5,6 @@ Each entry of the table is one way to lose the rows that would show it, or to re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -237,20 +236,7 @@ def test_an_operator_that_is_no_longer_counted_leaves_its_case_unjudged() -> Non
     assert verdict(sparse, before, limit).passed
 
 
-# --- rows that are said twice ----------------------------------------------------------------
-
-
-def test_rows_that_an_old_file_has_twice_count_once(tmp_path: Path) -> None:
-    before, worse = (
-        run(name, "times of a case", factor) for name, factor in (("before", 1.0), ("after", 10.0))
-    )
-    rows = [dict(row) for row in worse.document["rows"]]
-    path = tmp_path / "after.json"
-    path.write_text(json.dumps({**worse.document, "rows": [*rows, *rows[:3]]}))
-    after = Run.load(path)
-    assert after.outcomes[0].rows == worse.outcomes[0].rows
-    found = verdict(before, after, "step_time_seconds:5%")
-    assert len(found.regressions) == 1
+# --- rows that cannot be ----------------------------------------------------------------------
 
 
 CLIP = Measurement(RESNET, "timing", "clip", "step_time_seconds", 1.0, "s", 0, "cpu", "")
@@ -289,8 +275,14 @@ def test_what_cannot_be_one_cases_row_is_refused_when_it_is_recorded(
 
 
 def test_only_numbers_that_are_signed_may_be_negative() -> None:
-    of_own = replace(CLIP, metric="of_its_own", unit="1", value=-1.0)
-    assert checked(RESNET, [of_own], whole=False) == ([of_own], [])
+    signed = replace(CLIP, metric="memory_growth_bytes", unit="B", value=-1.0)
+    assert checked(RESNET, [signed], whole=False) == ([signed], [])
+
+
+def test_numbers_of_metrics_that_nobody_has_defined_are_refused() -> None:
+    of_own = replace(CLIP, metric="of_its_own", unit="1")
+    refused = ["timing has recorded an undefined metric for of_its_own@clip of step 0"]
+    assert checked(RESNET, [of_own], whole=False) == ([], refused)
 
 
 def test_a_phase_of_a_case_that_did_nothing_in_a_step_is_recorded_as_zero() -> None:

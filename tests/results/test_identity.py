@@ -35,7 +35,7 @@ from dpbench.core.case import Case
 from dpbench.results.gate import Gate
 from dpbench.results.compare import Threshold
 from dpbench.results.outcome import Outcome
-from dpbench.results.document import each_once
+from dpbench.results.schema import check_rows
 from dpbench.results.run import Run
 from dpbench.results.rows import Measurement, as_rows
 from dpbench.results.times import account, additional
@@ -57,7 +57,7 @@ def run(name, worse=1.0):
     return Run.of(name, outcomes)
 
 before, after = run("before"), run("after", worse=1.5)
-assert len(each_once(before.document["rows"])) == 12
+check_rows(before.document["rows"])
 values = before.summary[before.summary.metric == "dram_bytes"]
 assert sorted(zip(values.trainer, values.host, values.value)) == [
     ("dpsgd", "a", 6e10), ("dpsgd", "b", 12e10), ("standard", "a", 3e10), ("standard", "b", 6e10)

@@ -277,7 +277,7 @@ def test_outcomes_can_be_read_back_from_the_rows_of_a_document() -> None:
 
 def test_environment_says_which_software_and_machine() -> None:
     gpu = Gpu("GPU-1", "NVIDIA H200", 150_000_000_000, "580.0", free_bytes=5, processes=(17,))
-    data = json.loads(json.dumps(environment(gpu)))
+    data = json.loads(json.dumps(environment(gpu.identity)))
     what = {"uuid": "GPU-1", "name": "NVIDIA H200", "memory_bytes": 150_000_000_000}
     assert data["gpu"] == {**what, "driver": "580.0", "chip": ""}
     assert data["python"].startswith("3.")

@@ -150,6 +150,9 @@ def test_file_that_is_no_run_is_named(tmp_path: Path, text: str | bytes, words: 
         lambda data: data["rows"][1].update(unit="GB"),
         lambda data: data["rows"][1].update(phase="clap"),
         lambda data: data["rows"].append({**data["rows"][1], "value": 3.0}),
+        lambda data: data["rows"].append({**data["rows"][1]}),
+        lambda data: data["rows"][1].update(metric="my_balance_bytes"),
+        lambda data: data["cases"].append({**data["cases"][0]}),
         lambda data: data["metrics"][0].update(shown=["never"]),
         lambda data: data["metrics"][0].update(by="ncu"),
         lambda data: data["metrics"][0].update(colour="red"),
@@ -226,7 +229,7 @@ def test_refusal_says_which_row_is_wrong(saved: Path) -> None:
     data = json.loads(saved.read_text())
     data["rows"].append({**data["rows"][1], "value": 3.0})
     saved.write_text(json.dumps(data))
-    words = r"a second value, 3\.0, of dram_read_bytes@clip of dpsgd-bs8-seq256-1b-fp32 by ncu"
+    words = r"ncu has a second value, 3\.0, for dram_read_bytes@clip of dpsgd-bs8-seq256-1b-fp32"
     with pytest.raises(ConfigurationError, match=words):
         Run.load(saved)
 
@@ -236,15 +239,40 @@ def test_counters_and_metrics_of_others_are_read_as_they_are(saved: Path) -> Non
     row = data["rows"][1]
     others = [
         {**row, "metric": "sm__cycles_active.avg", "unit": "cycle"},
-        {**row, "metric": "my_balance_bytes", "unit": "kB", "value": -3.0},
+        {**row, "metric": "my_balance_bytes", "value": -3.0},
         {**row, "metric": "memory_growth_bytes", "value": -3.0},
-        dict(row),  # said twice, and the same
     ]
     data["rows"] += others
+    data["metrics"].append({"name": "my_balance_bytes", "how": {"kind": "Peak"}, "signed": True})
     data["speed_of_light"] = [{"phase": "clip"}]  # a project's hook has added it
     saved.write_text(json.dumps(data))
     run = Run.load(saved)
-    assert len(run.frame) == len(run.document["rows"]) == len(ROWS) + len(others) - 1
+    assert len(run.frame) == len(run.document["rows"]) == len(ROWS) + len(others)
+
+
+@pytest.mark.parametrize(
+    ("place", "entry", "words"),
+    [
+        ("cases", {}, "dpsgd-bs8-seq256-1b-fp32 by ncu is there twice"),
+        ("rows", {"phase": "noise", "metric": "my_bytes"}, "ncu has an undefined metric for my_by"),
+        ("rows", {}, "ncu has a second value, 5.0, for dram_read_bytes@step"),
+        (
+            "metrics",
+            {"name": "x", "how": {"kind": "Guess"}},
+            "Invalid enum value 'Guess' - at `$.m",
+        ),
+    ],
+)
+def test_what_a_document_may_not_have_is_named_in_a_line(
+    saved: Path, place: str, entry: dict[str, Any], words: str
+) -> None:
+    data = json.loads(saved.read_text())
+    data[place].append(data[place][0] | entry)
+    saved.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError) as caught:
+        Run.load(saved)
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_absent_file_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import write_text
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.storage import Storage, folder_name, reference
+from dpbench.results.storage import Storage, folder_name, latest_passed_run
 
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
 H200 = "NVIDIA H200"
@@ -185,7 +185,7 @@ SOURCES = [(H200, "ncu")]
 
 def found(storage: Storage, asked: list[tuple[Case, str]]) -> tuple[str | None, list[str]]:
     notes: list[str] = []
-    run = reference(storage.candidates([H200]), SOURCES, asked, notes)
+    run = latest_passed_run(storage.candidates([H200]), SOURCES, asked, notes)
     return run.name if run else None, notes
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case, Script, Subject
 from dpbench.show.comparison import exceeded_lines
 
 
-def regression(case: Case, before: float, after: float, phase: str = "clip") -> dict[str, Any]:
+def regression(case: Subject, before: float, after: float, phase: str = "clip") -> dict[str, Any]:
     row = {"metric": "logical_bytes", "phase": phase, "unit": "B", "before": before, "after": after}
     relative = (after - before) / before if before else None
-    return {**vars(case), **row, "relative": relative, "threshold": "logical_bytes@clip:5%"}
+    return {**case.columns, **row, "relative": relative, "threshold": "logical_bytes@clip:5%"}
 
 
 def test_each_line_has_case_and_phase_and_the_largest_change_comes_first() -> None:

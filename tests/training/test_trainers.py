@@ -199,8 +199,10 @@ def test_a_dp_trainer_goes_through_all_phases(name: str, batch: Batch) -> None:
     drawn_in_update = name == "fused"
     noise = [] if drawn_in_update else ["noise"]
     forward = [] if name == VMAP else ["forward"]  # torch.func goes there and back in one call
-    assert set(heard) == {*forward, "backward", "clip", *noise, "optimizer"}
-    assert heard.index("clip") < heard.index([*noise, "optimizer"][0])
+    clip = [] if name.startswith("ghost_lean") else ["clip"]  # its second backward clips
+    assert set(heard) == {*forward, "backward", *clip, *noise, "optimizer"}
+    if clip:
+        assert heard.index("clip") < heard.index([*noise, "optimizer"][0])
 
 
 def test_marking_phases_changes_nothing_that_opacus_does(batch: Batch) -> None:

@@ -105,7 +105,7 @@ class Verified(Instrument):
     def start(self, case: Case) -> PendingMeasurement:
         raise NotImplementedError
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         wrong = {pair: self.wrong(case, *pair.split("@")) for pair in self.pairs.split()}
         counts = {pair: second_step(case, *pair.split("@")) for pair in self.counted.split()}
         return {"wrong": wrong, "counts": counts}

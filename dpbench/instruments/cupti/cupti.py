@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.settings import Settings
 from dpbench.instruments.counters.metrics import CounterOptions
 from dpbench.instruments.cupti import NAME
@@ -33,7 +33,7 @@ class Cupti(InProcessInstrument):
         names = settings.of(CounterOptions).names or ()
         return super().from_settings(settings, **{"names": names} | chosen)
 
-    def recorder(self, case: Case, steps: int | None = None) -> CuptiRecorder:
+    def recorder(self, case: Subject, steps: int | None = None) -> CuptiRecorder:
         from dpbench.instruments.cupti.recorder import CuptiRecorder  # takes long to import
 
         return CuptiRecorder() if steps is None else CuptiRecorder(steps)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder, whole_steps
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.core.metrics import unit
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
@@ -66,7 +66,7 @@ class CuptiRecorder(Recorder):
             self.wanted = timed + self._counter.steps
         super().start_step()
 
-    def record(self, case: Case) -> dict[str, Any]:
+    def record(self, case: Subject) -> dict[str, Any]:
         """The record of timing, with what was counted.
 
         It adds ``cupti`` (the version of libcupti), ``chip``, ``passes``, ``counters`` (of each
@@ -85,14 +85,14 @@ class CuptiRecorder(Recorder):
             }
         return record
 
-    def rows(self, case: Case) -> list[Measurement]:
+    def rows(self, case: Subject) -> list[Measurement]:
         record = self.record(case)
         if record["device"] == "cpu":
             raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
         return list(cupti_rows(case, record))
 
 
-def cupti_rows(case: Case, record: Mapping[str, Any]) -> Iterator[Measurement]:
+def cupti_rows(case: Subject, record: Mapping[str, Any]) -> Iterator[Measurement]:
     """The rows of the timed steps and of the counted ones."""
     device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
     for row in timing_rows(case, dict(record)):

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpbench.core.case import ALL_PHASES, OUTSIDE, Case
+from dpbench.core.case import ALL_PHASES, OUTSIDE, Subject
 from dpbench.core.metrics import unit
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
@@ -263,7 +263,7 @@ def without_data() -> Iterator[ByteCounter]:
 
 
 def logical_rows(
-    case: Case,
+    case: Subject,
     operators: Iterable[OperatorCount],
     phases: Collection[str],
     peaks: Mapping[str, int] | None = None,

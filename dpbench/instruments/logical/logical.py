@@ -25,7 +25,7 @@ from unittest.mock import patch
 from dpbench.child.failures import CaseFailed
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import Task
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.errors import DpbenchError, own_line
 from dpbench.core.registry import is_builtin
 from dpbench.core.settings import Settings
@@ -94,7 +94,7 @@ class Logical(Instrument):
         log = kept and (kept / case.report_path).with_suffix(".logical.log")
         return CaseProcess(Task(case, self), log=log, timeout=self.timeout, read=_read_outcome)
 
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         from dpbench.instruments.logical.recorder import LogicalRecorder
 
         return LogicalRecorder(steps)
@@ -102,7 +102,7 @@ class Logical(Instrument):
     def check_script(self) -> None:
         """Check nothing: it leaves no files."""
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         faulthandler.enable(2)  # the log then says where a crash was
         return self.count(case).as_json()
 
@@ -135,7 +135,7 @@ class Logical(Instrument):
             for repeat, (counted, peaks, largest) in enumerate(steps[1:] or steps)
             for row in logical_rows(case, counted, peaks, peaks, repeat, largest)
         ]
-        operators = steps[0][0]
+        operators = tuple(steps[0][0])
         light = {each.operator for each in operators if each.general_rule}
         light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
@@ -144,7 +144,9 @@ class Logical(Instrument):
             notes.append(about_sizes(case, self.active))
         if case.gpus > 1:
             notes.append(f"counted: one rank of {case.gpus}")
-        return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes), labels=labels)
+        return Outcome(
+            case, tuple(rows), operators=tuple(operators), notes=tuple(notes), labels=labels
+        )
 
     def _run(self, case: Case, counter: ByteCounter) -> tuple[dict[str, str], list[Counted]]:
         """Train until a step is steady; return the trainer's labels, and what was counted.

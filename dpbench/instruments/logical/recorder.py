@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder, on_cuda
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 
@@ -60,7 +60,7 @@ class LogicalRecorder(Recorder):
         if dynamo and dynamo.counters["frames"]["total"]:
             self.notes.append("functions that torch.compile had made ran uncompiled")
 
-    def rows(self, case: Case) -> list[Measurement]:
+    def rows(self, case: Subject) -> list[Measurement]:
         from dpbench.instruments.logical.counter import logical_rows
 
         if not any(operators for operators, _ in self._steps):

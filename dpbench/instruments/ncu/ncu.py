@@ -21,7 +21,7 @@ from dpbench.child.messages import NVTX_DOMAIN, Steps
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import OF_PARENT
 from dpbench.core import gpu
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.metrics import Metric
 from dpbench.core.settings import Settings
 from dpbench.instruments.counters.errors import (
@@ -106,14 +106,14 @@ class Ncu(InProcessInstrument):
     def versions(self) -> Mapping[str, str]:
         return {"ncu": version_of(self.path)}
 
-    def report(self, case: Case) -> Path:
+    def report(self, case: Subject) -> Path:
         place = self.directory / case.report_path
         return place.parent / self.folder / place.name
 
-    def log(self, case: Case) -> Path:
+    def log(self, case: Subject) -> Path:
         return self.report(case).with_suffix(".log")
 
-    def profiler_command(self, case: Case, *more: str) -> list[str]:
+    def profiler_command(self, case: Subject, *more: str) -> list[str]:
         """The command line of ncu; it profiles what any of the NVTX filters matches."""
         steps = range(self.steps.active)
         chosen = [f"{NVTX_DOMAIN}@{step}.{phase}" for step in steps for phase in self.phases]
@@ -151,22 +151,22 @@ class Ncu(InProcessInstrument):
         except CaseFailed as error:
             raise self.complaint(process.case) or error from None
 
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         from dpbench.instruments.ncu.recorder import NvtxRecorder
 
         return NvtxRecorder(steps)
 
-    def before_script(self, case: Case) -> list[str]:
+    def before_script(self, case: Subject) -> list[str]:
         report = self.report(case)
         report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)
         return self.profiler_command(case, "--log-file", str(self.log(case)))
 
-    def script_rows(self, case: Case, record: Mapping[str, Any]) -> list[Measurement]:
+    def script_rows(self, case: Subject, record: Mapping[str, Any]) -> list[Measurement]:
         rows = self.rows(case, record, self.log(case))
         return [row for row in rows if row.repeat < record["heard"]]  # completed steps only
 
-    def complaint(self, case: Case) -> InstrumentError | None:
+    def complaint(self, case: Subject) -> InstrumentError | None:
         """The error for which ncu ended a process; None if the process failed by itself.
 
         ncu says that nothing was profiled after every failure, so that is not its error.
@@ -174,7 +174,7 @@ class Ncu(InProcessInstrument):
         said = diagnose(case, self.log(case))
         return None if isinstance(said, NothingProfiled) else said
 
-    def report_left(self, case: Case, log: Path) -> Path:
+    def report_left(self, case: Subject, log: Path) -> Path:
         """The report of an ended process, once it is described; raises if there is none."""
         report = self.report(case)
         if not report.exists():
@@ -188,7 +188,7 @@ class Ncu(InProcessInstrument):
         write_description(report, case, {"instrument": self.name, **described})
         return report
 
-    def rows(self, case: Case, record: Mapping[str, Any], log: Path) -> list[Measurement]:
+    def rows(self, case: Subject, record: Mapping[str, Any], log: Path) -> list[Measurement]:
         """The rows of a report, whose process left this record."""
         return read(self.report_left(case, log), case, self.metrics, tool=self.tool(record))
 
@@ -236,7 +236,7 @@ class NcuKernels(Ncu):
         counts, whole = process.kernels, not self.phases
         return kernel_rows(case, self.name, counts, report.device, tool, whole=whole)
 
-    def nothing_to_profile(self, case: Case) -> bool:
+    def nothing_to_profile(self, case: Subject) -> bool:
         """Whether the report of ranges has no kernel in its phases; clip may launch none."""
         try:
             launches = launches_by_phase(self.directory / case.report_path)
@@ -248,7 +248,7 @@ class NcuKernels(Ncu):
 # --- the program ------------------------------------------------------------------------------
 
 
-def diagnose(case: Case, log: Path) -> InstrumentError | None:
+def diagnose(case: Subject, log: Path) -> InstrumentError | None:
     """The error that ncu's lines in a log describe, or None."""
     said = [line for line in log_lines(log) if line.startswith("==")] if log.exists() else []
     for pattern, error in _MESSAGES:

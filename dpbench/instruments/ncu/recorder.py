@@ -7,7 +7,7 @@ from typing import Any
 
 from dpbench.child.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.child.recorder import Recorder
-from dpbench.core.case import OUTSIDE, Case
+from dpbench.core.case import OUTSIDE, Subject
 from dpbench.results.rows import Measurement
 
 
@@ -63,8 +63,8 @@ class NvtxRecorder(Recorder):
             self.listener.end_step()
         self.listener.finish()
 
-    def rows(self, case: Case) -> list[Measurement]:
+    def rows(self, case: Subject) -> list[Measurement]:
         return []
 
-    def record(self, case: Case) -> dict[str, Any]:
+    def record(self, case: Subject) -> dict[str, Any]:
         return {}

@@ -16,7 +16,7 @@ from typing import Any
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import NVTX_DOMAIN, NVTX_END
-from dpbench.core.case import ALL_PHASES, OUTSIDE, Case, Script
+from dpbench.core.case import ALL_PHASES, OUTSIDE, Script, Subject, subject_from
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import write_text
 from dpbench.core.gpu import chip_of
@@ -63,7 +63,7 @@ class NothingProfiled(InstrumentError):
 
 
 def read(
-    path: Path, case: Case, metrics: Iterable[Metric] | None = None, *, tool: str = "ncu"
+    path: Path, case: Subject, metrics: Iterable[Metric] | None = None, *, tool: str = "ncu"
 ) -> list[Measurement]:
     """The rows of a case's report of ranges: each metric by phase, and of the whole step.
 
@@ -98,18 +98,18 @@ def read(
     ]
 
 
-def write_description(report: Path, case: Case, settings: Mapping[str, Any]) -> None:
+def write_description(report: Path, case: Subject, settings: Mapping[str, Any]) -> None:
     """Write a JSON file beside a report that says its case and settings."""
-    write_text(report.with_suffix(".json"), json.dumps({"case": vars(case), **settings}))
+    write_text(report.with_suffix(".json"), json.dumps({"case": {**case.columns}, **settings}))
 
 
-def case_of(path: Path) -> Case:
+def case_of(path: Path) -> Subject:
     """The case that the file beside a report says; without one, a script called as the report."""
     description = path.with_suffix(".json")
     try:
         if not description.exists():
             return Script(str(path))
-        return Case.from_row(json.loads(description.read_text(encoding="utf-8"))["case"])
+        return subject_from(json.loads(description.read_text(encoding="utf-8"))["case"])
     except (ConfigurationError, KeyError, OSError, TypeError, ValueError) as error:
         raise ForeignReport(f"{description} says no case ({error})") from error
 

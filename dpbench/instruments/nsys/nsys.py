@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.metrics import unit
 from dpbench.core.settings import Settings
 from dpbench.instruments.in_process import InProcessInstrument
@@ -76,7 +76,7 @@ class Nsys(InProcessInstrument):
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
         return super().from_settings(settings, **{"path": find_nsys()} | chosen)
 
-    def recorder(self, case: Case, steps: int | None = None) -> Recorder:
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         from dpbench.instruments.nsys.recorder import NsysRecorder
 
         return NsysRecorder(steps or self.steps.active)
@@ -85,10 +85,10 @@ class Nsys(InProcessInstrument):
     def versions(self) -> Mapping[str, str]:
         return {"nsys": version_of(self.path)}
 
-    def report(self, case: Case) -> Path:
+    def report(self, case: Subject) -> Path:
         return (self.directory / case.report_path).with_suffix(REPORT)
 
-    def profiler_command(self, case: Case) -> list[str]:
+    def profiler_command(self, case: Subject) -> list[str]:
         """The command line of ``nsys profile``, which records only between start and stop."""
         return [
             *(self.path, "profile"),
@@ -142,7 +142,9 @@ def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
         return timeline, statistics(nsys, target, Path(scratch)) if nsys else {}
 
 
-def timeline_rows(case: Case, timeline: Timeline, device: str, tool: str) -> Iterator[Measurement]:
+def timeline_rows(
+    case: Subject, timeline: Timeline, device: str, tool: str
+) -> Iterator[Measurement]:
     """Yield the rows of a timeline: phases of step 0, and whole steps numbered from 0."""
     whole = [each.step for each in timeline.whole_steps]
     for usage in timeline.usages():

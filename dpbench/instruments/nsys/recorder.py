@@ -10,7 +10,7 @@ import torch
 
 from dpbench.child.messages import NVTX_DOMAIN
 from dpbench.child.recorder import NullListener, Recorder, whole_steps
-from dpbench.core.case import OUTSIDE, Case
+from dpbench.core.case import OUTSIDE, Subject
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.phases import PhaseListener
@@ -88,8 +88,8 @@ class NsysRecorder(Recorder):
         ranges = [PhaseRanges(step, whole=each, cuda=self.cuda) for step, each in enumerate(whole)]
         return iter([NullListener(), *ranges])
 
-    def record(self, case: Case) -> dict[str, Any]:
+    def record(self, case: Subject) -> dict[str, Any]:
         return self.timing.record(case) | {"untraced_seconds": self.timing.median_seconds}
 
-    def rows(self, case: Case) -> list[Measurement]:
+    def rows(self, case: Subject) -> list[Measurement]:
         return []  # they come from the exported report

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from dpbench.child.failures import InstrumentError
-from dpbench.core.case import Case
+from dpbench.core.case import Subject
 from dpbench.core.files import check_writable
 from dpbench.core.metrics import METRICS, OTHER_COPIES, unit
 from dpbench.instruments.torch_profiler import trace
@@ -55,7 +55,7 @@ def prepare(directory: Path) -> None:
             path.unlink()
 
 
-def write_log(case: Case, rows: Sequence[Measurement], directory: Path) -> None:
+def write_log(case: Subject, rows: Sequence[Measurement], directory: Path) -> None:
     """Write TensorBoard's event file: scalars ``METRIC/PHASE`` by step, and hyper-parameters.
 
     Hyper-parameters are the case's fields, the device and PyTorch's version. Their metrics are
@@ -74,7 +74,7 @@ def write_log(case: Case, rows: Sequence[Measurement], directory: Path) -> None:
             writer.add_scalar(f"{row.metric}/{row.phase}", row.value, row.repeat)
             if row.phase == STEP:
                 of_step[f"{row.metric}/{STEP}"].append(row.value)
-        hyper_parameters = {**asdict(case), "device": rows[0].device, "torch": rows[0].tool}
+        hyper_parameters = {**case.columns, "device": rows[0].device, "torch": rows[0].tool}
         metrics = {name: fmean(values) for name, values in of_step.items()}
         for summary in hparams(hyper_parameters, metrics):
             writer.file_writer.add_summary(summary)
@@ -101,7 +101,7 @@ def with_operators(directory: Path, launches: Sequence[KernelCount]) -> list[Ker
 
 
 def profile_rows(
-    case: Case, record: Mapping[str, Any], traces: Sequence[trace.Trace]
+    case: Subject, record: Mapping[str, Any], traces: Sequence[trace.Trace]
 ) -> Iterator[Measurement]:
     """Yield the rows of a profile: each recorded step, by phase and as a whole."""
     on_cuda = record["device"] != "cpu"

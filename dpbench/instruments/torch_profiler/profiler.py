@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from dpbench.child.messages import Schedule, Steps
-from dpbench.core.case import Case
+from dpbench.core.case import Case, Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import check_writable
 from dpbench.core.options import option
@@ -79,14 +79,14 @@ class TorchProfiler(InProcessInstrument):
     def check_script(self) -> None:
         check_writable(self.directory)
 
-    def log(self, case: Case) -> Path:
+    def log(self, case: Subject) -> Path:
         return self.directory / case.file_name / "step.log"
 
-    def recorder(self, case: Case, steps: int | None = None) -> ProfileRecorder:
+    def recorder(self, case: Subject, steps: int | None = None) -> ProfileRecorder:
         folder = own_folder(self.directory / case.file_name)
         return ProfileRecorder(folder, steps, threshold=self.threshold)
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         from dpbench.child.step import run_case
 
         folder = own_folder(self.directory / case.file_name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import Schedule
 from dpbench.child.recorder import NullListener, Recorder, device_and_torch, on_cuda
-from dpbench.core.case import OUTSIDE, Case
+from dpbench.core.case import OUTSIDE, Subject
 from dpbench.instruments.torch_profiler import profile_folder, trace
 from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.results.rows import Measurement
@@ -103,7 +103,7 @@ class ProfileRecorder(Recorder):
         self._by_name, self._by_shape = profiler.key_averages(), profiler.key_averages(True)
         self.cycles += 1
 
-    def rows(self, case: Case) -> list[Measurement]:
+    def rows(self, case: Subject) -> list[Measurement]:
         """The rows of all traces. This also writes operator tables and TensorBoard's log."""
         paths = [self.directory / f"trace_{cycle}.json.gz" for cycle in range(self.cycles)]
         traces = [trace.read(path) for path in paths]
@@ -169,7 +169,7 @@ class ScheduledRecorder(ProfileRecorder):
         if self.heard >= self.schedule.steps:  # end the profiler before the snapshot
             self.close()
 
-    def record(self, case: Case) -> dict[str, Any]:
+    def record(self, case: Subject) -> dict[str, Any]:
         return {"schedule": asdict(self.schedule)}
 
 

@@ -81,7 +81,7 @@ class PageData:
         ``device`` is where the others of the run were measured.
         """
         rows = [
-            {**vars(o.case), **vars(o), "run": run.name}
+            {**o.case.columns, **vars(o), "run": run.name}
             for run in self.runs
             for o in run.outcomes
             if o.error

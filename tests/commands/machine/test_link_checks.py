@@ -28,7 +28,7 @@ from dpbench.core.case import Case
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
 from dpbench.instruments.cupti.target import RECEIVED, SENT
-from dpbench.launch.ranks import observe_all
+from dpbench.launch.ranks import on_all_ranks
 from dpbench.training.parallel import rank_and_ranks
 from tests.programs import program
 
@@ -108,6 +108,6 @@ def message_after_a_step(case: Case) -> dict[str, Any]:
 
 def test_the_other_rank_gets_the_first_ones_message() -> None:
     case = Case(MESSAGE, 2, 1, "tiny", parallel="ddp", gpus=2)
-    first, other = observe_all(message_after_a_step, case, "cpu")["ranks"]
+    first, other = on_all_ranks(message_after_a_step, case, "cpu")["ranks"]
     assert first["bytes"] == other["bytes"] == EXAMPLE_BYTES
     assert first["ends"] == other["ends"] != [1.0, 1.0]

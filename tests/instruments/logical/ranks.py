@@ -86,7 +86,7 @@ class Heard(InProcessInstrument):
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         return LogicalRecorder(steps)
 
-    def observe(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> dict[str, Any]:
         from dpbench.child.step import run_case
 
         heard = []

@@ -221,8 +221,8 @@ def test_what_trainers_clip_is_said_below_their_cases() -> None:
 def test_a_script_has_no_batch_size_but_the_one_it_was_given() -> None:
     rows = dram("train", 4e9, phase="forward") + dram("train", 5e9)
     of = material(
-        a=[row | vars(Script("train")) for row in rows],
-        b=[row | vars(Script("train", 8)) for row in rows],
+        a=[row | Script("train").columns for row in rows],
+        b=[row | Script("train", 8).columns for row in rows],
     )
     assert [*drawn(charts.phases(of)).panels] == ["script", "script, batch 8"]
     assert [line[1:4] for line in page.cases(of).cells] == [

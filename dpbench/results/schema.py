@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import cache
@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dpbench.core.case import ALL_PHASES, AXES, COUNTS, SCRIPT, USUAL, Case
+from dpbench.core.case import ALL_PHASES, AXES, COUNTS, SCRIPT, USUAL, Subject, subject_from
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metric import AGGREGATES, Kind, Shown
+from dpbench.core.metric import AGGREGATES, HOWS, Kind, Shown
 from dpbench.results.outcome import LISTS, SEEN, STATUSES
 from dpbench.results.rows import IDENTITY, SCHEMA, STEP, impossible_number
 
@@ -31,7 +31,7 @@ _TYPES: dict[str, Any] = {
 NEW_AXES = ("sampling", "compile")
 """Axes that documents may lack: what they hold was measured with the default."""
 
-_AXES = [
+_AXES: list[Any] = [
     (axis, int if axis in COUNTS else str, *([""] if axis in NEW_AXES else [])) for axis in AXES
 ]
 
@@ -81,7 +81,7 @@ class TestPart(msgspec.Struct):
 class HowPart(msgspec.Struct):
     """How a metric is computed."""
 
-    kind: str
+    kind: Literal[tuple(HOWS)]  # type: ignore[valid-type]
     names: list[str] = []
     parts: list[str] = []
     scale: float = 1
@@ -183,23 +183,25 @@ def parsed(data: bytes) -> dict[str, Any]:
         for entry in document.get(part, ()):
             for axis in NEW_AXES:
                 entry.setdefault(axis, USUAL[axis] if entry["workload"] != SCRIPT else "")
-            Case.from_row(entry)
+            subject_from(entry)
+    known: set[tuple[Subject, tuple[str, ...]]] = set()
+    for entry in document.get("cases", ()):
+        key = (subject_from(entry), (*entry["instruments"],))
+        if key in known and key[1]:
+            raise ValueError(f"{key[0].id} by {' and '.join(key[1])} is there twice")
+        known.add(key)
     return document
 
 
-def each_once(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of a document without duplicates; impossible ones are refused."""
-    known: dict[tuple[Any, ...], tuple[float, str]] = {}
-    kept = []
+def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse rows of a document that are impossible, or that have the same number again."""
+    known: set[tuple[Any, ...]] = set()
     for row in rows:
-        key, said = tuple(row[name] for name in IDENTITY), (row["value"], row["unit"])
-        why = impossible_number(row["metric"], *said)
-        if not why and known.get(key, said) != said:
+        key = tuple(row[name] for name in IDENTITY)
+        why = impossible_number(row["metric"], row["value"], row["unit"])
+        if not why and key in known:
             why = f"a second value, {float(row['value'])},"
         if why:
-            where = f"{row['metric']}@{row['phase']} of {Case.from_row(row).id}"
-            raise ValueError(f"{why} of {where} by {row['instrument']} cannot be")
-        if key not in known:
-            known[key] = said
-            kept.append(row)
-    return kept
+            where = f"{row['metric']}@{row['phase']} of {subject_from(row).id}"
+            raise ValueError(f"{row['instrument']} has {why} for {where}")
+        known.add(key)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench.core.case import AXES, Case
+from dpbench.core.case import AXES, Case, Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
 from dpbench.results.conditions import premise_differences
@@ -112,7 +112,7 @@ def _cases_of(grid: Mapping[str, Any]) -> list[Case]:
 
 def _refuse_twice(runs: Sequence[Run]) -> None:
     """Refuse numbers that two runs have, even equal ones: only one would be kept."""
-    had: dict[tuple[Case, str], Run] = {}
+    had: dict[tuple[Subject, str], Run] = {}
     for run in runs:
         for key in {(o.case, name) for o in run.outcomes if o.rows for name in o.instruments}:
             if (other := had.setdefault(key, run)) is not run:

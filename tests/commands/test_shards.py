@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpbench.commands.shards import Shard, cells, joined
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import GRIDS, Grid
@@ -16,7 +17,6 @@ from dpbench.results.conditions import begun
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE, Measurement
 from dpbench.results.run import Run
-from dpbench.results.shards import Shard, cells, joined
 
 GRID1 = GRIDS["grid1"]
 
@@ -82,7 +82,7 @@ def run_of(
     **environment: Any,
 ) -> Run:
     """A complete run in which each case has one number."""
-    run = begun({"gpu": {"name": "NVIDIA H200"}, **environment}, grid, shard=shard)
+    run = begun({"gpu": {"name": "NVIDIA H200"}, **environment}, grid.as_json(), shard=shard)
     outcomes = [Outcome(case, (number(case),), instruments=("logical",)) for case in cases]
     session = run.session | {"status": COMPLETE, "cases_asked": len(cases)}
     return Run.of(name, outcomes, run.environment, session)
