@@ -31,7 +31,7 @@ _TYPES: dict[str, Any] = {
 NEW_AXES = ("sampling", "compile")
 """Axes that documents may lack: what they hold was measured with the default."""
 
-_AXES = [
+_AXES: list[Any] = [
     (axis, int if axis in COUNTS else str, *([""] if axis in NEW_AXES else [])) for axis in AXES
 ]
 

@@ -48,7 +48,7 @@ of norms from the first step on."""
 
 MOST_STEPS = 3
 
-Counted = tuple[Sequence[OperatorCount], dict[str, int], int]
+Counted = tuple[tuple[OperatorCount, ...], dict[str, int], int]
 """Of one step: its operators, the most live bytes of each phase, and its largest tensor."""
 
 
