@@ -114,8 +114,8 @@ def _active_steps(
     sizes = [examples_in(batch) for batch in active]
     spent.switch("warmup")
     warmup = batches[: steps.warmup]
-    if case.compile == "on" and case.sampling != "fixed":
-        warmup += active  # compiles for all sizes
+    if case.sampling != "fixed":
+        warmup += active  # a size's first step compiles, loads kernels and allocates
     for batch in warmup:
         with observed_step(recorder if recorder.hears_warmup else None):
             trainer.train_step(batch)

@@ -21,6 +21,7 @@ from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder, timing_rows
 from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.standard import StandardTrainer
 from dpbench.workloads.base import examples_in, part_sizes, parts_of
 
 CPU = torch.device("cpu")
@@ -99,6 +100,19 @@ def test_measured_batches_have_these_sizes_after_a_warm_up_of_the_expected_one()
     case = poisson("dpsgd")
     _, batches = build(case, CPU, 8, sampled=5)
     assert [*map(examples_in, batches)] == [4, 4, 4, *batch_sizes(case, 5)]
+
+
+def test_each_size_is_trained_once_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, case = [], poisson("standard")
+    take_step = StandardTrainer.train_step
+
+    def train_step(trainer: StandardTrainer, batch: Batch) -> torch.Tensor:
+        seen.append(examples_in(batch))
+        return take_step(trainer, batch)
+
+    monkeypatch.setattr(StandardTrainer, "train_step", train_step)
+    run_case(case, TimingRecorder(3), device="cpu", warmup=1, active=3)
+    assert seen == [4, *2 * batch_sizes(case, 3)]
 
 
 def test_the_rate_is_that_of_all_steps() -> None:

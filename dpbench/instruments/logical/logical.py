@@ -37,7 +37,6 @@ from dpbench.results.kernels import OperatorCount, guesses
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.training.phases import observed_step
-from dpbench.workloads.base import examples_in
 
 if TYPE_CHECKING:
     from dpbench.instruments.logical.counter import ByteCounter
@@ -48,7 +47,7 @@ of norms from the first step on."""
 
 MOST_STEPS = 3
 
-Counted = tuple[Sequence[OperatorCount], dict[str, int], int]
+Counted = tuple[tuple[OperatorCount, ...], dict[str, int], int]
 """Of one step: its operators, the most live bytes of each phase, and its largest tensor."""
 
 
@@ -157,6 +156,7 @@ class Logical(Instrument):
 
         from dpbench.child.build import build, labels_of
         from dpbench.instruments.logical.as_on_cuda import untraced
+        from dpbench.workloads.base import examples_in
 
         sampled = 0 if case.sampling == "fixed" else self.active
         batches: Sequence[Any]
