@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -74,6 +74,7 @@ def test_operators_change_what_they_say_and_nothing_without_data(
     torch.library.opcheck(mean, (gradient, seed, 1.0, 1.0), test_utils=tests)
 
 
+@settings(deadline=None)
 @given(
     rule=st.sampled_from([*RULES]),
     numbers=st.tuples(*[st.floats(0.1, 0.9)] * 9),
