@@ -108,7 +108,7 @@ class GhostNorms:
             self._put(torch.stack([squares, rounded.to(squares.dtype)]), off_bound, dtype)
             return
         norms = row_norms(samples)
-        width = samples[0].numel() // norms.shape[1]
+        width = samples.shape[-1] if samples.dim() > 1 else 1
         self._put(norms, sample_bound, width, dtype)
 
     def _put(self, part: Tensor, bound: Callable[..., Tensor], *about: object) -> None:

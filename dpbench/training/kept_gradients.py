@@ -30,7 +30,7 @@ class KeptGradients:
         self._joined: list[tuple[list[Tensor], Tensor]] = []
         for dtype in dict.fromkeys(each.dtype for each in small.values()):
             alike = [p for p, each in small.items() if each.dtype == dtype]
-            parts = [torch.reshape(small.pop(p), (-1, p.numel())) for p in alike]
+            parts = [(each := small.pop(p)).reshape(len(each), p.numel()) for p in alike]
             rest = -sum(part.shape[1] for part in parts) % ROW
             parts.append(parts[0].new_zeros(len(parts[0]), rest))
             self._joined.append((alike, torch.cat(parts, 1)))
@@ -39,7 +39,7 @@ class KeptGradients:
         """The squared norms of parts of each example's gradient, each ``[B]``."""
         norms = GhostNorms()
         for (first, *_), samples in self._joined:
-            norms.add_samples(samples.view(len(samples), -1, ROW), first.dtype)
+            norms.add_samples(samples.unflatten(1, (-1, ROW)), first.dtype)
         for parameter, samples in self._large.items():
             norms.add_samples(samples, parameter.dtype)
         return norms.squared_norms()
@@ -48,7 +48,7 @@ class KeptGradients:
         """Add the small parameters' sums over examples of factor times gradient."""
         while self._joined:
             parameters, samples = self._joined.pop()
-            total = torch.empty_like(samples[0], dtype=parameters[0].dtype)
+            total = samples.new_empty(samples.shape[1], dtype=parameters[0].dtype)
             weighted_sum(samples, factors, total)
             sizes = [parameter.numel() for parameter in parameters]
             parts = total[: sum(sizes)].split(sizes)

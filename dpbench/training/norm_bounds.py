@@ -263,7 +263,8 @@ def row_norms(samples: Tensor) -> Tensor:
 
     A CPU adds up squares one by one: over a whole matrix, a norm is up to 1e-3 too small.
     """
-    rows = samples.reshape(len(samples), -1, samples.shape[-1] if samples.dim() > 1 else 1)
+    width = samples.shape[-1] if samples.dim() > 1 else 1
+    rows = samples.reshape(len(samples), math.prod(samples.shape[1:-1]), width)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=wide_type(rows, rows))
     return norms
 

@@ -57,7 +57,7 @@ def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
     if rows:  # of the gradient, only those that are named: in float32, zeroed, added to and read
         each[GRADIENT] = 0, pairs + tokens * height * (2 * itemsize + 6 * wide)
     rate = FLOPS_PER_BYTE[itemsize]
-    return {way: examples * (moved + flops / rate) for way, (flops, moved) in each.items()}
+    return {way: max(examples, 1) * (moved + flops / rate) for way, (flops, moved) in each.items()}
 
 
 def cheapest(
