@@ -100,15 +100,16 @@ def build(
             f"has not called its constructor; {TRAINER}"
         )
 
-    own = part_of_rank(case.batch_size, rank, ranks)
+    sizes = [case.batch_size] * (num_batches - sampled) + batch_sizes(case, sampled)
+    largest = max([case.batch_size, *sizes])
+    own = part_of_rank(largest, rank, ranks)
 
     def place(tensor: Tensor) -> Tensor:
         kind = dtype if tensor.is_floating_point() else None
         return tensor[own].to(device, kind, copy=ranks > 1)  # frees the other ranks' parts
 
     labels_of(trainer)  # raises for invalid labels, before training
-    sizes = [case.batch_size] * (num_batches - sampled) + batch_sizes(case, sampled)
-    batches = [*batches_of(workload, max([case.batch_size, *sizes]), num_batches, place)]
+    batches = [*batches_of(workload, largest, num_batches, place)]
     if case.sampling != "fixed":
         cut = [slice(size) for size in sizes]
         batches = [pytree.tree_map(itemgetter(n), b) for n, b in zip(cut, batches, strict=True)]

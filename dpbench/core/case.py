@@ -334,6 +334,11 @@ class Script(Case):
         return Path(SCRIPT) / f"report_{_for_path(self.trainer)}.ncu-rep"
 
 
+def samples_poisson(case: Case) -> bool:
+    """Whether batches differ in size; of scripts that is unknown."""
+    return getattr(case, "sampling", "") == "poisson"
+
+
 def subject(**axes: Any) -> Case:
     """The case or script with these axes."""
     if axes.get("workload") == SCRIPT:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import AXES, Case
+from dpbench.core.case import AXES, Case, samples_poisson
 from dpbench.core.metrics import METRICS
 from dpbench.results.compare import CHANGES, Threshold, largest_changes, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
@@ -219,7 +219,7 @@ class Gate:
             for run in (self.before, self.after)
         ]
         there, here = row["steps"], row["steps_new"]
-        if here != there and case.sampling == "poisson":
+        if here != there and samples_poisson(case):
             return (
                 f"Poisson batches: {self.before.name} has {there:.0f} steps of it, here {here:.0f}"
             )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.core.case import AXES, BASELINE_TRAINER, SCRIPT, Case
+from dpbench.core.case import AXES, BASELINE_TRAINER, SCRIPT, Case, samples_poisson
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metric import DERIVED, Kind, Peak, Share, derived_name
 from dpbench.core.metrics import LARGEST_SPREAD, METRICS
@@ -118,7 +118,7 @@ def each_case(cases: pd.Series[Any], made: Callable[[Case], Any]) -> pd.Series[A
 
 def is_poisson(cases: pd.Series[Any]) -> pd.Series[bool]:
     """Whether the batches of each case differ in size: a step's cost is the mean of all then."""
-    return each_case(cases, lambda case: case.sampling == "poisson").astype(bool)
+    return each_case(cases, samples_poisson).astype(bool)
 
 
 def _by_case(frame: pd.DataFrame) -> pd.DataFrame:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dpbench.child.build import build
+from dpbench.child.failures import CaseFailed
 from dpbench.child.step import run_case
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical.logical import Logical
-from dpbench.instruments.logical.recorder import UNCOMPILED
 from dpbench.instruments.timing import TimingRecorder
 
 CPU = torch.device("cpu")
@@ -72,10 +72,9 @@ def test_trainers_with_hooks_say_that_they_cannot_be_compiled(trainer: str) -> N
         build(compiled(trainer), CPU, 1)
 
 
-def test_operators_are_counted_as_they_are_written() -> None:
-    counted, eager = (Logical().count(compiled("standard", compile=c)) for c in ("on", "off"))
-    assert UNCOMPILED in counted.notes
-    assert [row.value for row in counted.rows] == [row.value for row in eager.rows]
+def test_fused_operators_are_not_counted() -> None:
+    with pytest.raises(CaseFailed, match="whose bytes cannot be counted"):
+        Logical().count(compiled("standard"))
 
 
 def test_ranks_are_not_compiled() -> None:

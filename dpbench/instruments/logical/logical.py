@@ -16,7 +16,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,7 +30,6 @@ from dpbench.core.errors import DpbenchError, own_line
 from dpbench.core.registry import is_builtin
 from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument
-from dpbench.instruments.logical.recorder import UNCOMPILED
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.fork_server import fork_server
 from dpbench.launch.pending import PendingMeasurement
@@ -123,7 +122,6 @@ class Logical(Instrument):
                 new_objects_collected(),
                 fake_process_group(case.gpus),
                 without_data() as counter,
-                uncompiled(case),
             ):
                 labels, steps = self._run(case, counter)
         except DpbenchError:
@@ -142,8 +140,6 @@ class Logical(Instrument):
         light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
         notes += [f"{name}: counted by its schema" for name in sorted(light)]
-        if case.compile == "on":
-            notes.append(UNCOMPILED)
         if case.sampling != "fixed":
             notes.append(about_sizes(case, self.active))
         if case.gpus > 1:
@@ -221,13 +217,6 @@ def _in_one_line(error: Exception) -> str:
     """The error's class and message, and the user's line that raised it."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}{own_line(error.__traceback__)}"
-
-
-def uncompiled(case: Case) -> AbstractContextManager[object]:
-    """A context in which what torch.compile has made runs as it is written."""
-    import torch
-
-    return nullcontext() if case.compile == "off" else torch.compiler.set_stance("force_eager")
 
 
 def live_bytes(counter: ByteCounter) -> int:

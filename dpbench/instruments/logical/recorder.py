@@ -17,9 +17,6 @@ from dpbench.results.rows import Measurement
 if TYPE_CHECKING:
     from dpbench.instruments.logical.counter import RunningCounter
 
-UNCOMPILED = "functions that torch.compile had made ran uncompiled"
-"""The note on counts of compiled steps, which do not know what is fused."""
-
 
 class NothingCounted(InstrumentError):
     """No PyTorch operator ran in the steps: they use JAX, say, or replay a CUDA graph."""
@@ -59,7 +56,7 @@ class LogicalRecorder(Recorder):
         self.notes.append(f"operators were counted as they ran on {where}")
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo and dynamo.counters["frames"]["total"]:
-            self.notes.append(UNCOMPILED)
+            self.notes.append("functions that torch.compile had made ran uncompiled")
 
     def rows(self, case: Case) -> list[Measurement]:
         from dpbench.instruments.logical.counter import logical_rows
