@@ -81,7 +81,7 @@ def test_operators_change_what_they_say_and_nothing_without_data(
     seed=st.integers(0, 2**62),
 )
 def test_an_update_computes_its_formulas(rule: str, numbers: tuple[float, ...], seed: int) -> None:
-    n = Numbers(0.0, *numbers, eps=0.1)
+    n = Numbers(0.0, *numbers, 0.1)
     p, gradient = normal(9, torch.float64), normal(9, torch.float64).cos()
     moments = [normal(9, torch.float64).square() for _ in range(RULES[rule])]
     g = n.scale * gradient + n.decay * p
