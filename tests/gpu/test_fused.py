@@ -220,7 +220,7 @@ def test_graphs_with_kept_gradients_take_the_steps_of_a_loop_over_examples(
         for batch in batches_of(tokens, 3):
             trainer.train_step(tuple(tensor[:examples] for tensor in batch))
         if name == "fused":
-            assert [*trainer._graphs] == ["forward", "backward", "clip"]
+            assert [*trainer._graphs.phases] == ["forward", "backward", "clip"]
             assert {w for n, w in trainer.ways.items() if "embedding" not in n} == {"kept"}
         return parameters(trainer) - before
 

@@ -101,7 +101,7 @@ class Twins:
                 place.copy_(generated(seed, tuple(place.shape), place.dtype))
         return made
 
-    def check(self, **tolerance: float) -> None:
+    def check(self, **tolerance: Any) -> None:
         torch.testing.assert_close(self.ours, self.theirs, **tolerance)
         ours, theirs = (each.state_dict()["state"] for each in (self.optimizer, self.reference))
         kept = {n: {k: v for k, v in state.items() if v is not None} for n, state in theirs.items()}
@@ -259,7 +259,8 @@ def test_a_scheduler_changes_the_rate_without_a_warning(name: str) -> None:
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adamw"])
 def test_a_step_with_hooks_gets_the_noise_that_the_merged_one_draws(name: str) -> None:
     """So what is verified of gradients that hooks see holds for the merged step."""
-    options = {"optimizer": MERGED[name], "noise_multiplier": 3.0, "learning_rate": 0.01}
+    options: dict[str, Any] = {"optimizer": MERGED[name], "noise_multiplier": 3.0}
+    options["learning_rate"] = 0.01
     merged, own = (made(**options) for _ in range(2))
     seen = []
     own.plain_optimizer.register_step_pre_hook(lambda *_: seen.append(1))
