@@ -12,10 +12,7 @@ import shutil
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
-
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList, FunctionEventAvg
+from typing import TYPE_CHECKING, Any
 
 from dpbench.child.messages import hand_over
 from dpbench.child.task import Task
@@ -27,6 +24,9 @@ from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.outcome import Outcome
 
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import EventList
+
 DATA = Path(__file__).parent / "data"
 
 
@@ -35,6 +35,9 @@ TIMES = ("self_cpu", "cpu", "self_device", "device")
 
 def averages(lines: list[dict[str, Any]]) -> EventList:
     """What ``key_averages()`` returned, of the lines that were saved of it."""
+    from torch.autograd import DeviceType  # slow: only what was profiled needs it
+    from torch.autograd.profiler_util import EventList, FunctionEventAvg
+
     events = []
     for line in lines:
         event = FunctionEventAvg()
@@ -76,7 +79,7 @@ def main() -> int:
     case, instrument = task.case, task.instrument
     path = recording(isinstance(instrument, TorchProfiler))
     record = json.loads(path.read_text(encoding="utf-8"))
-    for name, value in {"case": vars(case), **asked(instrument)}.items():
+    for name, value in {"case": case.columns, **asked(instrument)}.items():
         found = {**USUAL, **record[name]} if name == "case" else record[name]
         if found != value:
             error = {"kind": "RuntimeError", "message": f"no recording of {name} {value}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from xml.etree import ElementTree
 
 import pytest
 
@@ -230,3 +231,7 @@ def test_nobody_forgives_what_a_limit_did_not_judge(
     result.stdout.fnmatch_lines_random([told.format(metric) for metric in metrics])
     result.stdout.fnmatch_lines(["FAILED*test_fails_as_expected - dpbench: global_load*"])
     assert len(saved(pytester.path, 2).session["unjudged"]) == 3
+    [suite] = ElementTree.parse(pytester.path / "report.xml").iter("testsuite")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("6", "3", "1")
+    names = [case.get("name") for case in suite.iter("testcase")]
+    assert len({*names}) == len(names) == 6
