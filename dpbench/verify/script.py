@@ -36,6 +36,7 @@ NAMED = 3
 """How many parameters a line names."""
 
 RIGHT = "the mean of the examples' clipped gradients"
+STALE = "has the last step's gradient, too: nothing sets it to zero"
 UNKNOWN = "taken for granted: the loss is a mean or sum over examples; the sampler draws as it says"
 
 
@@ -89,6 +90,7 @@ class StepChecks(Calls):
         self._passes = self._since = self._in_last_part = 0  # backward passes
         self._private: dict[int, Any] = {}  # Opacus's optimizers by the one that each wraps
         self._threshold: float | list[float] = 0.0
+        self._before: dict[int, Gradients] = {}  # what optimizers got in their last step
 
     # --- what the loop calls ---------------------------------------------------------------------
 
@@ -127,17 +129,28 @@ class StepChecks(Calls):
                 outer.add_noise = partial(self._add_noise, outer, outer.add_noise)
             self._in_last_part, self._since = self._since, 0  # others were virtual steps
         if optimizer is not None:
-            calls, self._calls = self._calls, []
+            calls = self._calls
+            self._calls = [call for call in calls if not call.gradients]  # a later loss's
             self._look_at(optimizer)
             try:
                 self._compare(optimizer, self._private.get(id(optimizer)), calls)
             except NotChecked as reason:
                 self.reasons[str(reason)] = None
+            self._before[id(optimizer)] = {
+                name: p.grad.to(torch.float64, copy=True)
+                for name, p in self.parameters().items()
+                if p.grad is not None
+            }
 
     def _add_noise(self, private: Any, add_noise: Any) -> None:
         """Add noise, measure it, and take it off again, so that the gradient can be compared."""
-        self._threshold = getattr(private, "max_grad_norms", private.max_grad_norm)
-        wanted = float(private.noise_multiplier * private.max_grad_norm)
+        threshold = float(private.max_grad_norm)
+        self._threshold = getattr(private, "max_grad_norms", threshold)
+        sigma = private.noise_multiplier
+        if sigma and (of_count := getattr(private, "unclipped_num_std", 0)):
+            # Adaptive clipping spends a part on a count (https://arxiv.org/abs/1905.03871).
+            sigma = (sigma**-2 - (2 * of_count) ** -2) ** -0.5
+        wanted = float(sigma * threshold)
         add_noise()
         noise = [(p.grad - p.summed_grad.view_as(p)).flatten().double() for p in private.params]
         if wanted:
@@ -149,6 +162,7 @@ class StepChecks(Calls):
     def end_step(self) -> None:
         """Note which parameters have moved."""
         self.steps += 1
+        self._calls = []
         for name, p in self.parameters().items():
             self.known[name].moved |= not torch.equal(p, self.known[name].start)
 
@@ -213,15 +227,21 @@ class StepChecks(Calls):
             clips = "clipped per layer" if each else f"clipped to {self._threshold:.4g}"
         far = distances(seen, wanted, examples.sizes)
         tolerance = TOLERANCE_16_BIT if any(c.is_16_bit for c in calls) else TOLERANCE
-        if private is None and (scale <= 0 or max(far.values()) > tolerance):
-            raise NotChecked(
-                "gradients are not the mean of the examples' own: if the script clips them by its "
-                "own code, nothing says to what norm"
-            )
+        worst = max(far, key=far.__getitem__)
+        if private is None and (scale <= 0 or far[worst] > tolerance):
+            before = self._before.get(id(optimizer), {})
+            rest = {name: each * scale - before.get(name, 0) for name, each in seen.items()}
+            if max(distances(rest, wanted, examples.sizes).values()) > tolerance:
+                raise NotChecked(
+                    "gradients are not the mean of the examples' own: if the script clips them by "
+                    "its own code, nothing says to what norm"
+                )
         self.clips[clips] = None
-        self.worst.append((max(far.values()), max(far, key=far.__getitem__), tolerance))
+        self.worst.append((far[worst], worst, tolerance))
         for name in (name for name, distance in far.items() if distance > tolerance):
-            what = examples.explained(name, seen[name], known, 10 * tolerance) or f"not {RIGHT}"
+            what = STALE
+            if private is not None:
+                what = examples.explained(name, seen[name], known, 10 * tolerance) or f"not {RIGHT}"
             self.wrong.setdefault(what, {})[name] = None
 
     # --- checks ----------------------------------------------------------------------------------

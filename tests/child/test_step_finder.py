@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 import threading
 from collections import Counter
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.child.optimizers import MOST_TURNS
-from dpbench.child.patches import watch
+from dpbench.child.patches import _AfterImport, watch
 from dpbench.child.step_finder import StepFinder, Stop
 from dpbench.training.phases import phase
 from tests.child.loops import (
@@ -396,3 +396,21 @@ def test_unfinished_step_is_not_heard_to_end() -> None:
             optimizer.step()
 
     assert traced(loop)[0].steps == ["FBO"] * 2
+
+
+def test_module_that_is_looked_for_before_it_is_imported_is_wrapped_when_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers and peft look for torch."""
+    (tmp_path / "wanted.py").write_text("VALUE = 7")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[int] = []
+    finder = _AfterImport({"wanted"}, lambda module: seen.append(module.VALUE))
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    assert importlib.util.find_spec("wanted")
+    assert not seen
+    importlib.import_module("wanted")
+    monkeypatch.delitem(sys.modules, "wanted")
+    importlib.import_module("wanted")
+    monkeypatch.delitem(sys.modules, "wanted")
+    assert seen == [7]

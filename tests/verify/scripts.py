@@ -99,7 +99,7 @@ def train(batches):
                 p.grad.clamp_(-1e-3, 1e-3)
         if (number + 1) % every == 0:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad() if "hoards" not in asked else None
             scheduler.step() if "scheduler" in asked else None
             if "thaws" in asked:
                 frozen[0].data.mul_(0.99)

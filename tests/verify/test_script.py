@@ -74,6 +74,54 @@ def test_right_private_script_passes_every_check(verified: Callable[..., Checks]
     )
 
 
+ADAPTIVE = """
+import torch
+from opacus import GradSampleModule
+from opacus.optimizers import AdaClipDPOptimizer
+from torch import nn
+torch.manual_seed(0)
+model = GradSampleModule(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)))
+optimizer = AdaClipDPOptimizer(
+    torch.optim.SGD(model.parameters(), 0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+    target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, max_clipbound=10.0,
+    min_clipbound=0.01, unclipped_num_std=1.0, expected_batch_size=8,
+)
+for _ in range(4):
+    nn.functional.cross_entropy(model(torch.randn(8, 16)), torch.randint(4, (8,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+ADVERSARIES = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+critic = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+maker = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 4))
+optimizers = [torch.optim.Adam(each.parameters(), 1e-3) for each in (critic, maker)]
+loss = nn.BCEWithLogitsLoss()
+for _ in range(6):
+    made = maker(torch.randn(8, 2))
+    real = loss(critic(torch.randn(8, 4)), torch.ones(8, 1))
+    optimizers[0].zero_grad()
+    (real + loss(critic(made.detach()), torch.zeros(8, 1))).backward()
+    optimizers[0].step()
+    optimizers[1].zero_grad()
+    loss(critic(made), torch.ones(8, 1)).backward()
+    optimizers[1].step()
+"""
+
+
+@pytest.mark.parametrize("text", [ADAPTIVE, ADVERSARIES], ids=["adaptive", "adversaries"])
+def test_thresholds_that_adapt_and_models_that_take_turns_pass(
+    verified: Callable[..., Checks], text: str
+) -> None:
+    Path("other.py").write_text(text)
+    checks = verified("other.py")
+    assert verdicts(checks, NOT_JUDGED) <= {"clipping and noise"}
+    assert not verdicts(checks, FAILED)
+
+
 @pytest.mark.parametrize("how", ["plain", "plain lora adamw accumulate scheduler"])
 def test_script_without_privacy_passes_and_is_said_not_to_clip(
     verified: Callable[..., Checks], how: str
@@ -97,6 +145,12 @@ def test_script_without_privacy_passes_and_is_said_not_to_clip(
             "plain lora idle-adapters",
             "parameters get gradients",
             "0.down.weight, 0.up.weight, 2.down.weight and 1 more: no gradient in 3 steps",
+        ),
+        (
+            "plain hoards",
+            "gradient",
+            "0.weight, 0.bias, 2.weight and 3 more: has the last step's gradient, too: nothing "
+            "sets it to zero",
         ),
         (
             "hooks half-forgotten",

@@ -142,7 +142,8 @@ class ScriptMemory(LiveMemory):
                     self.see(local, (OUTSIDE, BEFORE + what, 0, ""))
 
     def start_step(self) -> None:
-        """Forget the peak of the last step."""
+        """Forget the peak of the last step, and what only reference cycles hold of it."""
+        gc.collect()
         self._highest, self._at_peak = self.now, dict(self._held)
 
     def run(self, phase: str, used: Any, made: Any) -> None:
@@ -192,8 +193,8 @@ def source_line() -> tuple[str, int, str]:
         frame = frame.f_back
     node = torch._C._current_autograd_node()
     name = str(frame.f_code.co_name)
-    words = f" {name}" if name != "<module>" else ""
-    words += f" ({node.name()})" if node else ""
+    words = f" {name}" if name[0] != "<" else ""
+    words += f" ({node.name()})" if node and "Hook" not in node.name() else ""
     return frame.f_code.co_filename, frame.f_lineno, words
 
 
