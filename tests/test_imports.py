@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "verify": {"core", "workloads", "training", "child", "launch"},
     "instruments": {"core", "workloads", "training", "child", "launch", "results"},
     "show": {"core", "results"},
-    "advise": {"core", "child", "instruments", "results"},
+    "advise": {"core", "child", "launch", "instruments", "results"},
 }
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
 

@@ -1,1 +1,1 @@
-"""What to use: which cases fit into memory, and what another trainer would save."""
+"""What to use: which method trains a case in the least time and fits the memory."""

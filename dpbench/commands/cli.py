@@ -29,8 +29,7 @@ COMMANDS = (
     "compare",
     "merge",
     "list",
-    "fit",
-    "headroom",
+    "advise",
 )
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""

@@ -39,6 +39,7 @@ class TrainerBase(ABC):
         labels: what a reader must know to compare it with others, such as ``{"clips": "flat"}``;
             tables say where those of two trainers differ. An instance may override them.
         joint_batch_size: B of all ranks together; the gradient is the mean over it.
+        in_graphs: whether its steps are CUDA graphs on a GPU, so that they do not wait for Python.
 
     Args:
         model: the workload's model.
@@ -58,6 +59,7 @@ class TrainerBase(ABC):
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
+    in_graphs = False
 
     def __init__(
         self,

@@ -81,6 +81,7 @@ class FusedTrainer(BookKeepingTrainer):
     """
 
     scaled = staticmethod(scaled)
+    in_graphs = True
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)

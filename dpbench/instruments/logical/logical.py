@@ -15,11 +15,11 @@ import faulthandler
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from unittest.mock import patch
 
 from dpbench.child.failures import CaseFailed
@@ -40,6 +40,9 @@ from dpbench.training.phases import observed_step
 
 if TYPE_CHECKING:
     from dpbench.instruments.logical.counter import ByteCounter
+    from dpbench.training.base import TrainerBase
+
+T = TypeVar("T")
 
 STEADY = 1e-3
 """A step is steady if it changes the live bytes by at most this share. Opacus keeps a few kilobytes
@@ -105,23 +108,10 @@ class Logical(Instrument):
         Notes say which values were assumed, and which light operators were counted by their schema.
         Tables name the heavy ones.
         """
-        from dpbench.instruments.logical.counter import logical_rows, without_data
-        from dpbench.instruments.logical.one_rank import fake_process_group
+        from dpbench.child.build import labels_of
+        from dpbench.instruments.logical.counter import logical_rows
 
-        try:
-            with (
-                untouched_torch(),
-                new_objects_collected(),
-                fake_process_group(case.gpus),
-                without_data() as counter,
-            ):
-                labels = self._run(case, counter)
-        except DpbenchError:
-            raise
-        except Exception as error:  # a trainer can raise anything
-            raise CaseFailed(
-                f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
-            ) from error
+        counter, labels = self.counted(case, labels_of)
         operators = counter.operators
         peaks, largest = counter.peaks, counter.memory.largest
         rows = logical_rows(case, operators, peaks, peaks, largest=largest)
@@ -133,11 +123,35 @@ class Logical(Instrument):
             notes.append(f"counted: one rank of {case.gpus}")
         return Outcome(case, tuple(rows), operators=operators, notes=tuple(notes), labels=labels)
 
-    def _run(self, case: Case, counter: ByteCounter) -> dict[str, str]:
-        """Train until a step is steady; return the trainer's labels."""
+    def counted(self, case: Case, read: Callable[[TrainerBase], T]) -> tuple[ByteCounter, T]:
+        """The counter after a step of a case, and what ``read`` returns of its trainer.
+
+        Raises:
+            CaseFailed: the step fails.
+        """
+        from dpbench.instruments.logical.counter import without_data
+        from dpbench.instruments.logical.one_rank import fake_process_group
+
+        try:
+            with (
+                untouched_torch(),
+                new_objects_collected(),
+                fake_process_group(case.gpus),
+                without_data() as counter,
+            ):
+                return counter, read(self._run(case, counter))
+        except DpbenchError:
+            raise
+        except Exception as error:  # a trainer can raise anything
+            raise CaseFailed(
+                f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
+            ) from error
+
+    def _run(self, case: Case, counter: ByteCounter) -> TrainerBase:
+        """Train until a step is steady."""
         import torch
 
-        from dpbench.child.build import build, labels_of
+        from dpbench.child.build import build
         from dpbench.instruments.logical.as_on_cuda import untraced
 
         trainer, batches = build(case, torch.device("cpu"), MOST_STEPS)
@@ -152,7 +166,7 @@ class Logical(Instrument):
                 break
         else:
             counter.notes[f"step {MOST_STEPS} still added {after - before:,} B to what lives"] = 1
-        return labels_of(trainer)
+        return trainer
 
 
 @dataclass(eq=False)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dpbench.advise.headroom import by_phase, floor, measured, read_by_norms
-from dpbench.child.failures import CaseFailed, CaseRefused
-from dpbench.core.case import PHASES, Case
-from dpbench.core.errors import ConfigurationError
-from dpbench.core.metrics import METRICS
-from dpbench.core.registry import TRAINERS
-from dpbench.results.run import Run
+from dpbench.advise.advice import advise
+from dpbench.advise.floor import read_by_norms
+from dpbench.core.case import Case
 
 LINEAR = Case("dpsgd", 4, workload="layer", set="layer=linear,width=16,length=0")
 TINY = Case("dpsgd", 2, 8, model_size="99x16x1x2")
@@ -36,21 +30,12 @@ def test_a_frozen_layer_has_no_norm() -> None:
     assert 0 < read_by_norms(one) < read_by_norms(TINY)
 
 
-def test_the_floor_is_a_standard_step_and_the_norms() -> None:
-    lowest = floor(TINY)
-    standard = by_phase(Case("standard", 2, 8, model_size="99x16x1x2"))
-    assert sum(lowest.values()) == standard["step"]["bytes"] + read_by_norms(TINY)
-    assert {*lowest} <= {*PHASES}
-    assert by_phase(TINY)["step"]["bytes"] > sum(lowest.values())
-
-
 def test_norms_read_each_examples_gradient_where_that_is_less() -> None:
     """A layer norm has 2 · 16 parameters, and 16 positions of 16 numbers go in and come out."""
     case = Case("dpsgd", 4, workload="layer", set="layer=layernorm,width=16,length=16")
     assert read_by_norms(case) == 4 * (2 * 16) * 4
 
 
-PRIVATE = [name for name in TRAINERS if name != "standard"]
 AXES: list[dict[str, Any]] = [
     {},
     {"micro_batches": 4},
@@ -70,26 +55,10 @@ AXES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.usefixtures("counted_here")
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_no_private_method_is_below_the_floor(axes: dict[str, Any]) -> None:
     case = Case("dpsgd", **{"batch_size": 4, "seq_len": 8, "model_size": "100x16x1x2"} | axes)
-    least = sum(floor(case).values())
-    counted = {}
-    for name in PRIVATE:
-        with suppress(CaseFailed, CaseRefused, ConfigurationError):  # it does not train so
-            counted[name] = by_phase(case.with_trainer(name))["step"]["bytes"]
-    assert "dpsgd_ghost" in counted
-    assert {name: size for name, size in counted.items() if size < least} == {}
-
-
-def test_of_two_instruments_the_one_that_a_metric_prefers_is_shown() -> None:
-    run = Run.load(Path(__file__).parents[1] / "data/saved/cupti-and-ncu.json")
-    with METRICS.including(run.metrics):
-        [case] = {o.case for o in run.outcomes if o.case.trainer == "dpsgd"}
-        numbers = run.summary
-        steps = numbers[(numbers.trainer == "dpsgd") & (numbers.phase == "step")]
-        dram = steps[steps.metric == "dram_bytes"].set_index("instrument").value
-        shown = measured(numbers.sort_values("instrument"), [case])[case]
-    assert dram["ncu"] != dram["cupti"]
-    assert shown["dram_bytes"] == dram["ncu"]
+    above = advise(case).frame.set_index("trainer").above_floor_bytes
+    assert "dpsgd_ghost" in above
+    private = above.drop("standard")
+    assert private[private < 0].empty, private
