@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pandas as pd
 
 from bench.runs import RESULTS, run
-from dpbench.advise.footprint import Counts, Footprint, steps_of
-from dpbench.advise.predict import predict
+from dpbench.advice.footprint import Counts, Footprint, steps_of
+from dpbench.advice.predict import predict
 from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import resolve

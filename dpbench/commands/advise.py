@@ -33,7 +33,7 @@ from dpbench.core.settings import declare
 from dpbench.launch.fork_server import fork_server
 
 if TYPE_CHECKING:
-    from dpbench.advise.advice import Advice
+    from dpbench.advice.choice import Advice
     from dpbench.results.run import Run
     from dpbench.show.layout import Table
 
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the advice; the exit status is 1 if a method that was named cannot be counted."""
     fork_server()  # imports torch meanwhile
-    from dpbench.advise.advice import advise
-    from dpbench.advise.memory import parse_memory
+    from dpbench.advice.choice import advise
+    from dpbench.advice.memory import parse_memory
     from dpbench.results.roofline import find_card
     from dpbench.show.layout import as_text, terminal_width
 
@@ -123,7 +123,7 @@ def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
 
 
 def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: Run | None) -> Table:
-    from dpbench.advise.advice import with_measured
+    from dpbench.advice.choice import with_measured
     from dpbench.show.layout import Shown, Table, gigabytes, step_milliseconds
 
     frame = advice.frame

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dpbench.advise.footprint import Footprint
+from dpbench.advice.footprint import Footprint
 from dpbench.core.case import ALL_PHASES
 from dpbench.results.roofline import Roofs
 
@@ -25,6 +25,9 @@ KERNEL_SECONDS = 5e-6
 BANDWIDTH_SHARE = 0.8
 """What kernels reach of the bandwidth of a copy: 0.70 to 0.89 in noise, clip and the update of
 `h200-methods-1024.json` at fp32."""
+
+CONVOLUTION_SHARE = 0.5
+"""What fp32 convolutions reach of the rate of large matrix products: in `h200-resnet-64.json`."""
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16-amp"}
 """The precision of products by their operands' type; other types multiply as float32 does."""
@@ -52,11 +55,12 @@ def predict(footprint: Footprint, card: Roofs) -> Seconds:
         phase: str, operator: str, read: int, written: int, flops: int, sent: int, dtype: str
     ) -> Mapping[tuple[str, str], float]:
         precision = TYPES.get(dtype) or _of_float32(footprint, operator)
+        share = CONVOLUTION_SHARE if "convolution" in operator else 1.0
         arithmetic = flops / card.flops[precision]
         moving = (read + written) / card.bandwidth
         return {
             ("roofline", phase): max(arithmetic, moving),
-            ("kernels", phase): max(arithmetic, moving / BANDWIDTH_SHARE) + KERNEL_SECONDS,
+            ("kernels", phase): max(arithmetic / share, moving / BANDWIDTH_SHARE) + KERNEL_SECONDS,
             ("launches", phase): 0.0 if footprint.first.in_graphs else OPERATOR_SECONDS,
         }
 

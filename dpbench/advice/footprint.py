@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from dpbench.advise.floor import read_by_norms
+from dpbench.advice.floor import read_by_norms
+from dpbench.child.failures import CaseRefused
 from dpbench.child.messages import POLL_SECONDS
 from dpbench.child.task import Task
 from dpbench.core.case import BASELINE_TRAINER, TRANSFORMER, Case
-from dpbench.core.errors import DpbenchError
+from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.model_size import lora_rank
 from dpbench.core.registry import is_builtin
 from dpbench.instruments.logical.logical import Logical
@@ -236,5 +237,7 @@ def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | Dpben
 def _read(case: Case, record: Callable[[], Mapping[str, Any]]) -> Footprint | DpbenchError:
     try:
         return Footprint(case, [Count(**each) for each in record()["counts"]])
+    except ConfigurationError as error:
+        return CaseRefused(f"{case.id}: {error}")
     except DpbenchError as error:
         return error

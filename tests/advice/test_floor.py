@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.advise.advice import advise
-from dpbench.advise.floor import read_by_norms
+from dpbench.advice.choice import advise
+from dpbench.advice.floor import read_by_norms
 from dpbench.core.case import Case
 
 LINEAR = Case("dpsgd", 4, workload="layer", set="layer=linear,width=16,length=0")

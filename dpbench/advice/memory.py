@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 
-from dpbench.advise.footprint import Footprint
+from dpbench.advice.footprint import Footprint
 from dpbench.core.errors import ConfigurationError
 
 RESERVED = 1.5e9

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.advise.footprint import DEPTHS, Count, Counts, Footprint, footprints
+from dpbench.advice.footprint import DEPTHS, Count, Counts, Footprint, footprints
 from dpbench.child.failures import CaseRefused
 from dpbench.core.case import Case
 from dpbench.core.registry import TRAINERS
@@ -100,7 +100,7 @@ def test_why_a_case_cannot_be_counted_is_returned_and_others_are_counted() -> No
 def test_a_process_counts_as_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("standard", 4, 8, model_size="9x16x1x2")
     here = footprint(case)
-    monkeypatch.setattr("dpbench.advise.footprint.cores", lambda: 2)
+    monkeypatch.setattr("dpbench.advice.footprint.cores", lambda: 2)
     [(_, there)] = footprints([case])
     assert isinstance(there, Footprint)
     assert there.totals(lambda *call: {call[1]: 1}) == here.totals(lambda *call: {call[1]: 1})

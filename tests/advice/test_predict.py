@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.advise.footprint import Count, Footprint
-from dpbench.advise.predict import BANDWIDTH_SHARE, KERNEL_SECONDS, OPERATOR_SECONDS, predict
+from dpbench.advice.footprint import Count, Footprint
+from dpbench.advice.predict import BANDWIDTH_SHARE, KERNEL_SECONDS, OPERATOR_SECONDS, predict
 from dpbench.core.case import Case
 from dpbench.results.roofline import CARDS, find_card, reachable
 

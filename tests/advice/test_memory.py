@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.advise.footprint import Count, Footprint
-from dpbench.advise.memory import MAX_BATCH, largest_batch, needed, parse_memory
+from dpbench.advice.footprint import Count, Footprint
+from dpbench.advice.memory import MAX_BATCH, largest_batch, needed, parse_memory
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.advise.floor import of_rank
-from dpbench.advise.footprint import Footprint, footprints
-from dpbench.advise.memory import largest_batch, needed
-from dpbench.advise.predict import predict
+from dpbench.advice.floor import of_rank
+from dpbench.advice.footprint import Footprint, footprints
+from dpbench.advice.memory import largest_batch, needed
+from dpbench.advice.predict import predict
 from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import TRAINERS, locate, resolve
