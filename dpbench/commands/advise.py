@@ -30,7 +30,6 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.options import axis_help
 from dpbench.core.registry import TRAINERS, resolve
 from dpbench.core.settings import declare
-from dpbench.launch.fork_server import fork_server
 
 if TYPE_CHECKING:
     from dpbench.advice.choice import Advice
@@ -59,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the advice; the exit status is 1 if a method that was named cannot be counted."""
-    fork_server()  # imports torch meanwhile
     from dpbench.advice.choice import advise
     from dpbench.advice.memory import parse_memory
     from dpbench.results.roofline import find_card
@@ -106,7 +104,8 @@ def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | 
 
 def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
     """The cells of a run that the options do not leave out, and the trainers of each."""
-    given = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
+    axes = [axis for axis in AXES if axis != "set"]
+    given = {axis: value for axis in axes if (value := getattr(options, axis, None)) is not None}
     cells: dict[Case, list[str]] = {}
     for outcome in saved.outcomes:
         case = outcome.case
@@ -134,14 +133,14 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
         "method": ("trainer", str),
         "bytes\n÷": ("bytes_ratio", ratio),
         "FLOP\n÷": ("flops_ratio", ratio),
-        "launches\n÷": ("launches_ratio", ratio),
+        "launch\n÷": ("launches_ratio", ratio),
         "peak\n÷": ("peak_ratio", ratio),
-        "roofline\nms": ("roofline_seconds", step_milliseconds),
+        "roof-\nline\nms": ("roofline_seconds", step_milliseconds),
         "launch\nms": ("launch_seconds", step_milliseconds),
-        "predicted\nms": ("predicted_seconds", step_milliseconds),
+        "time\nms": ("predicted_seconds", step_milliseconds),
         "time\n÷": ("predicted_ratio", ratio),
-        "largest\nbatch": ("largest_batch", "{:.0f}".format),
-        "above floor\nGB": ("above_floor_bytes", gigabytes),
+        "most\nbatch": ("largest_batch", "{:.0f}".format),
+        "above\nfloor\nGB": ("above_floor_bytes", gigabytes),
         "measured\nms": ("measured_seconds", step_milliseconds),
         "DRAM\n÷": ("measured_bytes_ratio", ratio),
     }

@@ -60,8 +60,9 @@ def test_peaks_are_dense(card: Roofs) -> None:
     """A tensor core does at most 16 times the fp32 rate; twice that would be "with sparsity"."""
     peaks = card.flops
     assert list(peaks) == list(PRECISIONS)
-    assert peaks["bf16-amp"] == peaks["fp16-amp"] == peaks["bf16"]
-    assert peaks["bf16"] == pytest.approx(2 * peaks["tf32"], rel=0.03)
+    assert peaks["bf16-amp"] == peaks["bf16"] <= peaks["fp16-amp"]
+    if card is not CARDS["t4"]:  # which has neither
+        assert peaks["bf16"] == pytest.approx(2 * peaks["tf32"], rel=0.03)
     assert peaks["fp32"] <= peaks["tf32"]
     assert peaks["tf32"] / peaks["fp32"] < 16
 
