@@ -149,27 +149,22 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
         return None, f"No private method fits {memory / 1e9:.0f} GB at batch {batch_size}; {fits}."
     best = fitting.iloc[0]
     parts = [
-        f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.3g} ms, "
+        f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
         f"{best.predicted_ratio:.2f} times a standard one"
     ]
+    # In ascending order of time: those before the best do not fit.
+    parts += [f"`{name}` does not fit" for name in private.trainer.iloc[: fitting.index[0] - 1]]
     near = fitting[fitting.predicted_seconds <= best.predicted_seconds * (1 + CLOSE)].iloc[1:]
     if len(near):
-        within = near.predicted_seconds.max() / best.predicted_seconds - 1
+        within = max(near.predicted_seconds.max() / best.predicted_seconds - 1, 0.01)
         listed = " and ".join(f"`{name}`" for name in near.trainer)
-        parts.append(f"{listed} {'is' if len(near) == 1 else 'are'} within {max(within, 0.01):.0%}")
-    others = private[
-        private.trainer.isin(KNOWN_METHODS) & ~private.trainer.isin([best.trainer, *near.trainer])
-    ]
-    if len(others):
-        other = others.set_index("trainer").loc[
-            next(n for n in KNOWN_METHODS if n in {*others.trainer})
-        ]
-        parts.append(f"`{other.name}` {_compared(best, other)}")
-    if batch_size > best.largest_batch // 2 and len(
-        more := fitting[fitting.largest_batch > best.largest_batch]
-    ):
-        largest = more.loc[more.largest_batch.idxmax()]
-        parts.append(f"for batches above {best.largest_batch} there is `{largest.trainer}`")
+        parts.append(f"{listed} {'is' if len(near) == 1 else 'are'} within {within:.0%}")
+    slower = fitting[~fitting.trainer.isin([best.trainer, *near.trainer])].set_index("trainer")
+    for name in [name for name in KNOWN_METHODS if name in slower.index][:1]:
+        parts.append(f"`{name}` {_compared(best, slower.loc[name])}")
+    most = fitting.loc[fitting.largest_batch.idxmax()]
+    if best.largest_batch < most.largest_batch and best.largest_batch < 2 * batch_size:
+        parts.append(f"for batches above {best.largest_batch} there is `{most.trainer}`")
     return str(best.trainer), "; ".join(parts) + "."
 
 

@@ -123,6 +123,7 @@ def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
 
 def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: Run | None) -> Table:
     from dpbench.advice.choice import with_measured
+    from dpbench.advice.memory import MAX_BATCH
     from dpbench.show.layout import Shown, Table, gigabytes, step_milliseconds
 
     frame = advice.frame
@@ -139,7 +140,7 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
         "launch\nms": ("launch_seconds", step_milliseconds),
         "time\nms": ("predicted_seconds", step_milliseconds),
         "time\n÷": ("predicted_ratio", ratio),
-        "most\nbatch": ("largest_batch", "{:.0f}".format),
+        "most\nbatch": ("largest_batch", lambda size: f"{'≥ ' * (size >= MAX_BATCH)}{size}"),
         "above\nfloor\nGB": ("above_floor_bytes", gigabytes),
         "measured\nms": ("measured_seconds", step_milliseconds),
         "DRAM\n÷": ("measured_bytes_ratio", ratio),

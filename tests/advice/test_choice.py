@@ -35,7 +35,7 @@ def test_the_fastest_private_method_is_named_and_opacus_compared() -> None:
     )
     name, reason = _choice(methods, 8, 80e9)
     assert name == "lean"
-    assert reason.startswith("Use `lean`: its step should take 1.1e+03 ms, 1.10 times a standard")
+    assert reason.startswith("Use `lean`: its step should take 1100.0 ms, 1.10 times a standard")
     assert "`dpsgd_ghost` would take 2.0 times as long, move 1.6 times as much" in reason
     assert "save no memory" in reason
 
@@ -61,7 +61,17 @@ def test_a_method_that_does_not_fit_is_not_named() -> None:
         lean={"predicted_seconds": 1.0, "fits": False},
         dpsgd_ghost={"predicted_seconds": 2.0},
     )
-    assert _choice(methods, 8, 80e9)[0] == "dpsgd_ghost"
+    name, reason = _choice(methods, 8, 80e9)
+    assert name == "dpsgd_ghost"
+    assert "2.00 times a standard one; `lean` does not fit" in reason
+
+
+def test_a_method_for_larger_batches_is_said_where_they_are_near() -> None:
+    methods = frame(
+        lean={"largest_batch": 10}, micro_batch={"predicted_seconds": 9.0, "largest_batch": 99}
+    )
+    assert "for batches above 10 there is `micro_batch`" in _choice(methods, 8, 80e9)[1]
+    assert "for batches" not in _choice(methods, 4, 80e9)[1]
 
 
 def test_where_none_fits_the_one_with_the_largest_batch_is_said() -> None:
