@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 
@@ -43,7 +44,7 @@ def measured() -> pd.DataFrame:
     return wide.rename(columns={"step_time_seconds": "measured", BUSY: "busy"}).reset_index()
 
 
-def resolved(cases: pd.Series[Case]) -> Iterator[Case | None]:
+def resolved(cases: pd.Series[Any]) -> Iterator[Case | None]:
     """Each case as it can be counted today, or None."""
     for case in cases:
         try:
@@ -55,7 +56,8 @@ def resolved(cases: pd.Series[Case]) -> Iterator[Case | None]:
 def held() -> pd.DataFrame:
     """Predicted beside measured times, with ``share``, predicted ÷ measured, and ``cell``."""
     steps = measured()
-    steps = steps.assign(case=[*resolved(steps.case)]).dropna(subset=["case"])
+    today: list[Any] = [*resolved(steps.case)]
+    steps = steps.assign(case=today).dropna(subset=["case"])
     card = reachable(find_card("h200"))
     seconds = [predict(_footprint(case), card).predicted for case in steps.case]
     return steps.assign(
@@ -84,8 +86,8 @@ def named(steps: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for cell, methods in private.groupby("cell", sort=False):
         if len(methods) > 1:
-            name = methods.loc[methods.predicted.idxmin()]
-            best = methods.loc[methods.measured.idxmin()]
+            name = methods.sort_values("predicted").iloc[0]
+            best = methods.sort_values("measured").iloc[0]
             more = name.measured / best.measured
             lines.append({"cell": cell, "named": name.trainer, "best": best.trainer, "more": more})
     return pd.DataFrame(lines)

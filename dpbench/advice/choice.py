@@ -143,7 +143,7 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
     if private.empty:
         return None, "No private method trains this case."
     if fitting.empty:
-        most = private.loc[private.largest_batch.idxmax()]
+        most = private.sort_values("largest_batch", kind="stable").iloc[-1]
         fits = f"`{most.trainer}` fits up to batch {most.largest_batch}"
         fits = fits if most.largest_batch else "not even one example does"
         return None, f"No private method fits {memory / 1e9:.0f} GB at batch {batch_size}; {fits}."
@@ -159,10 +159,10 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
         within = max(near.predicted_seconds.max() / best.predicted_seconds - 1, 0.01)
         listed = " and ".join(f"`{name}`" for name in near.trainer)
         parts.append(f"{listed} {'is' if len(near) == 1 else 'are'} within {within:.0%}")
-    slower = fitting[~fitting.trainer.isin([best.trainer, *near.trainer])].set_index("trainer")
-    for name in [name for name in KNOWN_METHODS if name in slower.index][:1]:
-        parts.append(f"`{name}` {_compared(best, slower.loc[name])}")
-    most = fitting.loc[fitting.largest_batch.idxmax()]
+    slower = fitting[~fitting.trainer.isin([best.trainer, *near.trainer])]
+    for name in [name for name in KNOWN_METHODS if name in {*slower.trainer}][:1]:
+        parts.append(f"`{name}` {_compared(best, slower[slower.trainer == name].iloc[0])}")
+    most = fitting.sort_values("largest_batch", kind="stable").iloc[-1]
     if best.largest_batch < most.largest_batch and best.largest_batch < 2 * batch_size:
         parts.append(f"for batches above {best.largest_batch} there is `{most.trainer}`")
     return str(best.trainer), "; ".join(parts) + "."

@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the advice; the exit status is 1 if a method that was named cannot be counted."""
-    from dpbench.advice.choice import advise
     from dpbench.advice.memory import parse_memory
     from dpbench.results.roofline import find_card
     from dpbench.show.layout import as_text, terminal_width
@@ -71,20 +70,25 @@ def run(options: argparse.Namespace) -> int:
     failed = False
     for number, (case, measured) in enumerate(cells.items()):
         names = options.trainers or [*measured]
-        with tqdm(
-            total=len(names or TRAINERS), unit="method", disable=None, file=sys.stderr
-        ) as bar:
-            advice = advise(
-                case,
-                trainers=names,
-                gpu=card,
-                memory=memory,
-                progress=lambda trainer, bar=bar: (bar.set_description(trainer), bar.update()),
-            )
+        advice = _advice(case, names, card, memory)
         failed |= bool(options.trainers and advice.refused)
         table = _table(case, advice, name, memory, saved)
         print("\n" * bool(number) + advice.reason + "\n\n" + as_text([table], terminal_width()))
     return int(failed)
+
+
+def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Advice:
+    """Advice on a case, with a line on a terminal that says what was counted."""
+    from dpbench.advice.choice import advise
+
+    number = len(names or TRAINERS)
+    with tqdm(total=number, unit="method", disable=None, file=sys.stderr) as bar:
+
+        def counted(trainer: str) -> None:
+            bar.set_description(trainer)
+            bar.update()
+
+        return advise(case, trainers=names, gpu=card, memory=memory, progress=counted)
 
 
 def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | None]:

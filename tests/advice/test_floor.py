@@ -19,7 +19,7 @@ def test_norms_of_a_linear_layer_read_its_input_and_its_outputs_gradient() -> No
 
 
 @pytest.mark.parametrize("options", [{"micro_batches": 2}, {"activation_checkpointing": "on"}])
-def test_norms_read_each_layer_once_however_it_is_trained(options: dict[str, object]) -> None:
+def test_norms_read_each_layer_once_however_it_is_trained(options: dict[str, Any]) -> None:
     assert read_by_norms(Case("dpsgd", 2, 8, model_size="99x16x1x2", **options)) == read_by_norms(
         TINY
     )
@@ -57,7 +57,8 @@ AXES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_no_private_method_is_below_the_floor(axes: dict[str, Any]) -> None:
-    case = Case("dpsgd", **{"batch_size": 4, "seq_len": 8, "model_size": "100x16x1x2"} | axes)
+    usual: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "100x16x1x2"}
+    case = Case("dpsgd", **usual | axes)
     above = advise(case).frame.set_index("trainer").above_floor_bytes
     assert "dpsgd_ghost" in above
     private = above.drop("standard")

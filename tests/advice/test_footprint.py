@@ -44,7 +44,8 @@ def of_step(case: Case) -> dict[str, float]:
 def test_all_layers_are_known_from_few(trainer: str, axes: dict[str, Any]) -> None:
     """Bytes, operations and launches are linear in layers; the peak, also of a larger batch, nearly
     so."""
-    case = Case(trainer, **{"batch_size": 4, "seq_len": 16, "model_size": DEEP} | axes)
+    usual: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": DEEP}
+    case = Case(trainer, **usual | axes)
     found = footprint(case)
     assert {count.layers for count in found.counts} == {*DEPTHS}
     total = found.totals(
