@@ -15,7 +15,8 @@ from dpbench.instruments.logical.logical import Logical
 from tests.named import target
 from tests.workloads import digits
 
-DEEP = "100x32x6x2"
+DEEP = "128x128x6x2"
+"""All its tensors are whole blocks of the allocator."""
 AXES: list[dict[str, Any]] = [
     {"batch_size": 1},
     {"precision": "bf16", "optimizer": "adamw", "trainable": "lora:2", "seq_len": 32},
