@@ -42,6 +42,7 @@ _HOMES = {
     "dpbench.instruments.observe": ("observe",),
     "dpbench.results.rows": ("Measurement",),
     "dpbench.results.report": ("CaseReport",),
+    "dpbench.advice.choice": ("Advice", "advise"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

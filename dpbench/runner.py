@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -167,11 +166,6 @@ class Measuring:
         except Exception as error:  # a full disk, or whatever an outside instrument can raise
             kind = type(error).__name__
             self._failure = {"error": kind, "message": f"{self.case.id}: {kind}: {error}"}
-
-
-def cores() -> int:
-    """How many processes can work at once; 1 where processes do not fork."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 @contextmanager

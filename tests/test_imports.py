@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "verify": {"core", "workloads", "training", "child", "launch"},
     "instruments": {"core", "workloads", "training", "child", "launch", "results"},
     "show": {"core", "results"},
-    "advise": {"core", "child", "instruments", "results"},
+    "advice": {"core", "child", "launch", "instruments", "results"},
 }
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
 
@@ -37,11 +37,11 @@ FRONTS |= {"runner", "session_store"}
 
 MAY_USE = {
     "torch": {
-        *("workloads", "training", "child", "launch", "verify", "instruments", "advise"),
+        *("workloads", "training", "child", "launch", "verify", "instruments", "advice"),
         "commands",
     },
     "opacus": {"workloads", "training"},
-    "pandas": {"results", "show", "session", "plugin", "commands", "advise"},
+    "pandas": {"results", "show", "session", "plugin", "commands", "advice"},
     "plotly": {"show"},
     "submitit": {"commands"},
     "tabulate": {"show"},

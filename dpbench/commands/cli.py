@@ -29,8 +29,7 @@ COMMANDS = (
     "compare",
     "merge",
     "list",
-    "fit",
-    "headroom",
+    "advise",
 )
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
 the arguments, ``run(options)`` does it and returns the exit code."""
@@ -81,7 +80,7 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         Path.cwd()
     except FileNotFoundError as error:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
-    if [*written[:1]] == ["run"] and not {*written} & {"-h", "--help", "--cluster"}:
+    if {*written[:1]} & {"run", "advise"} and not {*written} & {"-h", "--help", "--cluster"}:
         fork_server()  # imports torch, while this process reads its options and imports pandas
     return build_parser("".join(written[:1]), written).parse_args(written)
 

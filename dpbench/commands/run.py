@@ -109,7 +109,8 @@ def measured(settings: Settings) -> int:
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
     """Measure the cases in order, on all cores if without hardware; print why one failed."""
-    from dpbench.runner import cores, measure_at_once
+    from dpbench.launch.processes import cores
+    from dpbench.runner import measure_at_once
 
     known = {outcome.case for outcome in session.store.outcomes()}
     at_once = not any(i.hardware for i in session.instruments) and cores() > 1

@@ -33,6 +33,11 @@ STARTER = 'echo $$ >&0; exec "$@" </dev/null'
 guard knows the number even if the parent is interrupted while it starts the program."""
 
 
+def cores() -> int:
+    """How many processes can work at once; 1 where processes do not fork."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
 class ProcessGroup:
     """A program in its own process group, with a guard that ends it if this process dies."""
 

@@ -62,7 +62,7 @@ def _read_cards() -> Iterator[tuple[str, Roofs]]:
     for key, sheet in _CARDS_TOML["cards"].items():
         sparse = {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
         flops = {name: peak * 1e12 for name, peak in {**sheet["tflops"], **sparse}.items()}
-        flops["fp16"] = flops["bf16"]  # the data sheets print one figure for both
+        flops.setdefault("fp16", flops["bf16"])  # most data sheets print one figure for both
         premise = _CARDS_TOML["sources"][sheet["source"]]["title"]
         roofs = Roofs.of(sheet["devices"], sheet["bandwidth"] * 1e9, flops, premise)
         yield key, replace(roofs, memory=sheet["memory"] * 1e9 if "memory" in sheet else None)
@@ -107,6 +107,22 @@ def find_ceilings(device: str) -> Roofs:
     raise ConfigurationError(
         f"there are no measured ceilings of {device or 'this device'}: "
         f"name a FILE that has them, --time FILE"
+    )
+
+
+def reachable(card: Roofs) -> Roofs:
+    """What large copies and products reach on a card: as much of its data sheet as on an H200.
+
+    Measured on an H200: 0.89 of the bandwidth, and 0.76, 0.72 and 0.68 of fp32, tf32 and bf16.
+    """
+    own, reached = CARDS["h200"], _ceilings(_CARDS_TOML["ceilings"][0])
+    shares = {
+        name: reached.flops.get(name, reached.flops["bf16"]) / own.flops[name] for name in own.flops
+    }
+    return replace(
+        card,
+        bandwidth=card.bandwidth * reached.bandwidth / own.bandwidth,
+        flops={name: peak * shares[name] for name, peak in card.flops.items()},
     )
 
 

@@ -70,8 +70,10 @@ class TrainerBase(ABC):
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
+    in_graphs = False
+    """Whether its steps are CUDA graphs on a GPU, so that they do not wait for Python."""
     replays = False
-    """Whether steps repeat a recorded forward, which Python no longer calls."""
+    """Whether the last step repeated a recorded forward, which Python no longer calls."""
     compiles: bool = True
     """Whether model and loss can be compiled."""
 

@@ -75,6 +75,7 @@ class FusedTrainer(BookKeepingTrainer):
     scaled = staticmethod(scaled)
     draws_in_update = True
     has_kernel = True
+    in_graphs = True
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)

@@ -35,7 +35,7 @@ RUN = ["run", "--instrument=logical", "--batch-size=2", "--seq-len=8"]
         (["run", "--grid=mine.toml"], "batch_size"),
         (["compare", GRID1, GRID1, "--fail=dram_byte:5%"], "dram_bytes"),
         (["compare", GRID1, GRID1, "--fail=dram_bytes@bakward:5%"], "backward"),
-        (["fit", "--gpu=h20", "--trainer=standard"], "h200"),
+        (["advise", "--gpu=h20"], "h200"),
         (["smoke", "--workload=layer", "--set=layer=lineer"], "linear"),
     ],
     ids=lambda words: " ".join(words[-2:]) if isinstance(words, list) else words,

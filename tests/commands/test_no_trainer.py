@@ -46,7 +46,7 @@ def duck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ["smoke"],
         ["step", "--device=cpu"],
         ["verify", "--device=cpu", "--micro-batches=1"],
-        ["headroom"],
+        ["advise"],
         ["run", "--instrument=logical"],
         ["run", "--instrument=timing", "--device=cpu"],
         ["run", "--instrument=torch_profiler", "--device=cpu"],
@@ -62,9 +62,3 @@ def test_what_is_no_trainer_is_told_so(
     assert "makes a Duck, which is no TrainerBase" in everything
     assert "AttributeError" not in everything
     assert "Traceback" not in everything
-
-
-def test_fit_tells_it_too(capsys: pytest.CaptureFixture[str]) -> None:
-    fit = ["fit", "--memory=2GB", "--seq-len=8", "--model-size=99x16x1x2"]
-    assert main([*fit, "--trainer=of_a_duck:Duck"]) != 0
-    assert "which is no TrainerBase" in " ".join(capsys.readouterr().out.split())

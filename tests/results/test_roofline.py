@@ -139,7 +139,7 @@ def test_a_timed_case_without_counters_keeps_its_logical_bytes() -> None:
 
 
 def test_logical_bytes_alone_fit_under_any_card() -> None:
-    found = of(logical(forward=(1e12, 1e12)), roofs=find_card("a100-80gb"))
+    found = of(logical(forward=(1e12, 1e12)), roofs=find_card("a100"))
     assert found.least_seconds["forward"] == pytest.approx(1e12 / 2039e9)
     assert found.seconds.isna().all()
 

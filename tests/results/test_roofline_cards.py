@@ -20,7 +20,7 @@ every_card = pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
         ("h200", "h200"),
         ("H200", "h200"),
         ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
         ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
         ("NVIDIA H100 80GB HBM3", "h100"),
@@ -33,7 +33,7 @@ def test_a_card_is_found_by_its_short_name_and_by_the_drivers(name: str, key: st
     assert find_card(name) is CARDS[key]
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H20", "a100", "", "L400"])
+@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H20", "a30", "", "L400"])
 def test_another_card_is_never_taken_for_one_that_is_known(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"unknown card.*a100-40gb.*h200.*rtx4090"):
         find_card(name)
@@ -60,8 +60,9 @@ def test_peaks_are_dense(card: Roofs) -> None:
     """A tensor core does at most 16 times the fp32 rate; twice that would be "with sparsity"."""
     peaks = card.flops
     assert list(peaks) == list(PRECISIONS)
-    assert peaks["bf16-amp"] == peaks["fp16-amp"] == peaks["bf16"]
-    assert peaks["bf16"] == pytest.approx(2 * peaks["tf32"], rel=0.03)
+    assert peaks["bf16-amp"] == peaks["bf16"] <= peaks["fp16-amp"]
+    if card is not CARDS["t4"]:  # which has neither
+        assert peaks["bf16"] == pytest.approx(2 * peaks["tf32"], rel=0.03)
     assert peaks["fp32"] <= peaks["tf32"]
     assert peaks["tf32"] / peaks["fp32"] < 16
 

@@ -87,8 +87,9 @@ class ByteCounter(TorchDispatchMode):
         self._forget()
 
     def _forget(self) -> None:
-        # By (phase, operator): calls, bytes and FLOPs.
-        self.counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self.calls = Counter[tuple[str, str, Cost]]()  # by phase, operator and cost
+        # By phase and operator: live bytes after its first and last call, and the most.
+        self.live: dict[tuple[str, str], tuple[int, int, int]] = {}
         self.peaks: dict[str, int] = {}  # by phase: most live bytes
         self.notes = Counter[str]()  # assumptions, by how often they were made
 
@@ -112,6 +113,17 @@ class ByteCounter(TorchDispatchMode):
         if self._phase is not None:
             self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.memory.peak)
         self._phase = None
+
+    @property
+    def counts(self) -> dict[tuple[str, str], Counter[str]]:
+        """Calls, bytes and FLOPs by phase and operator."""
+        totals: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        for (phase, name, each), times in self.calls.items():
+            total = totals[phase, name]
+            total["calls"] += times
+            for what, amount in zip(each._fields[:-1], each[:-1], strict=True):
+                total[what] += times * amount
+        return totals
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
@@ -153,6 +165,9 @@ class ByteCounter(TorchDispatchMode):
                 )
             effect.cost = effect.cost or cost(runs, args, kwargs, out)
             self._record(self._phase, func, effect.cost)
+            now, place = self.memory.now, (self._phase, label(func))
+            first, _, most = self.live.get(place, (now, now, now))
+            self.live[place] = first, now, max(most, now)
         return out
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,11 +206,8 @@ class ByteCounter(TorchDispatchMode):
         return out
 
     def _record(self, phase: str, func: OpOverload, cost: Cost) -> None:
-        if any(cost):
-            count = self.counts[phase, label(func)]
-            count["calls"] += 1
-            for what, amount in zip(cost._fields, cost, strict=True):
-                count[what] += amount
+        if any(cost[:-1]):
+            self.calls[phase, label(func), cost] += 1
         if is_unknown(func):
             self.notes[f"{NO_FLOPS}: {label(func)} multiplies, and has no formula"] += 1
 

@@ -15,11 +15,11 @@ import faulthandler
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from unittest.mock import patch
 
 from dpbench.child.failures import CaseFailed
@@ -40,6 +40,9 @@ from dpbench.training.phases import observed_step
 
 if TYPE_CHECKING:
     from dpbench.instruments.logical.counter import ByteCounter
+    from dpbench.training.base import TrainerBase
+
+T = TypeVar("T")
 
 STEADY = 1e-3
 """A step is steady if it changes the live bytes by at most this share. Opacus keeps a few kilobytes
@@ -111,24 +114,10 @@ class Logical(Instrument):
         Notes say which values were assumed, and which light operators were counted by their schema.
         Tables name the heavy ones.
         """
-        from dpbench.child.build import about_sizes
-        from dpbench.instruments.logical.counter import logical_rows, without_data
-        from dpbench.instruments.logical.one_rank import fake_process_group
+        from dpbench.child.build import about_sizes, labels_of
+        from dpbench.instruments.logical.counter import logical_rows
 
-        try:
-            with (
-                untouched_torch(),
-                new_objects_collected(),
-                fake_process_group(case.gpus),
-                without_data() as counter,
-            ):
-                labels, steps = self._run(case, counter)
-        except DpbenchError:
-            raise
-        except Exception as error:  # a trainer can raise anything
-            raise CaseFailed(
-                f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
-            ) from error
+        counter, labels, steps = self.counted(case, labels_of)
         rows = [
             row
             for repeat, (counted, peaks, largest) in enumerate(steps[1:] or steps)
@@ -147,14 +136,41 @@ class Logical(Instrument):
             case, tuple(rows), operators=tuple(operators), notes=tuple(notes), labels=labels
         )
 
-    def _run(self, case: Case, counter: ByteCounter) -> tuple[dict[str, str], list[Counted]]:
-        """Train until a step is steady; return the trainer's labels, and what was counted.
+    def counted(
+        self, case: Case, read: Callable[[TrainerBase], T]
+    ) -> tuple[ByteCounter, T, list[Counted]]:
+        """The counter after the steps of a case, what ``read`` returns of its trainer, the counts.
+
+        Raises:
+            CaseFailed: a step fails.
+        """
+        from dpbench.instruments.logical.counter import without_data
+        from dpbench.instruments.logical.one_rank import fake_process_group
+
+        try:
+            with (
+                untouched_torch(),
+                new_objects_collected(),
+                fake_process_group(case.gpus),
+                without_data() as counter,
+            ):
+                trainer, steps = self._run(case, counter)
+                return counter, read(trainer), steps
+        except DpbenchError:
+            raise
+        except Exception as error:  # a trainer can raise anything
+            raise CaseFailed(
+                f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
+            ) from error
+
+    def _run(self, case: Case, counter: ByteCounter) -> tuple[TrainerBase, list[Counted]]:
+        """Train until a step is steady; return the trainer, and what was counted.
 
         That is the steady step and, of Poisson batches, each of the sampled steps.
         """
         import torch
 
-        from dpbench.child.build import build, labels_of
+        from dpbench.child.build import build
         from dpbench.instruments.logical.as_on_cuda import untraced
         from dpbench.workloads.base import examples_in
 
@@ -185,7 +201,7 @@ class Logical(Instrument):
                 notes |= counter.notes
             counter.notes = notes
             steps += [by_size[size] for size in sizes]
-        return labels_of(trainer), steps
+        return trainer, steps
 
 
 @dataclass(eq=False)

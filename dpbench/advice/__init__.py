@@ -1,0 +1,1 @@
+"""What to use: which method trains a case in the least time and fits the memory."""

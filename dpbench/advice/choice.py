@@ -1,0 +1,196 @@
+"""Says which method to use for a case on a card, and why, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from dpbench.advice.floor import of_rank
+from dpbench.advice.footprint import Footprint, footprints
+from dpbench.advice.memory import largest_batch, needed
+from dpbench.advice.predict import predict
+from dpbench.core.case import BASELINE_TRAINER, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import TRAINERS, locate, resolve
+from dpbench.results.roofline import Roofs, find_card, reachable
+from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.results.summary import of_one_instrument
+
+CLOSE = 0.05
+"""Predicted times that differ by no more than this are close: predictions are no better."""
+
+KNOWN_METHODS = ("dpsgd_ghost", "dpsgd_fgc", "dpsgd")
+"""Opacus's methods; the reason compares with the first that is not the recommended one."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to use for a case.
+
+    Attributes:
+        trainer: the method to use, None if no private method fits the memory.
+        reason: why, in words.
+        frame: one row a method, in ascending order of predicted time after the standard one:
+            ``trainer``; ``logical_bytes``, ``flops``, ``launches`` and ``peak_memory_bytes`` of a
+            step, and each over the standard step's (``bytes_ratio``, …); ``roofline_seconds`` and
+            ``launch_seconds``, the least times by either; ``predicted_seconds``;
+            ``largest_batch``; ``above_floor_bytes``, beyond what flat clipping must at least move;
+            ``fits``.
+        refused: why, for each method that does not train this case.
+        ways: how many layers get their norms in which way, by method that chooses.
+    """
+
+    trainer: str | None
+    reason: str
+    frame: pd.DataFrame
+    refused: Mapping[str, str] = field(default_factory=dict)
+    ways: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def advise(
+    case: Case,
+    *,
+    trainers: Sequence[str] = (),
+    gpu: str = "h200",
+    memory: float | None = None,
+    progress: Callable[[str], object] = lambda trainer: None,
+) -> Advice:
+    """Count the methods that train a case, predict their times on a card, and choose one.
+
+    Args:
+        case: its own trainer is ignored.
+        trainers: the methods to choose from; by default all.
+        gpu: a card that dpbench knows.
+        memory: bytes of the GPU, if not those of the card.
+        progress: is told which method was counted.
+
+    Raises:
+        ConfigurationError: the card or a method is unknown, or the standard step cannot be counted.
+    """
+    card = find_card(gpu)
+    memory = memory or card.memory
+    if memory is None:
+        raise ConfigurationError(f"the memory of {card.name} is not known: give --memory")
+    names = dict.fromkeys((BASELINE_TRAINER, *(trainers or TRAINERS)))
+    cases = [resolve(case.with_trainer(name)) for name in names]
+    locate(cases)
+    rank = of_rank(cases[0])
+    counted: dict[Case, Footprint] = {}
+    refused: dict[str, str] = {}
+    for each, found in footprints(dict.fromkeys([*cases, rank])):
+        progress(each.trainer)
+        if isinstance(found, Footprint):
+            counted[each] = found
+        elif each.trainer == BASELINE_TRAINER:
+            raise found
+        else:
+            refused[each.trainer] = str(found).removeprefix(f"{each.id}: ")
+    floor = _bytes_of(counted[rank]) + counted[rank].norms
+    rows = [
+        _row(counted[each], reachable(card), memory, floor) for each in cases if each in counted
+    ]
+    frame = _over_standard(pd.DataFrame(rows))
+    ways = {each.trainer: ways for each, found in counted.items() if (ways := found.ways)}
+    trainer, reason = _choice(frame, case.batch_size, memory)
+    return Advice(trainer, reason, frame, refused, ways)
+
+
+def _bytes_of(footprint: Footprint) -> float:
+    return footprint.totals(lambda phase, operator, read, written, *_: {"": read + written})[""]
+
+
+def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict[str, Any]:
+    size = footprint.case.batch_size
+    totals = footprint.totals(
+        lambda phase, operator, read, written, flops, *_: {
+            "logical_bytes": read + written,
+            "flops": flops,
+            "launches": 1,
+        }
+    )
+    seconds = predict(footprint, card)
+    return {
+        "trainer": footprint.case.trainer,
+        **totals,
+        "peak_memory_bytes": footprint.peak(size)[0],
+        "roofline_seconds": seconds.roofline,
+        "launch_seconds": seconds.launches,
+        "predicted_seconds": seconds.predicted,
+        "largest_batch": largest_batch(footprint, memory),
+        "above_floor_bytes": totals["logical_bytes"] - floor,
+        "fits": needed(footprint, size) <= memory,
+    }
+
+
+def _over_standard(frame: pd.DataFrame) -> pd.DataFrame:
+    """Add ratios to the first row, the standard step, and sort the others by predicted time."""
+    for metric in ("logical_bytes", "flops", "launches", "peak_memory_bytes", "predicted_seconds"):
+        name = (
+            metric.removeprefix("logical_").removesuffix("_memory_bytes").removesuffix("_seconds")
+        )
+        frame[f"{name}_ratio"] = frame[metric] / frame[metric].iloc[0]
+    others = frame.iloc[1:].sort_values("predicted_seconds", kind="stable")
+    return pd.concat([frame.iloc[:1], others], ignore_index=True)
+
+
+def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | None, str]:
+    """The private method with the least predicted time of those that fit, and why."""
+    private = frame[frame.trainer != BASELINE_TRAINER]
+    fitting = private[private.fits]
+    if private.empty:
+        return None, "No private method trains this case."
+    if fitting.empty:
+        most = private.sort_values("largest_batch", kind="stable").iloc[-1]
+        fits = f"`{most.trainer}` fits up to batch {most.largest_batch}"
+        fits = fits if most.largest_batch else "not even one example does"
+        return None, f"No private method fits {memory / 1e9:.0f} GB at batch {batch_size}; {fits}."
+    best = fitting.iloc[0]
+    parts = [
+        f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
+        f"{best.predicted_ratio:.2f} times a standard one"
+    ]
+    # In ascending order of time: those before the best do not fit.
+    parts += [f"`{name}` does not fit" for name in private.trainer.iloc[: fitting.index[0] - 1]]
+    near = fitting[fitting.predicted_seconds <= best.predicted_seconds * (1 + CLOSE)].iloc[1:]
+    if len(near):
+        within = max(near.predicted_seconds.max() / best.predicted_seconds - 1, 0.01)
+        listed = " and ".join(f"`{name}`" for name in near.trainer)
+        parts.append(f"{listed} {'is' if len(near) == 1 else 'are'} within {within:.0%}")
+    slower = fitting[~fitting.trainer.isin([best.trainer, *near.trainer])]
+    for name in [name for name in KNOWN_METHODS if name in {*slower.trainer}][:1]:
+        parts.append(f"`{name}` {_compared(best, slower[slower.trainer == name].iloc[0])}")
+    most = fitting.sort_values("largest_batch", kind="stable").iloc[-1]
+    if best.largest_batch < most.largest_batch and best.largest_batch < 2 * batch_size:
+        parts.append(f"for batches above {best.largest_batch} there is `{most.trainer}`")
+    return str(best.trainer), "; ".join(parts) + "."
+
+
+def _compared(best: pd.Series[Any], other: pd.Series[Any]) -> str:
+    """What another method would cost, and save, instead of the best."""
+    times = other.predicted_seconds / best.predicted_seconds
+    moved = other.logical_bytes / best.logical_bytes
+    saved = 1 - other.peak_memory_bytes / best.peak_memory_bytes
+    memory = "save no memory" if saved < CLOSE else f"save {saved:.0%} of the memory"
+    return f"would take {times:.1f} times as long, move {moved:.1f} times as much and {memory}"
+
+
+def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.DataFrame:
+    """Add what was measured of a cell to the frame of its advice.
+
+    Returns:
+        The frame with ``measured_seconds`` of a step and ``measured_bytes_ratio``, DRAM bytes over
+        the standard step's, NaN where not measured. If two instruments measured a metric, the one
+        that its definition prefers counts.
+    """
+    steps = summary[(summary.phase == STEP) & (summary.device != NO_HARDWARE)]
+    steps = of_one_instrument(steps[[each.baseline == case.baseline for each in steps.case]])
+    for metric, name in (
+        ("step_time_seconds", "measured_seconds"),
+        ("dram_ratio", "measured_bytes_ratio"),
+    ):
+        values = steps[steps.metric == metric].drop_duplicates("trainer").set_index("trainer").value
+        frame = frame.assign(**{name: frame.trainer.map(values)})
+    return frame

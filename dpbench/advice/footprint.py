@@ -1,0 +1,243 @@
+"""What a step of a case needs, counted on tensors without data.
+
+A case is counted at two batch sizes, and a large transformer at two small depths: calls, bytes and
+operations are linear in the number of layers, and live memory after each operator is nearly linear
+in both.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import sys
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from dpbench.advice.floor import read_by_norms
+from dpbench.child.failures import CaseRefused
+from dpbench.child.messages import POLL_SECONDS
+from dpbench.child.task import Task
+from dpbench.core.case import BASELINE_TRAINER, TRANSFORMER, Case
+from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.model_size import lora_rank
+from dpbench.core.registry import is_builtin
+from dpbench.instruments.logical.logical import Logical
+from dpbench.launch.case_process import CaseProcess
+from dpbench.launch.processes import cores
+
+Key = TypeVar("Key", bound=Hashable)
+
+DEPTHS = 2, 3
+"""The numbers of layers at which a deeper transformer is counted."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """One counted step.
+
+    Args:
+        batch_size: of the counted case.
+        layers: of the counted transformer; 0 for other models.
+        calls: phase, operator, how many calls are alike, and what each does: bytes read and
+            written, operations, bytes sent, and the type of the operands.
+        live: phase, operator, and the live bytes after its first call, its last, and at most.
+        largest: bytes of the largest tensor.
+        norms: bytes that the norms of this batch must read; counted for the standard trainer.
+        in_graphs: see `TrainerBase`.
+        ways: how many layers get their norms in which way, if the trainer chooses.
+    """
+
+    batch_size: int
+    layers: int
+    calls: Sequence[Sequence[Any]]
+    live: Sequence[Sequence[Any]]
+    largest: int
+    norms: int
+    in_graphs: bool
+    ways: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a step of a case needs, at its batch size and at others."""
+
+    case: Case
+    counts: Sequence[Count]
+
+    @property
+    def first(self) -> Count:
+        """A count at the case's batch size."""
+        return self.counts[0]
+
+    @property
+    def norms(self) -> float:
+        """The minimum bytes that norms read."""
+        return self._over_layers(lambda count: {"": count.norms})[""]
+
+    @property
+    def ways(self) -> dict[str, int]:
+        """How many layers get their norms in which way, if the trainer chooses."""
+        ways = self._over_layers(lambda count: count.ways)
+        return {way: round(number) for way, number in ways.items()}
+
+    def totals(self, of_call: Callable[..., Mapping[Key, float]]) -> dict[Key, float]:
+        """Sum what ``of_call`` returns of each call, whose arguments are in `Count`.
+
+        The sums must be linear in the number of layers.
+        """
+
+        def of_count(count: Count) -> dict[Key, float]:
+            total: dict[Key, float] = defaultdict(float)
+            for phase, operator, times, *cost in count.calls:
+                for key, value in of_call(phase, operator, *cost).items():
+                    total[key] += times * value
+            return total
+
+        return self._over_layers(of_count)
+
+    def peak(self, batch_size: int) -> tuple[float, str]:
+        """Peak memory in bytes, and the phase of the peak."""
+        # The most of all calls need not be of the same call at two depths.
+        seen = 2 if self.first.layers else 3
+        live = self._over_batches(
+            batch_size,
+            lambda count: {
+                (phase, operator, i): size
+                for phase, operator, *sizes in count.live
+                for i, size in enumerate(sizes[:seen])
+            },
+        )
+        place = max(live, key=lambda place: live[place])
+        return live[place], place[0]
+
+    def largest_tensor(self, batch_size: int) -> float:
+        """Bytes of the largest tensor of a step."""
+        return self._over_batches(batch_size, lambda count: {"": count.largest})[""]
+
+    def _over_layers(
+        self, of_count: Callable[[Count], Mapping[Key, float]], batch_size: int | None = None
+    ) -> dict[Key, float]:
+        size = batch_size or self.case.batch_size
+        points = [(each.layers, of_count(each)) for each in self.counts if each.batch_size == size]
+        return _on_line(points, self.case.size.layers if self.first.layers else 0)
+
+    def _over_batches(
+        self, batch_size: int, of_count: Callable[[Count], Mapping[Key, float]]
+    ) -> dict[Key, float]:
+        sizes = dict.fromkeys(count.batch_size for count in self.counts)
+        known = {*sizes} if batch_size not in sizes else {batch_size}
+        shared = set.intersection(*({*of_count(c)} for c in self.counts if c.batch_size in known))
+
+        def of_shared(count: Count) -> dict[Key, float]:
+            return {key: value for key, value in of_count(count).items() if key in shared}
+
+        points = [(size, self._over_layers(of_shared, size)) for size in sizes if size in known]
+        return _on_line(points[-2:], batch_size)
+
+
+def _on_line(points: Sequence[tuple[int, Mapping[Key, float]]], at: int) -> dict[Key, float]:
+    """Each value on the line through two points, or of a point that is there; 0 where it lacks."""
+    for x, values in points:
+        if x == at:
+            return dict(values)
+    (x, low), (y, high) = points
+    share = (at - x) / (y - x)
+    keys = dict.fromkeys((*low, *high))
+    return {key: low.get(key, 0) + share * (high.get(key, 0) - low.get(key, 0)) for key in keys}
+
+
+@dataclass(frozen=True)
+class Counts(Logical):
+    """Counts the steps of a `Footprint`, all in one process."""
+
+    def start(self, case: Case) -> CaseProcess:
+        return CaseProcess(Task(case, self), log=None, timeout=self.timeout, read=lambda _: [])
+
+    def record_case(self, case: Case) -> dict[str, Any]:
+        faulthandler.enable(2)
+        return {"counts": [vars(self.of_step(*each)) for each in steps_of(case)]}
+
+    def of_step(self, case: Case, layers: int) -> Count:
+        """Count a step of a case; of one that stands for a deeper transformer if it has layers."""
+        counter, (ways, in_graphs), _ = self.counted(
+            case,
+            lambda trainer: (
+                dict(Counter(getattr(trainer, "ways", {}).values())),
+                trainer.in_graphs,
+            ),
+        )
+        peaks = [(phase, "", peak, peak, peak) for phase, peak in counter.peaks.items()]
+        return Count(
+            case.batch_size,
+            layers,
+            [(*place, times, *cost) for (*place, cost), times in counter.calls.items()],
+            [*((*at, *sizes) for at, sizes in counter.live.items()), *([] if layers else peaks)],
+            counter.memory.largest,
+            read_by_norms(case) if case.trainer == BASELINE_TRAINER else 0,
+            in_graphs,
+            ways,
+        )
+
+
+def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
+    """The cases to count, of two batch sizes and of two depths if the model is a deep transformer.
+
+    An example alone in its part is no measure of larger batches: its gradient is the part's.
+    """
+    part = case.micro_batches * case.gpus
+    others = [2 * part, 3 * part] if case.batch_size == part else [case.batch_size + part]
+    for batch_size in (case.batch_size, *others):
+        of_size = replace(case, batch_size=batch_size)
+        if not _is_deep(case):
+            yield of_size, 0
+            continue
+        for layers in DEPTHS:
+            size = case.size
+            text = f"{size.vocabulary}x{size.hidden}x{layers}x{size.heads}"
+            yield replace(of_size, model_size=text), layers
+
+
+def _is_deep(case: Case) -> bool:
+    """Whether fewer layers tell what all of them cost: all are alike, on one GPU."""
+    alike = not re.search(r"\d", case.trainable.removeprefix("lora:")) or lora_rank(case.trainable)
+    own = case.workload != TRANSFORMER or case.model != "simple" or not is_builtin(case)
+    return bool(alike) and not own and case.gpus == 1 and case.size.layers > DEPTHS[-1]
+
+
+def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | DpbenchError]]:
+    """The footprint of each case in order, or why it cannot be counted; on all cores."""
+    waiting = deque(cases)
+    started: deque[tuple[Case, CaseProcess]] = deque()
+    here = cores() == 1 and "torch" in sys.modules
+    try:
+        while waiting or started:
+            if here and waiting and is_builtin(waiting[0]):
+                case = waiting.popleft()
+                yield case, _read(case, partial(Counts().observe, case))
+                continue
+            while waiting and sum(process.runs for _, process in started) < cores():
+                started.append((waiting[0], Counts().start(waiting.popleft())))
+            if started[0][1].runs:
+                time.sleep(POLL_SECONDS)
+                continue
+            case, process = started.popleft()
+            try:
+                yield case, _read(case, process.record)
+            finally:
+                process.cancel()
+    finally:
+        for _, process in started:
+            process.cancel()
+
+
+def _read(case: Case, record: Callable[[], Mapping[str, Any]]) -> Footprint | DpbenchError:
+    try:
+        return Footprint(case, [Count(**each) for each in record()["counts"]])
+    except ConfigurationError as error:
+        return CaseRefused(f"{case.id}: {error}")
+    except DpbenchError as error:
+        return error

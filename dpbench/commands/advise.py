@@ -1,0 +1,182 @@
+"""Say which method to use for a case, and why, without a GPU.
+
+Each method's step is counted on tensors without data: bytes, arithmetic, launches and memory. From
+these follow the least times that a card and Python need, a predicted time, and the largest batch
+that fits. The method with the least predicted time of those that fit is the one to use. With RUN,
+a saved run's number or a file of --json, the cases are the run's, and what was measured of them
+stands beside what is predicted; other options then choose among its cases.
+
+Examples:
+  dpbench advise
+  dpbench advise --trainable lora:16 --optimizer adamw --precision bf16 --seq-len 1024 --gpu h100
+  dpbench advise --workload resnet --set depth=50 --batch-size 64 --memory 24GB
+  dpbench advise --trainer dpsgd --trainer fused --trainer mine=package.module:Trainer
+  dpbench advise docs/results/h200-methods-256.json --precision bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from dpbench.commands.options import add_case, chosen_case, saved_run
+from dpbench.core import gpu
+from dpbench.core.case import AXES, SCRIPT, Case
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.options import axis_help
+from dpbench.core.registry import TRAINERS, resolve
+from dpbench.core.settings import declare
+
+if TYPE_CHECKING:
+    from dpbench.advice.choice import Advice
+    from dpbench.results.run import Run
+    from dpbench.show.layout import Table
+
+DEFAULT_CARD = "h200"
+"""The card that is asked about where there is no GPU."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="what was measured: number or file")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="a card that dpbench knows, such as h200, h100, a100, l4, t4 or rtx4090; by default "
+        f"this machine's GPU, or else {DEFAULT_CARD}",
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="of the GPU, such as 80GB or 79.6GiB")
+    help = f"{axis_help('trainer')}; repeatable (default: all that train the case)"
+    declare(parser.add_argument, "trainer", help=help, dest="trainers")
+    add_case(parser, AXES[1:], device="cpu")
+    declare(parser.add_argument, "storage")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the advice; the exit status is 1 if a method that was named cannot be counted."""
+    from dpbench.advice.memory import parse_memory
+    from dpbench.results.roofline import find_card
+    from dpbench.show.layout import as_text, terminal_width
+
+    saved = saved_run(options.run, options.storage) if options.run else None
+    cells = _cells(saved, options) if saved else {chosen_case(options, trainer="standard"): ()}
+    card, memory = _card(options, saved)
+    memory = parse_memory(options.memory) if options.memory else memory
+    name = find_card(card).name
+    failed = False
+    for number, (case, measured) in enumerate(cells.items()):
+        names = options.trainers or [*measured]
+        advice = _advice(case, names, card, memory)
+        failed |= bool(options.trainers and advice.refused)
+        table = _table(case, advice, name, memory, saved)
+        print("\n" * bool(number) + advice.reason + "\n\n" + as_text([table], terminal_width()))
+    return int(failed)
+
+
+def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Advice:
+    """Advice on a case, with a line on a terminal that says what was counted."""
+    from dpbench.advice.choice import advise
+
+    number = len(names or TRAINERS)
+    with tqdm(total=number, unit="method", disable=None, file=sys.stderr) as bar:
+
+        def counted(trainer: str) -> None:
+            bar.set_description(trainer)
+            bar.update()
+
+        return advise(case, trainers=names, gpu=card, memory=memory, progress=counted)
+
+
+def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | None]:
+    """The card that was named, measured on or is here, and the memory of that GPU if known."""
+    from dpbench.results.roofline import known_roofs
+
+    if options.gpu:
+        return options.gpu, None
+    for device in saved.devices if saved else ():
+        if known_roofs(device):
+            return device, None
+    for here in gpu.visible_gpus():
+        if known_roofs(here.name):
+            return here.name, here.memory_bytes
+    return DEFAULT_CARD, None
+
+
+def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
+    """The cells of a run that the options do not leave out, and the trainers of each."""
+    axes = [axis for axis in AXES if axis != "set"]
+    given = {axis: value for axis in axes if (value := getattr(options, axis, None)) is not None}
+    cells: dict[Case, list[str]] = {}
+    for outcome in saved.outcomes:
+        case = outcome.case
+        if case.workload != SCRIPT and given.items() <= vars(case).items():
+            try:
+                cells.setdefault(case.baseline, []).append(resolve(case).trainer)
+            except ConfigurationError as error:
+                print(f"dpbench advise: {error}", file=sys.stderr)
+    if not cells:
+        raise ConfigurationError(
+            f"{saved.name} has no case that can be counted and is as asked for"
+        )
+    return cells
+
+
+def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: Run | None) -> Table:
+    from dpbench.advice.choice import with_measured
+    from dpbench.advice.memory import MAX_BATCH
+    from dpbench.show.layout import Shown, Table, gigabytes, step_milliseconds
+
+    frame = advice.frame
+    if saved is not None:
+        frame = with_measured(frame, saved.summary, case)
+    ratio = "{:.2f}".format
+    columns: dict[str, Shown] = {
+        "method": ("trainer", str),
+        "bytes\n÷": ("bytes_ratio", ratio),
+        "FLOP\n÷": ("flops_ratio", ratio),
+        "launch\n÷": ("launches_ratio", ratio),
+        "peak\n÷": ("peak_ratio", ratio),
+        "roof-\nline\nms": ("roofline_seconds", step_milliseconds),
+        "launch\nms": ("launch_seconds", step_milliseconds),
+        "time\nms": ("predicted_seconds", step_milliseconds),
+        "time\n÷": ("predicted_ratio", ratio),
+        "most\nbatch": ("largest_batch", lambda size: f"{'≥ ' * (size >= MAX_BATCH)}{size}"),
+        "above\nfloor\nGB": ("above_floor_bytes", gigabytes),
+        "measured\nms": ("measured_seconds", step_milliseconds),
+        "DRAM\n÷": ("measured_bytes_ratio", ratio),
+    }
+    columns = {header: shown for header, shown in columns.items() if shown[0] in frame}
+    length = f", sequence {case.seq_len}" if case.seq_len else ""
+    of = f"{card} with {memory / 1e9:.0f} GB" if memory else card
+    title = (
+        f"{case.configuration}, batch {case.batch_size}{length}, {of}: ÷ is to the standard step"
+    )
+    return Table.of(title, frame, columns, _notes(advice, case))
+
+
+def _notes(advice: Advice, case: Case) -> Iterator[str]:
+    standard = advice.frame.iloc[0]
+    yield (
+        f"Counted and predicted, not measured. A standard step: {standard.logical_bytes / 1e9:.1f} "
+        f"GB, {standard.flops / 1e12:.2f} TFLOP, {standard.launches:.0f} launches, "
+        f"{standard.peak_memory_bytes / 1e9:.1f} GB at the peak."
+    )
+    yield (
+        "Least times: roofline, each operator's bytes or arithmetic at what the card reaches; "
+        "launch, 25 µs of CPU for each operator, none in CUDA graphs."
+    )
+    yield (
+        "Floor: a standard step, and what norms must read: each layer's input and output gradient, "
+        "or each example's gradient."
+    )
+    if case.gpus > 1:
+        yield "Of one rank; what ranks send takes no time here."
+    for trainer, ways in advice.ways.items():
+        listed = ", ".join(f"{number} {way}" for way, number in ways.items())
+        yield f"{trainer}: norms of layers by {listed}."
+    for trainer, why in advice.refused.items():
+        yield f"{trainer}: {why}"

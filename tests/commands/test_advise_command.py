@@ -1,0 +1,91 @@
+"""``dpbench advise`` says what to use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpbench.commands.cli import main
+from dpbench.core.gpu import Gpu
+
+SMALL = ["--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2"]
+METHODS = ["--trainer=dpsgd", "--trainer=lean"]
+
+
+def test_the_first_line_says_what_to_use_and_a_table_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["advise", *SMALL, *METHODS, "--gpu=h100"]) == 0
+    first, _, title, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("Use `")
+    assert title.startswith("99x16x1x2-fp32, batch 2, sequence 8, NVIDIA H100 80GB HBM3")
+    table = [line for line in lines if line.startswith(("standard", "dpsgd", "lean"))]
+    assert len(table) == 3, "the whole table fits in 100 columns"
+    assert max(map(len, lines)) <= 100
+    assert "Counted and predicted, not measured." in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu=h300"], "unknown card 'h300'; choose from a100-40gb"),
+        (["--gpu=b200"], "the memory of NVIDIA B200 is not known: give --memory"),
+        (["--memory=80"], "memory is e.g. 80GB or 80GiB, not '80'"),
+        (["--trainer=dpsdg"], "unknown trainer 'dpsdg'"),
+        (["absent.json"], "no run file absent.json"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["advise", *SMALL, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_method_that_was_named_and_refuses_is_a_failure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ranks = [*SMALL, "--parallel=fsdp2", "--gpus=2", "--trainer=dpsgd_ghost"]
+    assert main(["advise", *ranks]) == 0
+    assert main(["advise", *ranks, "--trainer=lean"]) == 1
+    table = " ".join(capsys.readouterr().out.split())
+    assert "lean: LeanTrainer does not train under parallel=fsdp2" in table
+
+
+def test_other_workloads_have_no_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = ["--workload=layer", "--set=layer=linear", "--set=width=16", "--memory=2GB"]
+    assert main(["advise", *layer, "--trainer=dpsgd"]) == 0
+    out = capsys.readouterr().out
+    assert "sequence" not in out
+    assert "with 2 GB" in out
+
+
+def test_the_card_here_is_asked_about_with_the_memory_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slice of a GPU has less memory than the card."""
+    part = Gpu("GPU-0", "NVIDIA H100 80GB HBM3", 10 * 10**9, "580")
+    monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: [part])
+    assert main(["advise", *SMALL, "--trainer=dpsgd"]) == 0
+    assert "NVIDIA H100 80GB HBM3 with 10 GB" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("counted_once")
+def test_a_saved_runs_cells_have_tables_with_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    timed = ["run", "--instrument=timing", "--device=cpu", "--active=1", "--warmup=1"]
+    methods = [*METHODS, "--trainer=standard", "--batch-size=4"]
+    assert main([*timed, *SMALL, *methods, "--json=run.json"]) == 0
+    capsys.readouterr()
+    assert main(["advise", "run.json"]) == 0
+    both = capsys.readouterr().out
+    assert both.count("Use `") == 2
+    assert both.count("measured") >= 2
+    assert main(["advise", "run.json", "--batch-size=4"]) == 0
+    assert capsys.readouterr().out.count("Use `") == 1
+    assert main(["advise", "run.json", "--batch-size=8"]) == 2
+    assert "run has no case" in capsys.readouterr().err
