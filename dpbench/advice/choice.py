@@ -186,7 +186,7 @@ def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.
         that its definition prefers counts.
     """
     steps = summary[(summary.phase == STEP) & (summary.device != NO_HARDWARE)]
-    steps = of_one_instrument(steps[[each.baseline == case.baseline for each in steps.case]])
+    steps = of_one_instrument(steps[[each.cell == case.cell for each in steps.case]])
     for metric, name in (
         ("step_time_seconds", "measured_seconds"),
         ("dram_ratio", "measured_bytes_ratio"),

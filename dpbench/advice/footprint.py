@@ -217,7 +217,7 @@ def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | Dpben
         while waiting or started:
             if here and waiting and is_builtin(waiting[0]):
                 case = waiting.popleft()
-                yield case, _read(case, partial(Counts().observe, case))
+                yield case, _read(case, partial(Counts().record_case, case))
                 continue
             while waiting and sum(process.runs for _, process in started) < cores():
                 started.append((waiting[0], Counts().start(waiting.popleft())))

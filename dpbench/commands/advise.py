@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from dpbench.commands.options import add_case, chosen_case, saved_run
 from dpbench.core import gpu
-from dpbench.core.case import AXES, SCRIPT, Case
+from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.options import axis_help
 from dpbench.core.registry import TRAINERS, resolve
@@ -113,7 +113,7 @@ def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
     cells: dict[Case, list[str]] = {}
     for outcome in saved.outcomes:
         case = outcome.case
-        if case.workload != SCRIPT and given.items() <= vars(case).items():
+        if isinstance(case, Case) and given.items() <= case.columns.items():
             try:
                 cells.setdefault(case.baseline, []).append(resolve(case).trainer)
             except ConfigurationError as error:
