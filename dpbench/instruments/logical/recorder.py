@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,10 @@ class LogicalRecorder(Recorder):
         from dpbench.instruments.logical.memory import resizing_seen
 
         counter = RunningCounter()
+        if not gc.get_freeze_count():  # so that cycles are found among new objects, in no time
+            gc.collect()
+            gc.freeze()
+            self.held.callback(gc.unfreeze)
         self.held.enter_context(resizing_seen(counter.memory))
         self.held.enter_context(counter)
         # Dynamo cannot compile under a dispatch mode, and raises an error for ``fullgraph``.
