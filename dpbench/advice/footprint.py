@@ -31,7 +31,7 @@ from dpbench.launch.processes import cores
 
 Key = TypeVar("Key", bound=Hashable)
 
-DEPTHS = 2, 3
+DEPTHS = 2, 4
 """The numbers of layers at which a deeper transformer is counted."""
 
 
