@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from bench.runs import of_rank, path_of, run, value
 from bench.tables import SENT, TABLES, Place, gb, joined, markdown, ms, peak, ratio, table
+from dpbench.results.rows import STEP
 
 __all__ = ["TABLES"]
 
@@ -95,26 +94,28 @@ def ranks_sent() -> str:
     return markdown(heads, rows)
 
 
-def _of_both(file: str, metrics: tuple[str, ...], phase: str, trainer: str) -> Iterator[float]:
-    for rank in (0, 1):
-        axes = {"trainer": trainer, "precision": "fp32", "parallel": "ddp"}
-        yield sum(of_rank(file, metric, rank, phase, **axes) for metric in metrics)
+PROFILES = {
+    "ddp": ("h100-ranks-profile-ddp", "h100-ranks-ddp-256", ("standard", *TRAINERS["ddp"])),
+    "fsdp2": ("ranks-profile-fsdp2", "ranks-fsdp2-256", ("standard", "ghost_lean", "fused")),
+}
+"""Files of a profile and of counted bytes, and the trainers."""
 
 
 @table
 def ranks_apart() -> str:
-    """What the two ranks do differently under DDP at 4 × 256 and fp32: "rank 0, rank 1"."""
+    """What the two ranks do differently at 4 × 256 and fp32: "rank 0, rank 1"."""
+
+    def both(file: str, *metrics: str, phase: str = STEP, scale: float = 1e3) -> str:
+        axes = {"trainer": trainer, "precision": "fp32", "parallel": parallel}
+        sums = (sum(of_rank(file, m, rank, phase, **axes) for m in metrics) for rank in (0, 1))
+        return joined((scale * number for number in sums), 1)
+
     rows = []
-    for trainer in ("standard", *TRAINERS["ddp"]):
-        noise = "-"
-        if trainer not in ("standard", "fused"):
-            drawn = ("dram_read_bytes", "dram_write_bytes")
-            noise = joined(
-                (n / 1e9 for n in _of_both("h100-ranks-ddp-256", drawn, "noise", trainer)), 1
-            )
-        times = (
-            joined((1e3 * n for n in _of_both("h100-ranks-profile-ddp", (m,), "step", trainer)), 1)
-            for m in ("communication_seconds", "exposed_communication_seconds")
-        )
-        rows.append([trainer, noise, *times])
+    for parallel, (profile, counted, trainers) in PROFILES.items():
+        for trainer in trainers:
+            drawn = "dram_read_bytes", "dram_write_bytes"
+            noisy = trainer not in ("standard", "fused")
+            noise = both(counted, *drawn, phase="noise", scale=1e-9) if noisy else "-"
+            times = "communication_seconds", "exposed_communication_seconds"
+            rows.append([f"{parallel} {trainer}", noise, *(both(profile, time) for time in times)])
     return markdown(["rank 0, rank 1", "noise GB", "in collectives ms", "exposed ms"], rows)

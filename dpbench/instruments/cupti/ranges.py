@@ -192,11 +192,11 @@ class StepCounter:
         if configuration is not self._profiler.configuration:
             self._profiler.close()
             self._profiler = self._open(configuration)
+        self._target.synchronize()
+        self._crossed = self._target.payload()  # now: another rank may start faster, and send
         if not self._unread:
             self._profiler.start()
         self._step = []
-        self._target.synchronize()
-        self._crossed = self._target.payload()
         self._begin(OUTSIDE if self._by_phase else STEP)
 
     def switch(self, phase: str) -> None:
