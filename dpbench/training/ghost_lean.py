@@ -105,6 +105,8 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         for layer in model.modules():
             if isinstance(layer, nn.Embedding) and isinstance(layer, FSDPModule):
                 layer.set_unshard_in_backward(False)
+        for rule in self.rules.values():
+            rule.find_parameters()  # the whole ones would stay in memory
         return model
 
     def train_step(self, batch: Batch) -> Tensor:

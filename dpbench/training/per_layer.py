@@ -46,7 +46,11 @@ class Rule(ABC, Generic[L]):
         self.layer, self.name = layer, name
         bias = getattr(layer, "bias", None)
         self.trains_bias = isinstance(bias, Tensor) and bias.requires_grad
-        own = layer.named_parameters(recurse=False)
+        self.find_parameters()
+
+    def find_parameters(self) -> None:
+        """Find the layer's own parameters, again once FSDP2 has replaced them by shards."""
+        own = self.layer.named_parameters(recurse=False)
         self._trained = {name: parameter for name, parameter in own if parameter.requires_grad}
 
     @property

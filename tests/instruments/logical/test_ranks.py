@@ -427,3 +427,12 @@ def test_a_table_says_that_it_is_of_one_rank(axes: dict[str, Any], alone: bool) 
     table, *_ = tables_of(count(case_of(**axes)).rows)
     assert ("sent by\na rank" in table.headers) is not alone
     assert any("no number is a sum over ranks" in note for note in table.notes) is not alone
+
+
+def test_ghost_lean_keeps_shards_alone_between_steps() -> None:
+    def peak(trainer: str) -> float:
+        case = case_of(trainer, "fsdp2", model_size="64x128x4x4", batch_size=4, seq_len=8)
+        rows = Logical().count(case).rows
+        return max(row.value for row in rows if row.metric == "peak_memory_bytes")
+
+    assert peak("ghost_lean") < 1.25 * peak("standard")
