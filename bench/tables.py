@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import median
 from typing import NamedTuple
@@ -61,6 +61,18 @@ MODELS = {
     "vit-64": "ViT-B/16, 64 images",
     "resnet-64": "ResNet-50, 64 images",
 }
+TUNING = {
+    **{
+        f"{name}-{length}": f"{shown}, {batch} × {length}"
+        for name, shown in (("lora", "LoRA"), ("adamw", "all"))
+        for batch, length in ((8, 256), (8, 1024), (1, 8192), (2, 16384))
+    },
+    "checkpointing-1024": "all, checkpointing, 8 × 1024",
+    "poisson-256": "all, Poisson, 8 × 256",
+    "sgd-8192": "all, SGD, 1 × 8192",
+    "sgd-16384": "all, SGD, 2 × 16384",
+}
+"""What is trained, by file."""
 CHANGES = {
     "kept": ("keep per-sample gradients as they were made", "dpsgd", "lean:changes=kept"),
     "unused": ("compute no gradient that nobody reads", "dpsgd", "lean:changes=unused"),
@@ -238,14 +250,27 @@ def time() -> str:
 @table
 def models() -> str:
     """Other models at fp32: a standard step, and the others ÷ it."""
+    return of_cells({name: Place(file) for file, name in MODELS.items()}, PRIVATE)
+
+
+@table
+def tuning() -> str:
+    """Private training at bf16 as people run it, in the same form."""
+    cells = {name: Place(file, precision="bf16") for file, name in TUNING.items()}
+    return of_cells(cells, ("dpsgd", "dpsgd_ghost", "lean", "ghost_lean", "fused"))
+
+
+def of_cells(cells: Mapping[str, Place], trainers: Sequence[str]) -> str:
+    """A row for each cell: a standard step, and time, bytes and memory of others ÷ it."""
     rows = []
-    for file, name in MODELS.items():
-        place = Place(file)
-        absolute = joined((metric(place, "standard") for metric in (ms, gb, peak)), 1)
-        ratios = (joined(ratio(m, place, t) for m in (ms, gb, peak)) for t in PRIVATE)
-        rows.append([name, absolute, *ratios])
-    heads = ["time, bytes, memory", "standard: ms, GB, GB", *PRIVATE]
-    return markdown(heads, rows)
+    for name, place in cells.items():
+        row = [name, joined((metric(place, "standard") for metric in (ms, gb, peak)), 1)]
+        for trainer in trainers:
+            row.append("-")
+            with suppress(LookupError):  # it was not measured there
+                row[-1] = joined(ratio(metric, place, trainer) for metric in (ms, gb, peak))
+        rows.append(row)
+    return markdown(["time, bytes, memory", "standard: ms, GB, GB", *trainers], rows)
 
 
 # --- how far to trust a number --------------------------------------------------------------------

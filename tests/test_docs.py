@@ -220,23 +220,6 @@ def test_an_example_in_python_runs(block: Block) -> None:
     exec(block.text, {"__name__": "example"})
 
 
-def test_ghost_clipping_leaves_an_example_unclipped_as_the_findings_show(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Which rounding is left depends on the processor; that it is next to nothing does not."""
-    exec(block_with("docs/findings.md", "get_norm_sample"), {"__name__": "unclipped"})
-    found, said = (
-        [[float(number) for number in re.findall(r"\d+", line)] for line in text.splitlines()]
-        for text in (capsys.readouterr().out, block_with("docs/findings.md", "Opacus takes 0"))
-    )
-    for (offset, norm, taken), (offset_said, norm_said, taken_said) in zip(
-        found, said, strict=True
-    ):
-        assert offset == offset_said
-        assert norm == pytest.approx(norm_said, rel=0.02)
-        assert taken == pytest.approx(taken_said, rel=0.1, abs=5)
-
-
 @pytest.mark.usefixtures("counted_here")
 def test_a_change_is_found_as_the_guide_shows(
     pytester: pytest.Pytester, imports: sessions.Imports
