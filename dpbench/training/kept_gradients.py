@@ -12,7 +12,7 @@ from dpbench.training.ghost_norms import GhostNorms
 from dpbench.training.gradient_sums import LARGE, Sums
 from dpbench.training.kernels import weighted_sum
 
-ROW = 1024
+ROW = 128
 """Small gradients are joined in rows of this many numbers, over each of which a norm is taken."""
 
 
