@@ -125,7 +125,7 @@ class Case:
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
         """The case that a row is about; `subject_from` also knows scripts."""
-        return cls(**{axis: row[axis] for axis in AXES})
+        return cls(**{axis: row[axis] for axis in AXES if axis in row})
 
     @property
     def columns(self) -> Mapping[str, Any]:

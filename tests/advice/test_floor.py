@@ -46,7 +46,7 @@ AXES: list[dict[str, Any]] = [
     {"trainable": "lora:2"},
     {"seq_len": 512},
     {"batch_size": 1},
-    {"optimizer": "adamw", "precision": "bf16"},
+    {"optimizer": "adamw:fused=true", "precision": "bf16"},
     {"activation_checkpointing": "on", "micro_batches": 2},
     *(
         {"seq_len": 0, "model_size": "", "workload": "layer", "set": f"layer={layer},width=16"}

@@ -113,7 +113,7 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
             "unknown parameter of trainer dpsgd_ghost 'clip'; choose from learning_rate, noise_mu",
         ),
         ({"optimizer": "sgd:lr=1"}, "unknown parameter of optimizer sgd 'lr'; choose from moment"),
-        ({"optimizer": "adamw:fused=1"}, "adamw:fused=1: fused is true or false, not 1"),
+        ({"optimizer": "adamw:fused=1"}, "fused of optimizer adamw must be true or false, not 1"),
         (
             {"optimizer": "sgd:momentum=-1"},
             "sgd:momentum=-1 cannot step: Invalid momentum value: -1",

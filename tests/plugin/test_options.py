@@ -30,6 +30,7 @@ def test_every_option_is_given_in_some_test(pytester: pytest.Pytester) -> None:
         (["--dpbench-model-size=2b"], "unknown model size '2b'; choose from tiny, small"),
         (["--dpbench-precision=fp8"], "unknown precision 'fp8'; choose from fp32, tf32, bf16"),
         (["--dpbench-attention=flash"], "unknown attention 'flash'; choose from sdpa, dp_mha"),
+        (["--dpbench-compile=max"], "unknown compile 'max'; choose from off, on"),
         (["--dpbench-batch-size=0"], "batch size must be a positive integer, not 0"),
         (["--dpbench-seq-len=-1"], "sequence length must be a positive integer, not -1"),
         (["--ncu-metrics=dram"], "unknown metric 'dram'; choose from dram_read_bytes"),
@@ -102,9 +103,9 @@ def test_a_grid_is_chosen_by_its_name(project: RunSuite) -> None:
 
 def test_axes_replace_those_of_the_grid(project: RunSuite) -> None:
     axes = ["--dpbench-optimizer=adamw", "--dpbench-micro-batches=2", "--dpbench-trainable=lora:8"]
-    axes += ["--dpbench-activation-checkpointing=on"]
+    axes += ["--dpbench-activation-checkpointing=on", "--dpbench-sampling=poisson"]
     listed = project("--collect-only", "-q", *axes, replayed=False)
-    words = "optimizer=adamw-micro_batches=2-trainable=lora:8-activation_checkpointing=on"
+    words = "optimizer=adamw-micro_batches=2-trainable=lora:8-activation_checkpointing=on*poisson"
     listed.stdout.fnmatch_lines([f"*standard-bs4-seq64-tiny-fp32-{words}*"])
 
 

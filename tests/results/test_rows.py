@@ -65,6 +65,8 @@ def test_row_is_flat_and_spells_everything_out() -> None:
         "activation_checkpointing": "off",
         "parallel": "none",
         "gpus": 1,
+        "sampling": "fixed",
+        "compile": "off",
         "instrument": "ncu",
         "phase": "step",
         "metric": "dram_read_bytes",

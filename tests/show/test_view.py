@@ -87,7 +87,7 @@ def test_axes_sort_and_group(axis: str) -> None:
         (lambda: TableOptions.of(Settings(sort="fastest")), "unknown column 'fastest'"),
         (
             lambda: TableOptions.of(Settings(group_by="gpu")),
-            "unknown group 'gpu'; choose from cell, device, phase, ",
+            "unknown group 'gpu'; choose from gpus, …; did you mean gpus?",
         ),
     ],
 )
