@@ -67,8 +67,8 @@ class ProcessHere:
         with as_left_before():
             self.status, _ = run(task, task.program, env[RECORDS])
 
-    def wait(self) -> int | str | None:
-        return self.status
+    def wait(self) -> int | str:
+        return self.status or 0
 
     poll = wait
 

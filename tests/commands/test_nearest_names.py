@@ -20,7 +20,7 @@ RUN = ["run", "--instrument=logical", "--batch-size=2", "--seq-len=8"]
         ([*RUN, "--trainer=dpsgd:clp=per_layer"], "clip"),
         ([*RUN, "--baseline=standart"], "standard"),
         ([*RUN, "--workload=resnt"], "resnet"),
-        ([*RUN, "--optimizer=adam_w"], "adamw"),
+        ([*RUN, "--optimizer=adamww"], "adamw"),
         ([*RUN, "--model=simpel"], "simple"),
         ([*RUN, "--precision=bf-16"], "bf16"),
         ([*RUN, "--model-size=meduim"], "medium"),
