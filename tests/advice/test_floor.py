@@ -55,6 +55,7 @@ AXES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_no_private_method_is_below_the_floor(axes: dict[str, Any]) -> None:
     usual: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "100x16x1x2"}

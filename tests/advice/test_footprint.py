@@ -41,6 +41,7 @@ def of_step(case: Case) -> dict[str, float]:
     return rows | {"launches": sum(each.calls for each in outcome.operators)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trainer", "axes"), CASES, ids=str)
 def test_all_layers_are_known_from_few(trainer: str, axes: dict[str, Any]) -> None:
     """Bytes, operations and launches are linear in layers; the peak, also of a larger batch, nearly

@@ -130,7 +130,7 @@ class ScriptMemory(LiveMemory):
             if issubclass(kind, nn.Parameter):
                 found["parameters"].append(each)
             elif issubclass(kind, nn.Module):
-                found["buffers"] += filter(None.__ne__, vars(each).get("_buffers", {}).values())
+                found["buffers"] += vars(each).get("_buffers", {}).values()
             elif issubclass(kind, torch.optim.Optimizer):
                 states = vars(each).get("state", {}).values()
                 found["optimizer state"] += [v for s in states for v in dict(s).values()]
