@@ -88,5 +88,5 @@ def test_labels_are_those_of_pytest_benchmark(label: str, text: str) -> None:
 
 
 def test_other_labels_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="unknown group 'function'; choose from cell, "):
+    with pytest.raises(ConfigurationError, match="unknown group 'function'; choose from func, "):
         TableOptions.of(Settings(group_by="function"))
