@@ -8,8 +8,8 @@ import sysconfig
 from contextlib import suppress
 from pathlib import Path
 
-INSTALLED = {"site-packages", "dist-packages"}
-"""The names of folders of installed packages."""
+INSTALLED = {"site-packages", "dist-packages", ".triton"}
+"""The names of folders of installed packages, and of the kernels that Triton compiles."""
 
 
 def imported_files() -> dict[str, str]:
