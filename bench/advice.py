@@ -75,7 +75,7 @@ def _footprint(case: Case) -> Footprint:
 
 
 def near(steps: pd.DataFrame) -> pd.Series[bool]:
-    """Of the steps that are not launch-bound: whether the prediction is near what was measured."""
+    """Whether predicted and measured time are close, for steps that are not launch-bound."""
     steady = steps[steps.busy >= LAUNCH_BOUND]
     return (steady.share - 1).abs() <= WITHIN
 

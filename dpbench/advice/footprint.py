@@ -140,7 +140,7 @@ class Footprint:
 
 
 def _on_line(points: Sequence[tuple[int, Mapping[Key, float]]], at: int) -> dict[Key, float]:
-    """Each value on the line through two points, or of a point that is there; 0 where it lacks."""
+    """Interpolate each value between two points; a value that a point lacks is 0."""
     for x, values in points:
         if x == at:
             return dict(values)
@@ -202,7 +202,7 @@ def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
 
 
 def _is_deep(case: Case) -> bool:
-    """Whether fewer layers tell what all of them cost: all are alike, on one GPU."""
+    """Whether counting a few layers is enough: all layers are alike, and there is one GPU."""
     alike = not re.search(r"\d", case.trainable.removeprefix("lora:")) or lora_rank(case.trainable)
     own = case.workload != TRANSFORMER or case.model != "simple" or not is_builtin(case)
     return bool(alike) and not own and case.gpus == 1 and case.size.layers > DEPTHS[-1]

@@ -26,7 +26,7 @@ def needed(footprint: Footprint, batch_size: int) -> float:
 
 
 def largest_batch(footprint: Footprint, memory: float) -> int:
-    """The largest batch that fits so many bytes, 0 if none does; at most `MAX_BATCH` a GPU.
+    """The largest batch that fits this memory, at most `MAX_BATCH` per GPU; 0 if none does.
 
     It is a multiple of micro-batches × GPUs.
     """

@@ -23,11 +23,11 @@ KERNEL_SECONDS = 5e-6
 """What a kernel takes besides its roofline: to start, and to fill and drain the card."""
 
 BANDWIDTH_SHARE = 0.8
-"""What kernels reach of the bandwidth of a copy: 0.70 to 0.89 in noise, clip and the update of
+"""The bandwidth that a kernel reaches ÷ a copy's: 0.70 to 0.89 in noise, clip and update of
 `h200-methods-1024.json` at fp32."""
 
 CONVOLUTION_SHARE = 0.5
-"""What fp32 convolutions reach of the rate of large matrix products: in `h200-resnet-64.json`."""
+"""The rate of fp32 convolutions ÷ that of large matrix products, from `h200-resnet-64.json`."""
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16-amp"}
 """The precision of products by their operands' type; other types multiply as float32 does."""

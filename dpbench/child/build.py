@@ -139,7 +139,7 @@ def batch_sizes(case: Case, number: int) -> list[int]:
 
 
 def about_sizes(case: Case, number: int) -> str:
-    """The note that steps are not alike."""
+    """The note that batches differ in size."""
     sizes = batch_sizes(case, number)
     each, mean = ", ".join(map(str, sizes)), sum(sizes) / number
     return f"steps of {each} examples, {mean:.3g} in the mean; {case.batch_size} expected"

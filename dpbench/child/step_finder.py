@@ -39,7 +39,7 @@ class Calls:
         """A backward pass of the loop begins."""
 
     def update(self, optimizer: Any, outer: Any) -> None:
-        """An optimizer begins its step, or an ``outer`` object one that may call an optimizer's."""
+        """An optimizer begins its step, which ``outer``, such as a wrapper of Opacus, may call."""
 
 
 class StepListener(PhaseListener, Protocol):

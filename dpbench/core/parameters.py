@@ -17,7 +17,7 @@ _IN_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "
 def arguments(
     what: str, named: Any, given: Mapping[str, Parameter], reserved: Collection[str] = ()
 ) -> dict[str, Parameter]:
-    """The arguments of a class that parameters are; each fits the annotation of the class.
+    """The parameters as arguments of a class, each checked against its annotation.
 
     Args:
         what: the class in words, such as ``trainer dpsgd``.

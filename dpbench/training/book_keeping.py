@@ -39,7 +39,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
     always these.
 
     Attributes:
-        ways: of each layer that is trained, by name, the way to its norms in the last step: see
+        ways: how the last step computed the norms of each trained layer, by layer name: see
             `dpbench.training.norm_ways`.
 
     Arguments as `TrainerBase`.

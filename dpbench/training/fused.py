@@ -141,7 +141,7 @@ class FusedTrainer(BookKeepingTrainer):
             self._is_first = False
             return super().train_step(batch)
         self.begin_step()
-        parts = [part for _, part in self.parts(batch)]  # refuses another size
+        parts = [part for _, part in self.parts(batch)]  # raises if the batch size is wrong
         if parts and self._is_first:
             self._is_first = False
             self._graphs = recorded_step(self, parts[0])

@@ -64,7 +64,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
       one layer at a time, whichever is cheaper; Opacus's, by products.
 
     Attributes:
-        ways: of each layer that is trained, by name, the way to its norms in the last step: see
+        ways: how the last step computed the norms of each trained layer, by layer name: see
             `dpbench.training.norm_ways`.
 
     Args:

@@ -255,7 +255,7 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
 
 
 def reason(error: BaseException) -> str:
-    """Why a step cannot be captured, with the last line outside of PyTorch and dpbench."""
+    """Why a step cannot be captured, and the line of the user's code that was running."""
     what = str(error).partition("\n")[0]
     if "synchronizing" in what:
         what = f"the model or its loss reads from the GPU ({what})"

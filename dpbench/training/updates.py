@@ -113,7 +113,7 @@ class MergedUpdate:
         return made
 
     def _adopted(self, optimizer: torch.optim.Optimizer, number: int, key: str) -> Tensor:
-        """The flat buffer of a part of the state, with what the optimizer has of it."""
+        """The flat buffer for one key of the optimizer's state, filled with its present values."""
         if (number, key) not in self._moments:
             self._moments[number, key] = one_buffer(self._sharing[number])
             self._moments[number, key].flat.zero_()
@@ -133,7 +133,7 @@ class MergedUpdate:
     def _has_momentum(
         self, optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any]
     ) -> float | None:
-        """1 if there is momentum of earlier steps, 0 if not, None if for some parameters only."""
+        """1 if earlier steps left momentum, 0 if not; None if parameters differ in that."""
         states = (optimizer.state.get(p, {}) for p in self._sharing[number])
         has = {state.get("momentum_buffer") is not None for state in states}
         alike = len(has) == 1 or not group["momentum"] or not group["dampening"]

@@ -16,7 +16,7 @@ from tests.named import target
 from tests.workloads import digits
 
 DEEP = "128x128x6x2"
-"""All its tensors are whole blocks of the allocator."""
+"""Each tensor of this model fills whole blocks of the allocator."""
 AXES: list[dict[str, Any]] = [
     {"batch_size": 1},
     {"precision": "bf16", "optimizer": "adamw", "trainable": "lora:2", "seq_len": 32},

@@ -1,4 +1,4 @@
-"""The axis ``compile``: what can be compiled trains as it does without."""
+"""The axis ``compile``: compiled trainers take the same steps as uncompiled ones."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Logical(Instrument):
     def counted(
         self, case: Case, read: Callable[[TrainerBase], T]
     ) -> tuple[ByteCounter, T, list[Counted]]:
-        """The counter after the steps of a case, what ``read`` returns of its trainer, the counts.
+        """Count a case: the counter, what ``read`` returns of the trainer, and the counts.
 
         Raises:
             CaseFailed: a step fails.
