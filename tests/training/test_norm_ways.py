@@ -116,9 +116,9 @@ def test_micro_batches_of_one_example_keep_no_gradient_that_a_batch_of_one_would
 
 
 def conv1d() -> nn.Module:
-    from transformers.pytorch_utils import Conv1D
-
-    return Conv1D(6, 5)
+    utils = pytest.importorskip("transformers.pytorch_utils")
+    layer: nn.Module = utils.Conv1D(6, 5)
+    return layer
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
