@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -50,43 +51,11 @@ PLACES = [
 PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 OPACUS = ("standard", *PRIVATE)
 OWN = ("lean", "ghost_lean", "micro_batch", "book_keeping", "fused")
-MODELS = {
-    "gpt2-256": "GPT-2 124M, 8 × 256",
-    "gpt2-512": "GPT-2 124M, 16 × 512",
-    "llama-256": "Llama 1.1B, 8 × 256",
-    "llama-512": "Llama 1.1B, 8 × 512",
-    "bert-256": "BERT-base, 16 × 256",
-    "bert-512": "BERT-base, 16 × 512",
-    "vit-32": "ViT-B/16, 32 images",
-    "vit-64": "ViT-B/16, 64 images",
-    "resnet-64": "ResNet-50, 64 images",
-}
-TUNING = {
-    **{
-        f"{name}-{length}": f"{shown}, {batch} × {length}"
-        for name, shown in (("lora", "LoRA"), ("adamw", "all"))
-        for batch, length in ((8, 256), (8, 1024), (1, 8192), (2, 16384))
-    },
-    "checkpointing-1024": "all, checkpointing, 8 × 1024",
-    "poisson-256": "all, Poisson, 8 × 256",
-    "sgd-8192": "all, SGD, 1 × 8192",
-    "sgd-16384": "all, SGD, 2 × 16384",
-}
-"""What is trained, by file."""
-CHANGES = {
-    "kept": ("keep per-sample gradients as they were made", "dpsgd", "lean:changes=kept"),
-    "unused": ("compute no gradient that nobody reads", "dpsgd", "lean:changes=unused"),
-    "unused-ghost": (
-        *("compute norms without gradients", "dpsgd_ghost"),
-        "ghost_lean:changes=unused",
-    ),
-    "none": ("drop gradients between the two passes", "dpsgd_ghost", "ghost_lean:changes=none"),
-    "taken": ("take the clipped sums, do not copy them", "dpsgd_ghost", "ghost_lean:changes=taken"),
-    "summed": ("take the sum of the losses back", "dpsgd_ghost", "ghost_lean:changes=summed"),
-    "noise": ("add noise in place", "dpsgd", ""),
-    "bias": ("norms of biases from their gradients", "dpsgd_ghost", "ghost_lean:changes=bias"),
-}
-"""By page of docs/upstream: what it does, to which trainer, and the trainer that was measured."""
+WORDS = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+"""What the files of a table are called in it."""
+MODELS: dict[str, str] = WORDS["models"]
+TUNING: dict[str, str] = WORDS["tuning"]
+CHANGES: dict[str, tuple[str, str, str]] = WORDS["changes"]
 
 SESSIONS = (
     *("methods-256", "methods-1024", "methods-tf32", "methods-16x1024", "opacus-changes"),
