@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError
+from dpbench.training.correlated_noise import INDEPENDENT, noise_weights
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.workloads.base import (
     Batch,
@@ -62,6 +63,8 @@ class TrainerBase(ABC):
             ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
         micro_batches: equal parts in which a batch is trained, gradients accumulating: `parts`.
         compile: compile the model and its loss as one function.
+        noise: ``independent`` in each step, or ``banded``: correlated over steps; ``bands`` and
+            ``noise_steps`` are the arguments of `dpbench.training.correlated_noise.noise_weights`.
         sampling: ``fixed``, or ``poisson``: batches have any number of examples, 0 included.
         autocast: the 16-bit type that ``torch.autocast`` computes losses in, if any; with
             float16, ``scaler`` scales them.
@@ -76,6 +79,8 @@ class TrainerBase(ABC):
     """Whether the last step repeated a recorded forward, which Python no longer calls."""
     compiles: bool = True
     """Whether model and loss can be compiled."""
+    correlates = False
+    """Whether its noise has `noise_weights`."""
 
     def __init__(
         self,
@@ -92,6 +97,9 @@ class TrainerBase(ABC):
         parallel: str = "none",
         sampling: str = "fixed",
         compile: bool = False,
+        noise: str = "independent",
+        bands: int = 1,
+        noise_steps: int = 1000,
     ) -> None:
         check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm, learning_rate)
         self.autocast = autocast
@@ -108,6 +116,12 @@ class TrainerBase(ABC):
         self.joint_batch_size = batch_size * ranks
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
+        self.noise_weights = noise_weights(noise, bands, noise_steps)
+        if self.noise_weights != INDEPENDENT:
+            if not self.correlates or parallel != "none":
+                where = "" if parallel == "none" else f" under parallel={parallel}"
+                raise ConfigurationError(f"{type(self).__name__} adds no banded noise{where}")
+            self.labels = {**self.labels, "noise correlated over": f"{bands} steps"}
         self.model = self.spread(model.train())
         if compile:
             if not self.compiles:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
+from dpbench.training.correlated_noise import KeptNoise
 from dpbench.training.gradient_sums import Buffer, Sums, in_buffers
 from dpbench.training.known_model import ModelSnapshot
 from dpbench.training.norm_bounds import clipping_factors, total
@@ -31,6 +32,7 @@ class ClippedSumTrainer(TrainerBase):
 
     labels = PRIVATE
     compiles = False
+    correlates = True
     sums_in: torch.dtype | None = None
     """The type of the sums, if it is not that of the parameters."""
     draws_in_update = False
@@ -47,6 +49,7 @@ class ClippedSumTrainer(TrainerBase):
         check_alike(self.trained)
         self.sharing = in_buffers(self.trained)
         self.known = ModelSnapshot(self.model)
+        self.kept_noise = KeptNoise(self.noise_weights)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []
         together = self.parallel != "none"
@@ -91,7 +94,7 @@ class ClippedSumTrainer(TrainerBase):
         """
         if self.parallel == "ddp" and not self.draws_in_update:
             with phase("noise"):
-                self.make_private(buffer.flat)
+                self.make_private(buffer.flat, buffer.number)
         self._reductions.append(Reduction(buffer, self.parallel))
         if self.parallel == "fsdp2" and len(self._reductions) > AT_ONCE:
             self._reductions[-1 - AT_ONCE].wait()  # which frees what was sent
@@ -103,13 +106,16 @@ class ClippedSumTrainer(TrainerBase):
         reductions, self._reductions = self._reductions, []
         return reductions
 
-    def make_private(self, gradient: Tensor) -> None:
-        """Add noise to a sum, or to this rank's share of it, and make it a mean."""
+    def make_private(self, gradient: Tensor, number: int) -> None:
+        """Add noise to the sum of that number, or to this rank's share, and make it a mean."""
         # Not as a factor of `add_`, which a CPU rounds to the gradients' type: in bf16 noise
         # was up to 0.4 % too small.
         if deviation := self.noise_multiplier * self.max_grad_norm:
             own = own_part(gradient, "ddp") if self.parallel == "ddp" else gradient
-            own.add_(torch.empty_like(own).normal_(std=deviation, generator=self.generator))
+            if len(self.noise_weights) > 1:
+                self.kept_noise.add_to(own, deviation, number)
+            else:
+                own.add_(torch.empty_like(own).normal_(std=deviation, generator=self.generator))
         gradient.div_(self.joint_batch_size)
 
     @torch.no_grad()
@@ -119,7 +125,7 @@ class ClippedSumTrainer(TrainerBase):
         if self.parallel != "ddp":
             with phase("noise"):
                 for each in reductions:
-                    self.make_private(each.wait())
+                    self.make_private(each.wait(), each.number)
         self.take_own_step(reductions)
 
     def take_own_step(self, reductions: Sequence[Reduction]) -> None:

@@ -13,10 +13,12 @@ import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import wrap_model
 from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer, get_optimizer_class
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import DRAWN_BY, PRIVATE, Batch, TrainerBase, mean_of
+from dpbench.training.correlated_noise import KeptNoise
 from dpbench.training.phases import in_phase, phase
 from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
 
@@ -37,6 +39,22 @@ def mark_phases(optimizer: DPOptimizer) -> None:
             setattr(optimizer, method, in_phase(name, getattr(optimizer, method)))
 
 
+def correlate_noise(optimizer: DPOptimizer, kept: KeptNoise) -> None:
+    """Have an optimizer of Opacus's add noise that is correlated over steps, by parameter."""
+    deviation = optimizer.noise_multiplier * optimizer.max_grad_norm
+
+    def add_noise() -> None:
+        for parameter in optimizer.params:
+            total = parameter.summed_grad
+            _check_processed_flag(total)
+            noise = torch.zeros_like(total, memory_format=torch.contiguous_format)
+            kept.add_to(noise, deviation, parameter, optimizer.generator)
+            parameter.grad = (total + noise).view_as(parameter)
+            _mark_as_processed(total)
+
+    optimizer.add_noise = add_noise
+
+
 class OpacusTrainer(TrainerBase):
     """The base of all Opacus trainers; arguments as `TrainerBase`.
 
@@ -46,6 +64,7 @@ class OpacusTrainer(TrainerBase):
 
     labels = PRIVATE
     compiles = False
+    correlates = True
     clip = "flat"
     mode: str | None = None  # Opacus's grad_sample_mode, if it has one that does the same
     optimizer_class: type[DPOptimizer] = DPOptimizer
@@ -60,6 +79,8 @@ class OpacusTrainer(TrainerBase):
             )
         self.grad_sample_module = self.wrapped()
         self.optimizer = self.private_optimizer()
+        if len(self.noise_weights) > 1:
+            correlate_noise(self.optimizer, KeptNoise(self.noise_weights))
         mark_phases(self.optimizer)
 
     def spread(self, model: nn.Module) -> nn.Module:

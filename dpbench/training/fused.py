@@ -112,6 +112,11 @@ class FusedTrainer(BookKeepingTrainer):
         if self.parallel == "ddp":
             self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
         self.seeds, self._seeds_of_a_step = seeds, number
+        self._steps, bands = 0, len(self.noise_weights)
+        # Of each of the first steps, and of all later ones: what is 0 was not drawn before.
+        weights = seeds.new_tensor(self.noise_weights, dtype=torch.float32) / self.noise_weights[0]
+        self._weights = weights.expand(bands, bands).tril()
+        self._ages = number * torch.arange(bands, device=seeds.device)
         if self.parallel == "fsdp2":
             self.seeds, self._seeds_of_a_step = seeds + rank * number, ranks * number
 
@@ -160,9 +165,13 @@ class FusedTrainer(BookKeepingTrainer):
     @torch.no_grad()
     def _descend(self, reductions: Sequence[Reduction]) -> None:
         """Update with the noise, in one pass over gradients and parameters if it is merged."""
-        deviation = self.noise_multiplier * self.max_grad_norm
-        self.seeds += self._seeds_of_a_step  # seeds are never reused
-        seeds = self.seeds.unbind()
+        deviation = self.noise_multiplier * self.max_grad_norm * self.noise_weights[0]
+        self.seeds += self._seeds_of_a_step  # seeds are never reused, but for correlated noise
+        seeds, weights = self.seeds.unbind(), None
+        if len(self.noise_weights) > 1:
+            seeds = (self.seeds[:, None] - self._ages).unbind()
+            weights = self._weights[min(self._steps, len(self._weights) - 1)]
+        self._steps += 1
         updates: list[Update] | str = ""
         if self._update:
             with phase("optimizer"):
@@ -180,13 +189,17 @@ class FusedTrainer(BookKeepingTrainer):
             with phase("noise"):
                 for each in reductions:
                     noisy_mean(
-                        each.wait(), seeds[each.number], deviation, 1 / self.joint_batch_size
+                        each.wait(),
+                        seeds[each.number],
+                        deviation,
+                        1 / self.joint_batch_size,
+                        weights,
                     )
             self.take_own_step(reductions)
         else:
             with phase("optimizer"):
                 for each in reductions:
-                    updates[each.number](each.wait(), seeds[each.number])
+                    updates[each.number](each.wait(), seeds[each.number], weights)
 
     def _descend_shards(self, reduction: Reduction, seed: Tensor, deviation: float) -> None:
         """Plain SGD, with noise, of this rank's shards."""

@@ -57,7 +57,10 @@ class ClippedMeanTrainer(ClippedSumTrainer):
         if deviation:
             gradients = [own_part(p.grad, self.parallel) for p in parameters]
             flat, noise, _ = one_buffer(gradients)
-            flat.normal_(std=deviation, generator=self.generator)
+            if len(self.noise_weights) > 1:
+                self.kept_noise.add_to(flat.zero_(), deviation, "all")
+            else:
+                flat.normal_(std=deviation, generator=self.generator)
             torch._foreach_add_(gradients, [noise[gradient] for gradient in gradients])
 
     def reduce_means(self, parameters: Sequence[Tensor]) -> None:

@@ -3,6 +3,9 @@
 Both add ``deviation × z`` to a sum of clipped gradients, for normal z of Philox (Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3", 2011). The seed is one int64, a new one for each
 step; equal seeds draw equal noise in both. They compute in float32 at least, and round once.
+
+Noise that is correlated over steps (`dpbench.training.correlated_noise`) draws the noises of
+earlier steps again, from their seeds: z is then ``w[0] × z(seed[0]) + w[1] × z(seed[1]) + …``.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ def noisy_update(
     seed: Tensor,
     rule: str,
     numbers: Numbers,
+    weights: Tensor | None = None,
 ) -> None:
     """Draw noise and update parameters in one pass, which reads and writes everything once.
 
@@ -56,27 +60,38 @@ def noisy_update(
         parameters: flat, P elements; changed in place.
         moments: the moving averages m and v that the rule has, as long; changed in place.
         gradient: the sum of clipped gradients, as long.
-        seed: of the noise, int64.
+        seed: of the noise, int64; with ``weights`` one for each.
         rule: ``plain``, ``momentum``, ``nesterov`` or ``adam``.
         numbers: see there.
+        weights: of the noise of each seed, float32, the first 1; None for one seed.
     """
-    torch.ops.dpbench.noisy_update(parameters, moments, gradient, seed, rule, numbers)
+    torch.ops.dpbench.noisy_update(parameters, moments, gradient, seed, rule, numbers, weights)
 
 
-def noisy_mean(gradient: Tensor, seed: Tensor, deviation: float, scale: float) -> None:
+def noisy_mean(
+    gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None = None
+) -> None:
     """Make a sum of gradients, in place, ``scale`` × (gradient + ``deviation`` × z)."""
-    torch.ops.dpbench.noisy_mean(gradient, seed, deviation, scale)
+    torch.ops.dpbench.noisy_mean(gradient, seed, deviation, scale, weights)
 
 
-def _noisy(gradient: Tensor, seed: Tensor, deviation: float, scale: float) -> Tensor:
+def _noisy(
+    gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None
+) -> Tensor:
     device, wide = gradient.device, torch.promote_types(gradient.dtype, torch.float32)
-    generator = torch.Generator(device).manual_seed(int(seed))
-    noise = torch.randn(gradient.shape, generator=generator, device=device, dtype=wide)
-    return (gradient + deviation * noise) * scale
+    of_each = [1.0] if weights is None else weights.tolist()
+    total = gradient.to(wide, copy=True)
+    for each, weight in zip(seed.view(-1).tolist(), of_each, strict=True):
+        generator = torch.Generator(device).manual_seed(each)
+        noise = torch.randn(gradient.shape, generator=generator, device=device, dtype=wide)
+        total.add_(noise, alpha=deviation * weight)
+    return total.mul_(scale)
 
 
-def _mean(gradient: Tensor, seed: Tensor, deviation: float, scale: float) -> None:
-    gradient.copy_(_noisy(gradient, seed, deviation, scale))
+def _mean(
+    gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None = None
+) -> None:
+    gradient.copy_(_noisy(gradient, seed, deviation, scale, weights))
 
 
 def _update(
@@ -86,9 +101,10 @@ def _update(
     seed: Tensor,
     rule: str,
     numbers: Sequence[float],
+    weights: Tensor | None = None,
 ) -> None:
     n = Numbers(*numbers)
-    change = _noisy(gradient, seed, n.deviation, n.scale)
+    change = _noisy(gradient, seed, n.deviation, n.scale, weights)
     value = parameters.to(change.dtype)
     change = change + n.decay * value
     if rule != "plain":
@@ -103,14 +119,24 @@ def _update(
     parameters.copy_(n.kept * value - n.rate * change)
 
 
-def _launch(flats: Sequence[Tensor], seed: Tensor, rule: str, numbers: Sequence[float]) -> None:
+def _launch(
+    flats: Sequence[Tensor],
+    seed: Tensor,
+    rule: str,
+    numbers: Sequence[float],
+    weights: Tensor | None,
+) -> None:
     if blocks := -(-flats[-1].numel() // 4096):
-        kernel = triton_kernels()["noisy_update"]
-        kernel[blocks,](*flats, flats[-1].numel(), seed, *numbers, rule, 1024, num_warps=8)
+        kernel, bands = triton_kernels()["noisy_update"], seed.numel()
+        of_each = seed if weights is None else weights  # of one seed they are not read
+        length = flats[-1].numel()
+        kernel[blocks,](*flats, length, seed, of_each, *numbers, rule, 1024, bands, num_warps=8)
 
 
-def _mean_on_gpu(gradient: Tensor, seed: Tensor, deviation: float, scale: float) -> None:
-    _launch([gradient] * 4, seed, "mean", Numbers(deviation, scale))
+def _mean_on_gpu(
+    gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None = None
+) -> None:
+    _launch([gradient] * 4, seed, "mean", Numbers(deviation, scale), weights)
 
 
 def _update_on_gpu(
@@ -120,9 +146,10 @@ def _update_on_gpu(
     seed: Tensor,
     rule: str,
     numbers: Sequence[float],
+    weights: Tensor | None = None,
 ) -> None:
     first, second = [*moments, parameters, parameters][:2]  # the rule does not read what it lacks
-    _launch([parameters, first, second, gradient], seed, rule, numbers)
+    _launch([parameters, first, second, gradient], seed, rule, numbers, weights)
 
 
 def _define(
@@ -141,14 +168,14 @@ def _define(
 
 _define(
     "noisy_mean",
-    "Tensor(a!) gradient, Tensor seed, float deviation, float scale",
+    "Tensor(a!) gradient, Tensor seed, float deviation, float scale, Tensor? weights=None",
     _mean,
     _mean_on_gpu,
 )
 _define(
     "noisy_update",
     "Tensor(a!) parameters, Tensor(b!)[] moments, Tensor gradient, Tensor seed, str rule, "
-    "float[] numbers",
+    "float[] numbers, Tensor? weights=None",
     _update,
     _update_on_gpu,
 )

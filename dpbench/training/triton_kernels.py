@@ -187,19 +187,33 @@ def normal_pair(a, b):
 
 @triton.jit
 def noisy_update(
-    parameters, first, second, gradient, length, seed, deviation, scale, rate, decay, kept,
+    parameters, first, second, gradient, length, seed, weights, deviation, scale, rate, decay, kept,
     first_kept, first_added, second_kept, second_added, correction, eps,
-    rule: tl.constexpr, block: tl.constexpr,
+    rule: tl.constexpr, block: tl.constexpr, bands: tl.constexpr,
 ):  # fmt: skip
     """Four blocks of a program: Philox makes four random words at a time.
 
     `dpbench.training.noisy_updates.Numbers` has the formulas. The noise of an element depends on
-    the seed and the element's place alone, not on the ``rule``.
+    the seed and the element's place alone, not on the ``rule``. Noises of several seeds, one for
+    each of ``bands``, are added with weights; that of the first is 1.
     """
     program = tl.program_id(0)
     offset = tl.arange(0, block)
-    a, b, c, d = tl.randint4x(tl.load(seed), (program * block + offset).to(tl.uint32))
+    place = (program * block + offset).to(tl.uint32)
+    a, b, c, d = tl.randint4x(tl.load(seed), place)
     noise = normal_pair(a, b) + normal_pair(c, d)
+    if bands > 1:
+        n0, n1, n2, n3 = noise
+        for band in range(1, bands):
+            a, b, c, d = tl.randint4x(tl.load(seed + band), place)
+            weight = tl.load(weights + band)
+            m0, m1 = normal_pair(a, b)
+            m2, m3 = normal_pair(c, d)
+            n0 += weight * m0
+            n1 += weight * m1
+            n2 += weight * m2
+            n3 += weight * m3
+        noise = n0, n1, n2, n3
     for i in tl.static_range(4):
         at = program.to(tl.int64) * 4 * block + i * block + offset
         inside = at < length

@@ -52,8 +52,8 @@ class Update(NamedTuple):
     rule: str
     numbers: Numbers
 
-    def __call__(self, gradient: Tensor, seed: Tensor) -> None:
-        noisy_update(self.flat, self.moments, gradient, seed, self.rule, self.numbers)
+    def __call__(self, gradient: Tensor, seed: Tensor, weights: Tensor | None = None) -> None:
+        noisy_update(self.flat, self.moments, gradient, seed, self.rule, self.numbers, weights)
 
 
 class MergedUpdate:

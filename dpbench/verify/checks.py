@@ -20,6 +20,7 @@ from dpbench.core.names import parted, read_parameters
 from dpbench.core.registry import names_of, resolve
 from dpbench.launch.fork_server import postpone
 from dpbench.launch.ranks import Work, on_all_ranks
+from dpbench.training.correlated_noise import INDEPENDENT
 from dpbench.training.standard import StandardTrainer
 from dpbench.verify.check import Check
 from dpbench.verify.layer import check_layer
@@ -88,10 +89,11 @@ def verify_here(
         clips = labels_of(trainer).get("clips", "flat")
         if clips not in CLIPS:
             raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
+        weights = getattr(trainer, "noise_weights", INDEPENDENT)
         del trainer
-        verification = Verification(case, place, clips)
+        verification = Verification(case, place, clips, weights)
         checks = verification.checks(noise_elsewhere(case, device) if processes else elsewhere)
-        return [*checks, *check_layer(case, place, clips)]
+        return [*checks, *check_layer(case, place, clips, weights)]
 
 
 def noise_elsewhere(case: Case, device: str) -> list[Gradients]:

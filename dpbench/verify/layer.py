@@ -70,14 +70,18 @@ class LinearLayer(Workload):
         return model.children()
 
 
-def check_layer(case: Case, device: torch.device, clips: str) -> Iterator[Check]:
+def check_layer(
+    case: Case, device: torch.device, clips: str, weights: Sequence[float]
+) -> Iterator[Check]:
     """Yield the checks on a linear layer, at the case's precision and over its ranks.
 
     They are not judged if the trainer cannot train such a layer.
     """
     names = f"noise: {NOISE_STEPS} steps", "tokens alike", "norms not finite"
     try:
-        noisy, *others = [Verification(layer_case(case, *s), device, clips) for s in SHAPES]
+        noisy, *others = [
+            Verification(layer_case(case, *s), device, clips, weights) for s in SHAPES
+        ]
         threshold = NOISE_THRESHOLD * noisy.below_all
         draws = noisy.draws(noisy.batchings[0], SIGMA, threshold, NOISE_STEPS)
     except Exception as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
@@ -11,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dpbench.core.case import Case
+from dpbench.training.correlated_noise import INDEPENDENT, whitening
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.verify.check import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import Draw, check_noise
@@ -62,10 +64,23 @@ class Batching:
 
 
 class Verification:
-    """The checks of one trainer, whose label says that it clips ``flat`` or ``per layer``."""
+    """The checks of one trainer.
 
-    def __init__(self, case: Case, device: torch.device, clips: str) -> None:
-        self.case, self.clips = case, clips
+    Args:
+        case: see `dpbench.verify.checks.verify`.
+        device: where it trains.
+        clips: ``flat`` or ``per layer``, as its label says.
+        weights: of the noises of successive steps, as its ``noise_weights`` say.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        device: torch.device,
+        clips: str,
+        weights: Sequence[float] = INDEPENDENT,
+    ) -> None:
+        self.case, self.clips, self.weights = case, clips, weights
         self.subject = Subject(case, device, STEPS)
         self.examples = self.subject.examples()
         self.half, self.below_all, self.above_all = thresholds(self.examples, clips)
@@ -201,9 +216,9 @@ class Verification:
         for batching in self.batchings[1:]:
             draws += self.draws(batching, SIGMA, THRESHOLD, STEPS)
         if self.judges_noise:
-            for i, step in enumerate(elsewhere):
-                here = {name: g.to(self.subject.device) for name, g in step.items()}
-                draws.append(self._draw("another process", i, first, SIGMA, THRESHOLD, here))
+            device = self.subject.device
+            here = ({name: g.to(device) for name, g in step.items()} for step in elsewhere)
+            draws += self._drawn("another process", first, SIGMA, THRESHOLD, here)
         for batching in self.batchings:
             draws += self.draws(batching, SMALL_SIGMA, LOW_THRESHOLD * self.below_all, STEPS)
             draws += self.draws(batching, FRACTIONAL_SIGMA, self.above_all, STEPS)
@@ -218,28 +233,44 @@ class Verification:
         case, run = batching.case, f"σ = {sigma:g}, C = {threshold:.3g}{batching.words}"
         self.tolerance(batching.words, self.below_all)  # now: it seeds, as must no step of this run
         taken = noisy_steps(self.subject, case, batching.batches, steps, sigma, threshold, seed)
-        return [
-            self._draw(run, i, batching, sigma, threshold, step)
-            for i, step in enumerate(taken)
-            if self.judges_noise
-        ]
+        if self.judges_noise:
+            return [*self._drawn(run, batching, sigma, threshold, taken)]
+        deque(taken, maxlen=0)  # steps are collective
+        return []
 
-    def _draw(
-        self, run: str, i: int, batching: Batching, sigma: float, threshold: float, step: Gradients
-    ) -> Draw:
-        """A step's update minus the clipped gradient, divided by σC/B."""
+    def _drawn(
+        self,
+        run: str,
+        batching: Batching,
+        sigma: float,
+        threshold: float,
+        steps: Iterable[Gradients],
+    ) -> Iterator[Draw]:
+        """The updates minus the clipped gradients, divided by σC/B.
+
+        Of noise that is correlated over steps, what each step draws anew.
+        """
         scale = batching.case.batch_size / (sigma * threshold)
-        clipped = self._clipped(self.batchings.index(batching), i % STEPS, threshold)
-        noise = {name: ((g - clipped[name]) * scale).flatten() for name, g in step.items()}
-        norms = {name: float(clipped[name].norm()) or 1.0 for name in noise}
-        along = {n: float(each @ clipped[n].flatten()) / norms[n] for n, each in noise.items()}
-        if len(noise) == len(clipped):
-            whole = sum(norm**2 for norm in norms.values()) ** 0.5
-            along[""] = sum(norms[name] * far for name, far in along.items()) / whole
         slack = self.tolerance(batching.words, self.below_all) * scale * threshold
-        kept = KEPT_NOISE if sigma < SIGMA else None
-        noise = {name: each[:kept].float() for name, each in noise.items()}
-        return Draw(run, i + 1, noise, along, slack)
+        newest, *weights = self.weights
+        before: deque[Gradients] = deque(maxlen=len(weights))
+        for i, step in enumerate(steps):
+            clipped = self._clipped(self.batchings.index(batching), i % STEPS, threshold)
+            noise = {name: ((g - clipped[name]) * scale).flatten() for name, g in step.items()}
+            for name in noise:
+                for weight, drawn in zip(weights, before, strict=False):
+                    noise[name] -= weight * drawn[name]
+                noise[name] /= newest
+            before.appendleft(dict(noise))
+            norms = {name: float(clipped[name].norm()) or 1.0 for name in noise}
+            along = {n: float(each @ clipped[n].flatten()) / norms[n] for n, each in noise.items()}
+            if len(noise) == len(clipped):
+                whole = sum(norm**2 for norm in norms.values()) ** 0.5
+                along[""] = sum(norms[name] * far for name, far in along.items()) / whole
+            kept = KEPT_NOISE if sigma < SIGMA else None
+            noise = {name: each[:kept].float() for name, each in noise.items()}
+            times = sum(map(abs, whitening(self.weights, i + 1)))
+            yield Draw(run, i + 1, noise, along, slack * times)
 
     # --- what stays ------------------------------------------------------------------------------
 
