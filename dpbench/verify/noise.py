@@ -43,6 +43,9 @@ PAIR_ELEMENTS = 4096
 NO_NOISE = 1e-6
 """A mean square below this is an error of the gradient, not noise."""
 
+STEP_ELEMENTS = 2**20
+"""Leading elements of all parameters together that `_pairs` compares."""
+
 DISTRIBUTION_ELEMENTS = 2**20
 """At most so many elements are sorted to compare their distribution with the normal one."""
 
@@ -314,10 +317,20 @@ def _correlation(a: Tensor, b: Tensor) -> tuple[float, int]:
 
 
 def _pairs(draws: Sequence[Draw]) -> Comparisons:
-    """Correlate each parameter's noise with that of other steps and of other parameters."""
-    named = [
-        (name, d.words, noise[:PAIR_ELEMENTS]) for d in draws for name, noise in d.noise.items()
-    ]
+    """Correlate each parameter's noise with that of other steps and of other parameters.
+
+    And that of all parameters in a step with that in other steps: of many elements a small
+    correlation, such as a band that is missing, is seen.
+    """
+    parts = [(name, d.words, each[:PAIR_ELEMENTS]) for d in draws for name, each in d.noise.items()]
+    steps = [("", d.words, _values([d], "")[:STEP_ELEMENTS]) for d in draws]
+    found, comparisons = _correlations(parts)
+    more, others = _correlations(steps)
+    return found + more, comparisons + others
+
+
+def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
+    """Correlate each vector, with its parameter and its step in words, with the one most alike."""
     if not named:
         return [], 0
     rows = pad_sequence([noise.double() for *_, noise in named], batch_first=True)

@@ -63,20 +63,21 @@ def test_sums_of_products_compile(capability: int, kind: str) -> None:
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
 
 
+@pytest.mark.parametrize("bands", [1, 4])
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
 @pytest.mark.parametrize(("rule", "averages"), {"mean": 0, "plain": 0, "adam": 2}.items())
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_an_update_stores_each_number_once(
-    capability: int, rule: str, averages: int, kind: str
+    capability: int, rule: str, averages: int, kind: str, bands: int
 ) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from dpbench.training.triton_kernels import noisy_update
 
-    constants = {"rule": rule, "block": 1024}
+    constants = {"rule": rule, "block": 1024, "bands": bands}
     types = dict.fromkeys(("parameters", "first", "second", "gradient"), f"*{kind}")
-    types |= {"length": "i32", "seed": "*i64"} | dict.fromkeys(constants, "constexpr")
+    types |= {"length": "i32", "seed": "*i64", "weights": "*fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "fp32") for name in noisy_update.arg_names}
     places = [*types][:5]  # and the length
     aligned = {(noisy_update.arg_names.index(n),): [["tt.divisibility", 16]] for n in places}

@@ -272,6 +272,65 @@ class NoiseOfProcesses(Looped):
         return torch.randn(parameter.shape, generator=OF_THE_MODULE)
 
 
+class Banded(Looped):
+    """A right trainer whose noise is correlated over steps."""
+
+    correlates = True
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.drawn: list[Gradients] = []
+        self.used = self.noise_weights
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self.drawn.insert(0, {name: self.draw(p) for name, p in self.trained.items()})
+        return super().train_step(batch)
+
+    def draw(self, parameter: Tensor) -> Tensor:
+        return torch.randn_like(parameter)
+
+    def noise(self, parameter: Tensor) -> Tensor:
+        name = next(name for name, p in self.trained.items() if p is parameter)
+        weighted = zip(self.used, self.drawn, strict=False)
+        total = torch.zeros_like(parameter)
+        return sum((weight * drawn[name] for weight, drawn in weighted), total)
+
+
+class IndependentCalledBanded(Banded):
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.used = self.noise_weights[:1]
+
+
+class BandDropped(Banded):
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.used = self.noise_weights[:-1]
+
+
+class WeightsShifted(Banded):
+    """Each earlier noise gets the weight of the one before it."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        newest, *others = self.noise_weights
+        self.used = (newest, 0.0, *others)
+
+
+class OneSeedForAllSteps(Banded):
+    def draw(self, parameter: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(len(parameter))
+        return torch.randn(parameter.shape, generator=generator)
+
+
+class BandedWithoutSensitivity(Banded):
+    """The newest noise has the weight 1, whatever the sensitivity."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.used = tuple(weight / self.noise_weights[0] for weight in self.noise_weights)
+
+
 class NoiseWithoutThreshold(Looped):
     """Noise has the deviation σ/B, without C."""
 

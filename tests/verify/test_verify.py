@@ -254,6 +254,32 @@ def test_noise_that_repeats_in_another_process_is_named(
     assert "noise: parameters, steps, runs, processes: head.weight: its noise in step" in said
 
 
+BANDED = "noise=banded,bands=4"
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    ["dpsgd", "dpsgd_fgc", "micro_batch", "lean", "fused", f"{FAULTY}:Banded"],
+)
+def test_noise_that_is_correlated_over_steps_passes_as_what_it_says(trainer: str) -> None:
+    assert not unexpected(trainer, checks_of(f"{trainer}:{BANDED}", micro_batches=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "said"),
+    [
+        ("IndependentCalledBanded", "noise: parameters, steps, runs", "in step 2"),
+        ("BandDropped", "noise: parameters, steps, runs", "in step 4"),
+        ("WeightsShifted", "noise: parameters, steps, runs", "in step 2"),
+        ("OneSeedForAllSteps", "noise: parameters, steps, runs", "in step 2"),
+        ("BandedWithoutSensitivity", "noise: deviation", "0.7"),
+    ],
+)
+def test_other_weights_than_a_trainer_says_are_named(name: str, check: str, said: str) -> None:
+    checks = checks_of(f"{FAULTY}:{name}:{BANDED}", micro_batches=1)
+    assert said in "\n".join(wrong(checks)[check])
+
+
 def test_what_cannot_be_judged_is_no_pass() -> None:
     [check] = [each for each in own("HalfTheNoise") if each.name == "noise: distribution"]
     assert (check.verdict, check.passed) == ("not judged", False)
