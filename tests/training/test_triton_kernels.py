@@ -77,7 +77,8 @@ def test_an_update_stores_each_number_once(
 
     constants = {"rule": rule, "block": 1024, "bands": bands}
     types = dict.fromkeys(("parameters", "first", "second", "gradient"), f"*{kind}")
-    types |= {"length": "i32", "seed": "*i64", "weights": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    types |= {"length": "i32", "seed": "*i64", "weights": "*fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "fp32") for name in noisy_update.arg_names}
     places = [*types][:5]  # and the length
     aligned = {(noisy_update.arg_names.index(n),): [["tt.divisibility", 16]] for n in places}
