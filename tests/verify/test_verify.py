@@ -30,6 +30,13 @@ PRIVATE = [
     "book_keeping",
     "fused",
 ]
+QUICK = ["dpsgd", "dpsgd_ghost", "fused"]
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Parameters that only ``--slow`` tries; each tuple is one."""
+    several = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*each, marks=pytest.mark.slow) for each in several]
 
 
 def checks_of(trainer: str, *, device: str = "cpu", **axes: Any) -> list[Check]:
@@ -63,7 +70,10 @@ def of_gradients(checks: list[Check]) -> list[str]:
 # --- what passes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trainer", PRIVATE)
+@pytest.mark.parametrize(
+    "trainer",
+    [*QUICK, *slow(*(each for each in PRIVATE if each not in QUICK))],
+)
 def test_built_in_private_trainers_pass_on_the_transformer(trainer: str) -> None:
     assert not unexpected(trainer, checks_of(trainer))
 
@@ -168,25 +178,22 @@ CLIPPED = "times the mean of gradients clipped flat"
 @pytest.mark.parametrize(
     ("name", "axes", "said"),
     [
-        (
-            "AdaptersUnclipped",
-            {"trainable": "lora:2"},
-            "the mean of gradients that are not clipped",
-        ),
         ("GhostThatDiffers", {}, "token_embedding.weight: off by 0.0"),
-        ("MeanOfParts", {}, f"0.5 {CLIPPED}"),
-        ("MeanOfParts", {"micro_batches": 4}, f"0.25 {CLIPPED}"),
-        ("WrongBatchSize", {}, f"2 {CLIPPED}"),
+        ("MeanOfParts", {"optimizer": "momentum"}, f"0.5 {CLIPPED}"),
         ("ByLayerCalledFlat", {}, "the mean of gradients clipped per layer"),
         ("ByBatch", {}, "the mean of micro-batches' gradients, clipped"),
-        ("ByBatch", {"micro_batches": 1}, "the batch's gradient, clipped as one"),
-        ("MeanOfParts", {"optimizer": "momentum"}, f"0.5 {CLIPPED}"),
         ("LeavesOneOut", {"optimizer": "adamw"}, "head.weight: does not move"),
-        ("LeavesOneOut", {}, "head.weight: does not move"),
         ("AccumulatesForEver", {}, "token_embedding.weight: from step 2 on, off by"),
-        ("NotFinite", {}, "not finite"),
         ("ClipsWithoutNoise", {}, "the mean of gradients that are not clipped"),
-        ("NoiseInstead", {}, "token_embedding.weight: off by 1 of its norm"),
+        *slow(
+            ("MeanOfParts", {}, f"0.5 {CLIPPED}"),
+            ("MeanOfParts", {"micro_batches": 4}, f"0.25 {CLIPPED}"),
+            ("WrongBatchSize", {}, f"2 {CLIPPED}"),
+            ("ByBatch", {"micro_batches": 1}, "the batch's gradient, clipped as one"),
+            ("LeavesOneOut", {}, "head.weight: does not move"),
+            ("NotFinite", {}, "not finite"),
+            ("NoiseInstead", {}, "token_embedding.weight: off by 1 of its norm"),
+        ),
     ],
     ids=str,
 )
@@ -199,6 +206,7 @@ def test_a_gradient_that_differs_is_named_with_what_it_is(
 def test_only_the_parameters_that_differ_are_named() -> None:
     checks = own("AdaptersUnclipped", trainable="lora:2")
     lines = of_gradients(checks)
+    assert "the mean of gradients that are not clipped" in lines[0]
     assert {line.partition(":")[0].endswith("up.weight") for line in lines} == {True}
     names = {check.name for check in checks if check.verdict == "FAILED"}
     assert {"gradient, half clipped", "gradient in 2 parts, all clipped"} <= names
@@ -209,7 +217,7 @@ def test_a_frozen_parameter_that_changes_is_named() -> None:
     assert "head.weight: is frozen, and changes" in lines
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-amp"])
+@pytest.mark.parametrize("precision", ["bf16", *slow("bf16-amp")])
 def test_faults_are_seen_beside_the_rounding_of_16_bits(precision: str) -> None:
     lines = of_gradients(own("AdaptersUnclipped", trainable="lora:2", precision=precision))
     assert lines
@@ -222,25 +230,26 @@ def test_faults_are_seen_beside_the_rounding_of_16_bits(precision: str) -> None:
 @pytest.mark.parametrize(
     ("name", "check", "said"),
     [
-        ("NoiseTwice", "noise: deviation", "1.4"),
         ("HalfTheNoise", "noise: deviation", "0.5"),
-        ("NoiseTwiceOfOne", "noise: deviation", "final_norm.bias: 1."),
-        ("NoiseWithoutThreshold", "noise: deviation", "head.weight: 1.4"),
         ("OneParameterWithoutNoise", "noise: deviation", "final_norm.bias: no noise"),
         ("UniformNoise", "noise: distribution", "off the normal one by"),
         ("NoiseOfRows", "noise: elements", "head.weight: its noise repeats 64 elements further on"),
         ("NoiseOfParameters", "noise: parameters, steps, runs", " is that of position_embedding"),
         ("NoiseOfSteps", "noise: parameters, steps, runs", "its noise in step 2 (σ = 10000, C"),
         ("NoiseOfRuns", "noise: parameters, steps, runs", "its noise in step 1 (σ = 10000, C"),
+        *slow(
+            ("NoiseTwice", "noise: deviation", "1.4"),
+            ("NoiseTwiceOfOne", "noise: deviation", "final_norm.bias: 1."),
+            ("NoiseWithoutThreshold", "noise: deviation", "head.weight: 1.4"),
+        ),
     ],
 )
-def test_noise_that_differs_is_named(name: str, check: str, said: str) -> None:
-    assert said in "\n".join(wrong(own(name))[check])
-
-
-@pytest.mark.parametrize("name", ["UniformNoise", "NoiseOfParameters", "NoiseOfRuns"])
-def test_a_fault_of_noise_is_no_other_fault(name: str) -> None:
-    assert {check.partition(":")[0] for check in wrong(own(name))} == {"noise"}
+def test_noise_that_differs_is_named_and_is_no_other_fault(
+    name: str, check: str, said: str
+) -> None:
+    found = wrong(own(name))
+    assert said in "\n".join(found[check])
+    assert {check.partition(":")[0] for check in found} == {"noise"}
 
 
 def test_noise_that_repeats_in_another_process_is_named(
@@ -259,7 +268,7 @@ BANDED = "noise=banded,bands=4"
 
 @pytest.mark.parametrize(
     "trainer",
-    ["dpsgd", "dpsgd_fgc", "micro_batch", "lean", "fused", f"{FAULTY}:Banded"],
+    ["dpsgd", "fused", *slow("dpsgd_fgc", "micro_batch", "lean", f"{FAULTY}:Banded")],
 )
 def test_noise_that_is_correlated_over_steps_passes_as_what_it_says(trainer: str) -> None:
     assert not unexpected(trainer, checks_of(f"{trainer}:{BANDED}", micro_batches=1))
@@ -270,9 +279,11 @@ def test_noise_that_is_correlated_over_steps_passes_as_what_it_says(trainer: str
     [
         ("IndependentCalledBanded", "noise: parameters, steps, runs", "in step 2"),
         ("BandDropped", "noise: parameters, steps, runs", "in step 4"),
-        ("WeightsShifted", "noise: parameters, steps, runs", "in step 2"),
-        ("OneSeedForAllSteps", "noise: parameters, steps, runs", "in step 2"),
-        ("BandedWithoutSensitivity", "noise: deviation", "0.7"),
+        *slow(
+            ("WeightsShifted", "noise: parameters, steps, runs", "in step 2"),
+            ("OneSeedForAllSteps", "noise: parameters, steps, runs", "in step 2"),
+            ("BandedWithoutSensitivity", "noise: deviation", "0.7"),
+        ),
     ],
 )
 def test_other_weights_than_a_trainer_says_are_named(name: str, check: str, said: str) -> None:

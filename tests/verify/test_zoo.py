@@ -58,11 +58,13 @@ def names_of_failed(trainer: str, **axes: Any) -> list[str]:
     return [check.name for check in verify(resolve(case), "cpu") if not check.passed]
 
 
+@pytest.mark.slow  # one of each kind is in test_the_check_that_names_the_fault_fails
 @pytest.mark.parametrize("name", wrong.ALL)
 def test_a_wrong_trainer_fails(name: str) -> None:
     assert names_of_failed(f"{wrong.__name__}:{name}")
 
 
+@pytest.mark.slow  # others pass in test_verify.py
 @pytest.mark.parametrize(("trainer", "axes"), RIGHT, ids=str)
 def test_a_right_trainer_passes(trainer: str, axes: dict[str, Any]) -> None:
     assert not names_of_failed(trainer, **axes)
@@ -98,7 +100,10 @@ def test_the_check_that_names_the_fault_fails(name: str, check: str) -> None:
     assert check in names_of_failed(f"{wrong.__name__}:{name}")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp"])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bf16", "bf16-amp"))],
+)
 def test_opacus_ghost_clipping_fails_tokens_that_are_alike(precision: str) -> None:
     assert names_of_failed("dpsgd_ghost", precision=precision) == ["tokens alike"]
 
@@ -107,7 +112,7 @@ def test_opacus_fast_gradient_clipping_fails_them_in_16_bits() -> None:
     assert names_of_failed("dpsgd_fgc", precision="bf16") == ["tokens alike"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trainer", NORMS_BY_PRODUCTS)
 def test_norms_by_products_that_are_bounds_pass(trainer: str, precision: str) -> None:
     assert not names_of_failed(trainer, precision=precision)

@@ -125,15 +125,17 @@ class ScriptMemory(LiveMemory):
     def see_those_made_before(self) -> None:
         """Track the parameters, gradients, buffers and optimizer state of this process."""
         found: dict[str, list[Any]] = {"parameters": [], "buffers": [], "optimizer state": []}
-        for each in gc.get_objects():
-            kind = type(each)  # not isinstance, which may call code of the object
-            if issubclass(kind, nn.Parameter):
-                found["parameters"].append(each)
-            elif issubclass(kind, nn.Module):
+        modules, optimizers = subclasses(nn.Module), subclasses(torch.optim.Optimizer)
+        kinds = modules | optimizers | subclasses(nn.Parameter)
+        # Not isinstance, which takes longer for millions, and may call code of the object.
+        for each in [each for each in gc.get_objects() if type(each) in kinds]:
+            if type(each) in modules:
                 found["buffers"] += vars(each).get("_buffers", {}).values()
-            elif issubclass(kind, torch.optim.Optimizer):
+            elif type(each) in optimizers:
                 states = vars(each).get("state", {}).values()
                 found["optimizer state"] += [v for s in states for v in dict(s).values()]
+            else:
+                found["parameters"].append(each)
         found["gradients"] = [p.grad for p in found["parameters"] if p.is_leaf]
         for what, values in found.items():
             for tensor in tensors(values):
@@ -184,6 +186,11 @@ class ScriptMemory(LiveMemory):
             line = f"{_shown(file)}:{number}{words}" if number else file
             held[phase, line] += size
         return tuple(MemoryLine(*where, size) for where, size in held.most_common() if size)
+
+
+def subclasses(base: type) -> set[type]:
+    """A class and all that are derived from it."""
+    return {base}.union(*map(subclasses, type.__subclasses__(base)))
 
 
 def source_line() -> tuple[str, int, str]:

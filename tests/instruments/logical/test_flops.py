@@ -20,6 +20,7 @@ from dpbench.instruments.logical.counter import (
     without_data,
 )
 from dpbench.instruments.logical.flops import formula_of, is_unknown
+from dpbench.instruments.logical.logical import new_objects_collected
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate
 from dpbench.results.kernels import NO_FLOPS
@@ -35,7 +36,7 @@ Work = Callable[[], Any]
 def running(work: Work) -> ByteCounter:
     """Counts operators on the CPU."""
     counter = RunningCounter()
-    with counter, observed_step(counter):
+    with new_objects_collected(), counter, observed_step(counter):
         work()
     return counter
 
