@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +38,8 @@ class Advice:
             ``trainer``; ``logical_bytes``, ``flops``, ``launches`` and ``peak_memory_bytes`` of a
             step, and each over the standard step's (``bytes_ratio``, …); ``roofline_seconds`` and
             ``launch_seconds``, the least times by either; ``predicted_seconds``;
-            ``largest_batch``; ``above_floor_bytes``, beyond what flat clipping must at least move;
-            ``fits``.
+            ``largest_batch``; ``above_floor_bytes``, beyond what flat clipping must at least move
+            (NaN of the standard step, which clips nothing); ``fits``.
         refused: why, for each method that does not train this case.
         ways: how many layers get their norms in which way, by method that chooses.
     """
@@ -112,6 +113,7 @@ def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict
         }
     )
     seconds = predict(footprint, card)
+    is_standard = footprint.case.trainer == BASELINE_TRAINER
     return {
         "trainer": footprint.case.trainer,
         **totals,
@@ -120,7 +122,7 @@ def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict
         "launch_seconds": seconds.launches,
         "predicted_seconds": seconds.predicted,
         "largest_batch": largest_batch(footprint, memory),
-        "above_floor_bytes": totals["logical_bytes"] - floor,
+        "above_floor_bytes": math.nan if is_standard else totals["logical_bytes"] - floor,
         "fits": needed(footprint, size) <= memory,
     }
 
