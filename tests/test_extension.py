@@ -83,7 +83,7 @@ def test_saved_run_says_what_its_metrics_are(
     ratio = values["dpsgd", "global_bytes"] / values["standard", "global_bytes"]
     assert next(line[-1] for line in lines if line[:1] == ["dpsgd"]) == f"{ratio:.2f}"
     assert main(["show", "1", "--columns=global_ratio", "--expect=global_ratio:1-1.01"]) == 0
-    said = "global both: expected range 1 to 1.01 x standard; outside: dpsgd"
+    said = "global both: above the expected 1.01 × standard: dpsgd"
     assert said in " ".join(capsys.readouterr().out.split())
     assert main(["show", str(GRID1), "--columns=global_bytes"]) == 2
     assert "'global_bytes'" in capsys.readouterr().err

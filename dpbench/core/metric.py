@@ -211,8 +211,9 @@ class Metric:
 
     def derived(self) -> Iterator[Metric]:
         """The metrics derived from it."""
+        short = re.sub(r" (served|mem\.)$", "", self.short_header)
         made: list[tuple[str, Kind]] = [
-            (f"{self.short_header}\n{header}", kind)
+            (f"{short}\n{header}", kind)
             for kind, header in DERIVED.items()
             if self.logical or kind not in ("over_logical", "logical")
         ]

@@ -190,14 +190,23 @@ OTHER_COPIES = "memcpy_other_bytes"
 
 # fmt: off
 METRICS = Metrics((
-    Metric("dram_read_bytes", "DRAM\nread", _COUNTED,
-           Counters(("dram__bytes_read.sum",), chips=_dram("read")),
-           nvprof="dram_read_throughput", logical="logical_read_bytes", shown=_VALUE),
-    Metric("dram_write_bytes", "DRAM\nwrite", _COUNTED,
-           Counters(("dram__bytes_write.sum",), chips=_dram("write")),
-           nvprof="dram_write_throughput", logical="logical_write_bytes", shown=_VALUE),
+    _hidden("dram_read_bytes", "DRAM\nread", _COUNTED,
+            Counters(("dram__bytes_read.sum",), chips=_dram("read")),
+            nvprof="dram_read_throughput", logical="logical_read_bytes"),
+    _hidden("dram_write_bytes", "DRAM\nwrite", _COUNTED,
+            Counters(("dram__bytes_write.sum",), chips=_dram("write")),
+            nvprof="dram_write_throughput", logical="logical_write_bytes"),
     Metric("dram_bytes", "DRAM\ntotal", _COUNTED, Sum(("dram_read_bytes", "dram_write_bytes")),
            logical="logical_bytes", shown=_AND_RATIO, expected=(2.0, 5.0), spread=True),
+    _hidden("logical_read_bytes", "logical\nread", _LOGICAL),
+    _hidden("logical_write_bytes", "logical\nwrite", _LOGICAL),
+    Metric("logical_bytes", "logical\ntotal", _LOGICAL,
+           Sum(("logical_read_bytes", "logical_write_bytes")), shown=_AND_RATIO),
+    Metric("step_time_seconds", "step\nms", _TIMED, Timed(), shown=_AND_RATIO, spread=True),
+    Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), Peak(), throughput=False,
+           logical="peak_memory_bytes", shown=_AND_RATIO),
+    Metric("gpu_busy_share", "busy", _CUPTI, Share(("gpu_busy_cycles", "gpu_elapsed_cycles")),
+           shown=_VALUE, higher_is_better=True),
     # What SMs request from the L2. Atomics and reductions are left out of reads and writes; nvprof
     # counted them in both.
     _hidden("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, _l2("_srcunit_tex_op_read"),
@@ -217,21 +226,12 @@ METRICS = Metrics((
     _hidden("global_load_bytes", "global\nload", _COUNTED, _global("ld"), nvprof="gld_throughput"),
     _hidden("global_store_bytes", "global\nstore", _COUNTED, _global("st"),
             nvprof="gst_throughput"),
-    Metric("logical_read_bytes", "logical\nread", _LOGICAL, shown=_VALUE),
-    Metric("logical_write_bytes", "logical\nwrite", _LOGICAL, shown=_VALUE),
-    Metric("logical_bytes", "logical\ntotal", _LOGICAL,
-           Sum(("logical_read_bytes", "logical_write_bytes")), shown=_AND_RATIO),
     # What one rank sends to others, by the ring of each collective's algorithm.
     Metric("collective_bytes", "sent by\na rank", _LOGICAL, ranks="mean", shown=_AND_RATIO,
            throughput=False, source="collective_bytes"),
-    Metric("peak_memory_bytes", "peak\nmem.", (*_TIMED, *_LOGICAL), Peak(), throughput=False,
-           logical="peak_memory_bytes"),
     # Among the tensors that a step makes: the allocator needs one free block of that size.
     _hidden("largest_tensor_bytes", "largest\ntensor", _LOGICAL, Peak(), throughput=False),
     _hidden("flops", "GFLOP", _LOGICAL, giga=True),
-    Metric("step_time_seconds", "step\nms", _TIMED, Timed(), spread=True),
-    Metric("gpu_busy_share", "busy", _CUPTI, Share(("gpu_busy_cycles", "gpu_elapsed_cycles")),
-           shown=_VALUE, higher_is_better=True),
     _hidden("samples_per_second", "samples\nper s", _TIMED, Timed(), ranks="sum",
             higher_is_better=True),
     # How long a range took by the GPU's clock, synchronized at its borders.

@@ -60,6 +60,7 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
           counts as 0 in the others, so that phases add up to the step. NaN where steps of a case
           lack it, and for ratios without a baseline.
         - ``of`` and ``kind``: for a derived number, the base metric and how it is derived.
+        - ``least`` and ``most``: the smallest and the largest of a step.
         - ``steps``: how many steps there were; ``came``: how many have it; ``ranks``: how many
           processes ran the case; ``imbalance``: the largest rank's ÷ their mean.
         - ``ratio`` to the trainer ``baseline``; ``spread``, (largest - smallest) / value;
@@ -255,6 +256,8 @@ def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
         ranks=every,
         value=value.mask(partial & ~of_script),
         spread=spread.fillna(0.0).where(steps > 1),  # one step has no spread
+        least=reduced["min"].mask(partial, 0.0),
+        most=reduced["max"],
         steps=steps,
     )
 

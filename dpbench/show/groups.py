@@ -40,12 +40,12 @@ class Group:
         return self.frame[self.frame.phase == self.phase]
 
     @cached_property
-    def numbers(self) -> dict[tuple[str, str], dict[str, tuple[float, str]]]:
-        """By phase and metric, the value and unit of each label."""
-        numbers: dict[tuple[str, str], dict[str, tuple[float, str]]] = defaultdict(dict)
-        columns = ["phase", "metric", "label", "value", "unit"]
-        for phase, metric, label, value, unit in self.frame[columns].itertuples(index=False):
-            numbers[phase, metric][label] = value, unit
+    def numbers(self) -> dict[tuple[str, str], dict[str, tuple[Any, ...]]]:
+        """By phase and metric, the value, unit, spread, least and most of each label."""
+        numbers: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = defaultdict(dict)
+        columns = ["phase", "metric", "label", "value", "unit", "spread", "least", "most"]
+        for phase, metric, label, *number in self.frame[columns].itertuples(index=False):
+            numbers[phase, metric][label] = tuple(number)
         return numbers
 
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
@@ -70,8 +70,16 @@ class Group:
         return [table] if columns and cells else []
 
 
-def _written(shown: Metric, value: float, unit: str) -> str:
+WIDE_SPREAD = 0.1
+"""A time whose steps spread by more is shown as the range from the shortest to the longest."""
+
+
+def _written(
+    shown: Metric, value: float, unit: str, spread: float, least: float, most: float
+) -> str:
     """A number of a column, for people."""
+    if shown.form == "ms" and shown.kind == "value" and spread > WIDE_SPREAD:
+        return "–".join(_WRITERS["ms"](end) for end in (least, most))
     return f"{value:.6g} {unit}" if shown.form == "as is" else _WRITERS[shown.form](value)
 
 

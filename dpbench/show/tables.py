@@ -79,7 +79,8 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
     """The columns that were asked for, or else the default ones.
 
     Columns without a number are left out of groups of one phase, and of groups without bytes. A
-    group that has no number in any of the columns that were asked for gets no column.
+    group that has no number in any of the columns that were asked for gets no column. By default
+    ratios come first: they are the answer, and the rest is its evidence.
     """
     logical = bool((group.shown.device == NO_HARDWARE).any())
     chosen = view.columns or shown_by_default(logical=logical)
@@ -91,7 +92,8 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
     # Some chips and instruments lack busy shares or others' metrics, and a single rank sends
     # nothing.
     usual = METRICS.built_in - {BUSY, "collective_bytes"}
-    return [c for c in chosen if c in filled or (c.of or c.name) in usual]
+    kept = [c for c in chosen if c in filled or (c.of or c.name) in usual]
+    return sorted(kept, key=lambda shown: shown.kind != "ratio")
 
 
 def _header(shown: Metric, view: TableOptions) -> str:
@@ -113,13 +115,14 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
         yield f"No ratio: {said} {'this cell' if one_cell else 'these cells'}."
     elif ratios and not known.all():
         yield f"No ratio for {', '.join(known.index[~known])}: {said} their cells."
-    for metric, (low, high) in view.expected.items():
+    for metric, (_, high) in view.expected.items():
         ratio_rows = rows[(rows.metric == derived_name(metric)) & (rows.trainer != view.baseline)]
         if metric in ratios and group.phase == STEP and len(ratio_rows):
-            outside = ratio_rows[~ratio_rows.value.between(low, high)]
-            listed = [f"{row.label} {row.value:.2f}" for row in outside.itertuples()]
-            name, cases = METRICS[metric].short_header, ", ".join(listed) or "none"
-            yield f"{name}: expected range {low:g} to {high:g} x {view.baseline}; outside: {cases}."
+            above = ratio_rows[ratio_rows.value > high]
+            listed = ", ".join(f"{row.label} {row.value:.2f}" for row in above.itertuples())
+            if listed:
+                name = METRICS[metric].short_header
+                yield f"{name}: above the expected {high:g} × {view.baseline}: {listed}."
     if (ranks := rows.ranks.max()) > 1:
         how = "counts are the sum, times and peaks the largest, shares and what one sends the mean"
         yield f"Of {ranks:.0f} ranks: {how}."

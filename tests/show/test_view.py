@@ -60,14 +60,13 @@ def test_headers_of_different_columns_differ() -> None:
 
 def test_what_is_shown_by_default() -> None:
     assert [shown.name for shown in shown_by_default(logical=False)] == [
-        *("dram_read_bytes", "dram_write_bytes", "dram_bytes", "dram_ratio"),
-        *("l2_served_bytes", "l2_served_ratio", "peak_memory_bytes", "step_time_seconds"),
-        "gpu_busy_share",
+        *("dram_bytes", "dram_ratio", "step_time_seconds", "step_time_ratio"),
+        *("peak_memory_bytes", "peak_memory_ratio", "gpu_busy_share"),
+        *("l2_served_bytes", "l2_served_ratio"),
     ]
     assert [shown.name for shown in shown_by_default(logical=True)] == [
-        *("logical_read_bytes", "logical_write_bytes", "logical_bytes", "logical_ratio"),
+        *("logical_bytes", "logical_ratio", "peak_memory_bytes", "peak_memory_ratio"),
         *("collective_bytes", "collective_ratio"),
-        "peak_memory_bytes",
     ]
 
 
