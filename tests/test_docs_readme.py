@@ -41,7 +41,7 @@ def test_the_main_command_counts_without_a_gpu(
     command = block_with("README.md", "&& dpbench run").rpartition("&& dpbench ")[2]
     assert main([*shlex.split(command), "--model-size", "tiny"]) == 0
     printed = capsys.readouterr()
-    assert "logical (no hardware): GB per step" in printed.out
+    assert "logical (no hardware): MB per step" in printed.out
     assert "fused" in printed.out
 
 

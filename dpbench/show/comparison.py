@@ -15,7 +15,7 @@ from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
 from dpbench.results.gate import Verdict
 from dpbench.results.rows import NUMBER, STEP
-from dpbench.show.layout import ABSENT, Table, gigabytes, written
+from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, three_digits, written
 
 MOST_LINES = 40
 """The headers of a list of what exceeded its limit."""
@@ -73,8 +73,8 @@ def change_cells(row: Mapping[Any, Any]) -> list[str]:
     return [
         str(row["metric"]),
         str(row["phase"]),
-        amount(row["before"], row["unit"]),
-        amount(row["after"], row["unit"]),
+        amount(row["before"], row["unit"], row["after"]),
+        amount(row["after"], row["unit"], row["before"]),
         written(row["relative"], "{:+.2%}".format),
         f"{limit} exceeded" if row.get("regressed") is True else limit,
     ]
@@ -122,12 +122,13 @@ def grown_text(
     return printable("\n".join(["What changed most:", *dict.fromkeys(lines)])) if lines else ""
 
 
-def amount(value: float, unit: str) -> str:
-    """A value in GB (10⁹ B), in ms, or in its own unit."""
+def amount(value: float, unit: str, beside: float = 0.0) -> str:
+    """A value in kB, MB or GB, in ms, or in its own unit; one ``beside`` it has the same."""
     if pd.isna(value):
         return ABSENT
     if unit == "B":
-        return f"{gigabytes(value)} GB"
+        unit = byte_unit(max(value, 0.0 if pd.isna(beside) else beside))
+        return f"{three_digits(value / BYTES[unit])} {unit}"
     if unit == "s":
         return f"{value * 1e3:.1f} ms"
     return f"{value:.4g}" if unit == "1" else f"{value:.4g} {unit}"

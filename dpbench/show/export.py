@@ -16,8 +16,9 @@ from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
+from dpbench.show.comparison import amount
 from dpbench.show.kernels import case_kernel_tables
-from dpbench.show.layout import Shown, Table, as_markdown, gigabytes
+from dpbench.show.layout import Shown, Table, as_markdown
 from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import tables
 from dpbench.show.view import TableOptions
@@ -68,12 +69,11 @@ def memory_table(outcome: Outcome, top: int) -> Table:
     columns: dict[str, Shown] = {
         "allocated at": ("line", partial(textwrap.fill, width=LINE_WIDTH)),
         "in": ("phase", str),
-        "GB": ("held_bytes", gigabytes),
+        "bytes": ("held_bytes", partial(amount, unit="B", beside=peak.value)),
         "share": ("share", "{:.1%}".format),
     }
-    title = (
-        f"{outcome.case.id}: counted memory at the peak, {gigabytes(peak.value)} GB in {peak.phase}"
-    )
+    held = amount(peak.value, "B")
+    title = f"{outcome.case.id}: counted memory at the peak, {held} in {peak.phase}"
     return Table.of(title, lines[lines.share >= SMALL].head(top), columns)
 
 
@@ -92,10 +92,10 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
         "instruments": ("instruments", str),
         "cases\nok": ("cases", str),
         "success": ("success_rate", "{:.0%}".format),
-        "peak\nmemory GB": ("peak_memory_bytes", gigabytes),
+        "peak\nmemory": ("peak_memory_bytes", partial(amount, unit="B")),
     }
     if lines.logical_peak_memory_bytes.notna().any():
-        columns["logical\npeak GB"] = ("logical_peak_memory_bytes", gigabytes)
+        columns["logical\npeak"] = ("logical_peak_memory_bytes", partial(amount, unit="B"))
     failures = [failure for line in summary for failure in line["failures"]]
     reasons = [f"{failure['error']}: {failure['message']}" for failure in failures]
     return Table.of("Cases by trainer", lines, columns, [*reasons, *notes])

@@ -14,11 +14,15 @@ from dpbench.core.case import ALL_PHASES, AXES, SCRIPT, trained_in, unusual
 from dpbench.core.metric import Metric
 from dpbench.core.registry import TRAINERS
 from dpbench.results.rows import OF_CASE, STEP
-from dpbench.show.layout import ABSENT, Table, gigabytes, three_digits
+from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, gigabytes, three_digits
 from dpbench.show.view import NAME, OF_TESTS, PARAM, TableOptions, column
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """The columns that a case shares with its baseline."""
+
+
+WIDE_SPREAD = 0.1
+"""A time whose steps spread by more is shown as the range from the shortest to the longest."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,26 @@ class Group:
             numbers[phase, metric][label] = tuple(number)
         return numbers
 
+    @cached_property
+    def unit(self) -> str:
+        """The unit of bytes in this group's tables."""
+        rows = self.shown[(self.shown.unit == "B") & self.shown.kind.isin(["value", "logical"])]
+        return byte_unit(rows.value.max()) if len(rows) else "GB"
+
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
         """The cells of a column by label; cases without a number are left out."""
         numbers = self.numbers.get((phase or self.phase, shown.name), {})
-        return {label: _written(shown, *number) for label, number in numbers.items()}
+        return {label: self._written(shown, *number) for label, number in numbers.items()}
+
+    def _written(
+        self, shown: Metric, value: float, unit: str, spread: float, least: float, most: float
+    ) -> str:
+        """A number of a column, for people."""
+        if unit == "B" and shown.form == "giga":
+            return three_digits(value / BYTES[self.unit])
+        if shown.form == "ms" and shown.kind == "value" and spread > WIDE_SPREAD:
+            return "–".join(_WRITERS["ms"](end) for end in (least, most))
+        return f"{value:.6g} {unit}" if shown.form == "as is" else _WRITERS[shown.form](value)
 
     def table(
         self,
@@ -68,19 +88,6 @@ class Group:
         headers = [self.first_header, *columns]
         table = Table(f"{self.title}: {title}", headers, cells, tuple(notes))
         return [table] if columns and cells else []
-
-
-WIDE_SPREAD = 0.1
-"""A time whose steps spread by more is shown as the range from the shortest to the longest."""
-
-
-def _written(
-    shown: Metric, value: float, unit: str, spread: float, least: float, most: float
-) -> str:
-    """A number of a column, for people."""
-    if shown.form == "ms" and shown.kind == "value" and spread > WIDE_SPREAD:
-        return "–".join(_WRITERS["ms"](end) for end in (least, most))
-    return f"{value:.6g} {unit}" if shown.form == "as is" else _WRITERS[shown.form](value)
 
 
 _WRITERS: dict[str, Callable[[float], str]] = {

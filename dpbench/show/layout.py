@@ -120,6 +120,15 @@ def step_milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if abs(seconds) >= 1e-4 else f"{seconds * 1e3:.3g}"
 
 
+BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+"""Bytes in each unit."""
+
+
+def byte_unit(largest: float) -> str:
+    """The unit for numbers up to ``largest`` bytes."""
+    return "kB" if largest < 1e6 else "MB" if largest < 1e9 else "GB"
+
+
 def gigabytes(value: float) -> str:
     """Bytes (or bytes per second) in units of 10⁹, with three digits or more."""
     return three_digits(value / 1e9)

@@ -57,14 +57,14 @@ def tables(
         columns = _columns(group, view)
         in_bytes = any(c.kind == "value" and c.unit == "B" for c in columns)
         listed += group.table(
-            "GB per step" if in_bytes else "per step",
+            f"{group.unit} per step" if in_bytes else "per step",
             {_header(shown, view): group.texts(shown) for shown in columns},
             [*_notes(group, columns, view), *_differing_labels(group, outcomes)],
             group.shown.label.unique(),
         )
         if not (view.columns or "phase" in view.group_by):
-            listed += _phase_table(group, "dram_bytes", "DRAM GB", view)
-            listed += _phase_table(group, "logical_bytes", "logical GB", view)
+            listed += _phase_table(group, "dram_bytes", f"DRAM {group.unit}", view)
+            listed += _phase_table(group, "logical_bytes", f"logical {group.unit}", view)
             if (group.frame.workload == SCRIPT).any():
                 listed += _phase_table(group, "step_time_seconds", "ms", view)
             listed += [*_one_gpu_table(group, columns), *_busy_table(group)]
@@ -222,7 +222,8 @@ def against_logical(group: Group) -> list[Table]:
     phases = (*_phases_shown(group, "dram_bytes"), STEP)
     quotients = {phase: group.texts(over, phase) for phase in phases}
     logical = group.texts(column("dram_logical"), STEP)
-    columns = {"DRAM\nGB": group.texts(dram, STEP), "logical\nGB": logical, **quotients}
+    unit = group.unit
+    columns = {f"DRAM\n{unit}": group.texts(dram, STEP), f"logical\n{unit}": logical, **quotients}
     known = set().union(*quotients.values())
     labels = [label for label in group.frame.label.unique() if label in known]
     return group.table("DRAM measured ÷ logical", columns, AGAINST_LOGICAL, labels)

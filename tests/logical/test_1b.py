@@ -34,7 +34,7 @@ def test_the_examples_print_what_comes_close_to_an_h200_and_two_shallow_models_t
     asked = [*sessions.WITHOUT, "-p", "no:xdist", "--dpbench-json=run.json"]
     result = sessions.in_this_process(pytester, asked, imports)
     result.assert_outcomes(passed=4)
-    assert_printed(block_with("docs/guide.md", "dpsgd_fgc        224.8"), result.stdout.str())
+    assert_printed(block_with("docs/guide.md", "dpsgd_fgc         5.25"), result.stdout.str())
 
     outcomes = Run.load(pytester.path / "run.json").outcomes
     assert {outcome.case.trainer for outcome in outcomes} == set(H200)

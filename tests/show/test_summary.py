@@ -97,10 +97,10 @@ def test_nothing_run_has_no_summary() -> None:
 def test_table_says_how_many_cases_of_each_trainer_succeeded_and_why_not() -> None:
     outcomes = [outcome("standard", 7e9), outcome("dpsgd", 7e9), failed("dpsgd", batch_size=16)]
     table = trainer_table(trainer_summary(outcomes), ["A note."])
-    assert table.headers == ["trainer", "instruments", "cases\nok", "success", "peak\nmemory GB"]
+    assert table.headers == ["trainer", "instruments", "cases\nok", "success", "peak\nmemory"]
     assert table.cells == [
-        ["standard", "timing, ncu", "1/1", "100%", "7.00"],
-        ["dpsgd", "timing, ncu", "1/2", "50%", "7.00"],
+        ["standard", "timing, ncu", "1/1", "100%", "7.00 GB"],
+        ["dpsgd", "timing, ncu", "1/2", "50%", "7.00 GB"],
     ]
     assert table.notes == ("CaseOutOfMemory: CUDA out of memory", "A note.")
 
@@ -112,5 +112,5 @@ def test_peak_that_was_not_measured_is_a_dash() -> None:
 
 def test_predicted_peak_has_a_column_of_its_own() -> None:
     table = trainer_table(trainer_summary([outcome("dpsgd", 8e9, instrument="logical")]))
-    assert table.headers[-2:] == ["peak\nmemory GB", "logical\npeak GB"]
-    assert table.cells == [["dpsgd", "logical", "1/1", "100%", "-", "8.00"]]
+    assert table.headers[-2:] == ["peak\nmemory", "logical\npeak"]
+    assert table.cells == [["dpsgd", "logical", "1/1", "100%", "-", "8.00 GB"]]
