@@ -72,6 +72,19 @@ def test_all_rules_draw_the_noise_that_a_mean_draws(rule: str) -> None:
         torch.testing.assert_close(each, mean)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_noise_of_several_seeds_is_their_weighted_sum(rule: str) -> None:
+    length, seeds, weights = 10_000, (9, 7, 5), (1.0, -0.5, 0.25)
+    expected = sum((w * drawn(length, s) for w, s in zip(weights, seeds, strict=True)), 0.0)
+    values = torch.zeros(length, device="cuda")
+    moments = [torch.zeros_like(values) for _ in range(RULES[rule])]
+    of_each = torch.tensor(weights, device="cuda"), torch.tensor(seeds, device="cuda")
+    numbers = Numbers(1.0, 1.0, 1.0)
+    noisy_update(values, moments, torch.zeros_like(values), of_each[1], rule, numbers, of_each[0])
+    for each in moments[:1] or [-values]:
+        torch.testing.assert_close(each, expected)
+
+
 def test_one_number_of_two_million_is_further_out_than_five_deviations() -> None:
     """As it should be, and some are further than 5.7, where Triton's own normal numbers end."""
     length, beyond, largest = 2**28, 0, 0.0

@@ -92,7 +92,7 @@ def test_they_pass_on_a_resnet(trainer: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("trainer", PRIVATE)
+@pytest.mark.parametrize("trainer", [*PRIVATE, "fused:noise=banded,bands=4"])
 def test_they_pass_on_a_gpu(trainer: str, precision: str) -> None:
     assert not unexpected(trainer, checks_of(trainer, precision=precision, device="cuda"))
 
