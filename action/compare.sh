@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Counts with the base of a pull request and with its head, compares them, and says so in a comment.
+# The exit status is 1 if a limit is exceeded or could not be judged. In the environment:
+#   COUNT         the command that counts; it writes a run to {json}
+#   LIMITS        limits, separated by spaces
+#   BASE          the commit to compare with
+#   PULL_REQUEST  its number; without one nothing is commented
+set -uo pipefail
+place=$(mktemp -d)
+trap 'git worktree remove --force "$place/base" 2>/dev/null; rm -rf "$place"' EXIT
+
+count() { # in a folder, into a file
+  (cd "$1" && eval "${COUNT//'{json}'/"$2"}")
+}
+
+report() { # a status and what was said
+  {
+    echo "### dpbench: what a training step moves"
+    printf '```\n%s\n```\n' "$2"
+  } > "$place/comment.md"
+  cat "$place/comment.md"
+  [ -z "${GITHUB_STEP_SUMMARY:-}" ] || cat "$place/comment.md" >> "$GITHUB_STEP_SUMMARY"
+  if [ -n "${PULL_REQUEST:-}" ]; then
+    gh pr comment "$PULL_REQUEST" --edit-last --create-if-none --body-file "$place/comment.md" ||
+      echo "dpbench: no comment was written: the job needs 'permissions: pull-requests: write'" >&2
+  fi
+  exit "$1"
+}
+
+case "$COUNT" in *'{json}'*) ;; *) report 1 "The input count must write a run to {json}: $COUNT" ;; esac
+git cat-file -e "$BASE^{commit}" 2>/dev/null || git fetch --quiet --depth=1 origin "$BASE" ||
+  report 1 "The base commit $BASE cannot be fetched."
+git worktree add --quiet --detach "$place/base" "$BASE" || report 1 "The base $BASE cannot be checked out."
+count "$place/base" "$place/base.json" || report 1 "The base $BASE cannot be counted, so nothing was judged."
+count . "$place/head.json" || report 1 "This change cannot be counted, so nothing was judged."
+limits=()
+for limit in $LIMITS; do limits+=(--fail "$limit"); done
+said=$(COLUMNS=100 dpbench compare "$place/base.json" "$place/head.json" "${limits[@]}" 2>&1)
+report $? "$said"
