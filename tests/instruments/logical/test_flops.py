@@ -71,7 +71,7 @@ B, IN, OUT, N, K = 2, 6, 12, 7, 3
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("dimensions", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_convolutions_gradients_each_take_what_its_forward_takes(
     dimensions: int, groups: int, transposed: bool
 ) -> None:

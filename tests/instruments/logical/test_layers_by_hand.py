@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench.instruments.logical.counter import RunningCounter, without_data
+from dpbench.instruments.logical.logical import new_objects_collected
 from dpbench.training.phases import observed_step
 from dpbench.workloads.axes import choose_trainable
 from tests.instruments.logical.test_rules import E, Moved, cost, moved
@@ -82,7 +83,8 @@ def counted(
 ) -> list[Moved]:
     asks_input, asks_weight = ASKED[where]
     steps = []
-    with without_data() if fake else RunningCounter() as counter:
+    counting = without_data() if fake else RunningCounter()
+    with new_objects_collected(), counting as counter:
         layer = make().requires_grad_(asks_weight)
         x = torch.zeros(shape, requires_grad=asks_input)
         with observed_step(counter):

@@ -66,7 +66,7 @@ def sent(outcome: Outcome) -> dict[str, float]:
     return {row.phase: row.value for row in outcome.rows if row.metric == "collective_bytes"}
 
 
-@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("gpus", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_the_count_is_what_ranks_do(
     pair: tuple[str, str], gpus: int, heard: Callable[[int], Heards]
