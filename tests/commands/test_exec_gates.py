@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,12 @@ def write(path: str, how: str = "here", clips: int = 1, sizes: str = "[8] * 5") 
     Path(path).write_text(LOOP.format(how=how, clips=clips, sizes=sizes))
 
 
-@pytest.mark.parametrize("how", ["thread", "own thread", "pool", "fork", "worker"])
+def slow(*ways: str) -> list[Any]:
+    """Ways that only ``--slow`` tries."""
+    return [pytest.param(way, marks=pytest.mark.slow) for way in ways]
+
+
+@pytest.mark.parametrize("how", ["thread", "fork", *slow("own thread", "pool", "worker")])
 def test_work_of_other_threads_and_forks_is_noted_and_no_limit_passes_on_it(
     how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +122,7 @@ def test_work_of_other_threads_and_forks_is_noted_and_no_limit_passes_on_it(
     assert said in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["here", "nothing", "before", "loader"])
+@pytest.mark.parametrize("how", ["loader", *slow("here", "nothing", "before")])
 def test_threads_that_call_no_operator_in_a_step_are_no_work(
     how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
