@@ -84,6 +84,9 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
     """
     logical = bool((group.shown.device == NO_HARDWARE).any())
     chosen = view.columns or shown_by_default(logical=logical)
+    if not view.columns:  # a sum that is not there is shown by the parts that are
+        parts = [METRICS[p] for c in chosen if not group.texts(c) for p in c.parts]
+        chosen = [*(part for part in parts if group.texts(part)), *chosen]
     filled = [shown for shown in chosen if group.texts(shown)]
     if view.columns:
         return list(chosen) if filled else []

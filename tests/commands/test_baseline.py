@@ -56,7 +56,7 @@ def test_ratios_are_to_the_baseline_that_was_named(dpbench: Asked, tmp_path: Pat
     assert ratios["dpsgd"] == 1  # it trains as the baseline does
     assert ratios["standard"] < ratios["dpsgd_ghost"] < 1
     assert Run.load(tmp_path / "mine.json").baseline == "OwnTrainer"
-    assert "logical GB by phase (÷ OwnTrainer)" in dpbench("show mine.json")[1]
+    assert "logical MB by phase (÷ OwnTrainer)" in dpbench("show mine.json")[1]
     assert dpbench("show mine.json --html page.html")[0] == 0
     page = Path("page.html").read_text(encoding="utf-8")
     assert "how many times OwnTrainer" in page

@@ -279,7 +279,7 @@ def test_reports_without_their_cases_are_shown_by_their_paths(
     shown = capsys.readouterr().out
     assert "standard.ncu-rep " in shown
     assert "dpsgd.ncu-rep " in shown
-    assert "NVIDIA H200: GB per step" in shown
+    assert "NVIDIA H200: MB per step" in shown
 
 
 def test_the_installed_command_finds_a_trainer_in_the_current_directory_but_no_library(
@@ -303,7 +303,7 @@ def test_the_installed_command_finds_a_trainer_in_the_current_directory_but_no_l
 def test_show_prints_tables_from_saved_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", *map(str, sorted(DATA.glob("*.ncu-rep")))]) == 0
     shown = capsys.readouterr().out
-    assert "tiny fp32, batch 4, sequence 64, NVIDIA H200: GB per step" in shown
+    assert "tiny fp32, batch 4, sequence 64, NVIDIA H200: MB per step" in shown
     assert shown.index("standard ") < shown.index("dpsgd ")
     assert "WARNING: at this size the data stays in the L2 cache" in shown
 

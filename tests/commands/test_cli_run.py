@@ -119,7 +119,7 @@ def test_without_a_gpu_a_run_counts_logical_bytes_and_says_so(
     assert main(["run", *TINY, *trainers, "--json=run.json"]) == 0
     shown = capsys.readouterr()
     assert "no CUDA GPU here, so logical bytes are counted instead" in shown.err
-    assert "tiny fp32, batch 4, sequence 16, logical (no hardware): GB per step" in shown.out
+    assert "tiny fp32, batch 4, sequence 16, logical (no hardware): MB per step" in shown.out
     assert "DRAM" not in shown.out
     rows = json.loads(Path("run.json").read_text())["rows"]
     assert {row["instrument"] for row in rows} == {"logical"}

@@ -40,7 +40,7 @@ def test_both_instruments_on_one_case_show_measured_over_logical(
     assert replayed("--json=run.json") == 0
     shown = capsys.readouterr().out
     assert "tiny fp32, batch 4, sequence 64, NVIDIA H200: DRAM measured ÷ logical" in shown
-    assert "tiny fp32, batch 4, sequence 64, logical (no hardware): GB per step" in shown
+    assert "tiny fp32, batch 4, sequence 64, logical (no hardware): MB per step" in shown
     found = json.loads((tmp_path / "run.json").read_text())["measured_over_logical"]
     assert {(row["trainer"], row["instrument"], row["device"]) for row in found} == {
         ("standard", "ncu", "NVIDIA H200"),
@@ -60,7 +60,7 @@ def test_columns_order_groups_and_files(
     assert replayed(*table, "--group-by=device", *files) == 0
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
-    start = lines.index("tiny fp32, NVIDIA H200: GB per step")
+    start = lines.index("tiny fp32, NVIDIA H200: MB per step")
     assert lines[start + 2].split() == ["case", "DRAM", "DRAM"]
     assert [line.split()[0] for line in lines[start + 5 : start + 7]] == ["dpsgd", "standard"]
     assert max(map(len, lines)) <= 80

@@ -28,7 +28,7 @@ def test_both(ncu):
 
 
 def titles(text: str) -> list[str]:
-    return [line.partition(": GB per step")[0] for line in text.splitlines() if "GB per s" in line]
+    return [line.partition(": MB per step")[0] for line in text.splitlines() if "MB per s" in line]
 
 
 @pytest.mark.parametrize("workers", [["-n0"], ["-n1"]], ids=str)

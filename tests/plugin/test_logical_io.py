@@ -68,7 +68,7 @@ def test_each_case_is_counted_once_and_stays_apart_from_what_is_measured(
     ]
     for tables in (result.stdout.str(), (pytester.path / "run.md").read_text(encoding="utf-8")):
         for device in ("logical (no hardware)", "NVIDIA H200"):
-            assert tables.count(f"tiny fp32, batch 4, sequence 64, {device}: GB per step") == 1
+            assert tables.count(f"tiny fp32, batch 4, sequence 64, {device}: MB per step") == 1
 
 
 def test_an_ncu_session_that_only_counted_is_not_green(

@@ -66,13 +66,13 @@ def test_a_session_is_shown_written_and_judged_as_asked(
         [
             "* dpbench comparison *",
             "metric*phase*before*after*change*limit",
-            "global_load_bytes*step*GB*GB*+10.00%*5%",
+            "global_load_bytes*step*MB*MB*+10.00%*5%",
             "global_load_ratio*backward*+10.00%*3%",
-            "tiny fp32, phase forward, NVIDIA H200: GB per step",
+            "tiny fp32, phase forward, NVIDIA H200: MB per step",
             "case*DRAM*DRAM",
             "dpsgd bs4 seq64 *",
             "standard bs4 seq64 *",
-            "tiny fp32, phase backward, NVIDIA H200: GB per step",
+            "tiny fp32, phase backward, NVIDIA H200: MB per step",
             "standard bs4 seq64 *",
             "dpsgd bs4 seq64 *",
             "Change: tiny-fp32, batch 4, sequence 64, ncu on NVIDIA A100 -> NVIDIA H200,",
@@ -81,7 +81,7 @@ def test_a_session_is_shown_written_and_judged_as_asked(
             "ERROR: dpbench: step_time_seconds:5% judged nothing: 0001_elsewhere has no*",
         ]
     )
-    assert text.count("phase forward, NVIDIA H200: GB per step") == 1
+    assert text.count("phase forward, NVIDIA H200: MB per step") == 1
     run = saved(pytester.path, 2)
     assert (run.status, run.regressed) == ("complete", True)
     regressions = run.session["regressions"]

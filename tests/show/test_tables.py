@@ -82,6 +82,12 @@ def test_metric_that_was_not_measured_is_a_dash_and_never_a_zero() -> None:
     ]
 
 
+def test_a_part_of_a_sum_is_shown_where_the_sum_is_not_there() -> None:
+    step = tables_of(rows("standard", {"dram_read_bytes": 5 * GB}))[0]
+    assert column(step, "DRAM read")["standard"] == "5.00"
+    assert column(step, "DRAM total")["standard"] == "-"
+
+
 def test_zero_that_was_measured_is_a_zero() -> None:
     step = tables_of(rows("standard", dram(0.0)))[0]
     assert float(column(step, "DRAM total")["standard"]) == 0
