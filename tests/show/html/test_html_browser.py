@@ -169,8 +169,6 @@ def cases_are_means_of_their_rows(browser: Chrome, rows: list[dict[str, Any]]) -
             return statistics.median(values) if timed else statistics.fmean(values)
 
         return {
-            "DRAM read, GB": of("dram_read_bytes"),
-            "DRAM write, GB": of("dram_write_bytes"),
             "DRAM total, GB": of("dram_read_bytes") + of("dram_write_bytes"),
             "peak memory, GB": of("peak_memory_bytes"),
             "step ms": of("step_time_seconds"),
