@@ -64,14 +64,18 @@ class Forked:
 
     def poll(self) -> int | None:
         """The exit code, as `subprocess.Popen` has it; None if the process has not ended."""
-        with suppress(BlockingIOError):
-            return self.wait(socket.MSG_DONTWAIT)
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(timeout=0)
         return None
 
-    def wait(self, flags: int = 0) -> int:
-        """Wait for the exit code."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code. Raises `subprocess.TimeoutExpired` after so many seconds."""
         if self.returncode is None:
-            code = self._channel.recv(16, flags)
+            self._channel.settimeout(timeout)
+            try:
+                code = self._channel.recv(16)
+            except (BlockingIOError, TimeoutError) as error:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from error
             self._channel.close()
             self.returncode = int(code or -signal.SIGKILL)
         return self.returncode

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -86,7 +87,10 @@ class ProcessGroup:
                 time.sleep(POLL_SECONDS)
         finally:
             self._signal(signal.SIGKILL)
-            self.process.wait()
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # Ctrl-C in `Popen.poll` may leave its lock held
+                self.process.wait(timeout=GRACE_SECONDS)
             self._guard.communicate("ended\n")
             self._ended = True
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.test_endings import PATIENCE
 
 INTERRUPTED = """
@@ -40,17 +42,26 @@ def start_and_end(instruction):
     return done
 
 every = start_and_end(0)
-for instruction in range(1, every, every // 50):
-    start_and_end(instruction)
+for instruction in range(1, every, every // int(sys.argv[2])):
+    if not (fork := os.fork()):  # with nothing left of the instruction before
+        start_and_end(instruction)
+        os._exit(0)
+    os.waitpid(fork, 0)
 """
 
 
-def test_wherever_ctrl_c_comes_the_program_ends_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("points", [50, pytest.param(2000, marks=pytest.mark.slow)])
+def test_wherever_ctrl_c_comes_the_program_ends_and_nobody_waits_for_ever(
+    points: int, tmp_path: Path
+) -> None:
     script = tmp_path / "interrupted.py"
     script.write_text(INTERRUPTED)
     alive, programs = os.pipe()  # whose other end each program holds open
     subprocess.run(
-        [sys.executable, script, str(programs)], pass_fds=[programs], check=True, timeout=PATIENCE
+        [sys.executable, script, str(programs), str(points)],
+        pass_fds=[programs],
+        check=True,
+        timeout=PATIENCE,
     )
     os.close(programs)
     assert select.select([alive], [], [], PATIENCE)[0], "a program goes on"
