@@ -7,30 +7,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dpbench.core.case import ALL_PHASES, AXES, Subject
+from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.metrics import METRICS, Metric
-from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
+from dpbench.results.rows import NUMBER, STEP
 from dpbench.results.run import Run
 
 CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
 """The columns of a comparison; ``change`` is after - before, ``relative`` is ``change`` over
 before."""
-
-MOST = 5
-"""How many operators or kernels are named for a regression."""
-
-SHARE = 0.02
-"""Operators or kernels below this share of the largest change are not listed."""
 
 _LIMITED = ("value", "ratio")
 """The kinds of metrics that can have a limit."""
@@ -84,71 +75,6 @@ def other_baseline(before: Run, after: Run) -> str:
         f"ratios of {before.name} are to {before.baseline}, those of {after.name} to "
         f"{after.baseline}, and not compared"
     )
-
-
-def largest_changes(
-    before: Run, after: Run, case: Subject, regression: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """The operators, or else the kernels, of a case whose bytes changed most.
-
-    Each as ``trainer``, ``phase``, ``name`` and ``bytes`` (of kernels, DRAM bytes; negative for a
-    decrease), the largest change first. Empty if the metric that regressed is not the sum of such
-    bytes, or if one of the runs did not record operators or kernels of the case.
-    """
-    metric = METRICS.find(regression["of"] or regression["metric"])
-    counted = regression["device"] == NO_HARDWARE
-    if not (metric and metric.unit == "B" and metric.adds_up and (counted or metric.logical)):
-        return []
-    kinds = ["operators"] if counted else ["kernels", "operators"]
-    of_operators = (counted and metric.source) or "total_bytes"
-    sides = ([_moved(run, case, kind, of_operators) for run in (before, after)] for kind in kinds)
-    old, new = next(filter(all, sides), [{}, {}])
-    return _most_changed(case, old, new, regression["phase"])
-
-
-def grown_memory(before: Run, after: Run, case: Subject) -> list[dict[str, Any]]:
-    """The functions of a script whose memory at the peak changed most, as `largest_changes`.
-
-    Not lines, whose numbers an edit above them changes. Empty if a run did not record them.
-    """
-    old, new = (_moved(run, case, "memory_lines") for run in (before, after))
-    return _most_changed(case, old, new, STEP) if old and new else []
-
-
-def _most_changed(
-    case: Subject,
-    old: Mapping[tuple[str, str], float],
-    new: Mapping[tuple[str, str], float],
-    phase: str,
-) -> list[dict[str, Any]]:
-    """The largest changes of bytes by phase and name, in one phase or the whole step."""
-    change = {
-        key: new.get(key, 0) - old.get(key, 0) for key in {**old, **new} if phase in (key[0], STEP)
-    }
-    largest = sorted(change, key=lambda key: (-abs(change[key]), key))[:MOST]
-    return [
-        {"trainer": case.trainer, "phase": key[0], "name": key[1], "bytes": change[key]}
-        for key in largest
-        if abs(change[key]) > SHARE * abs(change[largest[0]])
-    ]
-
-
-def _moved(
-    run: Run, case: Subject, kind: str, of_operators: str = ""
-) -> Mapping[tuple[str, str], float]:
-    """Bytes of a step by phase and name: a field of its operators, or of its kernels or lines."""
-    moved: dict[tuple[str, str], float] = defaultdict(float)
-    for outcome in (each for each in run.outcomes if each.case == case):
-        if kind == "operators":
-            for operator in outcome.operators:
-                moved[operator.phase, operator.operator] += getattr(operator, of_operators)
-            continue
-        for line in outcome.memory_lines if kind == "memory_lines" else ():
-            moved[line.phase, re.sub(r":\d+", "", line.line)] += line.held_bytes
-        steps = len({kernel.repeat for kernel in outcome.kernels})
-        for kernel in outcome.kernels if kind == "kernels" else ():
-            moved[kernel.phase, kernel.kernel] += kernel.dram_bytes / steps
-    return moved
 
 
 # --- how much a number may change -----------------------------------------------------------

@@ -17,14 +17,8 @@ import pandas as pd
 
 from dpbench.core.case import AXES, Subject, samples_poisson, subject_from
 from dpbench.core.metrics import METRICS
-from dpbench.results.compare import (
-    CHANGES,
-    Threshold,
-    grown_memory,
-    largest_changes,
-    other_baseline,
-    pairs,
-)
+from dpbench.results.changes import grown_memory, largest_changes
+from dpbench.results.compare import CHANGES, Threshold, other_baseline, pairs
 from dpbench.results.conditions import premise_differences
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
 from dpbench.results.outcome import COMPLETE

@@ -49,7 +49,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class OperatorCount(Entry):
-    """What one operator did in one phase. A list of them makes a ``pandas.DataFrame``."""
+    """What one operator did in one phase, for one module, from one source line.
+
+    A list of them makes a ``pandas.DataFrame``.
+    """
 
     phase: str
     operator: str  # e.g. aten.clone
@@ -59,6 +62,8 @@ class OperatorCount(Entry):
     flops: int  # a multiply-add counts as two
     general_rule: bool = False  # a guess by schema: the library's kernels are unknown
     collective_bytes: int = 0  # sent to other ranks
+    module: str = ""  # that ran it in forward, e.g. blocks.*.mlp; empty outside of modules
+    line: str = ""  # e.g. model.py:24 forward; in backward the line of forward
 
     @property
     def total_bytes(self) -> int:

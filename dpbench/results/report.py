@@ -116,7 +116,8 @@ class CaseReport:
             )
         names = {"read_bytes": "logical_read_bytes", "write_bytes": "logical_write_bytes"}
         table = pd.DataFrame(map(asdict, self.operator_counts)).rename(columns=names)
-        table = table.drop(columns="general_rule").set_index(["phase", "operator"])
+        table = table.drop(columns=["general_rule", "module", "line"])
+        table = table.groupby(["phase", "operator"], sort=False).sum()
         table["logical_bytes"] = table.logical_read_bytes + table.logical_write_bytes
         return table.sort_values("logical_bytes", ascending=False, kind="stable")
 

@@ -98,7 +98,10 @@ def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
     for row in worst:
         metric, phase, before, after, change, limit = change_cells(row)
         number = f"{metric}@{phase} of {subject_from(row).id}"
-        lines.append(f"{number}: {before} -> {after}, {change}, limit {limit}")
+        line = f"{number}: {before} -> {after}, {change}, limit {limit}"
+        for largest in row.get("largest_changes", ())[:1]:
+            line += f"; most by {change_text(largest)}"
+        lines.append(line)
     more = len(lines) - MOST_LINES
     return [*lines[: MOST_LINES - 1], f"and {more + 1} more"] if more > 0 else lines
 
@@ -106,20 +109,23 @@ def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
 def grown_text(
     regressions: Iterable[Mapping[str, Any]], memory: Iterable[Mapping[str, Any]] = ()
 ) -> str:
-    """The largest changes, one line per operator or kernel: ``clip: aten.clone +85.9 GB``.
+    """The largest changes, one line per operator or kernel, with the module and line it is from.
 
-    Those of ``memory`` come last, by the line that allocated it.
+    E.g. ``dpsgd clip: aten.clone +85.9 GB, in blocks.*.mlp (model.py:24 forward)``. Those of
+    ``memory`` come last, by the function that allocated it.
     """
     changes = [change for row in regressions for change in row.get("largest_changes", ())]
-    lines = [
-        f"  {change['trainer']} {change['phase']}: {change['name']} "
-        f"{'-' if change['bytes'] < 0 else '+'}{amount(abs(change['bytes']), 'B')}"
-        for change in (
-            *changes,
-            *({**each, "name": f"memory of {each['name']}"} for each in memory),
-        )
-    ]
+    changes += [{**each, "name": f"memory of {each['name']}"} for each in memory]
+    lines = [f"  {each['trainer']} {each['phase']}: {change_text(each)}" for each in changes]
     return printable("\n".join(["What changed most:", *dict.fromkeys(lines)])) if lines else ""
+
+
+def change_text(change: Mapping[str, Any]) -> str:
+    """An operator, by how much it grew, and where it is from, as far as that is known."""
+    sign = "-" if change["bytes"] < 0 else "+"
+    module = f", in {change['module']}" if change["module"] else ""
+    line = f" ({change['line']})" if change["line"] else ""
+    return f"{change['name']} {sign}{amount(abs(change['bytes']), 'B')}{module}{line}"
 
 
 def amount(value: float, unit: str, beside: float = 0.0) -> str:

@@ -46,17 +46,19 @@ def count_by_layers(case: Case, count: Callable[[Case], CaseReport] = count) -> 
 def _extrapolated(
     shallow: tuple[OperatorCount, ...], deeper: tuple[OperatorCount, ...], layers: int
 ) -> tuple[OperatorCount, ...]:
-    first = {(one.phase, one.operator): one for one in shallow}
-    second = {(two.phase, two.operator): two for two in deeper}
+    first = {(one.phase, one.operator, one.module, one.line): one for one in shallow}
+    second = {(two.phase, two.operator, two.module, two.line): two for two in deeper}
     steps = layers - TWO_DEPTHS[0]
 
-    def at_depth(where: tuple[str, str], what: str) -> int:
+    def at_depth(where: tuple[str, ...], what: str) -> int:
         start, end = (getattr(found.get(where), what, 0) for found in (first, second))
         return int(start + steps * (end - start))
 
     return tuple(
         OperatorCount(
-            *where,
+            *where[:2],
+            module=where[2],
+            line=where[3],
             calls=at_depth(where, "calls"),
             read_bytes=at_depth(where, "read_bytes"),
             write_bytes=at_depth(where, "write_bytes"),

@@ -91,6 +91,6 @@ def test_a_change_that_copies_per_sample_gradients_fails_and_is_named(
             "dpsgd-bs8-seq256-*x2x*, against bounds",
             "logical_bytes*step*GB*GB*+*%*±0.3%",
             "logical_ratio*step*+*%*±0.3%",
-            "  dpsgd clip: aten.clone +* GB",
+            "  dpsgd clip: aten.clone +* GB (conftest.py:* clone_and_clip)",
         ]
     )

@@ -32,6 +32,20 @@ def test_each_line_has_case_and_phase_and_the_largest_change_comes_first() -> No
     ]
 
 
+def test_a_line_names_the_operator_that_grew_most_with_its_module_and_source_line() -> None:
+    grew = {"trainer": "dpsgd", "phase": "clip", "name": "aten.clone", "bytes": 5e8}
+    grew |= {"module": "blocks.*.up", "line": "model.py:24 forward"}
+    less = grew | {"name": "aten.mul", "bytes": -1e3, "module": "", "line": ""}
+    for changes, words in (
+        ([grew, less], "; most by aten.clone +500 MB, in blocks.*.up (model.py:24 forward)"),
+        ([less], "; most by aten.mul -1.00 kB"),
+    ):
+        [line] = exceeded_lines(
+            [regression(Case("dpsgd", 8, 256), 1e9, 2e9) | {"largest_changes": changes}]
+        )
+        assert line.endswith(f"limit 5%{words}")
+
+
 @pytest.mark.parametrize(("number", "lines"), [(0, 0), (40, 40), (200, 40)])
 def test_it_has_at_most_40_lines(number: int, lines: int) -> None:
     found = exceeded_lines(regression(Script(str(n)), 1e9, 2e9) for n in range(number))

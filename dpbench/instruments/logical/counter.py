@@ -44,6 +44,7 @@ from dpbench.instruments.logical.memory import (
     resizing_seen,
     tensors,
 )
+from dpbench.instruments.logical.places import Place, Places
 from dpbench.instruments.logical.stand_ins import (
     STAND_INS,
     AssumedValues,
@@ -87,7 +88,8 @@ class ByteCounter(TorchDispatchMode):
         self._forget()
 
     def _forget(self) -> None:
-        self.calls = Counter[tuple[str, str, Cost]]()  # by phase, operator and cost
+        self.calls = Counter[tuple[str, str, Cost, Place]]()  # by phase, operator, cost and place
+        self._places = Places()
         # By phase and operator: live bytes after its first and last call, and the most.
         self.live: dict[tuple[str, str], tuple[int, int, int]] = {}
         self.peaks: dict[str, int] = {}  # by phase: most live bytes
@@ -118,21 +120,30 @@ class ByteCounter(TorchDispatchMode):
     def counts(self) -> dict[tuple[str, str], Counter[str]]:
         """Calls, bytes and FLOPs by phase and operator."""
         totals: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        for (phase, name, each), times in self.calls.items():
-            total = totals[phase, name]
-            total["calls"] += times
-            for what, amount in zip(each._fields[:-1], each[:-1], strict=True):
-                total[what] += times * amount
+        for (phase, name, _), count in self._by_place().items():
+            totals[phase, name] += count
         return totals
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
-        """The counts of each operator in each phase, most bytes first."""
+        """The counts of each operator by phase and place, most bytes first."""
         counts = [
-            OperatorCount(phase, name, **count, general_rule=rules.is_foreign(name))
-            for (phase, name), count in self.counts.items()
+            OperatorCount(
+                *(phase, name, count["calls"], count["read_bytes"], count["write_bytes"]),
+                *(count["flops"], rules.is_foreign(name), count["collective_bytes"], *place),
+            )
+            for (phase, name, place), count in self._by_place().items()
         ]
         return tuple(sorted(counts, key=lambda count: -count.total_bytes))
+
+    def _by_place(self) -> dict[tuple[str, str, Place], Counter[str]]:
+        totals: dict[tuple[str, str, Place], Counter[str]] = defaultdict(Counter)
+        for (phase, name, each, place), times in self.calls.items():
+            total = totals[phase, name, place]
+            total["calls"] += times
+            for what, amount in zip(each._fields[:-1], each[:-1], strict=True):
+                total[what] += times * amount
+        return totals
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_distributed(types):
@@ -207,7 +218,7 @@ class ByteCounter(TorchDispatchMode):
 
     def _record(self, phase: str, func: OpOverload, cost: Cost) -> None:
         if any(cost[:-1]):
-            self.calls[phase, label(func), cost] += 1
+            self.calls[phase, label(func), cost, self._places.here()] += 1
         if is_unknown(func):
             self.notes[f"{NO_FLOPS}: {label(func)} multiplies, and has no formula"] += 1
 

@@ -9,8 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.case import OUTSIDE
+from dpbench.instruments.logical.places import shown, source_frame
 from dpbench.results.kernels import MemoryLine
 
 Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
@@ -183,7 +183,7 @@ class ScriptMemory(LiveMemory):
         """What lived at the peak of the latest step, by phase and line; most bytes first."""
         held = Counter[tuple[str, str]]()
         for (phase, file, number, words), size in self._at_peak.items():
-            line = f"{_shown(file)}:{number}{words}" if number else file
+            line = f"{shown(file)}:{number}{words}" if number else file
             held[phase, line] += size
         return tuple(MemoryLine(*where, size) for where, size in held.most_common() if size)
 
@@ -195,31 +195,12 @@ def subclasses(base: type) -> set[type]:
 
 def source_line() -> tuple[str, int, str]:
     """The innermost line outside PyTorch and dpbench, with its function and node of autograd."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back and _is_passed(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = source_frame(sys._getframe(1))
     node = torch._C._current_autograd_node()
-    name = str(frame.f_code.co_name)
+    name = frame.f_code.co_name
     words = f" {name}" if name[0] != "<" else ""
     words += f" ({node.name()})" if node and "Hook" not in node.name() else ""
     return frame.f_code.co_filename, frame.f_lineno, words
-
-
-@cache
-def _is_passed(file: str) -> bool:
-    """Whether lines of a file say nothing about who allocates."""
-    ours = Path(__file__).parents[2], Path(str(torch.__file__)).parent
-    return file.startswith((*map(str, ours), "<frozen"))
-
-
-@cache
-def _shown(file: str) -> str:
-    """A file's path from this directory, or from the folder of its library."""
-    path = Path(file)
-    for folder in (Path.cwd(), *map(Path, sys.path)):
-        if path.is_relative_to(folder) and folder != Path():
-            return str(path.relative_to(folder))
-    return file
 
 
 @contextmanager

@@ -1,0 +1,118 @@
+"""Which operators and kernels move more, and which functions hold more, in one of two runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from dpbench.core.case import Subject
+from dpbench.core.metrics import METRICS
+from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.results.run import Run
+
+MOST = 5
+"""How many operators or kernels are named for a regression."""
+
+SHARE = 0.02
+"""Operators or kernels below this share of the largest change are not listed."""
+
+WHERE = ["phase", "name", "module"]
+"""What identifies a change; the line does not, as an edit above it changes its number."""
+
+
+def largest_changes(
+    before: Run, after: Run, case: Subject, regression: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The operators, or else the kernels, of a case whose bytes changed most.
+
+    Each as ``trainer``, ``phase``, ``name``, ``module``, ``line`` (both of operators, empty where
+    unknown) and ``bytes`` (of kernels, DRAM bytes; negative for a decrease), the largest change
+    first. Empty if the metric that regressed is not the sum of such bytes, or if one of the runs
+    did not record operators or kernels of the case.
+    """
+    metric = METRICS.find(regression["of"] or regression["metric"])
+    counted = regression["device"] == NO_HARDWARE
+    if not (metric and metric.unit == "B" and metric.adds_up and (counted or metric.logical)):
+        return []
+    if not counted and len(changed := kernel_changes(before, after, case)):
+        return _named(case, changed, regression["phase"])
+    column = (counted and metric.source) or "total_bytes"
+    return _named(case, operator_changes(before, after, case, column), regression["phase"])
+
+
+def grown_memory(before: Run, after: Run, case: Subject) -> list[dict[str, Any]]:
+    """The functions of a script whose memory at the peak changed most, as `largest_changes`.
+
+    Empty if a run did not record them.
+    """
+    return _named(case, _changes(*(_held(run, case) for run in (before, after))), STEP)
+
+
+def operator_changes(
+    before: Run, after: Run, case: Subject, column: str = "total_bytes"
+) -> pd.DataFrame:
+    """The bytes of each operator of a case in both runs, the largest change first.
+
+    Returns:
+        A row for each of `WHERE`, with ``line``, and ``before``, ``after`` and ``change`` in bytes
+        of a step; no row if a run did not count operators.
+    """
+    return _changes(*(_of_operators(run, case, column) for run in (before, after)))
+
+
+def kernel_changes(before: Run, after: Run, case: Subject) -> pd.DataFrame:
+    """The DRAM bytes of each kernel, as `operator_changes`; modules and lines are unknown."""
+    return _changes(*(_of_kernels(run, case) for run in (before, after)))
+
+
+def _of_operators(run: Run, case: Subject, column: str) -> pd.DataFrame:
+    entries = (o for each in run.outcomes if each.case == case for o in each.operators)
+    return _frame((o.phase, o.operator, o.module, o.line, getattr(o, column)) for o in entries)
+
+
+def _of_kernels(run: Run, case: Subject) -> pd.DataFrame:
+    entries = [k for each in run.outcomes if each.case == case for k in each.kernels]
+    steps = len({each.repeat for each in entries})
+    return _frame((k.phase, k.kernel, "", "", k.dram_bytes / steps) for k in entries)
+
+
+def _held(run: Run, case: Subject) -> pd.DataFrame:
+    entries = (m for each in run.outcomes if each.case == case for m in each.memory_lines)
+    return _frame((m.phase, re.sub(r":\d+", "", m.line), "", "", m.held_bytes) for m in entries)
+
+
+def _frame(rows: Iterable[tuple[str, str, str, str, float]]) -> pd.DataFrame:
+    return pd.DataFrame([*rows], columns=[*WHERE, "line", "bytes"])
+
+
+def _changes(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
+    """Bytes before and after by `WHERE`; the line is that of most bytes, in the new run if there.
+
+    Modules are left out unless both runs have them: one may be older than they are.
+    """
+    if old.empty or new.empty:
+        return pd.DataFrame(columns=[*WHERE, "line", "before", "after", "change"])
+    if not (old.module.any() and new.module.any()):
+        old, new = old.assign(module=""), new.assign(module="")
+    before, after = (
+        side.sort_values("bytes").groupby(WHERE).agg({"bytes": "sum", "line": "last"})
+        for side in (old, new)
+    )
+    both = before.merge(after, how="outer", on=WHERE, suffixes=("_before", "_after"))
+    both["line"] = both.line_after.where(both.line_after.notna(), both.line_before)
+    both = both.rename(columns={"bytes_before": "before", "bytes_after": "after"})
+    both = both[["line", "before", "after"]].fillna({"before": 0, "after": 0})
+    both["change"] = both.after - both.before
+    return both.reset_index().sort_values("change", key=abs, ascending=False, kind="stable")
+
+
+def _named(case: Subject, changes: pd.DataFrame, phase: str) -> list[dict[str, Any]]:
+    """The largest changes of a phase, or of the whole step, as `largest_changes` returns them."""
+    of_phase = changes[(changes.phase == phase) | (phase == STEP)].head(MOST)
+    most = of_phase.change.abs().max()
+    of_phase = of_phase[of_phase.change.abs() > SHARE * most].rename(columns={"change": "bytes"})
+    fields = of_phase[[*WHERE, "line", "bytes"]].to_dict("records")
+    return [{"trainer": case.trainer, **{str(k): v for k, v in each.items()}} for each in fields]

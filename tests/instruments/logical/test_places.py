@@ -1,0 +1,102 @@
+"""Operators have the module and the source line that ran them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dpbench.core.case import Case
+from dpbench.instruments.logical.counter import without_data
+from dpbench.instruments.logical.logical import Logical
+from dpbench.results.kernels import OperatorCount
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.up(x).relu()
+        return x + self.down(wide)
+
+
+class Blocks(nn.Module):
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self._checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self._checkpoints else block(x)
+        return x
+
+
+def step(model: nn.Module) -> tuple[OperatorCount, ...]:
+    with without_data() as counter:
+        model.to_empty(device="cpu")
+        counter.start_step()
+        model(torch.randn(4, 8)).sum().backward()
+        counter.end_step()
+        return counter.operators
+
+
+def places(counts: tuple[OperatorCount, ...], operator: str) -> set[tuple[str, str]]:
+    return {(c.module, c.line.partition(" ")[2]) for c in counts if c.operator == operator}
+
+
+def test_layers_that_are_alike_have_one_name() -> None:
+    modules = {("blocks.*.up", "forward"), ("blocks.*.down", "forward")}
+    assert places(step(Blocks()), "aten.addmm") == modules
+
+
+def test_backward_has_the_places_of_forward() -> None:
+    counts = step(Blocks())
+    assert places(counts, "aten.mm") == {("blocks.*.up", "forward"), ("blocks.*.down", "forward")}
+    assert places(counts, "aten.threshold_backward") == {("blocks.*", "forward")}
+    up, down = (
+        {c.line for c in counts if c.operator == "aten.mm" and c.module == f"blocks.*.{name}"}
+        for name in ("up", "down")
+    )
+    assert len(up) == len(down) == 1
+    assert up != down
+
+
+def test_so_has_what_a_checkpoint_computes_again() -> None:
+    counts = step(Blocks(checkpoints=True))
+    assert {module for module, _ in places(counts, "aten.addmm")} == {
+        "blocks.*.up",
+        "blocks.*.down",
+    }
+
+
+def test_a_hook_has_its_own_line_and_the_module_that_it_is_of() -> None:
+    model = Blocks()
+
+    def double(module: nn.Module, ins: object, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (outs[0].exp(),)
+
+    model.blocks[1].register_full_backward_hook(double)
+    assert places(step(model), "aten.exp") == {("blocks.*", "double")}
+
+
+def test_a_module_that_is_false_counts() -> None:
+    class Empty(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.requires_grad_().exp()
+
+    assert places(step(Empty()), "aten.exp") == {("Empty", "forward")}
+
+
+def test_trainers_of_dpbench_and_opacus_have_their_own_lines() -> None:
+    counts = Logical().count(Case("dpsgd", 2, 16, "8x16x2x2")).operators
+    [noise] = (c for c in counts if c.operator == "aten.normal")
+    assert noise.line.startswith("opacus/optimizers/optimizer.py:")
+    [samples] = {
+        c.module for c in counts if c.line.startswith("opacus/grad_sample/embedding.py")
+    } - {"token_embedding"}
+    assert samples == "position_embedding"
+    standard = Logical().count(Case("standard", 2, 16, "8x16x2x2")).operators
+    assert all(c.line.startswith("dpbench/") for c in standard)
