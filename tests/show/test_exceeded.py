@@ -37,7 +37,7 @@ def test_a_line_names_the_operator_that_grew_most_with_its_module_and_source_lin
     grew |= {"module": "blocks.*.up", "line": "model.py:24 forward"}
     less = grew | {"name": "aten.mul", "bytes": -1e3, "module": "", "line": ""}
     for changes, words in (
-        ([grew, less], "; most by aten.clone +500 MB, in blocks.*.up (model.py:24 forward)"),
+        ([grew, less], "; most by aten.clone +500.0 MB, in blocks.*.up (model.py:24 forward)"),
         ([less], "; most by aten.mul -1.00 kB"),
     ):
         [line] = exceeded_lines(

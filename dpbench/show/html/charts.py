@@ -13,13 +13,16 @@ from dpbench.results.rows import STEP
 from dpbench.results.summary import IN_CACHE_BYTES
 from dpbench.show.groups import ordered
 from dpbench.show.html import figures
-from dpbench.show.html.data import CASE, COUNTED, KEYS, MEASURED, PageData, pivot
-from dpbench.show.html.figures import NEUTRAL, PHASE_STYLES, Chart, times
-from dpbench.show.layout import gigabytes
+from dpbench.show.html.data import BYTES, CASE, COUNTED, KEYS, MEASURED, PageData, pivot
+from dpbench.show.html.figures import NEUTRAL, PHASE_COLOURS, Chart, times
+from dpbench.show.layout import Shown, gigabytes, step_milliseconds
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE
 
-COLOUR = PHASE_STYLES["backward"].colour
+COLOUR = PHASE_COLOURS["backward"]
 """The colour of bars that stand for no phase and no trainer."""
+
+RATIO_COLOURS = ("#0072B2", "#E69F00", "#8C8C8C")
+"""The colours of bytes, time and memory."""
 
 BY_OPERATOR = "counted operator by operator without hardware, not measured"
 
@@ -27,6 +30,58 @@ IN_CACHE = (
     "Warning: some steps move less than 1 GB. At that size the data stays in the L2 cache, and "
     "ratios of DRAM bytes mean nothing."
 )
+
+
+def ratios(material: PageData) -> Chart | None:
+    """Bytes, time and peak memory of a step as multiples of the baseline's; the page's answer."""
+    premise, baseline = material.premise, material.baseline
+    names = {
+        BYTES[premise]: f"{material.bytes_name} bytes",
+        "step_time_seconds": "time",
+        "peak_memory_bytes": "peak memory",
+    }
+    rows = material.summary[(material.summary.phase == STEP) & material.summary.ratio.notna()]
+    rows = rows[(rows.trainer != rows.baseline) & (rows.premise == premise)]
+    wide = pivot(rows.assign(value=rows.ratio), "metric").rename(columns=names)
+    colours = {
+        name: c for name, c in zip(names.values(), RATIO_COLOURS, strict=True) if name in wide
+    }
+    if not colours:
+        return None
+    return figures.bar_chart(
+        "ratios",
+        f"A step's bytes, time and memory ÷ {baseline}'s",
+        BY_OPERATOR if premise == COUNTED else "measured",
+        wide.assign(end=wide[[*colours]].max(axis="columns"), label=""),
+        colours,
+        f"÷ {baseline}",
+        unit="×",
+        line=1.0,
+    )
+
+
+def step_times(material: PageData) -> Chart | None:
+    """The time of a step by trainer, stacked by phase; no chart if nothing was timed."""
+    rows = material.summary[material.summary.metric == "step_time_seconds"]
+    wide = pivot(rows, "phase")
+    if STEP not in wide:
+        return None
+    steps = wide[KEYS].merge(rows[rows.phase == STEP].drop_duplicates(KEYS), "left", KEYS)
+    ends = [f" {step_milliseconds(seconds)} ms" for seconds in wide[STEP]]
+    over = ["" if pd.isna(ratio) else f" ({times(ratio)})" for ratio in steps.ratio]
+    shown = [name for name in ALL_PHASES if name in wide]
+    over_baseline: dict[str, Shown] = {f"÷ {material.baseline}": ("ratio", times)}
+    return figures.bar_chart(
+        "times",
+        "Time of a step by trainer and phase",
+        "timed in a process that counts nothing; medians over the steps",
+        wide.assign(end=wide[STEP], label=[*map(str.__add__, ends, over)], ratio=steps.ratio),
+        {name: PHASE_COLOURS[name] for name in shown} or {STEP: PHASE_COLOURS[STEP]},
+        "ms per step (measured)",
+        unit="ms",
+        columns={**({f"{STEP}, ms": (STEP, step_milliseconds)} if shown else {}), **over_baseline},
+        stacked=True,
+    )
 
 
 def phases(material: PageData) -> Chart | None:
@@ -50,7 +105,7 @@ def phases(material: PageData) -> Chart | None:
         f"{name[0].upper()}{name[1:]} by trainer and phase",
         BY_OPERATOR if material.premise == COUNTED else "measured by hardware counters",
         wide.assign(end=wide[STEP], label=list(map(_end_of_bar, wide.to_dict("records")))),
-        {name: PHASE_STYLES[name].colour for name in shown},
+        {name: PHASE_COLOURS[name] for name in shown},
         f"{material.bytes_name} GB per step ({material.premise})",
         columns={
             f"{STEP}, GB": (STEP, gigabytes),
@@ -90,9 +145,7 @@ def memory(material: PageData) -> Chart | None:
         "memory",
         "Peak memory by trainer",
         BY_OPERATOR if material.premise == COUNTED else "measured by PyTorch's allocator",
-        peaks.rename(columns={"value": "peak memory"}).assign(
-            end=peaks.value, label=[f" {gigabytes(peak)}" for peak in peaks.value]
-        ),
+        peaks.rename(columns={"value": "peak memory"}).assign(end=peaks.value, label=""),
         {"peak memory": COLOUR},
         f"peak memory, GB ({material.premise})",
     )
@@ -107,7 +160,7 @@ def busy(material: PageData) -> Chart | None:
     elapsed = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
     rows = summary[summary.metric == BUSY].join(elapsed.rename("cycles"), on=keys)
     longest = rows.groupby(KEYS).cycles.transform("max")
-    rows = rows[(rows.cycles > SHOWN_SHARE * longest) & rows.phase.isin(PHASE_STYLES)]
+    rows = rows[(rows.cycles > SHOWN_SHARE * longest) & rows.phase.isin([*PHASE_COLOURS])]
     if rows.empty:
         return None
     how_to_read = (
@@ -119,7 +172,7 @@ def busy(material: PageData) -> Chart | None:
         "How busy the GPU was, by phase",
         "measured by hardware counters: the part of the time in which the GPU did anything",
         pivot(rows, "phase").assign(end=1.0, label=""),
-        {name: s.colour for name, s in PHASE_STYLES.items() if name in set(rows.phase)},
+        {name: colour for name, colour in PHASE_COLOURS.items() if name in set(rows.phase)},
         "busy, % of the time",
         unit="%",
         notes=[how_to_read],

@@ -1,25 +1,22 @@
 """The parts of charts: colours, and panels in plotly's JSON.
 
-Phases have the colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), trainers those of
-Paul Tol's "bright" scheme (https://personal.sron.nl/~pault/), some a shade off for contrast on
-white and on black. Both stay apart under the common kinds of colour blindness.
+Phases have the colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), ranks those of Paul
+Tol's "bright" scheme (https://personal.sron.nl/~pault/), some a shade off for contrast on white and
+on black. Both stay apart under the common kinds of colour blindness.
 """
 
 from __future__ import annotations
 
 import html
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
 from dpbench.core.case import OUTSIDE
-from dpbench.core.registry import TRAINERS
 from dpbench.results.rows import STEP
-from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, milliseconds
+from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds
 
 NAMES: Mapping[str, Shown] = {
     "configuration": ("title", str),
@@ -31,13 +28,20 @@ NAMES: Mapping[str, Shown] = {
 
 UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "GB": (1e9, gigabytes),
-    "ms": (1e-3, milliseconds),
+    "ms": (1e-3, step_milliseconds),
     "%": (0.01, lambda share: f"{share * 100:.0f}"),
+    "×": (1.0, "{:.2f}".format),
 }
 """Units of bars: their size, and how a value is written."""
 
 ROW, BAR, CHARACTER = 30, 13, 7
 """Heights of a stacked bar and of a grouped bar, and width of a character, in pixels."""
+
+LONGEST_NUMBER = 6
+"""Characters of a number beside its bar."""
+
+BESIDE = {"textposition": "outside", "cliponaxis": False, "constraintext": "none"}
+"""Where a bar's number stands."""
 
 LONGEST = 20
 """Characters of a name in a chart, to fit a phone; tables have the whole name."""
@@ -48,62 +52,33 @@ NEUTRAL = "#8C8C8C"
 """Visible on white and on black."""
 
 
-class Style(NamedTuple):
-    """How a phase is drawn: plotly's colour and symbol, and the symbol as text."""
-
-    colour: str
-    symbol: str
-    glyph: str
-
-
-PHASE_STYLES = {
-    "forward": Style("#56B4E9", "circle", "○"),
-    "backward": Style("#0072B2", "square", "□"),
-    "clip": Style("#D55E00", "diamond", "◇"),
-    "noise": Style("#CC79A7", "triangle-up", "△"),
-    "optimizer": Style("#009E73", "triangle-down", "▽"),
-    OUTSIDE: Style(NEUTRAL, "star", "☆"),
-    STEP: Style("#7F8790", "hexagon", "⬡"),
+PHASE_COLOURS = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "clip": "#D55E00",
+    "noise": "#CC79A7",
+    "optimizer": "#009E73",
+    OUTSIDE: NEUTRAL,
+    STEP: "#7F8790",
 }
 
-TRAINER_COLOURS = (
-    *("#7F8790", "#EE6677", "#4F86BB", "#BB4A93"),
-    *("#228833", "#B8A522", "#3AA9C9", "#A0653B"),
-    *("#8C6BB1", "#E08214", "#6FBF73", "#D48FB5"),
-    *("#35618F", "#8A8A2B"),
-)
-
-
-def trainer_colours(trainers: Iterable[str]) -> dict[str, str]:
-    """A colour for each trainer; registered trainers have the same colour on every page."""
-    present = set(trainers)
-    known = dict.fromkeys([*TRAINERS, *sorted(present)])
-    return {name: c for name, c in zip(known, cycle(TRAINER_COLOURS)) if name in present}
-
-
-Key = tuple[str, str, str]
-"""An entry of a legend: a glyph, what it stands for, and the glyph's colour in CSS."""
+RANK_COLOURS = ("#7F8790", "#EE6677", "#4F86BB", "#BB4A93", "#228833", "#B8A522", "#3AA9C9")
 
 
 @dataclass(frozen=True)
 class Chart:
     """A section of the page: a table that is drawn as well.
 
-    ``premise`` is where its numbers come from, ``panels`` are plotly's figures by title (the page
-    adds their common parts), ``keys`` is their legend. If there is nothing to draw, the table has
-    no lines, and its notes say why.
+    ``premise`` is where its numbers come from, ``panels`` are plotly's figures by title, to which
+    the page adds what they have in common, ``colours`` is their legend. If there is nothing to
+    draw, the table has no lines, and its notes say why.
     """
 
     id: str
     premise: str
     table: Table
     panels: Mapping[str, Json] = field(default_factory=dict)
-    keys: Sequence[Key] = ()
-
-
-def squares(colours: Mapping[str, str]) -> list[Key]:
-    """A legend of colours by name."""
-    return [("■", name, colour) for name, colour in colours.items()]
+    colours: Mapping[str, str] = field(default_factory=dict)
 
 
 def bar_chart(
@@ -123,17 +98,17 @@ def bar_chart(
     """A chart with a panel for each cell of the grid, in it bars for each trainer.
 
     ``rows`` are cases. The columns that ``colours`` names become bars, in one row if ``stacked``,
-    in a ``unit`` of `UNITS`; ``label`` stands at ``end``, and a dashed line at ``line``. All panels
-    have one axis, which says ``scale``. The table has ``columns`` beside the bars.
+    in a ``unit`` of `UNITS`; ``label`` stands at ``end``, and a dashed line at ``line``. Each panel
+    has a scale of its own; its axis says what ``scale`` does. The table has ``columns`` beside the
+    bars.
     """
     size, write = UNITS[unit]
     # A label that begins at 0, where nothing was measured, needs no room beside the bars.
-    room = 12 + CHARACTER * max(map(len, rows.label[rows.end.notna()]), default=0)
+    longest = max(map(len, rows.label[rows.end.notna()]), default=0)
     layout: Json = {
-        "margin": {"r": room},
+        "margin": {"r": 12 + CHARACTER * (longest if stacked else max(longest, LONGEST_NUMBER))},
         "barmode": "stack" if stacked else "group",
         "bargap": 0.25,
-        "xaxis": {"title": {"text": scale}, "range": [0, rows.end.max() / size or 1]},
     }
     if line is not None:
         place = {"x0": line / size, "x1": line / size, "y0": 0, "y1": 1, "yref": "paper"}
@@ -142,15 +117,17 @@ def bar_chart(
     height = ROW if stacked else max(ROW, BAR * (len(colours) + 1))
     panels: dict[str, Json] = {
         cell: {
-            "data": [*_bars(of_cell, colours, unit)],
-            "layout": {**layout, **_names(of_cell.trainer.tolist(), height)},
+            "data": [*_bars(of_cell, colours, unit, stacked)],
+            "layout": layout
+            | _names(of_cell.trainer.tolist(), height)
+            | {"xaxis": {"title": {"text": scale}, "range": [0, of_cell.end.max() / size or 1]}},
         }
         for cell, of_cell in cells(rows)
     }
     numbers = {f"{name}, {unit}": (name, write) for name in colours} | dict(columns or {})
     known = rows.dropna(subset=[name for name, _ in numbers.values()], how="all")
     table = Table.of(title, known, {**NAMES, **numbers}, notes)
-    return Chart(id, premise, table, panels, squares(colours) if len(colours) > 1 else [])
+    return Chart(id, premise, table, panels, colours if len(colours) > 1 else {})
 
 
 def _names(names: list[str], height: int) -> Json:
@@ -160,8 +137,10 @@ def _names(names: list[str], height: int) -> Json:
     return {"height": 58 + height * len(names), "yaxis": {**axis, "autorange": "reversed"}}
 
 
-def _bars(rows: pd.DataFrame, colours: Mapping[str, str], unit: str) -> Iterator[Json]:
-    """The bars of each colour, then the labels at their ends."""
+def _bars(
+    rows: pd.DataFrame, colours: Mapping[str, str], unit: str, stacked: bool
+) -> Iterator[Json]:
+    """The bars of each colour, numbered if side by side, then the labels at their ends."""
     size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)
@@ -177,6 +156,7 @@ def _bars(rows: pd.DataFrame, colours: Mapping[str, str], unit: str) -> Iterator
             "marker": {"color": colour},
             "hoverinfo": "text",
             "hovertext": list(map(lines, known.trainer, texts)),
+            **({} if stacked else {"text": [*map(write, known[name])], **BESIDE}),
         }
     yield {
         "type": "scatter",
@@ -190,12 +170,6 @@ def _bars(rows: pd.DataFrame, colours: Mapping[str, str], unit: str) -> Iterator
     }
 
 
-def log_axis(title: str, seen: list[float]) -> Json:
-    """A logarithmic axis over the visible values; one scale for all panels."""
-    ends = [math.log10(min(seen) / 1.6), math.log10(max(seen) * 1.6)] if seen else [0, 1]
-    return {"title": {"text": title}, "type": "log", "range": ends, "dtick": 1}
-
-
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Rows by cell of the grid, in the order in which they come, with the title of each."""
     for (title, batch, seq), group in rows.groupby(["title", "batch_size", "seq_len"], sort=False):
@@ -203,9 +177,9 @@ def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         yield ", ".join(filter(None, (str(title), " × ".join(size)))), group
 
 
-def plain(text: str) -> str:
+def plain(text: str, longest: int = LONGEST) -> str:
     """A name for plotly: tags and entities are escaped, long names are cut."""
-    shown = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    shown = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return html.escape(shown, quote=False)
 
 

@@ -19,9 +19,11 @@ from dpbench.results.outcome import trainer_summary
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.export import trainer_table
-from dpbench.show.html.charts import against_logical, busy, memory, phases
+from dpbench.show.html.changes import changes
+from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios, step_times
 from dpbench.show.html.data import MEASURED, PageData, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
+from dpbench.show.html.flame import flames
 from dpbench.show.html.ranks import sent, waits
 from dpbench.show.html.roofs import roofline, time
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
@@ -55,9 +57,10 @@ def render(material: PageData) -> str:
     return _template().render(
         title=", ".join(run.name for run in runs),
         headline=headline(material),
-        trainers=trainers(runs),
+        steps=steps(material),
+        changes=changes(runs),
         charts=draw(material),
-        cases=cases(material),
+        trainers=trainers(runs),
         recorded=recorded(runs),
         rows=every_row(runs),
         environments=environments(runs),
@@ -89,7 +92,8 @@ def _template() -> Template:
 
 def draw(material: PageData) -> list[Chart]:
     """Every chart of the page, in order."""
-    every = (phases, sent, memory, busy, time, waits, roofline, against_logical)
+    measured = (ratios, phases, step_times, time, memory, busy, roofline)
+    every = (*measured, flames, sent, waits, against_logical)
     return [chart for draws in every if (chart := draws(material))]
 
 
@@ -116,12 +120,13 @@ def trainers(runs: Sequence[Run]) -> Table:
     return trainer_table(trainer_summary(outcomes), notes)
 
 
-def cases(material: PageData) -> Table:
+def steps(material: PageData) -> Table:
     """Whole steps, one line per case and premise."""
     step = material.summary[material.summary.phase == STEP]
     wide = pivot(step, "metric")
     numbers: dict[str, Shown] = {}
     listed = [c for c in (*usual_columns(), column("samples_per_second")) if c.name in wide]
+    listed.sort(key=lambda shown: shown.kind != "ratio")
     for shown in listed:
         header = shown.heading.replace("\n", " ").replace("mem.", "memory")
         header = header.replace("÷ std", f"÷ {material.baseline}")
@@ -129,7 +134,8 @@ def cases(material: PageData) -> Table:
         write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, usual)
         numbers[f"{header}, GB" if shown.unit == "B" else header] = (shown.name, write)
     run: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
-    columns: dict[str, Shown] = {**run, **NAMES, "premise": ("premise", str), **numbers}
+    both: dict[str, Shown] = {"premise": ("premise", str)} if wide.premise.nunique() > 1 else {}
+    columns: dict[str, Shown] = {**run, **NAMES, **both, **numbers}
     known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
     title = "One step of each case: means over the steps, medians of times; exact when pointed at"
     return Table.of(title, known, columns)

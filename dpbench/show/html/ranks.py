@@ -10,7 +10,7 @@ from dpbench.core.case import ALL_PHASES
 from dpbench.results.rows import STEP
 from dpbench.show.html import figures
 from dpbench.show.html.data import KEYS, MEASURED, PageData, pivot, titles
-from dpbench.show.html.figures import PHASE_STYLES, TRAINER_COLOURS, Chart
+from dpbench.show.html.figures import PHASE_COLOURS, RANK_COLOURS, Chart
 from dpbench.show.layout import gigabytes
 
 HOW_TO_READ = (
@@ -31,7 +31,7 @@ def sent(material: PageData) -> Chart | None:
         "What a rank sends to others, by trainer and phase",
         "counted from the sizes of tensors by the ring of each collective, not measured",
         wide.assign(end=wide[STEP], label=[f" {gigabytes(size)}" for size in wide[STEP]]),
-        {name: PHASE_STYLES[name].colour for name in shown},
+        {name: PHASE_COLOURS[name] for name in shown},
         "GB that a rank sends in a step (counted)",
         columns={f"{STEP}, GB": (STEP, gigabytes)},
         stacked=True,
@@ -54,7 +54,7 @@ def waits(material: PageData) -> Chart | None:
         "Time in collectives, by rank",
         "recorded by the PyTorch profiler",
         wide.assign(end=wide[[*names.values()]].max(axis="columns"), label=""),
-        dict(zip(names.values(), cycle(TRAINER_COLOURS))),
+        dict(zip(names.values(), cycle(RANK_COLOURS))),
         "ms of a step in collectives (measured)",
         unit="ms",
         notes=[HOW_TO_READ],

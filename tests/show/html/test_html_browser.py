@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dpbench.core.case import Case
+from dpbench.instruments.logical.counter import logical_rows
+from dpbench.results import outcome
+from dpbench.results.kernels import OperatorCount
+from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
 from dpbench.show.html.data import PageData, labelled
 from dpbench.show.html.page import render
@@ -36,7 +41,7 @@ FLAGS = (
 
 MARKS = """
 return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => [plot.id, {
-  bars: [...plot.querySelectorAll(".barlayer .point path")].filter((p) => p.getBBox().width).length,
+  bars: plot.querySelectorAll(".barlayer .point path").length,
   points: plot.querySelectorAll(".scatterlayer .points path").length,
   width: plot.querySelector(".main-svg").getBoundingClientRect().width,
   room: plot.getBoundingClientRect().width,
@@ -46,7 +51,8 @@ return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => 
 CUT = """
 return [...document.querySelectorAll(".plot")].flatMap((plot) => {
   const room = plot.getBoundingClientRect();
-  const beyond = ({ left, right }) => left < room.left - 1 || right > room.right + 1;
+  const beyond = ({ left, right }) =>
+    left < right && (left < room.left - 1 || right > room.right + 1);  // hidden text has no width
   return [...plot.querySelectorAll("text")]
     .filter((text) => beyond(text.getBoundingClientRect()))
     .map((text) => text.textContent);
@@ -117,12 +123,48 @@ def test_page_is_drawn_and_right_in_a_browser(browser: Chrome, tmp_path: Path) -
     nothing_was_said_or_fetched(browser, hostile)
 
 
+@needs_browser
+def test_an_operator_that_grew_is_found_with_one_click(browser: Chrome, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+
+    before, after = (counted(*more) for more in ((), (CLONE,)))
+    page = tmp_path / "two.html"
+    show(browser, page, ("before", before), ("after", after))
+    browser.find_element(By.LINK_TEXT, "What changed").click()
+    [line] = browser.find_elements(By.CSS_SELECTOR, "#table-grown-0 tbody tr")
+    top = "return arguments[0].getBoundingClientRect().top"
+    assert 0 <= browser.execute_script(top, line) < 900  # in sight
+    for words in ("clip", "aten.clone", "blocks.*.up", "model.py:24 forward", "+500.0 MB"):
+        assert words in line.text
+    [flame, _] = browser.find_elements(By.CSS_SELECTOR, "#flames .plot")
+    boxes = {each.text for each in flame.find_elements(By.CSS_SELECTOR, "text") if each.text}
+    assert {"step", "forward", "blocks.*.up", "aten.mm", "model.py:20 forward"} <= boxes
+    fits_a_phone(browser)
+    nothing_was_said_or_fetched(browser, page)
+
+
+def counted_at(line: int, name: str, phase: str, size: int) -> OperatorCount:
+    place = "blocks.*.up", f"model.py:{line} forward"
+    return OperatorCount(phase, name, 1, size, 0, 0, False, 0, *place)
+
+
+MM = counted_at(20, "aten.mm", "forward", 3 * 10**9)
+CLONE = counted_at(24, "aten.clone", "clip", 5 * 10**8)
+
+
+def counted(*more: OperatorCount) -> dict[str, Any]:
+    """The document of a step that was counted without hardware."""
+    case, operators = Case("dpsgd", 8, 256), (MM, *more)
+    rows = logical_rows(case, operators, {each.phase for each in operators})
+    return outcome.document([Outcome(case, tuple(rows), operators=operators)], {})
+
+
 def every_mark_is_there(browser: Chrome) -> None:
     figures = json.loads(
         browser.execute_script("return document.getElementById('figures').textContent")
     )
     marks = browser.execute_script(MARKS)
-    assert len(marks) == 14
+    assert len(marks) == 22
     assert set(marks) == set(filter(None, figures))
     for name, found in marks.items():
         expected = {"bars": 0, "points": 0}
@@ -175,7 +217,7 @@ def cases_are_means_of_their_rows(browser: Chrome, rows: list[dict[str, Any]]) -
             "samples per s": of("samples_per_second"),
         }
 
-    found = table(browser, "table-cases")
+    found = table(browser, "table-steps")
     lines = [dict(zip(found["headers"], cells, strict=True)) for cells in found["values"]]
     lines = [line for line in lines if line["premise"] == "measured"]
     assert len(lines) == 16
@@ -213,23 +255,23 @@ def headers_sort(browser: Chrome) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
-    before = table(browser, "table-cases")
+    before = table(browser, "table-steps")
     place = before["headers"].index("DRAM total, GB")
-    button = browser.find_elements(By.CSS_SELECTOR, "#table-cases th button")[place]
+    button = browser.find_elements(By.CSS_SELECTOR, "#table-steps th button")[place]
     button.click()
-    up = table(browser, "table-cases")
+    up = table(browser, "table-steps")
     assert up["sorts"] == ["ascending" if at == place else "none" for at in range(len(up["sorts"]))]
     numbers = [float(cells[place]) for cells in up["values"] if cells[place]]
     assert numbers == sorted(numbers)
     assert [bool(cells[place]) for cells in up["values"]] == [True] * 16 + [False] * 4
     assert sorted(map(str, up["values"])) == sorted(map(str, before["values"]))
     button.send_keys(Keys.ENTER)
-    down = table(browser, "table-cases")
+    down = table(browser, "table-steps")
     assert down["sorts"][place] == "descending"
     assert [float(cells[place]) for cells in down["values"][:16]] == numbers[::-1]
     names = before["headers"].index("trainer")
-    browser.find_elements(By.CSS_SELECTOR, "#table-cases th button")[names].click()
-    trainers = [cells[names] for cells in table(browser, "table-cases")["values"]]
+    browser.find_elements(By.CSS_SELECTOR, "#table-steps th button")[names].click()
+    trainers = [cells[names] for cells in table(browser, "table-steps")["values"]]
     assert trainers == sorted(trainers)
 
 

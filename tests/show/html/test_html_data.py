@@ -198,7 +198,7 @@ def test_failed_case_is_counted_and_named_with_its_error() -> None:
     table = page.trainers(of.runs)
     assert table.notes == ("CaseOutOfMemory: 61 GiB",)
     assert [[line[0], line[2]] for line in table.cells] == [["standard", "1/1"], ["dpsgd", "0/1"]]
-    assert [line["DRAM total, GB"] for line in exact(page.cases(of))] == [2e9]
+    assert [line["DRAM total, GB"] for line in exact(page.steps(of))] == [2e9]
     assert page.headline(of)[1:] == ["1 case failed.", page.NEEDS_LOGICAL]
 
 
@@ -225,7 +225,7 @@ def test_a_script_has_no_batch_size_but_the_one_it_was_given() -> None:
         b=[row | Script("train", 8).columns for row in rows],
     )
     assert [*drawn(charts.phases(of)).panels] == ["script", "script, batch 8"]
-    assert [line[1:4] for line in page.cases(of).cells] == [
+    assert [line[1:4] for line in page.steps(of).cells] == [
         ["script", "-", "-"],
         ["script", "8", "-"],
     ]
@@ -257,5 +257,5 @@ def test_every_row_is_there_and_exact() -> None:
 
 def test_no_rows_at_all_make_empty_tables() -> None:
     empty = material(a=[])
-    assert page.cases(empty).cells == page.trainers(empty.runs).cells == []
+    assert page.steps(empty).cells == page.trainers(empty.runs).cells == []
     assert page.draw(empty) == []

@@ -20,7 +20,7 @@ from dpbench.results.roofline import Roofs
 from dpbench.results.run import Run
 from dpbench.show.html import charts, roofs
 from dpbench.show.html.data import PageData, labelled
-from dpbench.show.html.figures import PHASE_STYLES, Chart, plain, trainer_colours
+from dpbench.show.html.figures import PHASE_COLOURS, Chart, plain
 from dpbench.show.html.page import draw, exact, render
 
 ROOT = Path(__file__).parents[3]
@@ -89,12 +89,15 @@ def page_of(of: PageData) -> Elements:
 def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
     charts = draw(material(GRID1, COUNTED))
     assert {chart.id: len(chart.panels) for chart in charts} == {
+        "ratios": 4,
         "phases": 4,
-        "memory": 4,
+        "times": 4,
         "time": 4,
+        "memory": 4,
         "roofline": 1,
         "logical": 1,
     }
+    assert charts[0].id == "ratios"  # the page's answer
     assert all(chart.table.exact for chart in charts)
     for figure in (figure for chart in charts for figure in figures_of(chart)):
         go.Figure(figure)  # refuses what plotly does not know
@@ -141,56 +144,66 @@ def test_the_expected_range_is_said_below_the_bars() -> None:
     assert len(other.table.notes) == 1
 
 
-def test_panels_of_a_chart_have_one_scale() -> None:
+def test_each_panel_has_a_scale_of_its_own() -> None:
     small = cell()
     for row in small["rows"]:
         row["value"] /= 10
     for row in small["rows"] + small["cases"]:
         row["precision"] = "bf16"
-    of_both = draw(material(CELL, small, COUNTED))
-    assert [chart.id for chart in of_both] == ["phases", "memory", "time", "roofline", "logical"]
-    for chart in of_both:
-        ranges: dict[str, set[tuple[float, float]]] = {}
-        for figure in figures_of(chart):
-            for axis in ("xaxis", "yaxis"):
-                of_axis = figure["layout"][axis]
-                if "range" in of_axis:
-                    ranges.setdefault(of_axis["title"]["text"], set()).add(tuple(of_axis["range"]))
-        assert ranges, chart.id
-        assert all(len(found) == 1 for found in ranges.values()), (chart.id, ranges)
+    large, tenth = figures_of(drawn(charts.phases, material(CELL, small)))
+    ends = [figure["layout"]["xaxis"]["range"][1] for figure in (large, tenth)]
+    assert ends[0] == pytest.approx(10 * ends[1])
 
 
-def test_marks_under_a_roof_show_through_each_other_and_speak_for_all_trainers() -> None:
+def test_ratios_of_bytes_time_and_memory_stand_side_by_side() -> None:
+    [figure] = figures_of(drawn(charts.ratios, ALONE))
+    bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
+    assert list(bars) == ["DRAM bytes", "time", "peak memory"]
+    summary = ALONE.summary[ALONE.summary.phase == "step"].set_index(["metric", "trainer"]).ratio
+    for name, metric in (("DRAM bytes", "dram_bytes"), ("time", "step_time_seconds")):
+        assert bars[name]["y"] == ["dpsgd", "dpsgd_ghost", "dpsgd_fgc"]
+        assert bars[name]["x"] == [summary[metric, trainer] for trainer in bars[name]["y"]]
+        assert bars[name]["text"] == [f"{x:.2f}" for x in bars[name]["x"]]
+    assert figure["layout"]["shapes"][0]["x0"] == 1
+
+
+def test_a_steps_time_is_drawn_by_phase_and_as_long_as_it_took() -> None:
+    [figure] = figures_of(drawn(charts.step_times, ALONE))
+    bars = [trace for trace in figure["data"] if trace["type"] == "bar"]
+    times = ALONE.summary[ALONE.summary.metric == "step_time_seconds"]
+    steps = times[times.phase == "step"].set_index("trainer").value * 1e3
+    longest = figure["layout"]["xaxis"]["range"][1]
+    assert longest == pytest.approx(steps.max())
+    whole = sum(bar["x"][bar["y"].index("dpsgd")] for bar in bars if "dpsgd" in bar["y"])
+    assert whole == pytest.approx(steps["dpsgd"], rel=0.02)  # medians of phases
+
+
+def test_each_phase_has_a_bar_of_its_roof() -> None:
     chart = drawn(roofs.roofline, COUNTED_TOO)
     assert "launch-bound (" not in str(chart)
-    [roof] = figures_of(chart)
-    _, rings = roof["data"]
-    sizes = rings["marker"]["size"]
-    assert len(set(sizes)) == len(set(rings["marker"]["color"])) == 4
-    assert sizes == sorted(sizes, reverse=True)
-    texts = rings["hovertext"]
-    assert {text.partition("<br>")[0] for text in texts} == {"forward", "backward", "clip"}
-    assert all(f"<br>{name}: " in texts[0] for name in TRAINERS)
+    [figure] = figures_of(chart)
+    bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
+    assert list(bars) == ["forward", "backward", "clip"]
+    assert bars["forward"]["y"] == [*TRAINERS]
+    assert all(0 < share < 100 for bar in bars.values() for share in bar["x"])
 
 
-def test_a_phase_that_waits_for_its_launches_is_marked_under_its_roof() -> None:
+def test_a_phase_that_waits_for_its_launches_is_named_under_its_roof() -> None:
     roofline = drawn(roofs.roofline, material(with_busy_shares(), COUNTED))
-    [figure] = figures_of(roofline)
-    _, rings = figure["data"]
-    said = [text.partition("<br>")[0] for text in rings["hovertext"]]
-    dotted = [symbol.endswith("-open-dot") for symbol in rings["marker"]["symbol"]]
-    assert dotted == [phase == "clip" for phase in said]
-    assert "launch-bound (10%)" in str(figure)
-    assert "launch-bound" in roofline.keys[-1][1]
+    table = roofline.table
+    lines = [dict(zip(table.headers, line, strict=True)) for line in table.cells]
+    waits = {line["phase"] for line in lines if line["bound"] == "launch-bound (10%)"}
+    assert waits == {"clip"}
 
 
-def test_what_time_is_made_of_is_drawn_as_parts_of_the_step() -> None:
+def test_what_time_is_made_of_is_drawn_in_milliseconds() -> None:
     chart = drawn(roofs.time, material(with_busy_shares(), COUNTED))
     [figure] = figures_of(chart)
     bars = {trace["name"]: trace["x"] for trace in figure["data"] if trace["type"] == "bar"}
-    assert list(bars) == ["arithmetic", "bytes", "idle"]
-    assert bars["idle"] == pytest.approx([100 - 7200 / 91] * 4)
-    assert all(share > 0 for parts in bars.values() for share in parts)
+    assert list(bars) == ["step", "arithmetic", "bytes", "idle"]
+    assert bars["step"] == [500.0] * 4
+    assert bars["idle"] == pytest.approx([500 * (1 - 72 / 91)] * 4)
+    assert all(part > 0 for parts in bars.values() for part in parts)
     lines = [dict(zip(chart.table.headers, line, strict=True)) for line in chart.table.cells]
     waits = [line for line in lines if line["bound"] == "launch-bound (10%)"]
     assert {line["phase"] for line in waits} == {"clip"}
@@ -258,11 +271,8 @@ def test_page_fetches_nothing_and_runs_only_its_own_scripts() -> None:
     assert all(source.startswith(("#", "data:")) for source in sources if source)
 
 
-def test_colours_are_fixed_and_different() -> None:
-    assert len({style.colour for style in PHASE_STYLES.values()}) == len(PHASE_STYLES)
-    alone, together = trainer_colours(["dpsgd"]), trainer_colours([*TRAINERS, "mine", "yours"])
-    assert alone["dpsgd"] == together["dpsgd"]
-    assert len(set(together.values())) == 6
+def test_colours_of_phases_are_different() -> None:
+    assert len(set(PHASE_COLOURS.values())) == len(PHASE_COLOURS)
 
 
 def test_numbers_are_exact() -> None:

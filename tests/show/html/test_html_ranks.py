@@ -13,7 +13,7 @@ from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.show.html import ranks
 from dpbench.show.html.data import PageData
-from dpbench.show.html.figures import PHASE_STYLES
+from dpbench.show.html.figures import PHASE_COLOURS
 from dpbench.show.html.page import draw, render
 from tests.instruments.logical.cases import count
 
@@ -48,7 +48,7 @@ def test_what_a_rank_sends_is_drawn_by_phase() -> None:
         phase: [pytest.approx(by_phase[name, phase]) for name in ("standard", "dpsgd_ghost")]
         for phase in ("forward", "backward")
     }
-    assert figure["data"][0]["marker"]["color"] == PHASE_STYLES["forward"].colour
+    assert figure["data"][0]["marker"]["color"] == PHASE_COLOURS["forward"]
     assert "What a rank sends" in render(material(*outcomes))
 
 

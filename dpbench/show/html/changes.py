@@ -1,0 +1,77 @@
+"""What changed from the first run of a page to each other: numbers, operators, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from dpbench.core.files import printable
+from dpbench.results.changes import kernel_changes, operator_changes
+from dpbench.results.conditions import premise_differences
+from dpbench.results.gate import Gate
+from dpbench.results.run import Run
+from dpbench.show.comparison import amount, comparison_tables
+from dpbench.show.layout import Shown, Table
+
+MOST_LINES = 60
+"""How many operators and kernels the list has."""
+
+SMALLEST = 0.001
+"""A change below this share of the largest is left out."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """From one run to another: what grew, the steps' numbers, and what else differs."""
+
+    title: str
+    grown: Table
+    steps: Sequence[Table]
+    differences: Sequence[str]
+
+
+def changes(runs: Sequence[Run]) -> list[Changes]:
+    """The changes from the first run to each of the others that has a number in common with it."""
+    return [found for after in runs[1:] if (found := _changes(runs[0], after))]
+
+
+def _changes(before: Run, after: Run) -> Changes | None:
+    verdict = Gate(before, after).judge()
+    if verdict.changes.empty:
+        return None
+    differences = [printable(each) for each in premise_differences(before, after)]
+    title = f"{before.name} → {after.name}"
+    return Changes(title, _grown(before, after), comparison_tables(verdict), differences)
+
+
+def _grown(before: Run, after: Run) -> Table:
+    """Operators and kernels of cases that both runs have, the largest change first."""
+    frames = [frame for frame in _by_case(before, after) if len(frame)]
+    found = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"change": []})
+    found = found.sort_values("change", key=abs, ascending=False, kind="stable")
+    found = found[found.change.abs() > SMALLEST * found.change.abs().max()].head(MOST_LINES)
+    if found.empty:
+        why = "No operator and no kernel of a case that both runs have moves more or fewer bytes."
+        return Table("What changed most", [], [], (why,))
+    found = found.assign(relative=(found.change / found.before).where(found.before > 0))
+    columns: dict[str, Shown] = {
+        "change": ("change", lambda size: f"{'+' if size > 0 else '-'}{amount(abs(size), 'B')}"),
+        "by": ("relative", "{:+.1%}".format),
+        "phase": ("phase", str),
+        "operator or kernel": ("name", str),
+        "module": ("module", str),
+        "line": ("line", str),
+        "before": ("before", lambda size: amount(size, "B")),
+        "after": ("after", lambda size: amount(size, "B")),
+        "case": ("case", str),
+    }
+    return Table.of("What changed most", found, columns)
+
+
+def _by_case(before: Run, after: Run) -> Iterator[pd.DataFrame]:
+    cases = {outcome.case for outcome in before.outcomes}
+    for case in dict.fromkeys(each.case for each in after.outcomes if each.case in cases):
+        for found in (operator_changes(before, after, case), kernel_changes(before, after, case)):
+            yield found.assign(case=case.id)

@@ -1,0 +1,90 @@
+"""The flame graph: logical bytes of a step by phase, module, operator and source line."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pandas as pd
+
+from dpbench.results.kernels import OperatorCount
+from dpbench.show.html.charts import BY_OPERATOR
+from dpbench.show.html.data import PageData
+from dpbench.show.html.figures import NEUTRAL, PHASE_COLOURS, Chart, Json, plain
+from dpbench.show.layout import Shown, Table, gigabytes
+
+SMALLEST = 0.002
+"""The share of a step's bytes below which a box is not drawn."""
+
+OUTSIDE_MODULES = "outside of modules"
+
+HEIGHT = 420
+
+COLUMNS: dict[str, Shown] = {
+    "case": ("case", str),
+    "phase": ("phase", str),
+    "module": ("module", str),
+    "operator": ("operator", str),
+    "line": ("line", str),
+    "GB": ("bytes", gigabytes),
+}
+
+HOW_TO_READ = (
+    "A box is as wide as its bytes: below a phase its modules, then their operators, then the "
+    "lines that ran them. A click shows one box alone; a click on the box above goes back. "
+    "Backward has the modules and lines of forward. Room without a box is smaller ones."
+)
+
+
+def flames(material: PageData) -> Chart | None:
+    """A flame graph for each case whose operators have modules or lines."""
+    panels, lines = {}, []
+    for run in material.runs:
+        for outcome in run.outcomes:
+            if any(each.module or each.line for each in outcome.operators):
+                several = f", {run.name}" if len(material.runs) > 1 else ""
+                name = f"{outcome.case.id}{several}"
+                boxes = _boxes(outcome.operators)
+                panels[name] = _icicle(boxes)
+                lines += [(name, *place, size) for place, size in boxes.items() if len(place) == 4]
+    if not panels:
+        return None
+    names = [name for name, _ in COLUMNS.values()]
+    rows = pd.DataFrame(lines, columns=names).sort_values("bytes", ascending=False, kind="stable")
+    table = Table.of("Bytes by module, operator and source line", rows, COLUMNS, [HOW_TO_READ])
+    return Chart("flames", BY_OPERATOR, table, panels)
+
+
+def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], int]:
+    """Bytes by phase, by phase and module, and so on; the step has the empty place."""
+    boxes: dict[tuple[str, ...], int] = defaultdict(int)
+    for each in operators:
+        place = each.phase, each.module or OUTSIDE_MODULES, each.operator, each.line
+        for depth in range(5):
+            boxes[place[:depth]] += each.total_bytes
+    least = SMALLEST * boxes[()]
+    return {place: size for place, size in boxes.items() if size > least or not place}
+
+
+def _icicle(boxes: dict[tuple[str, ...], int]) -> Json:
+    number = {place: str(at) for at, place in enumerate(boxes)}
+    trace = {
+        "type": "icicle",
+        "ids": [*number.values()],
+        "labels": [plain(place[-1], longest=60) if place else "step" for place in boxes],
+        "parents": [number[place[:-1]] if place else "" for place in boxes],
+        "values": [*boxes.values()],
+        "branchvalues": "total",
+        "sort": True,
+        "tiling": {"orientation": "v"},
+        "marker": {"colors": [PHASE_COLOURS.get(p[0], NEUTRAL) if p else NEUTRAL for p in boxes]},
+        "texttemplate": "%{label}",
+        "hovertemplate": "%{label}<br>%{value:.3s}B, %{percentRoot:.1%} of the step<extra></extra>",
+        "pathbar": {"visible": False},
+    }
+    layout = {
+        "height": HEIGHT,
+        "margin": {"t": 4, "r": 4, "b": 4, "l": 4},
+        "uniformtext": {"minsize": 10, "mode": "hide"},
+    }
+    return {"data": [trace], "layout": layout}
