@@ -1,9 +1,9 @@
 """Compare saved runs: what changed, and whether by more than it may.
 
-A run is the number of a saved one (dpbench list shows them) or a file: of the storage, or
-written by --json or --dpbench-json. The first is what the others are compared with. The exit
-code is 1 if a change exceeds a --fail, if a --fail could not be checked for all cases of the first
-run, or if one of these cases failed in another run.
+A run is the number or the name of a saved one (dpbench list shows them; of several with one name
+the newest), or a file that --json or --dpbench-json wrote. The first is what the others are
+compared with. The exit code is 1 if a change exceeds a --fail, if a --fail could not be checked for
+all cases of the first run, or if one of these cases failed in another run.
 
 A limit is METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (only what is beyond both fails), or
 METRIC:±5% (either way; +- is the same). Units are SI, a plain number is in the metric's own.
@@ -12,6 +12,7 @@ l2_served_ratio, logical_ratio, peak_memory_ratio.
 
 Examples:
   dpbench compare 1 2
+  dpbench compare base this --columns dram_bytes,dram_bytes@clip --sort change --csv changes.csv
   dpbench compare 1 2 --fail dram_bytes:5% --fail dram_ratio:3% --fail dram_bytes@clip:0.1GB
   dpbench compare h200.json h100.json --across
 """
@@ -21,24 +22,40 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
 
 from dpbench.commands.options import saved_run
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import printable
+from dpbench.core.files import printable, write_bytes
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
 from dpbench.results.compare import Threshold
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Gate, Verdict
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
 from dpbench.show.comparison import comparison_tables, exceeded_lines, grown_text
-from dpbench.show.layout import as_text
+from dpbench.show.layout import Table, as_text
+from dpbench.show.view import listed_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("before", metavar="BEFORE", help="number or file")
-    parser.add_argument("after", nargs="+", metavar="AFTER", help="numbers or files")
+    parser.add_argument("before", metavar="BEFORE", help="number, name or file")
+    parser.add_argument("after", nargs="+", metavar="AFTER", help="numbers, names or files")
+    parser.add_argument(
+        "--columns", metavar="NAMES", help="metrics to show, METRIC[@PHASE], separated by commas"
+    )
+    parser.add_argument(
+        "--sort",
+        choices=("name", "change"),
+        default="name",
+        help="order of the lines: by trainer and metric, or the largest change first",
+    )
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write all numbers of the runs, before and after"
+    )
     declare(parser.add_argument, "compare_fail", called="--fail")
     declare(parser.add_argument, "compare_across", called="--across")
     declare(parser.add_argument, "storage")
@@ -49,19 +66,32 @@ def run(options: argparse.Namespace) -> int:
     names = (options.before, *options.after)
     before, *others = runs = [saved_run(name, options.storage) for name in names]
     with METRICS.including(*(run.metrics for run in runs)):
-        thresholds = [Threshold.parse(text) for text in options.fail]
-        bad = [_compare(before, after, thresholds, options.across) for after in others]
-    return 1 if any(bad) else 0
+        limits = [Threshold.parse(text) for text in options.fail]
+        named = [Threshold.parse(f"{name}:0") for name in listed_names(options.columns)]
+        shown = [(each.metric, each.phase) for each in named]
+        verdicts = [_judge(before, after, limits, options.across) for after in others]
+        if options.csv:
+            parts = [v.changes.assign(run=o.name) for v, o in zip(verdicts, others, strict=True)]
+            write_bytes(options.csv, pd.concat(parts).to_csv(index=False).encode())
+        bad = False
+        for after, verdict in zip(others, verdicts, strict=True):
+            tables = comparison_tables(verdict, shown=shown, largest_first=options.sort == "change")
+            bad |= _print(before, after, verdict, tables)
+    return 1 if bad else 0
 
 
-def _compare(before: Run, after: Run, limits: Sequence[Threshold], across: bool) -> bool:
-    """Print what changed from one run to another; returns whether that is a failure."""
-    title = f"{before.name} -> {after.name}"
+def _judge(before: Run, after: Run, limits: Sequence[Threshold], across: bool) -> Verdict:
     check_comparable(before, after.sources, f"{after.path}", across=across, option="--across")
     verdict = Gate(before, after, across=across).judge(limits)
     if verdict.changes.empty:
-        raise ConfigurationError(f"{title}: the two have no case in common")
-    print(f"{title}\n\n{as_text(comparison_tables(verdict))}\n")
+        raise ConfigurationError(f"{before.name} -> {after.name}: the two have no case in common")
+    return verdict
+
+
+def _print(before: Run, after: Run, verdict: Verdict, tables: Sequence[Table]) -> bool:
+    """Print what changed from one run to another; returns whether that is a failure."""
+    title = f"{before.name} -> {after.name}"
+    print(f"{title}\n\n{as_text(tables)}\n")
     if grown := grown_text(verdict.regressions, verdict.memory):
         print(f"{grown}\n")
     for note in verdict.notes:

@@ -58,5 +58,5 @@ def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
 
 
 def saved_run(name: str, storage: Path) -> Run:
-    """The run that a number names, as ``dpbench list`` shows it, or a path."""
+    """The run with a number or a name, as ``dpbench list`` shows them, or with a path."""
     return Run.load(Storage(storage).find(name))

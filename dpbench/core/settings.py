@@ -151,7 +151,7 @@ class Settings:
         "device that has what this one measures and passed its own comparison",
         nargs="?",
         const="",
-        metavar="NUM|FILE",
+        metavar="NUM|NAME|FILE",
     )
     compare_fail: tuple[str, ...] = options.option(
         "fail if something got worse by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB "

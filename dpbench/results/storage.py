@@ -6,6 +6,7 @@ import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from dpbench.core.case import Subject
@@ -58,11 +59,11 @@ class Storage:
         return list(readable(self.paths(), Run.load_head, skipped)), skipped
 
     def find(self, text: str) -> Path:
-        """The file of a run named by its number or by a path."""
+        """The file of a run: by its number, its path, or the name it was saved as, the newest."""
         if not re.fullmatch(r"\d{1,18}", text):
-            if not stat.S_ISREG(mode_of(Path(text))):
-                raise ConfigurationError(f"no run file {text}; dpbench list shows what is saved")
-            return Path(text)
+            if stat.S_ISREG(mode_of(Path(text))):
+                return Path(text)
+            return self._named(text)
         paths, number = self.paths(), f"run number {int(text):04}"
         matching = [path for path in paths if _number(path) == int(text)]
         if not matching:
@@ -74,6 +75,15 @@ class Storage:
             listed = " and ".join(map(str, matching))
             raise ConfigurationError(f"{number} is both {listed}; name the file")
         return matching[0]
+
+    def _named(self, name: str) -> Path:
+        """The newest run that was saved under a name."""
+        saved = {_name(path): path for path in self.paths()}
+        if name in saved:
+            return saved[name]
+        nearest = "".join(f"; did you mean {each}?" for each in get_close_matches(name, saved, 1))
+        where = f"no run file {name}, and no run of that name in {self.directory}"
+        raise ConfigurationError(f"{where}; dpbench list shows what is saved{nearest}")
 
     def candidates(self, devices: Iterable[str]) -> list[Path]:
         """The files of runs on these devices, and of counted ones, the newest first."""
@@ -91,8 +101,7 @@ class Storage:
         paths = [
             path
             for path in reversed(self.paths())
-            if path.parent.name == folder_name(device)
-            and name in (None, path.stem.partition("_")[2])
+            if path.parent.name == folder_name(device) and name in (None, _name(path))
         ]
         for run in readable(paths, Run.load_head, skipped):
             of_it = run.session.get("grid", {}).get("shard") == shard
@@ -153,6 +162,10 @@ def _lock(path: Path) -> Path:
 
 def _number(path: Path) -> int:
     return int(path.name.partition("_")[0])
+
+
+def _name(path: Path) -> str:
+    return path.stem.partition("_")[2]
 
 
 def readable(

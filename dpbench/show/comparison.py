@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -23,17 +23,26 @@ MOST_LINES = 40
 HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
 
 
-def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> list[Table]:
+def comparison_tables(
+    verdict: Verdict,
+    title: str = "",
+    against: str = "",
+    *,
+    shown: Sequence[tuple[str, str]] = (),
+    largest_first: bool = False,
+) -> list[Table]:
     """The step's main metrics, and all that limits were applied to, by cell.
 
-    A table's title begins with ``title``, and ends with the reference it is ``against``.
+    A table's title begins with ``title``, and ends with the reference it is ``against``. ``shown``
+    are metrics and phases in place of the main ones; ``largest_first`` orders by relative change.
     """
     changes, judged = verdict.changes, verdict.judged
     keys = [*AXES, *NUMBER[1:]]
     known = pd.MultiIndex.from_frame(changes[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
-    rows = changes[changes.metric.isin(_shown()) & (changes.phase == STEP) & ~known]
+    places = pd.MultiIndex.from_frame(changes[["metric", "phase"]])
+    rows = changes[places.isin(shown or [(name, STEP) for name in _shown()]) & ~known]
     if not judged.empty:
-        rows = pd.concat([rows, judged])
+        rows = pd.concat([rows, judged], ignore_index=True)
     tables = []
     cells_by = [key for key in keys if key not in ("trainer", "metric", "phase")]
     for key, group in rows.groupby(cells_by):
@@ -47,6 +56,9 @@ def comparison_tables(verdict: Verdict, title: str = "", against: str = "") -> l
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []
         ordered = group.sort_values(["trainer", "metric"], kind="stable", key=_rank)
+        if largest_first:
+            by_size = ordered.relative.abs().fillna(math.inf)
+            ordered = ordered.loc[by_size.sort_values(ascending=False, kind="stable").index]
         for row in ordered.to_dict("records"):
             metric, phase, *rest = change_cells(row)
             cells.append([row["trainer"], metric + (f"@{phase}" if phase != STEP else ""), *rest])

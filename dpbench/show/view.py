@@ -90,7 +90,7 @@ class TableOptions:
         """The view that was asked for on a command line: names separated by commas."""
         if asked.top < 1:
             raise ConfigurationError(f"a table shows 1 kernel or more, not {asked.top}")
-        labels = _names(asked.group_by) or ("cell",)
+        labels = listed_names(asked.group_by) or ("cell",)
         for label in labels:
             if label not in (*GROUPS, *OF_TESTS) and not label.startswith(PARAM):
                 raise unknown("group", label, (*GROUPS, *OF_TESTS, f"{PARAM}NAME"))
@@ -98,7 +98,7 @@ class TableOptions:
             column(str(asked.sort))
         no_usual = ["none"] if baseline != BASELINE_TRAINER else []
         expected = expectations([*asked.expect, *no_usual])
-        chosen = tuple(map(column, _names(asked.columns)))
+        chosen = tuple(map(column, listed_names(asked.columns)))
         return cls(chosen, asked.sort, labels, asked.top, expected, baseline)
 
     def under_tests(self, summary: pd.DataFrame, outcomes: Iterable[Outcome]) -> pd.DataFrame:
@@ -132,6 +132,7 @@ def label_of(test: Mapping[str, Any], label: str) -> str:
     return (labels | {"param": params.removesuffix("]") or NO_TEST})[label]
 
 
-def _names(listed: str | None) -> tuple[str, ...]:
+def listed_names(listed: str | None) -> tuple[str, ...]:
+    """The names that commas separate, each once."""
     names = (name.strip() for name in (listed or "").split(","))
     return tuple(dict.fromkeys(name for name in names if name))

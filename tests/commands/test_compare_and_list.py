@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from dpbench.commands.cli import main
@@ -205,3 +206,51 @@ def test_number_names_a_run_to_show_and_to_draw_too(
     assert main(["show", "1", "2", "--html=report.html"]) == 0
     page = Path("report.html").read_text(encoding="utf-8")
     assert "<title>dpbench: 0001_before, 0002_after</title>" in page
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.usefixtures("storage")
+def test_runs_are_compared_by_name_and_the_newest_of_a_name_counts(
+    storage: Storage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(storage, "before", more)
+    assert main(["compare", "after", "before"]) == 0
+    assert capsys.readouterr().out.startswith("0002_after -> 0003_before\n")
+
+
+@pytest.mark.usefixtures("storage")
+def test_a_name_that_nothing_has_is_refused_with_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["compare", "befor", "after"]) == 2
+    error = capsys.readouterr().err
+    assert "no run file befor, and no run of that name" in error
+    assert error.endswith("did you mean before?\n")
+
+
+@pytest.mark.usefixtures("storage")
+def test_columns_are_metrics_and_phases_and_the_largest_change_can_come_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = "dram_bytes@clip,dram_bytes@forward"
+    assert main(["compare", "before", "after", "--columns", names, "--sort", "change"]) == 0
+    lines = lines_of(capsys)
+    first = lines.index(["trainer", "metric", "before", "after", "change", "limit"]) + 2
+    of_cell = lines[first : first + 7]
+    assert [line[1] for line in of_cell] == ["dram_bytes@clip"] * 3 + ["dram_bytes@forward"] * 4
+    assert [line[-2] for line in of_cell] == ["+2.00%"] * 3 + ["+0.00%"] * 4
+    assert main(["compare", "before", "after", "--columns", "dram_byte"]) == 2
+    assert "did you mean dram_bytes?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("storage")
+def test_a_csv_file_has_every_number_before_and_after(tmp_path: Path) -> None:
+    assert main(["compare", "1", "2", "--csv", "changes.csv"]) == 0
+    table = pd.read_csv(tmp_path / "changes.csv")
+    clip = table[(table.metric == "dram_bytes") & (table.phase == "clip")]
+    assert {*clip.run} == {"0002_after"}
+    assert (clip.after / clip.before).tolist() == pytest.approx([1.02] * len(clip))
+    assert len(clip) == 12
