@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +36,11 @@ the arguments, ``run(options)`` does it and returns the exit code."""
 
 TAKE_INSTRUMENTS = ("step", "run", "exec")
 """The commands that declare the options of instruments from outside."""
+
+ALL = "--help-all"
+FEW = 5
+"""How many examples the short help has. Commands with many options list in ``COMMON`` those that
+it shows; `ALL` shows all."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -80,7 +85,7 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         Path.cwd()
     except FileNotFoundError as error:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
-    if {*written[:1]} & {"run", "advise"} and not {*written} & {"-h", "--help", "--cluster"}:
+    if {*written[:1]} & {"run", "advise"} and not {*written} & {"-h", "--help", ALL, "--cluster"}:
         fork_server()  # imports torch, while this process reads its options and imports pandas
     return build_parser("".join(written[:1]), written).parse_args(written)
 
@@ -123,10 +128,25 @@ def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.Argum
         if name == command:
             module = import_module(f"dpbench.commands.{name}")
             module.add_arguments(described)
+            if common := getattr(module, "COMMON", ()):
+                described.add_argument(ALL, action="help", help="every option, and more examples")
+                if ALL not in words:
+                    _shorten(described, {*common, "-h", ALL})
             if command in TAKE_INSTRUMENTS:
                 _declare_outside(described, words)
             described.set_defaults(command=module.run)
     return parser
+
+
+def _shorten(parser: argparse.ArgumentParser, common: Collection[str]) -> None:
+    """Leave out of a command's help what few need: options, paragraphs and examples."""
+    for action in parser._actions:
+        if action.option_strings and not {*action.option_strings} & {*common}:
+            action.help = argparse.SUPPRESS
+    first, *_ = str(parser.description).split("\n\n")
+    examples = str(parser.description).partition("Examples:\n")[2].splitlines()[:FEW]
+    parser.description = "\n".join([first, "", "Examples:", *examples])
+    parser.usage = parser.usage or f"{parser.prog} [options]"
 
 
 def _declare_outside(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

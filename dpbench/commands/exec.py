@@ -64,6 +64,12 @@ from dpbench.session import Session, sources
 from dpbench.session_store import reporting
 from dpbench.verify.check import NOT_JUDGED, Check
 
+COMMON = (
+    *("--instrument", "--skip", "--steps", "--batch-size", "--baseline", "--verify", "--output"),
+    *("--html", "--save", "--compare", "--compare-fail"),
+)
+"""The options in the short help."""
+
 DECLARED = {
     "measuring": ("ncu_dir",),
     "tables": ("columns", "sort", "expect"),

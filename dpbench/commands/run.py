@@ -14,14 +14,14 @@ A grid file is TOML with one key per axis, a value or a list of values:
   model_size = "medium"
 
 Examples:
-  dpbench run --grid grid1 --json run.json --markdown run.md
   dpbench run --trainer standard --trainer dpsgd --batch-size 8 --seq-len 256
+  dpbench run --grid grid1 --json run.json --markdown run.md --html run.html
+  dpbench run --instrument logical --batch-size 8 --seq-len 256
+  dpbench run --instrument logical --autosave --compare-fail logical_bytes:1%
+  dpbench run --columns dram_bytes,dram_ratio,spread --sort dram_ratio --group-by device
+  dpbench run --instrument ncu --instrument timing --instrument logical
   dpbench run --ncu-metrics dram_read_throughput,gld_throughput
   dpbench run --kernels-phase clip --trainer dpsgd --batch-size 8 --seq-len 256
-  dpbench run --instrument logical --batch-size 8 --seq-len 256
-  dpbench run --instrument ncu --instrument timing --instrument logical
-  dpbench run --columns dram_bytes,dram_ratio,spread --sort dram_ratio --group-by device
-  dpbench run --instrument logical --autosave --compare-fail logical_bytes:1%
   dpbench run --instrument timing --device cpu --model-size tiny --batch-size 4 --seq-len 32
   dpbench run --instrument torch_profiler --trainer dpsgd --profile-schedule active=3
   dpbench run --grid grid1 --shard 2/4 --json shard2.json
@@ -48,6 +48,13 @@ from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters.metrics import CounterOptions
 from dpbench.session import Session
 from dpbench.show.layout import as_text, terminal_width
+
+COMMON = (
+    *("--trainer", "--batch-size", "--seq-len", "--model-size", "--precision", "--optimizer"),
+    *("--grid", "--instrument", "--output", "--html"),
+    *("--save", "--compare", "--compare-fail"),
+)
+"""The options in the short help."""
 
 GROUPS = {
     "trainer": "cases",

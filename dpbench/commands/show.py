@@ -81,6 +81,9 @@ from dpbench.show.tables import tables
 from dpbench.show.times import time_tables
 from dpbench.show.view import TableOptions
 
+COMMON = ("--columns", "--sort", "--phase", "--roofline", "--time", "--output", "--html")
+"""The options in the short help."""
+
 REPORT = ".ncu-rep"
 TIMELINES = (".nsys-rep", ".sqlite")
 """Suffixes of what Nsight Systems recorded, and of what was exported from that."""

@@ -195,18 +195,25 @@ def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
     """The phases that have more than `SHOWN_SHARE` of the largest value in some case."""
-    most = group.frame[group.frame.metric == metric].groupby("phase").value.max()
+    most = _most_by_phase(group, metric)
     return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
+
+
+def _most_by_phase(group: Group, metric: str) -> pd.Series[float]:
+    return group.frame[group.frame.metric == metric].groupby("phase").value.max()
 
 
 def _phase_table(group: Group, metric: str, name: str, view: TableOptions) -> list[Table]:
     """Bytes by case and phase, with the ratio to the same phase of the baseline."""
-    columns = {}
-    for phase in _phases_shown(group, metric):
+    columns, most = {}, _most_by_phase(group, metric)
+    shown = _phases_shown(group, metric)
+    small = [name for name in ALL_PHASES if name not in shown and most.get(name, 0.0) > 0]
+    notes = [f"Below {SHOWN_SHARE:.1%} and not shown: {', '.join(small)}."] if small else []
+    for phase in shown:
         ratios = group.texts(column(derived_name(metric)), phase)
         values = group.texts(column(metric), phase)
         columns[phase] = {x: f"{v} ({ratios[x]})" if x in ratios else v for x, v in values.items()}
-    return group.table(f"{name} by phase (÷ {view.baseline})", columns)
+    return group.table(f"{name} by phase (÷ {view.baseline})", columns, notes)
 
 
 def _busy_table(group: Group) -> list[Table]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -201,10 +202,16 @@ def test_a_step_that_fails_says_why_in_its_record(
         (["run", "--instrument", "logical", "--profile-schedule", "foo=1"], "'foo'"),
         (["run", "--instrument", "logical", "--ncu-metrics", "dram"], "unknown metric 'dram'"),
         (["list", "--storage", __file__], "Not a directory"),
-        (["show", "absent.json"], "no run file absent.json; dpbench list shows"),
-        (["show", "absent"], "no run file absent; dpbench list"),
+        (
+            ["show", "absent.json"],
+            "no run file absent.json, and no run of that name in .dpbench; dpbench list shows",
+        ),
+        (
+            ["show", "absent"],
+            "no run file absent, and no run of that name in .dpbench; dpbench list",
+        ),
         (["show", "7", "--storage", "absent"], "no run number 0007 in absent; there is none"),
-        (["show", "/"], "no run file /; dpbench list"),
+        (["show", "/"], "no run file /, and no run of that name"),
         (["show", "9" * 5000], "File name too long"),
         (["show", __file__, "--html", __file__], "and --html name the same file, 'test_cli.py'"),
         (["show", "absent.json", "r.ncu-rep"], "no run file absent.json"),
@@ -313,6 +320,26 @@ def test_every_help_has_examples(command: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert f"dpbench {command}" in capsys.readouterr().out.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize("command", ["run", "exec", "show"])
+def test_the_short_help_fits_a_screen_and_says_how_to_see_all(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, whole = "", ""
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    short = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help-all"])
+    whole = capsys.readouterr().out
+    assert len(short.splitlines()) <= 66
+    assert "--help-all" in short
+    assert "--storage" in whole
+    assert "--storage" not in short
+    options = re.findall(r"^  (--[a-z-]+)", short, re.MULTILINE)
+    assert len(options) >= 7
+    assert all(f"  {option}" in whole for option in options)
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,9 +172,11 @@ def test_phase_table_has_bytes_and_the_ratio_to_the_same_phase() -> None:
     ]
 
 
-def test_phase_that_moves_next_to_nothing_has_no_column() -> None:
+def test_phase_that_moves_next_to_nothing_has_no_column_and_is_named() -> None:
     phase = tables_of(by_phase("standard", forward=100, backward=100, outside=0.01))[1]
     assert phase.headers == ["trainer", "forward", "backward"]
+    assert phase.notes == ("Below 0.1% and not shown: outside.",)
+    assert tables_of(by_phase("standard", forward=100, backward=100))[1].notes == ()
 
 
 def test_what_happens_outside_every_phase_is_shown_when_it_counts() -> None:
