@@ -157,6 +157,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` without a GPU and ``slow`` without ``--slow``; longest tests first.
 
+    Of a test marked ``repeats`` the first of its parameters runs without ``--slow``.
+
     Tests that run pytest take seconds. Workers steal tests from each other, except the last two: if
     these are short, all workers end together. pytest-randomly keeps its order.
     """
@@ -165,6 +167,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skipped = {} if visible_gpus() else {"gpu": "needs an NVIDIA GPU"}
     if not config.getoption("--slow"):
         skipped["slow"] = "takes long: --slow runs it"
+        first = set[str]()
+        for item in items:
+            name = item.nodeid.partition("[")[0]
+            if item.get_closest_marker("repeats") and not item.get_closest_marker("slow"):
+                if name in first:
+                    item.add_marker(pytest.mark.slow)
+                first.add(name)
     for item in items:
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker):

@@ -132,6 +132,7 @@ def test_ncu_ends_when_whoever_started_it_is_killed(
     assert session.is_gone()
 
 
+@pytest.mark.slow
 def test_ncu_ends_when_the_controller_of_workers_is_killed(begin: Callable[..., Session]) -> None:
     session = begin(PYTEST)
     assert session.owner() != session.process.pid

@@ -139,6 +139,7 @@ def test_a_resumed_run_is_judged_by_what_it_kept_too(
         assert ("energy_joules@step of standard-" in said.err) == (end == "kept")
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("joules", ["float('nan')", "float('inf')", "'2'", "None", "10**400 // 1"])
 def test_a_number_that_cannot_be_is_refused_by_name_and_the_others_are_kept(
     meter: Path, capsys: pytest.CaptureFixture[str], joules: str

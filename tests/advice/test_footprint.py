@@ -84,6 +84,7 @@ def test_a_model_whose_layers_are_few_or_differ_is_counted_whole(axes: dict[str,
     assert found.peak(4)[0] == of_step(case)["peak_memory_bytes"]
 
 
+@pytest.mark.slow
 def test_a_workload_of_ones_own_is_counted() -> None:
     case = Case("dpsgd", 4, workload=target(digits.Digits))
     assert footprint(case).peak(8)[0] >= footprint(case).peak(4)[0] > 0
@@ -118,6 +119,7 @@ def made(live: dict[int, int]) -> Footprint:
     return Footprint(Case("dpsgd", next(iter(live)), 8), counts)
 
 
+@pytest.mark.slow
 def test_an_example_alone_is_no_measure_of_larger_batches() -> None:
     assert made({1: 7, 2: 20, 3: 30}).peak(1) == (7, "clip")
     assert made({1: 7, 2: 20, 3: 30}).peak(5) == (50, "clip")

@@ -25,6 +25,7 @@ def test_each_command_is_one_that_dpbench_takes(
     assert "shard" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_call_has_no_time_for_is_left_to_the_next(tmp_path: Path) -> None:
     plan = {"one": f"{TINY} --trainer standard"}
     assert measure(plan, tmp_path, 0) == ["one"]

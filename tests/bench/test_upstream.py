@@ -63,6 +63,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Mon
         yield patch
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("layer", ["rnn", "lstm", "gru"])
 def test_kept_leaves_layers_that_are_used_again_as_they_are(
     kept: pytest.MonkeyPatch, layer: str
@@ -96,6 +97,7 @@ def test_an_update_of_opacus_exceeds_the_threshold() -> None:
     assert "AssertionError" in run_page(None).stderr
 
 
+@pytest.mark.slow
 def test_an_update_keeps_the_threshold_with_the_diff(tmp_path: Path) -> None:
     upstream.patched("norms", tmp_path)
     done = run_page(tmp_path)

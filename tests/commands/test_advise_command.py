@@ -44,6 +44,7 @@ def test_bad_input_is_one_line(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_method_that_was_named_and_refuses_is_a_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -129,6 +129,7 @@ def test_smoke_refuses_ranks_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.startswith("dpbench smoke: smoke trains in one process; dpbench verify")
 
 
+@pytest.mark.slow
 def test_verify_says_in_a_line_what_ranks_refuse(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--trainer", "standard", "--parallel", "ddp", "--gpus", "2", *TINY]) == 2
     err = capfd.readouterr().err

@@ -42,6 +42,7 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     "words",
     [
@@ -60,6 +61,7 @@ def test_no_module_there_is_executed(strange: Path, words: list[str]) -> None:
     assert "executed" not in done.stdout + done.stderr
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("instrument", ["logical", "timing"])
 def test_a_module_there_does_not_shadow_one_of_a_cases_process(
     tmp_path: Path, instrument: str

@@ -196,6 +196,7 @@ def test_traceback_of_a_script_is_its_own_and_shown_once(
     assert "dpbench/child/" not in error
 
 
+@pytest.mark.slow
 def test_thread_that_waits_for_the_rest_of_a_script_does_not_keep_it_from_ending(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -247,6 +248,7 @@ def test_script_finds_the_modules_that_it_would_alone_and_ours_none_of_its(
     assert "ended by itself with exit status 7, before a step" in capfd.readouterr().err
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("ends", "status", "words"),
     [

@@ -107,6 +107,7 @@ def slow(*ways: str) -> list[Any]:
     return [pytest.param(way, marks=pytest.mark.slow) for way in ways]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("how", ["thread", "fork", *slow("own thread", "pool", "worker")])
 def test_work_of_other_threads_and_forks_is_noted_and_no_limit_passes_on_it(
     how: str, capfd: pytest.CaptureFixture[str]
@@ -122,6 +123,7 @@ def test_work_of_other_threads_and_forks_is_noted_and_no_limit_passes_on_it(
     assert said in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["loader", *slow("here", "nothing", "before")])
 def test_threads_that_call_no_operator_in_a_step_are_no_work(
     how: str, capfd: pytest.CaptureFixture[str]
@@ -132,6 +134,7 @@ def test_threads_that_call_no_operator_in_a_step_are_no_work(
     assert "NOT COUNTED" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_file_is_another_subject_unless_it_is_named(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

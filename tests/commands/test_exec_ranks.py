@@ -125,6 +125,7 @@ def test_torchruns_ranks_are_one_run_with_rows_by_rank() -> None:
     assert rates == [pytest.approx(4 / row["value"]) for row in steps]  # of 8 that all train
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_no_process_is_left() -> None:
     os.mkfifo("alive")
     alive = os.open("alive", os.O_RDONLY | os.O_NONBLOCK)
@@ -149,6 +150,7 @@ def test_a_script_alone_that_hangs_says_where_it_was(capfd: pytest.CaptureFixtur
     assert main(["exec", "--instrument=timing", "--timeout=inf", "trains.py"]) == 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_no_step_is_named(tmp_path: Path) -> None:
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = []

@@ -71,6 +71,7 @@ def test_run_is_saved_resumed_and_compared(
     assert main([*limited, "--compare=1", "--compare-first-run-ok"]) == 0
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("damage", [('"schema": 2', '"schema": 99'), ('"rows"', "rows")], ids=str)
 def test_a_reference_that_cannot_be_read_is_not_a_first_run(
     tmp_path: Path,

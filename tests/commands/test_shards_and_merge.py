@@ -51,6 +51,7 @@ def test_merged_shards_have_the_rows_of_the_whole(capsys: pytest.CaptureFixture[
     assert main(["merge", "1.json", "whole.json"]) == 2
 
 
+@pytest.mark.slow
 def test_local_executor_measures_each_shard_in_a_job(
     metered: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def printed(*words: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1"])
 @pytest.mark.parametrize("words", [COUNT, ["merge", GRID1]], ids=lambda words: words[0])
 def test_json_there_is_json(words: list[str], name: str) -> None:
@@ -40,6 +41,7 @@ def test_json_there_is_json(words: list[str], name: str) -> None:
     assert "Cases by trainer" in err
 
 
+@pytest.mark.slow
 def test_csv_there_is_csv() -> None:
     out, err = printed(*COUNT, "--csv=/dev/stdout")
     rows = list(csv.DictReader(StringIO(out)))

@@ -63,6 +63,7 @@ def test_the_record_is_the_last_one_printed(tmp_path: Path) -> None:
     assert child.record()["loss"] == 2
 
 
+@pytest.mark.slow
 def test_the_log_and_the_terminal_show_a_command_to_paste(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_fork_measures_a_case_as_a_new_process_does(server: ForkServer, tmp_pa
     assert len([*tasks.iterdir()]) == 1
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
@@ -157,6 +158,7 @@ def is_gone(process_id: int) -> bool:
     return False
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("how", ["sys.exit()", "os.kill(os.getpid(), 9)"])
 def test_the_server_ends_with_its_session(how: str) -> None:
     program = (

@@ -50,7 +50,7 @@ for instruction in range(1, every, every // int(sys.argv[2])):
 """
 
 
-@pytest.mark.parametrize("points", [50, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [20, pytest.param(2000, marks=pytest.mark.slow)])
 def test_wherever_ctrl_c_comes_the_program_ends_and_nobody_waits_for_ever(
     points: int, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_refusal_is_one_line_that_names_the_rank(tmp_path: Path) -> None:
         running.rows()
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("trainer", "line"),
     [
@@ -111,6 +112,7 @@ def in_its_step(running: CaseProcess) -> None:
     time.sleep(1)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("trainer", "was"),
     [("Waits", r"was in fail \(failing_ranks.py:\d+\)"), ("Returns", "had taken its steps")],
@@ -159,6 +161,7 @@ def inherits(case: Case) -> dict[str, bool]:
     return {"fork": hasattr(sys, "inherited")}
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_ranks_are_no_forks_of_a_process_whose_forks_cannot_use_cuda(
     poisoned: bool, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ H200 = {  # DRAM GB of a step and peak GB: ncu, 1b, batch 8 × sequence 256, fp3
 }
 
 
+@pytest.mark.slow
 def test_the_examples_print_what_comes_close_to_an_h200_and_two_shallow_models_tell(
     pytester: pytest.Pytester, imports: sessions.Imports
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_case_whose_test_was_skipped_was_asked_for(
     assert (run.status, run.cases_asked, len(run.outcomes)) == ("complete", 2, 1)
 
 
+@pytest.mark.slow
 def test_a_case_whose_worker_died_was_asked_for_and_is_not_judged(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

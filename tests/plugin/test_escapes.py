@@ -45,6 +45,7 @@ CHANGES: dict[str, tuple[str, str, str]] = {
 LIMIT = ("--dpbench-compare-fail=logical_bytes:5%", "--dpbench-compare-first-run-ok")
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_no_more_is_named(project: RunSuite, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_suite=SUITE)
     project("-n0", "--dpbench-save=good", replayed=False).assert_outcomes(passed=5)

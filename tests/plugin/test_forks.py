@@ -94,6 +94,7 @@ SUITES: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("suite", SUITES)
 def test_it_is_judged(
     project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, suite: str
@@ -118,6 +119,7 @@ def test_it_is_judged(
     assert saved(pytester.path, 3).verdict == "regressed"
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("how", ["in_fork(lambda: kept[-1](step))", "kept[-1](step)"])
 def test_what_is_measured_after_the_session_was_judged_fails_it(
     project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, how: str
@@ -134,6 +136,7 @@ def test_what_is_measured_after_the_session_was_judged_fails_it(
     result.stdout.fnmatch_lines(["ERROR: dpbench: measured after the last test, and so judged*"])
 
 
+@pytest.mark.slow
 def test_what_a_fork_did_not_live_to_measure_is_unjudged(
     project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def titles(text: str) -> list[str]:
     return [line.partition(": MB per step")[0] for line in text.splitlines() if "MB per s" in line]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("workers", [["-n0"], ["-n1"]], ids=str)
 def test_a_case_stands_in_the_group_of_each_test_that_asked_for_it(
     project: RunSuite,

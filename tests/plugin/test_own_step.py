@@ -69,6 +69,7 @@ def test_times(ncu):
 """
 
 
+@pytest.mark.slow
 def test_its_operators_are_counted_by_phase(project: RunSuite, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_suite=SUITE + COUNTED)
     result = project("-n0", "--dpbench-json=run.json", "--dpbench-save=own", replayed=False)

@@ -32,6 +32,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("mode", [["-p", "no:xdist"], ["-n2"]], ids=str)
 def test_a_session_is_shown_written_and_judged_as_asked(
     project: RunSuite,

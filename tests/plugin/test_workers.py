@@ -40,6 +40,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(whole_session, "visible_gpus", lambda: found)
 
 
+@pytest.mark.slow
 def test_auto_workers_have_a_gpu_each_and_one_that_dies_takes_nothing_with_it(
     project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

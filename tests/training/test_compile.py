@@ -35,6 +35,7 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
+@pytest.mark.repeats
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("trainer", COMPILED)
 def test_compiled_steps_update_as_others_do(trainer: str) -> None:

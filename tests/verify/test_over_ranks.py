@@ -107,6 +107,7 @@ def wrong(pairs: Iterable[str], ranks: int, folder: Path) -> dict[str, dict[str,
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "pairs"),
     [
@@ -132,6 +133,7 @@ def test_what_cannot_be_parallel_is_refused_with_what_can(tmp_path: Path) -> Non
         assert said in refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

@@ -24,6 +24,7 @@ CANCELLING = ("dpsgd_ghost", "dpsgd_fgc")
 """Opacus's ghost norms cancel where tokens are alike, which is known."""
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("trainer", "setting"),
     [

@@ -70,6 +70,7 @@ def of_gradients(checks: list[Check]) -> list[str]:
 # --- what passes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     "trainer",
     [*QUICK, *slow(*(each for each in PRIVATE if each not in QUICK))],
@@ -175,6 +176,7 @@ def test_losses_that_are_made_of_gradients_are_verified() -> None:
 CLIPPED = "times the mean of gradients clipped flat"
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("name", "axes", "said"),
     [
@@ -217,6 +219,7 @@ def test_a_frozen_parameter_that_changes_is_named() -> None:
     assert "head.weight: is frozen, and changes" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", *slow("bf16-amp")])
 def test_faults_are_seen_beside_the_rounding_of_16_bits(precision: str) -> None:
     lines = of_gradients(own("AdaptersUnclipped", trainable="lora:2", precision=precision))
@@ -227,6 +230,7 @@ def test_faults_are_seen_beside_the_rounding_of_16_bits(precision: str) -> None:
 # --- noise that differs --------------------------------------------------------------------------
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("name", "check", "said"),
     [
@@ -252,6 +256,7 @@ def test_noise_that_differs_is_named_and_is_no_other_fault(
     assert {check.partition(":")[0] for check in found} == {"noise"}
 
 
+@pytest.mark.slow
 def test_noise_that_repeats_in_another_process_is_named(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -266,6 +271,7 @@ def test_noise_that_repeats_in_another_process_is_named(
 BANDED = "noise=banded,bands=4"
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     "trainer",
     ["dpsgd", "fused", *slow("dpsgd_fgc", "micro_batch", "lean", f"{FAULTY}:Banded")],
@@ -274,6 +280,7 @@ def test_noise_that_is_correlated_over_steps_passes_as_what_it_says(trainer: str
     assert not unexpected(trainer, checks_of(f"{trainer}:{BANDED}", micro_batches=1))
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("name", "check", "said"),
     [
@@ -333,6 +340,7 @@ def test_a_trainer_that_fails_is_named_with_its_error() -> None:
         checks_of("dpsgd:grad_sample=ew", workload=LLAMA)
 
 
+@pytest.mark.slow
 def test_the_seed_of_whoever_asks_stays_as_it_was() -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
@@ -357,6 +365,7 @@ def test_a_weight_that_is_used_by_hand_is_refused_and_one_that_is_not_used_is_no
     assert [check.name for check in checks if not check.passed] == []
 
 
+@pytest.mark.slow
 def test_a_trainer_of_another_model_is_not_judged_by_a_layer_and_says_so() -> None:
     [alike] = [check for check in own("LeavesOneOut") if check.name == "tokens alike"]
     assert (alike.verdict, alike.passed) == ("not judged", True)

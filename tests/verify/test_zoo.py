@@ -75,6 +75,7 @@ def test_there_are_sixty_and_thirty() -> None:
     assert len(RIGHT) >= 30
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     ("name", "check"),
     [
@@ -112,6 +113,7 @@ def test_opacus_fast_gradient_clipping_fails_them_in_16_bits() -> None:
     assert names_of_failed("dpsgd_fgc", precision="bf16") == ["tokens alike"]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trainer", NORMS_BY_PRODUCTS)
 def test_norms_by_products_that_are_bounds_pass(trainer: str, precision: str) -> None:

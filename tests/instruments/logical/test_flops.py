@@ -69,6 +69,7 @@ def floats(*shape: int) -> Tensor:
 B, IN, OUT, N, K = 2, 6, 12, 7, 3
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("dimensions", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
@@ -188,6 +189,7 @@ def test_products_whose_result_has_a_type_of_its_own() -> None:
 GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", GATES, ids=lambda kind: kind.__name__)
 def test_each_token_meets_each_matrix_of_a_recurrent_layer(

@@ -80,7 +80,7 @@ def test_the_count_is_what_ranks_do(
         assert between_ranks(outcome.operators) == between_ranks(counted.operators)
 
 
-@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("gpus", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_buckets_are_copied_as_ddp_does(gpus: int, heard: Callable[[int], Heards]) -> None:
     def of_backward(outcome: Outcome) -> set[OperatorCount]:
         return {each for each in outcome.operators if each.phase == "backward"}
@@ -128,6 +128,7 @@ def padded(shapes: list[torch.Size], ranks: int) -> int:
     return sum(-(-shape[0] // ranks) * ranks * shape[1:].numel() * F32 for shape in shapes)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("ranks", [64, 1024])
 def test_fsdp_sends_what_arithmetic_says_of_any_number_of_ranks(ranks: int) -> None:
     with torch.device("meta"):
@@ -259,6 +260,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_each_rank_of_a_script_has_what_it_sends_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +283,7 @@ def test_each_rank_of_a_script_has_what_it_sends_itself(
     assert elements == {0: 1 + 10 + 2 * 10**4, 1: 10 + 100 + 1000, 2: 100 + 1000}
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_who_sends_reads_and_who_receives_writes(rank: int) -> None:
     """Bytes that a rank of three reads and writes for 100 elements; the first rank is the root."""
@@ -426,6 +429,7 @@ def test_a_table_says_that_it_is_of_one_rank(axes: dict[str, Any], alone: bool) 
     assert any("no number is a sum over ranks" in note for note in table.notes) is not alone
 
 
+@pytest.mark.slow
 def test_ghost_lean_keeps_shards_alone_between_steps() -> None:
     def peak(trainer: str) -> float:
         case = case_of(trainer, "fsdp2", model_size="64x128x4x4", batch_size=4, seq_len=8)

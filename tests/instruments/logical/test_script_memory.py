@@ -47,6 +47,7 @@ def before(what: str) -> tuple[str, str]:
     return "outside", f"made before the counted steps: {what}"
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd", "dpsgd_ghost", "ghost_lean"])
 def test_peak_of_running_steps_is_that_of_the_case_counted_without_data(trainer: str) -> None:
     """But for the two other batches of the case, which lie in its memory all the time."""

@@ -68,6 +68,7 @@ def validating(
     return loop
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("go_on", [False, True])
 def test_validation_is_outside_and_no_forward_is_lost(
@@ -89,6 +90,7 @@ def test_a_script_that_must_be_compiled_as_a_whole_is_counted_uncompiled() -> No
     assert ended[-1] == 11
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 1), (2, 2), (3, 2)])
 def test_an_iteration_is_a_step_however_often_its_optimizers_step(ours: int, theirs: int) -> None:
     layers = 6 * 8 + 8 * 3

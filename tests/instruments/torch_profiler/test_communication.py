@@ -88,6 +88,7 @@ LINE = re.compile(r"^([01])" + r" +([\d.]+)" * 4 + "$", re.MULTILINE)
 """Of the table by rank: CPU, in collectives, exposed, waited ms."""
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_last_has_waited_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
