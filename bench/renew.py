@@ -1,4 +1,4 @@
-"""Renew the generated blocks of the documents from the committed runs.
+"""Renew the generated blocks of the documents, and the README's picture, from the committed runs.
 
     python -m bench.renew            # write them anew, after a measurement
     python -m bench.renew --check    # say which are not what the runs say; exit status 1 if any
@@ -15,12 +15,17 @@ import sys
 from pathlib import Path
 
 from bench.rank_tables import TABLES
-from bench.runs import ROOT
+from bench.runs import ROOT, path_of, run
+from dpbench.results.run import Run
+from dpbench.show.picture import svg
+from dpbench.show.view import TableOptions
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/peers/README.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
+PICTURE, PICTURED = ROOT / "docs" / "ratios.svg", "h200-methods-256"
+TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc", "lean", "fused")
 BLOCK = re.compile(r"(<!-- generated: ([^>\n]+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
@@ -54,12 +59,21 @@ def outdated(pages: list[Path], *, write: bool) -> list[Path]:
     return found
 
 
+def picture() -> str:
+    """The README's picture: what its first table has, as bars."""
+    whole = run(path_of(PICTURED))
+    outcomes = [each for each in whole.outcomes if each.case.trainer in TRAINERS]
+    return svg([Run.of(whole.name, outcomes, whole.environment)], TableOptions())
+
+
 def main() -> int:
     """Renew the documents, or check them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
     pages = outdated(PAGES, write=not check)
+    if not check:
+        PICTURE.write_text(picture(), encoding="utf-8")
     for page in pages:
         print(f"{page.relative_to(ROOT)}: {'not what the runs say' if check else 'renewed'}")
     return int(check and bool(pages))

@@ -170,11 +170,14 @@ class Counts(Logical):
                 trainer.in_graphs,
             ),
         )
+        alike = Counter[tuple[str, str, Any]]()  # wherever they were called from
+        for (phase, operator, cost, _), times in counter.calls.items():
+            alike[phase, operator, cost] += times
         peaks = [(phase, "", peak, peak, peak) for phase, peak in counter.peaks.items()]
         return Count(
             case.batch_size,
             layers,
-            [(*place, times, *cost) for (*place, cost), times in counter.calls.items()],
+            [(*what, times, *cost) for (*what, cost), times in alike.items()],
             [*((*at, *sizes) for at, sizes in counter.live.items()), *([] if layers else peaks)],
             counter.memory.largest,
             read_by_norms(case) if case.trainer == BASELINE_TRAINER else 0,

@@ -212,6 +212,7 @@ _PACKAGES = {
     "transformers": "Transformers: pip install transformers",
     "plotly": "Plotly: pip install plotly jinja2",
     "jinja2": "Jinja: pip install plotly jinja2",
+    "matplotlib": "Matplotlib: pip install matplotlib",
 }
 """Packages that may be missing, and how to install them."""
 
@@ -303,6 +304,7 @@ OUTPUTS = Registry(
         "md": "dpbench.show.outputs:markdown_tables",
         "csv": "dpbench.show.outputs:csv_rows",
         "html": "dpbench.show.html.page:page",
+        "svg": "dpbench.show.picture:svg",
     },
     has="__code__",
 )

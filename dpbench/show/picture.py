@@ -1,0 +1,132 @@
+"""Pictures as SVG, without a browser: bars of each step's ratios, or of its bytes by phase."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from dpbench.core.errors import ConfigurationError
+from dpbench.results.run import Run
+from dpbench.show.html.charts import phases, ratios
+from dpbench.show.html.data import PageData, labelled
+from dpbench.show.html.figures import Chart
+from dpbench.show.view import TableOptions
+
+WIDTH = 9.0
+"""Of a picture, in inches of 72 pixels."""
+
+ROW, FRAME = 0.17, 1.15
+"""Heights of a bar, and of a panel's title and axis, in inches."""
+
+TEXT, LINE = "#010203", "#040506"
+"""Stand-ins, for which `STYLE` has a colour on light pages and one on dark ones."""
+
+STYLE = """<style>
+:root { --text: #1b1f24; --line: #9aa1aa; }
+@media (prefers-color-scheme: dark) { :root { --text: #e8eaed; --line: #6b737c; } }
+</style>
+"""
+
+SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dpbench",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "axes.edgecolor": LINE,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def svg(runs: Sequence[Run], view: TableOptions) -> str:
+    """The output for ``.svg``: ratios to the baseline, or bytes by phase if grouped by that.
+
+    The same runs make the same text, by one version of Matplotlib. Its colours are for light and
+    dark pages.
+    """
+    named = labelled((run.name, run.document) for run in runs)
+    data = PageData(named, view.expected)
+    chart = phases(data) if "phase" in view.group_by else ratios(data)
+    if chart is None:
+        names = ", ".join(run.name for run in runs)
+        raise ConfigurationError(f"{names}: no ratio to draw; group by phase to draw bytes")
+    with mpl.rc_context(SETTINGS):
+        return _text(_drawn(chart))
+
+
+def _drawn(chart: Chart) -> Figure:
+    """The panels of a chart, two in a row, below its title and legend."""
+    panels = [*chart.panels.items()]
+    columns = min(len(panels), 2)
+    rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
+    heights = [FRAME + ROW * max(_bars(figure) for _, figure in row) for row in rows]
+    figure = Figure((WIDTH, 0.6 + sum(heights)), layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+    for row, line in zip(rows, grid, strict=True):
+        for (title, panel), axes in zip(row, line, strict=False):
+            _draw(axes, title, panel)
+        for axes in line[len(row) :]:
+            axes.set_axis_off()
+    figure.suptitle(chart.table.title, fontweight="bold", x=0.01, ha="left")
+    handles = [Patch(color=colour) for colour in chart.colours.values()]
+    if handles:
+        figure.legend(handles, [*chart.colours], loc="outside lower left", ncols=7, frameon=False)
+    return figure
+
+
+def _bars(figure: Any) -> int:
+    """How many bars of a panel stand below each other."""
+    bars = [trace for trace in figure["data"] if trace["type"] == "bar"]
+    names = len(figure["layout"]["yaxis"]["categoryarray"])
+    return names * (2 if figure["layout"]["barmode"] == "stack" else len(bars) + 1)
+
+
+def _draw(axes: Axes, title: str, figure: Any) -> None:
+    """Draw a panel of the page: its bars, and the texts beside them."""
+    layout, names = figure["layout"], figure["layout"]["yaxis"]["categoryarray"]
+    stacked = layout["barmode"] == "stack"
+    bars = [trace for trace in figure["data"] if trace["type"] == "bar"]
+    height = 0.75 / (1 if stacked else max(len(bars), 1))
+    ends = dict.fromkeys(names, 0.0)
+    for number, trace in enumerate(bars):
+        shift = 0.0 if stacked else (number - (len(bars) - 1) / 2) * height
+        places = [names.index(name) + shift for name in trace["y"]]
+        lefts = [ends[name] if stacked else 0.0 for name in trace["y"]]
+        drawn = axes.barh(places, trace["x"], height, lefts, color=trace["marker"]["color"])
+        for name, size in zip(trace["y"], trace["x"], strict=True):
+            ends[name] += size
+        if "text" in trace:
+            axes.bar_label(drawn, trace["text"], padding=2, fontsize=7)
+    for trace in figure["data"]:
+        if trace["type"] == "scatter":
+            for name, end, text in zip(trace["y"], trace["x"], trace["text"], strict=True):
+                axes.text(end, names.index(name), text, va="center", fontsize=7)
+    for shape in layout.get("shapes", ()):
+        axes.axvline(shape["x0"], color=LINE, linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.margins(x=0.18)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(layout["xaxis"]["title"]["text"])
+    axes.set_title(title, fontsize=9, loc="left")
+
+
+def _text(figure: Figure) -> str:
+    """The SVG, with the style that adapts it to the page."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    for stand_in, name in ((TEXT, "text"), (LINE, "line")):
+        text = text.replace(stand_in, f"var(--{name})")
+    head, style, rest = text.partition("<defs>")
+    return f"{head}{STYLE}{style}{rest}"
