@@ -27,6 +27,8 @@ COMMANDS = (
     "exec",
     "show",
     "compare",
+    "history",
+    "bisect",
     "merge",
     "list",
     "advise",
@@ -87,7 +89,11 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError("the current directory no longer exists; go to another") from error
     if {*written[:1]} & {"run", "advise"} and not {*written} & {"-h", "--help", ALL, "--cluster"}:
         fork_server()  # imports torch, while this process reads its options and imports pandas
-    return build_parser("".join(written[:1]), written).parse_args(written)
+    # What follows -- is a command of the user's own.
+    end = written.index("--") if "--" in written and written[0] == "bisect" else len(written)
+    options = build_parser("".join(written[:1]), written).parse_args(written[:end])
+    options.words = written[end + 1 :]
+    return options
 
 
 @contextmanager

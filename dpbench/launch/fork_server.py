@@ -152,9 +152,10 @@ def fork(command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
     Args:
         command: an argument list.
         options: of `subprocess.Popen`: ``env``; ``stdout``, where its errors go as well; ``stdin``,
-            a pipe that receives the process id.
+            a pipe that receives the process id. With ``cwd`` nothing is forked.
     """
-    if [*command[: len(COMMAND)]] != COMMAND or (server := fork_server()) is None:
+    can_fork = [*command[: len(COMMAND)]] == COMMAND and "cwd" not in options
+    if not can_fork or (server := fork_server()) is None:
         return None
     return server.fork(command, options)
 

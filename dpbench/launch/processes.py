@@ -104,12 +104,14 @@ class ProcessGroup:
         return True
 
 
-def run(command: Sequence[str], *, timeout: float) -> tuple[int, str]:
-    """Run a program; return its exit code and output, or 1 and the reason for no output."""
+def run(command: Sequence[str], *, timeout: float | None, **options: Any) -> tuple[int, str]:
+    """Run a program; return its exit code and output, or 1 and the reason for no output.
+
+    ``options`` are those of `subprocess.Popen`, such as ``cwd`` and ``env``.
+    """
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        group = ProcessGroup(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
+        group = ProcessGroup(command, text=True, errors="replace", **options)
     except OSError as error:
         return 1, str(error)
     try:

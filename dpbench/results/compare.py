@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
+from statistics import fmean, stdev
 
 import numpy as np
 import pandas as pd
@@ -40,7 +43,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     """
     which = [name for name in (*AXES, *NUMBER[1:]) if not (across and name == "device")]
     keys, measured = [*which, "of", "unit"], [n for n in which if n not in ("metric", "phase")]
-    old, new = (_limited(run, ratios=not other_baseline(before, after)) for run in (before, after))
+    old, new = (limited(run, ratios=not other_baseline(before, after)) for run in (before, after))
     if any(side.duplicated(keys).any() for side in (old, new)):
         raise ConfigurationError("a run has measured one case on several devices: not compared")
     both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))
@@ -59,11 +62,11 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     return both
 
 
-def _limited(run: Run, *, ratios: bool) -> pd.DataFrame:
+def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
     """The numbers of a run that can have a limit; the baseline's own ratio is 1 and has none."""
     rows = run.summary
     is_ratio = (rows.kind == "ratio") & (rows.trainer != rows.baseline) & ratios
-    columns = [*AXES, *NUMBER[1:], "of", "unit", "value", "steps", "came", "ranks"]
+    columns = [*AXES, *NUMBER[1:], "of", "unit", "value", "spread", "steps", "came", "ranks"]
     return rows.loc[(rows.kind == "value") | is_ratio, columns]
 
 
@@ -90,6 +93,16 @@ _SCALES = {
 }
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
+
+VARYING = ("_seconds", "_cycles", "_per_second", "_joules", "_watts", "_share")
+"""The ends of the names of metrics that differ from run to run: times, powers, shares of them."""
+
+STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's t by degrees of freedom, from 1, of intervals that hold the mean in 95 % of cases. Two
+that do not overlap are of different means in more than 99 %."""
+
+Interval = tuple[float, float]
+"""The smallest and the largest value that a number may have."""
 
 SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC:±5% (either way)"
 
@@ -149,6 +162,11 @@ class Threshold:
         metric = METRICS.find(self.metric)
         return metric.of if metric else ""
 
+    @property
+    def varies(self) -> bool:
+        """Whether its metric differs from run to run."""
+        return (self.of or self.metric).endswith(VARYING)
+
     def __str__(self) -> str:
         return self.written
 
@@ -166,6 +184,13 @@ class Threshold:
         regressed = ~(change <= allowed) | (allowed == math.inf)  # no number passes unjudged
         return allowed.to_frame("limit").assign(regressed=regressed)
 
+    def exceeded_between(self, before: Interval, after: Interval) -> bool | None:
+        """Whether a change from one interval to another exceeds it; None if it is ambiguous."""
+        corners = pd.DataFrame(product(before, after), columns=["before", "after"])
+        exceeded = self.exceeded(corners.before, corners.after).regressed
+        apart = before[1] < after[0] or after[1] < before[0]
+        return False if not exceeded.any() else True if exceeded.all() and apart else None
+
 
 def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:
     """One part of a limit as the name of its field and its value."""
@@ -178,3 +203,10 @@ def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:
             f"use {', '.join(scales)}, or a plain number"
         )
     return "percent" if unit == "%" else "amount", number * scales.get(unit, 1)
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The 95 % confidence interval of the mean; everything for a single value."""
+    t = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    half = t * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return fmean(values) - half, fmean(values) + half

@@ -151,7 +151,7 @@ def environment(
         project: a directory of the measured project, whose commit is recorded.
     """
     versions: dict[str, str | None] = dict.fromkeys(
-        ("dpbench", "torch", "opacus", "pandas", "ncu-report")
+        ("dpbench", "torch", "opacus", "transformers", "pandas", "ncu-report")
     )
     for package in versions:
         with suppress(metadata.PackageNotFoundError):
@@ -181,8 +181,8 @@ def code_state(project: Path) -> dict[str, Any] | None:
     code. Changed tracked files count, and untracked Python and TOML files (an own trainer, a
     grid); results and reports do not. None where git or a commit is absent.
     """
-    commit = _git(project, "rev-parse", "HEAD")
-    top = _git(project, "rev-parse", "--show-toplevel")
+    commit = git(project, "rev-parse", "HEAD")
+    top = git(project, "rev-parse", "--show-toplevel")
     if commit is None or top is None:
         return None
     root = Path(os.fsdecode(top).rstrip("\n"))
@@ -190,9 +190,9 @@ def code_state(project: Path) -> dict[str, Any] | None:
     # programs that the submodule's settings name.
     own = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
     harmless = [*HARMLESS, *_without_filters(root)]
-    difference = _git(root, "diff", *own, "--binary", "HEAD", harmless=harmless) or b""
+    difference = git(root, "diff", *own, "--binary", "HEAD", harmless=harmless) or b""
     digest = hashlib.sha256(difference)
-    untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
+    untracked = git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
     names = []
     for name in sorted(filter(None, (untracked or b"").split(b"\0"))):
         with suppress(OSError):  # an editor's lock file is a dangling link
@@ -200,7 +200,7 @@ def code_state(project: Path) -> dict[str, Any] | None:
             digest.update(name + content)
             names.append(name)
     changed = []
-    for entry in (_git(root, "ls-files", "-z", "--stage") or b"").split(b"\0"):
+    for entry in (git(root, "ls-files", "-z", "--stage") or b"").split(b"\0"):
         module = root / os.fsdecode(entry.partition(b"\t")[2])
         if entry.startswith(b"160000 ") and (module / ".git").exists():
             within = (code_state(module) or {}).get("changes") or ""
@@ -215,12 +215,12 @@ def code_state(project: Path) -> dict[str, Any] | None:
 
 
 HARMLESS = ("-c", "core.fsmonitor=false")
-"""Options of git, see `_git`."""
+"""Options of git, see `git`."""
 
 
 def _without_filters(root: Path) -> Iterator[str]:
     """Options of git without the filters for files that the checkout's own settings define."""
-    found = _git(root, "config", "--show-scope", "-z", "--name-only", "--get-regexp", r"^filter\.")
+    found = git(root, "config", "--show-scope", "-z", "--name-only", "--get-regexp", r"^filter\.")
     words = os.fsdecode(found or b"").split("\0")
     for scope, key in zip(words[::2], words[1::2], strict=False):
         if scope in ("local", "worktree"):
@@ -228,7 +228,7 @@ def _without_filters(root: Path) -> Iterator[str]:
             yield from ("-c", f"{key}={value}")
 
 
-def _git(directory: Path, *arguments: str, harmless: Sequence[str] = HARMLESS) -> bytes | None:
+def git(directory: Path, *arguments: str, harmless: Sequence[str] = HARMLESS) -> bytes | None:
     """The output of git, or None; it runs no program that the checkout's own files name.
 
     Such programs are the file system monitor, and those that fetch objects of a partial clone.

@@ -52,7 +52,14 @@ class Run:
     def load(cls, path: Path) -> Run:
         """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
         with naming(path):
-            saved = parsed(read_file(path))
+            data = read_file(path)
+        return cls.parse(data, path)
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path) -> Run:
+        """Read a run out of what its file has, or had in another commit."""
+        with naming(path):
+            saved = parsed(data)
             with METRICS.including(cls(path, saved).metrics):
                 check_rows(saved["rows"])
             return cls(path, saved)

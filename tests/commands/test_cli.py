@@ -316,7 +316,9 @@ def test_show_prints_tables_from_saved_reports(capsys: pytest.CaptureFixture[str
     assert "WARNING: at this size the data stays in the L2 cache" in shown
 
 
-@pytest.mark.parametrize("command", ["smoke", "verify", "step", "run", "show", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["smoke", "verify", "step", "run", "show", "doctor", "history", "bisect"]
+)
 def test_every_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

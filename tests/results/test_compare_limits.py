@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from dpbench.core.case import PHASES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import derived_name
-from dpbench.results.compare import METRICS, Threshold
+from dpbench.results.compare import METRICS, Interval, Threshold, mean_interval
 from dpbench.results.rows import STEP
 
 
@@ -158,3 +160,56 @@ def test_numbers_that_overflow_do_not_pass_and_limits_are_exact(
     limit = Threshold("dram_bytes", percent=29)
     [found] = limit.exceeded(pd.Series([before]), pd.Series([after])).regressed
     assert found == regressed
+
+
+# --- numbers that vary ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "before", "after", "verdict"),
+    [
+        ("step_time_seconds:5%", (1.0, 1.0), (1.06, 1.06), True),
+        ("step_time_seconds:5%", (1.0, 1.0), (1.04, 1.04), False),
+        ("step_time_seconds:5%", (0.99, 1.01), (1.07, 1.09), True),
+        ("step_time_seconds:5%", (0.99, 1.01), (1.05, 1.09), None),
+        ("step_time_seconds:5%", (0.99, 1.01), (0.99, 1.03), False),
+        ("step_time_seconds:5%", (0.99, 1.01), (0.5, 0.6), False),
+        ("step_time_seconds:±5%", (0.99, 1.01), (0.5, 0.6), True),
+        ("step_time_seconds:±5%", (0.99, 1.01), (0.5, 1.5), None),
+        ("step_time_seconds:0", (0.99, 1.01), (0.99, 1.01), None),
+        ("samples_per_second:5%", (99, 101), (80, 90), True),
+        ("samples_per_second:5%", (99, 101), (110, 120), False),
+        ("step_time_seconds:5%", (-math.inf, math.inf), (-math.inf, math.inf), None),
+        ("step_time_seconds:2ms", (-math.inf, math.inf), (1.0, 1.1), None),
+        ("step_time_seconds:5%", (1.0, 1.0), (-math.inf, math.inf), None),
+        ("step_time_seconds:5%", (math.nan, math.nan), (1.0, 1.0), None),
+    ],
+)
+def test_a_limit_is_exceeded_only_if_it_is_wherever_the_numbers_lie(
+    limit: str, before: Interval, after: Interval, verdict: bool | None
+) -> None:
+    assert Threshold.parse(limit).exceeded_between(before, after) is verdict
+
+
+def test_the_interval_of_a_mean_is_students() -> None:
+    """Student's t of two degrees of freedom is 4.3027."""
+    assert mean_interval([9.0, 10.0, 12.0]) == pytest.approx((6.538755, 14.12791), rel=1e-3)
+    assert mean_interval([5.0, 5.0]) == (5.0, 5.0)
+    assert mean_interval([5.0]) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("metric", "varies"),
+    [
+        ("step_time_seconds", True),
+        ("step_time_ratio", True),
+        ("samples_per_second", True),
+        ("gpu_busy_share", True),
+        ("gpu_busy_share_ratio", True),
+        ("logical_bytes@clip", False),
+        ("dram_ratio", False),
+        ("flops", False),
+    ],
+)
+def test_times_and_shares_vary_and_counts_do_not(metric: str, varies: bool) -> None:
+    assert Threshold.parse(f"{metric}:5%").varies is varies

@@ -1,0 +1,133 @@
+"""List one number over saved runs, and mark where it changed.
+
+A table for each case has a line for each run with METRIC: its value, and the change since the last
+line that is marked. A change of bytes or operations above the --tolerance is marked as changed. A
+time has changed if the ranges of the steps do not overlap; otherwise it is ambiguous. Below a table
+stands what differs between the runs: versions, machine, settings.
+
+With --commits, the runs are what the commits of a range have as --file, in each that changes it.
+
+Examples:
+  dpbench history
+  dpbench history logical_bytes@clip --case 'dpsgd-*' --tolerance 1%
+  dpbench history logical_bytes --commits v1.0..HEAD --file bytes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dpbench.commands.candidates import about_commit, ends, git_here
+from dpbench.core.case import AXES, subject_from
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import printable
+from dpbench.core.metrics import METRICS
+from dpbench.core.settings import declare
+from dpbench.results.compare import Threshold, limited
+from dpbench.results.conditions import premise_differences
+from dpbench.results.rows import NUMBER
+from dpbench.results.run import Run
+from dpbench.results.storage import Storage, readable
+from dpbench.show.comparison import amount
+from dpbench.show.layout import ABSENT, Table
+
+USUAL = ("dram_bytes", "logical_bytes", "step_time_seconds")
+"""Unless a metric is named, the first of these that a run has."""
+
+VERDICTS = {False: ABSENT, True: "changed", None: "ambiguous"}
+
+HEADERS = ["number", "name", "date", "commit", "value", "change", "verdict"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what this command takes."""
+    parser.add_argument(
+        "metric", nargs="?", metavar="METRIC[@PHASE]", help="default: bytes or time"
+    )
+    declare(parser.add_argument, "storage")
+    parser.add_argument("--case", default="*", metavar="PATTERN", help="cases by id: 'dpsgd-*'")
+    largest = "the largest change that is none: 1%%, 0.1GB, 1%%+0.1GB (default %(default)s)"
+    parser.add_argument("--tolerance", default="0.5%", metavar="LIMIT", help=largest)
+    parser.add_argument("--commits", metavar="GOOD..BAD", help="read committed runs, of --file")
+    parser.add_argument("--file", type=Path, metavar="PATH", help="the run that is committed")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a table for each case."""
+    if bool(options.commits) != bool(options.file):
+        raise ConfigurationError("--commits and --file go together: name both, or none")
+    skipped, where = list[str](), options.file or options.storage
+    entries = [*(_committed(options, skipped) if options.commits else _saved(options, skipped))]
+    for line in skipped:
+        print(printable(f"dpbench history: {line}"), file=sys.stderr)
+    with METRICS.including(*(run.metrics for run, _ in entries)):
+        numbers = [limited(run).assign(run=place) for place, (run, _) in enumerate(entries)]
+        rows = pd.concat(numbers or [limited(Run.of(""))]).dropna(subset="value")
+        metric = next((name for name in USUAL if name in {*rows.metric}), USUAL[0])
+        limit = Threshold.parse(f"{options.metric or metric}:±{options.tolerance}")
+        rows = rows[(rows.metric == limit.metric) & (rows.phase == limit.phase)]
+        ids = [subject_from(row).id for row in rows.to_dict("records")]
+        rows = rows.loc[[fnmatchcase(name, options.case) for name in ids]]
+        groups = rows.groupby([*AXES, *NUMBER[1:]], sort=False)
+        tables = [_table(entries, group.to_dict("records"), limit) for _, group in groups]
+    if not tables:
+        raise ConfigurationError(f"no {limit.metric}@{limit.phase} of {options.case} in {where}")
+    # Lines are not wrapped, so that other programs can read them.
+    print("\n\n".join(table.as_text(width=1000) for table in tables))
+    return 0
+
+
+def _saved(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
+    """The saved runs, by number."""
+    for run in readable(Storage(options.storage).paths(), Run.load, skipped):
+        number, _, name = run.name.partition("_")
+        yield run, [number, name, str(run.session.get("started", ""))[:16].replace("T", " ")]
+
+
+def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
+    """The runs that commits have in a file: the first of a range, and each that changes it."""
+    good, bad = ends(options.commits)
+    path = f"./{os.path.relpath(options.file)}"
+    changing = git_here("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()
+
+    def load(commit: Path) -> Run:
+        return Run.parse(git_here("show", f"{commit}:{path}").encode(), commit)
+
+    commits = [good] * bool(git_here("ls-tree", good, path)) + changing
+    for run in readable(map(Path, commits), load, skipped):
+        date, _, subject = about_commit(run.name).partition("  ")
+        yield run, [run.name[:9], subject, date]
+
+
+def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Threshold) -> Table:
+    """The history of one case, and below it what differs between its runs."""
+    cells, notes = list[list[str]](), list[str]()
+    level, before, most = rows[0], entries[rows[0]["run"]][0], max(row["value"] for row in rows)
+    for row in rows:
+        run, said = entries[row["run"]]
+        verdict = _verdict(limit, *((each["value"], each["spread"]) for each in (level, row)))
+        change = f"{row['value'] / level['value'] - 1:+.2%}" if level["value"] else ABSENT
+        commit = ((run.environment.get("code") or {}).get("commit") or ABSENT)[:9]
+        value = amount(row["value"], row["unit"], most)
+        cells.append([*said, commit, value, change, VERDICTS[verdict]])
+        differ = [each for each in premise_differences(before, run) if each[:7] != "commit "]
+        if differ or verdict is not False:
+            notes.append(f"{said[0]}: {'; '.join(differ) or 'nothing else that is known differs'}")
+        level, before = row if verdict else level, run
+    what = f"{subject_from(level).id}: {limit.written.partition(':')[0]}"
+    return Table(f"{what}, {level['instrument']} on {level['device']}", HEADERS, cells, (*notes,))
+
+
+def _verdict(limit: Threshold, *pair: tuple[float, float]) -> bool | None:
+    """Whether a value with a spread changed by more; None if the ranges of the steps overlap."""
+    exact = [(value, value) for value, _ in pair]
+    steps = [(value * (1 - spread / 2), value * (1 + spread / 2)) for value, spread in pair]
+    return limit.exceeded_between(*exact) and (not limit.varies or limit.exceeded_between(*steps))
