@@ -10,12 +10,15 @@ A block stands between ``<!-- generated: NAME WORDS -->`` and ``<!-- end -->``; 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
 
+from bench.measure import PLAN
 from bench.rank_tables import TABLES
 from bench.runs import ROOT, path_of, run
+from dpbench.results.outcome import document_text
 from dpbench.results.run import Run
 from dpbench.show.picture import svg
 from dpbench.show.view import TableOptions
@@ -24,6 +27,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/peers/README.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
+DERIVED = ("ratios", "throughputs", "measured_over_logical")
 PICTURE, PICTURED = ROOT / "docs" / "ratios.svg", "h200-methods-256"
 TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc", "lean", "fused")
 BLOCK = re.compile(r"(<!-- generated: ([^>\n]+) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -59,6 +63,12 @@ def outdated(pages: list[Path], *, write: bool) -> list[Path]:
     return found
 
 
+def without_derived(text: str) -> str:
+    """A run without the lists that follow from its rows, which are a third of it."""
+    document = json.loads(text)
+    return document_text({name: v for name, v in document.items() if name not in DERIVED})
+
+
 def picture() -> str:
     """The README's picture: what its first table has, as bars."""
     whole = run(path_of(PICTURED))
@@ -74,6 +84,8 @@ def main() -> int:
     pages = outdated(PAGES, write=not check)
     if not check:
         PICTURE.write_text(picture(), encoding="utf-8")
+        for path in filter(Path.exists, map(path_of, PLAN)):
+            path.write_text(without_derived(path.read_text(encoding="utf-8")), encoding="utf-8")
     for page in pages:
         print(f"{page.relative_to(ROOT)}: {'not what the runs say' if check else 'renewed'}")
     return int(check and bool(pages))

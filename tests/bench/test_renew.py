@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from bench.measure import PLAN
 from bench.rank_tables import TABLES
-from bench.renew import BLOCK, PAGES, outdated, renewed
+from bench.renew import BLOCK, DERIVED, PAGES, outdated, renewed, without_derived
 from bench.runs import RESULTS, ROOT, run, value
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
@@ -72,3 +73,17 @@ def test_each_file_of_evidence_is_listed() -> None:
 def test_measurements_that_a_page_names_can_be_made(page: str) -> None:
     for names in re.findall(r"python -m bench\.measure((?: [a-z][\w-]*)+)", TEXTS[page]):
         assert {*names.split()} <= {*PLAN}
+
+
+def test_committed_runs_hold_rows_and_nothing_that_follows_from_them() -> None:
+    paths = [*(ROOT / "docs").glob("**/*.json"), ROOT / "tests/logical/bounds.json"]
+    heads = {path: path.read_text(encoding="utf-8") for path in paths}
+    assert len(heads) > 50
+    assert not [path for path, text in heads.items() if any(f'"{n}": [' in text for n in DERIVED)]
+
+
+def test_a_run_without_them_is_the_same_run() -> None:
+    text = (ROOT / "tests/data/saved/grid1.json").read_text(encoding="utf-8")
+    whole, less = json.loads(text), json.loads(without_derived(text))
+    assert {name for name in whole if name not in less} == {*DERIVED} & {*whole}
+    assert less == {name: whole[name] for name in less}
