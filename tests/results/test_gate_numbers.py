@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from dpbench.core.case import PHASES, Case
 from dpbench.core.metrics import unit
+from dpbench.results.compare import Threshold
+from dpbench.results.gate import Gate
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
 from tests.results.test_gate import DP, run, verdict
 
@@ -61,6 +63,24 @@ def test_operator_or_kernel_that_grew_is_named(
     changed |= {"module": "", "line": ""}
     assert regression["largest_changes"] == [changed]
     assert (regression["reference"], regression["before"], regression["after"]) == ("a", 100, 180)
+
+
+@pytest.mark.parametrize(("steps", "judged"), [(4, True), (3, False), (5, False)])
+def test_poisson_batches_are_judged_against_as_many_of_them_alone(steps: int, judged: bool) -> None:
+    """Other numbers of steps are other sizes, whose mean differs."""
+
+    def of(name: str, number: int, sampling: str = "poisson") -> Run:
+        case = Case("dpsgd", 8, 256, sampling=sampling)
+        number_of = (("logical_read_bytes", 100.0, "B", step) for step in range(number))
+        rows = [Measurement(case, "logical", STEP, *each, NO_HARDWARE, "") for each in number_of]
+        return Run.of(name, [Outcome(case, tuple(rows), instruments=("logical",))])
+
+    limit = Threshold.parse("logical_read_bytes:5%")
+    found = Gate(of("a", 4), of("b", steps)).judge([limit])
+    why = [] if judged else [f"Poisson batches: a has 4 steps of it, here {steps}"]
+    assert [each.why for each in found.unjudged] == why
+    more = Gate(of("a", 4, "fixed"), of("b", 5, "fixed")).judge([limit])
+    assert more.passed
 
 
 @pytest.mark.parametrize(
