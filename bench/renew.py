@@ -20,6 +20,7 @@ from bench.rank_tables import TABLES
 from bench.runs import ROOT, path_of, run
 from dpbench.results.outcome import document_text
 from dpbench.results.run import Run
+from dpbench.results.schema import json_schema
 from dpbench.show.picture import svg
 from dpbench.show.view import TableOptions
 
@@ -27,6 +28,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/peers/README.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
+RUN_SCHEMA = ROOT / "docs" / "run.schema.json"
 DERIVED = ("ratios", "throughputs", "measured_over_logical")
 PICTURE, PICTURED = ROOT / "docs" / "ratios.svg", "h200-methods-256"
 TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc", "lean", "fused")
@@ -84,6 +86,7 @@ def main() -> int:
     pages = outdated(PAGES, write=not check)
     if not check:
         PICTURE.write_text(picture(), encoding="utf-8")
+        RUN_SCHEMA.write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
         for path in filter(Path.exists, map(path_of, PLAN)):
             path.write_text(without_derived(path.read_text(encoding="utf-8")), encoding="utf-8")
     for page in pages:

@@ -157,6 +157,15 @@ def _schema() -> type[Any]:
     return msgspec.defstruct("Document", [("schema", int), ("rows", lists["rows"]), *parts])
 
 
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a run's document, by which it is checked when it is read.
+
+    What else a document has, such as ``ratios``, follows from its rows.
+    """
+    title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of dpbench"}
+    return title | msgspec.json.schema(_schema())
+
+
 class _Head(msgspec.Struct):
     schema: int
 

@@ -10,8 +10,9 @@ import pytest
 
 from bench.measure import PLAN
 from bench.rank_tables import TABLES
-from bench.renew import BLOCK, DERIVED, PAGES, outdated, renewed, without_derived
+from bench.renew import BLOCK, DERIVED, PAGES, RUN_SCHEMA, outdated, renewed, without_derived
 from bench.runs import RESULTS, ROOT, run, value
+from dpbench.results.schema import json_schema
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 
@@ -87,3 +88,7 @@ def test_a_run_without_them_is_the_same_run() -> None:
     whole, less = json.loads(text), json.loads(without_derived(text))
     assert {name for name in whole if name not in less} == {*DERIVED} & {*whole}
     assert less == {name: whole[name] for name in less}
+
+
+def test_the_published_schema_is_that_of_what_is_read() -> None:
+    assert json.loads(RUN_SCHEMA.read_text(encoding="utf-8")) == json_schema()
