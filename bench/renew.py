@@ -25,7 +25,10 @@ from dpbench.show.picture import svg
 from dpbench.show.view import TableOptions
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/peers/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "bench/peers/README.md")
+    ),
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 RUN_SCHEMA = ROOT / "docs" / "run.schema.json"

@@ -56,7 +56,7 @@ def without_source(text: str) -> list[str]:
     return [number for number in NUMBER.findall(prose) if number not in shown]
 
 
-@pytest.mark.parametrize("page", sorted({*TEXTS} - {"docs/reference.md"}))
+@pytest.mark.parametrize("page", sorted({*TEXTS} - {"docs/reference.md", "README.zh-CN.md"}))
 def test_each_number_in_prose_has_its_block(page: str) -> None:
     assert without_source(TEXTS[page]) == []
 
