@@ -13,11 +13,12 @@ from typing import Any, cast
 from dpbench.child.failures import InstrumentError
 from dpbench.child.imported import imported_files
 from dpbench.child.messages import POLL_SECONDS
-from dpbench.core.case import Case, Subject
+from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import Locked, locked
 from dpbench.core.gpu import number_of_gpus
 from dpbench.core.registry import locate, resolve
+from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess, log_tail
 from dpbench.launch.pending import PendingMeasurement

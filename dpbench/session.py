@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpbench.child.imported import digest
-from dpbench.core.case import Subject, subject_from
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.registry import OUTPUTS
+from dpbench.core.subject import Subject, subject_from
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run

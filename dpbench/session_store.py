@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dpbench.core.case import Subject, subject_from
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import (
     check_writable,
@@ -24,6 +23,7 @@ from dpbench.core.files import (
     locked,
     write_text,
 )
+from dpbench.core.subject import Subject, subject_from
 from dpbench.results.conditions import automatic_name, resumed
 from dpbench.results.outcome import Outcome, each_once
 from dpbench.results.outcome import document as as_document

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case
+from dpbench.core.subject import Script
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.session_store import Request, SessionStore

@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from dpbench.child.step_finder import Calls, StepListener
-from dpbench.core.case import OUTSIDE, Subject
+from dpbench.core.case import OUTSIDE
+from dpbench.core.subject import Subject
 from dpbench.results.kernels import MemoryLine, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement

@@ -26,9 +26,10 @@ from dpbench.child.script_ranks import Rank
 from dpbench.child.step_finder import StepFinder, Stop
 from dpbench.child.task import Program, Task
 from dpbench.core import gpu
-from dpbench.core.case import OUTSIDE, Subject
+from dpbench.core.case import OUTSIDE
 from dpbench.core.errors import DpbenchError
 from dpbench.core.files import write_text
+from dpbench.core.subject import Subject
 from dpbench.results.outcome import Outcome
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h

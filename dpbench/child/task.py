@@ -11,9 +11,9 @@ from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from dpbench.core.case import Subject, subject_from
 from dpbench.core.files import write_text
 from dpbench.core.registry import folder_of, names_of, resolve
+from dpbench.core.subject import Subject, subject_from
 
 OF_PARENT = {"parent": True}
 """The metadata of an instrument's field that the measured process does not need."""

@@ -36,9 +36,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dpbench.commands.candidates import Commits, Place, Releases, last_line
-from dpbench.core.case import AXES, subject_from
+from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import printable
+from dpbench.core.subject import subject_from
 from dpbench.launch import processes
 from dpbench.results.changes import largest_changes
 from dpbench.results.compare import Interval, Threshold, mean_interval

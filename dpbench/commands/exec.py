@@ -47,10 +47,11 @@ from dpbench.commands.script_checks import ScriptChecks
 from dpbench.commands.step import write_report
 from dpbench.commands.verify import as_text
 from dpbench.core import gpu
-from dpbench.core.case import BASELINE_TRAINER, Script
+from dpbench.core.case import BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
 from dpbench.core.settings import Settings, declare
+from dpbench.core.subject import Script
 from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.interface import Instrument
 from dpbench.instruments.script import ScriptRun

@@ -26,11 +26,12 @@ from typing import Any
 import pandas as pd
 
 from dpbench.commands.candidates import about_commit, ends, git_here
-from dpbench.core.case import AXES, subject_from
+from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
+from dpbench.core.subject import subject_from
 from dpbench.results.compare import Threshold, limited
 from dpbench.results.conditions import premise_differences
 from dpbench.results.rows import NUMBER

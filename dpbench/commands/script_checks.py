@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dpbench.core.case import Subject
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.pending import PendingMeasurement
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench.core.case import AXES, Case, Subject
+from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
+from dpbench.core.subject import Subject
 from dpbench.results.conditions import premise_differences
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run

@@ -48,12 +48,13 @@ import pandas as pd
 
 from dpbench.commands.options import saved_run
 from dpbench.core import gpu
-from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER, Subject
+from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import check_distinct_files, check_is_file, is_stream, mode_of, write_text
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import OUTPUTS
 from dpbench.core.settings import Settings, declare
+from dpbench.core.subject import Subject
 from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.nsys import timeline_of
 from dpbench.instruments.torch_profiler.profile_folder import with_operators

@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.commands.options import add_case, chosen_case
 from dpbench.core import gpu
-from dpbench.core.case import AXES, Case, Subject
+from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.core.registry import locate
+from dpbench.core.subject import Subject
 from dpbench.show.layout import Table
 
 if TYPE_CHECKING:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
@@ -168,7 +168,7 @@ class Case:
     @property
     def file_name(self) -> str:
         """The id as the name of a file or folder."""
-        return _file_name(self.id)
+        return file_name_of(self.id)
 
     @property
     def configuration(self) -> str:
@@ -186,7 +186,7 @@ class Case:
         """Where this case's report lies below the report directory."""
         length = f"_seq{self.seq_len}" if self.seq_len else ""
         name = f"report_{_name_for_path(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
-        return Path(self._configuration(_for_path, _name_for_path)) / name
+        return Path(self._configuration(for_path, _name_for_path)) / name
 
 
 @lru_cache(maxsize=None, typed=True)
@@ -297,7 +297,7 @@ def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
     return {axis: str(value) for axis, value in known.items() if value != USUAL[axis]}
 
 
-def _for_path(text: str) -> str:
+def for_path(text: str) -> str:
     """A text as part of a file name, distinct from other parts joined by hyphens."""
     return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(OPTIONAL_AXES)})=)", "@2D", quoted(text))
 
@@ -305,119 +305,9 @@ def _for_path(text: str) -> str:
 def _name_for_path(name: str) -> str:
     """A name as part of a file's name: itself, then its parameters."""
     name, parameters = parted(name)
-    return name + (_for_path(f":{parameters}").replace("-", "@2D") if parameters else "")
+    return name + (for_path(f":{parameters}").replace("-", "@2D") if parameters else "")
 
 
-SCRIPT = "script"
-"""What the rows of a `Script` have for their workload."""
-
-
-class Subject(Protocol):
-    """What is measured: a `Case` or a `Script`."""
-
-    @property
-    def trainer(self) -> str:
-        """The trainer of its rows."""
-
-    @property
-    def batch_size(self) -> int:
-        """The examples in a step; 0 if unknown."""
-
-    @property
-    def gpus(self) -> int:
-        """The GPUs that share a step; 0 if unknown."""
-
-    @property
-    def id(self) -> str:
-        """A name for test ids and messages."""
-
-    @property
-    def columns(self) -> Mapping[str, Any]:
-        """Its columns in rows: a value along each of `AXES`."""
-
-    @property
-    def cell(self) -> Hashable:
-        """What is equal for those that differ in nothing but the trainer."""
-
-    @property
-    def file_name(self) -> str:
-        """The id as the name of a file or folder."""
-
-    @property
-    def report_path(self) -> Path:
-        """Where its report lies below the report directory."""
-
-    def with_trainer(self, trainer: str) -> Subject:
-        """What it is compared with: the same with another trainer."""
-
-
-@dataclass(frozen=True)
-class Script:
-    """A script, a loop or a step of one's own, by its name.
-
-    Its rows have the name as trainer, and nothing on other axes, because only its author knows how
-    it trains. The batch size is 0 unless it is given.
-    """
-
-    name: str
-    batch_size: int = 0
-
-    def __post_init__(self) -> None:
-        if self.batch_size:
-            object.__setattr__(self, "batch_size", positive("batch size", self.batch_size))
-
-    @property
-    def trainer(self) -> str:
-        """Its name, as the trainer of its rows."""
-        return self.name
-
-    @property
-    def gpus(self) -> int:
-        """Unknown."""
-        return 0
-
-    @property
-    def id(self) -> str:
-        """Its name."""
-        return self.name
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        """Its columns in rows, most of them empty."""
-        own = {"trainer": self.name, "batch_size": self.batch_size, "workload": SCRIPT}
-        return {axis: type(USUAL[axis])() for axis in AXES} | own
-
-    @property
-    def cell(self) -> tuple[Any, ...]:
-        """The batch size, and that it is a script."""
-        return (SCRIPT, self.batch_size)
-
-    def with_trainer(self, trainer: str) -> Script:
-        """Another script with the same batch size."""
-        return Script(trainer, self.batch_size)
-
-    @property
-    def file_name(self) -> str:
-        """The id as the name of a file or folder."""
-        return _file_name(self.id)
-
-    @property
-    def report_path(self) -> Path:
-        """Where its report lies below the report directory."""
-        return Path(SCRIPT) / f"report_{_for_path(self.name)}.ncu-rep"
-
-
-def samples_poisson(subject: Subject) -> bool:
-    """Whether batches differ in size; of scripts that is unknown."""
-    return isinstance(subject, Case) and subject.sampling == "poisson"
-
-
-def subject_from(row: Mapping[Any, Any]) -> Case | Script:
-    """The case or script that a row is about."""
-    if row["workload"] == SCRIPT:
-        return Script(row["trainer"], row["batch_size"])
-    return Case.from_row(row)
-
-
-def _file_name(subject: str) -> str:
+def file_name_of(subject: str) -> str:
+    """The id of a case or script as the name of a file or folder."""
     return subject.replace("/", "@2F")

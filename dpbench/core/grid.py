@@ -14,7 +14,6 @@ from dpbench.core.case import (
     BASELINE_TRAINER,
     COUNTS,
     OF_TRANSFORMER,
-    SCRIPT,
     TRANSFORMER,
     USUAL,
     Case,
@@ -25,6 +24,7 @@ from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.files import read_file
 from dpbench.core.names import Parameter, combinations, joined, parameter_grid, parted
 from dpbench.core.registry import NAMED, TRAINERS
+from dpbench.core.subject import SCRIPT
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, TypeVar
 
-from dpbench.core.case import Case, Subject
+from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import joined, parted, read_parameters
 from dpbench.core.parameters import arguments
+from dpbench.core.subject import Subject
 
 
 class Registry(Mapping[str, Any]):

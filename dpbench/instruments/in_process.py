@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Self
 from dpbench.child.messages import Steps
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import Task
-from dpbench.core.case import Case, Subject
+from dpbench.core.case import Case
 from dpbench.core.files import check_writable
 from dpbench.core.gpu import require_gpu
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess
 from dpbench.results.outcome import Outcome

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.child.failures import InstrumentError
-from dpbench.core.case import Case, Subject
+from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Subject
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.rows import Measurement
 

@@ -13,9 +13,9 @@ from dpbench.child.messages import Steps
 from dpbench.child.patches import watch
 from dpbench.child.recorder import Recorder, on_cuda
 from dpbench.child.step_finder import StepFinder
-from dpbench.core.case import Script, Subject
 from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Script, Subject
 from dpbench.instruments import choose
 from dpbench.instruments.interface import Instrument, InstrumentWrapper
 from dpbench.launch.pending import PendingMeasurement

@@ -22,9 +22,9 @@ from dpbench.child.messages import RECORDS, read_records, result_of
 from dpbench.child.script_ranks import Rank
 from dpbench.child.task import Program, Task
 from dpbench.core import gpu
-from dpbench.core.case import Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import check_is_file
+from dpbench.core.subject import Subject
 from dpbench.instruments.interface import InstrumentWrapper
 from dpbench.launch.case_process import describe_exit
 from dpbench.launch.pending import PendingMeasurement

@@ -9,8 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.child.recorder import Recorder, device_and_torch, on_cuda
-from dpbench.core.case import Subject
 from dpbench.core.metrics import unit
+from dpbench.core.subject import Subject
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.launch.case_process import CaseProcess
 from dpbench.results.rows import STEP, Measurement

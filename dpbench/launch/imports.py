@@ -8,8 +8,8 @@ import sysconfig
 from itertools import takewhile
 from pathlib import Path
 
-from dpbench.core.case import Subject
 from dpbench.core.registry import is_builtin, names_of
+from dpbench.core.subject import Subject
 
 
 def python_path(case: Subject) -> str | None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import pytest
 
 from dpbench.child.messages import Steps
-from dpbench.core.case import Case, Script, Subject
+from dpbench.core.case import Case
+from dpbench.core.subject import Script, Subject
 from dpbench.plugin.fixtures import (
     NEEDS,
     asked_case,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import Subject
 from dpbench.core.metrics import METRICS
+from dpbench.core.subject import Subject
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import AXES, Subject, samples_poisson, subject_from
+from dpbench.core.case import AXES
 from dpbench.core.metrics import METRICS
+from dpbench.core.subject import Subject, samples_poisson, subject_from
 from dpbench.results.changes import grown_memory, largest_changes
 from dpbench.results.compare import CHANGES, Threshold, other_baseline, pairs
 from dpbench.results.conditions import premise_differences

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
-from dpbench.core.case import Subject
 from dpbench.core.metrics import METRICS, unit
+from dpbench.core.subject import Subject
 from dpbench.results.rows import STEP, Measurement
 
 if TYPE_CHECKING:

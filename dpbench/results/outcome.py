@@ -7,9 +7,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from dpbench.core.case import AXES, BASELINE_TRAINER, Subject, subject_from
+from dpbench.core.case import AXES, BASELINE_TRAINER
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
+from dpbench.core.subject import Subject, subject_from
 from dpbench.results.kernels import Entry, KernelCount, MemoryLine, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, NUMBER, SCHEMA, Measurement
 

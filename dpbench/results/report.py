@@ -9,9 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import ALL_PHASES, Subject
+from dpbench.core.case import ALL_PHASES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS, Timed
+from dpbench.core.subject import Subject
 from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement

@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from dpbench.core.case import ALL_PHASES, AXES, Script, Subject, subject_from
+from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.metric import is_counter
 from dpbench.core.metrics import METRICS
+from dpbench.core.subject import Script, Subject, subject_from
 
 SCHEMA = 2
 """Version of the JSON documents; raised when a field changes its meaning."""

@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.core.case import AXES, Subject, subject_from
+from dpbench.core.case import AXES
 from dpbench.core.files import printable, read_file
 from dpbench.core.metric import Metric
 from dpbench.core.metrics import METRICS
+from dpbench.core.subject import Subject, subject_from
 from dpbench.results.outcome import (
     COMPLETE,
     REGRESSED,

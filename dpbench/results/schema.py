@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dpbench.core.case import ALL_PHASES, AXES, COUNTS, SCRIPT, USUAL, Subject, subject_from
+from dpbench.core.case import ALL_PHASES, AXES, COUNTS, USUAL
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metric import AGGREGATES, HOWS, Kind, Shown
+from dpbench.core.subject import SCRIPT, Subject, subject_from
 from dpbench.results.outcome import LISTS, SEEN, STATUSES
 from dpbench.results.rows import IDENTITY, SCHEMA, STEP, impossible_number
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from dpbench.core.case import Subject
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import Locked, check_writable, in_words, locked, mode_of
+from dpbench.core.subject import Subject
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 

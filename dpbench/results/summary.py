@@ -12,18 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpbench.core.case import (
-    AXES,
-    BASELINE_TRAINER,
-    Case,
-    Script,
-    Subject,
-    samples_poisson,
-    subject_from,
-)
+from dpbench.core.case import AXES, BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metric import DERIVED, Kind, Peak, Share, derived_name
 from dpbench.core.metrics import LARGEST_SPREAD, METRICS
+from dpbench.core.subject import Script, Subject, samples_poisson, subject_from
 from dpbench.results.rows import (
     COLUMNS,
     NO_HARDWARE,

@@ -9,10 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import AXES, BASELINE_TRAINER, Case, subject_from
+from dpbench.core.case import AXES, BASELINE_TRAINER, Case
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
+from dpbench.core.subject import subject_from
 from dpbench.results.gate import Verdict
 from dpbench.results.rows import NUMBER, STEP
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, three_digits, written

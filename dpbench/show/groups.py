@@ -10,9 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import ALL_PHASES, AXES, SCRIPT, trained_in, unusual
+from dpbench.core.case import ALL_PHASES, AXES, trained_in, unusual
 from dpbench.core.metric import Metric
 from dpbench.core.registry import TRAINERS
+from dpbench.core.subject import SCRIPT
 from dpbench.results.rows import OF_CASE, STEP
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, gigabytes, three_digits
 from dpbench.show.view import NAME, OF_TESTS, PARAM, TableOptions, column

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dpbench.child.recorder import Recorder
-from dpbench.core.case import Subject
+from dpbench.core.subject import Subject
 
 if TYPE_CHECKING:
     from dpbench.verify.script import StepChecks

@@ -10,8 +10,9 @@ import pytest
 
 from dpbench.child.messages import Schedule, Steps
 from dpbench.child.task import Program, Task
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case
 from dpbench.core.registry import INSTRUMENTS
+from dpbench.core.subject import Script
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.interface import Instrument
 from dpbench.instruments.logical.logical import Logical

@@ -17,8 +17,8 @@ from dpbench.child.messages import RECORDS, read_records, result_of
 from dpbench.child.script import run
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
-from dpbench.core.case import Script
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Script
 from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptRun
 from dpbench.results.storage import Storage

@@ -13,8 +13,9 @@ import pytest
 
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
-from dpbench.core.case import ALL_PHASES, Script, subject_from
+from dpbench.core.case import ALL_PHASES
 from dpbench.core.gpu import Gpu
+from dpbench.core.subject import Script, subject_from
 from dpbench.instruments.ncu.ncu import Ncu
 from dpbench.instruments.timing import timing_rows
 from dpbench.results.rows import Measurement

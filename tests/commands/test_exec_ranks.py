@@ -16,8 +16,8 @@ from dpbench.child import script_ranks
 from dpbench.child.failures import CaseFailed, CaseTimedOut, ScriptInterrupted
 from dpbench.child.script_ranks import Rank
 from dpbench.commands.cli import main
-from dpbench.core.case import Script
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.subject import Script
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from tests.commands.scripts import TRAINING

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.core.case import Script
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Script
 from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptRun
 

@@ -11,7 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dpbench.core.case import AXES, Case, Script
+from dpbench.core.case import AXES, Case
+from dpbench.core.subject import Script
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate, Verdict
 from dpbench.results.outcome import Outcome

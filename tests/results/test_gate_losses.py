@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case
 from dpbench.core.metrics import unit
+from dpbench.core.subject import Script
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate, Verdict
 from dpbench.results.outcome import Outcome, document

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from dpbench.core.case import AXES, Script
+from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS, Counters, Metric
+from dpbench.core.subject import Script
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate
 from dpbench.results.outcome import Outcome

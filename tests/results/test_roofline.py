@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
-from dpbench.core.case import Script
+from dpbench.core.subject import Script
 from dpbench.results.roofline import (
     COUNTED_BYTES,
     MEASURED_BYTES,

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case
+from dpbench.core.subject import Script
 from dpbench.results.rows import COLUMNS, STEP, Measurement
 from dpbench.results.summary import to_frame
 from tests.results.figures import summarised

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.core.case import Case, Script, Subject
+from dpbench.core.case import Case
+from dpbench.core.subject import Script, Subject
 from dpbench.show.comparison import exceeded_lines
 
 

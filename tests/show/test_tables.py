@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.core.case import Script
+from dpbench.core.subject import Script
 from dpbench.instruments.timing import timing_rows
 from dpbench.results.summary import summary, to_frame
 from dpbench.show.layout import Table

@@ -14,7 +14,7 @@ from dpbench.child.script import run
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
 from dpbench.commands.script_checks import ScriptChecks
-from dpbench.core.case import Script
+from dpbench.core.subject import Script
 from dpbench.instruments.script import ScriptRun
 from dpbench.verify.check import FAILED, NOT_JUDGED, OK, Check
 from tests.verify import scripts

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dpbench.core.case import Case, Subject
+from dpbench.core.case import Case
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Subject
 from dpbench.instruments.counters.metrics import CounterOptions
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.in_process import InProcessInstrument

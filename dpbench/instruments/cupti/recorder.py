@@ -10,8 +10,8 @@ from typing import Any
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder, whole_steps
-from dpbench.core.case import Subject
 from dpbench.core.metrics import unit
+from dpbench.core.subject import Subject
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
 from dpbench.instruments.cupti.ranges import MAX_RANGES, StepCounter

@@ -30,8 +30,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpbench.core.case import ALL_PHASES, OUTSIDE, Subject
+from dpbench.core.case import ALL_PHASES, OUTSIDE
 from dpbench.core.metrics import unit
+from dpbench.core.subject import Subject
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
 from dpbench.instruments.logical.costs import Cost, cost

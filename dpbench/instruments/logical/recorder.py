@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder, on_cuda
-from dpbench.core.case import Subject
+from dpbench.core.subject import Subject
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 

@@ -21,9 +21,10 @@ from dpbench.child.messages import NVTX_DOMAIN, Steps
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import OF_PARENT
 from dpbench.core import gpu
-from dpbench.core.case import Case, Subject
+from dpbench.core.case import Case
 from dpbench.core.metrics import Metric
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Subject
 from dpbench.instruments.counters.errors import (
     CountersBusy,
     CountersForbidden,

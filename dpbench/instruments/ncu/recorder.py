@@ -7,7 +7,8 @@ from typing import Any
 
 from dpbench.child.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.child.recorder import Recorder
-from dpbench.core.case import OUTSIDE, Subject
+from dpbench.core.case import OUTSIDE
+from dpbench.core.subject import Subject
 from dpbench.results.rows import Measurement
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import NVTX_DOMAIN, NVTX_END
-from dpbench.core.case import ALL_PHASES, OUTSIDE, Script, Subject, subject_from
+from dpbench.core.case import ALL_PHASES, OUTSIDE
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import write_text
 from dpbench.core.gpu import chip_of
 from dpbench.core.metrics import Counters, Metric
+from dpbench.core.subject import Script, Subject, subject_from
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.counters.libraries import load_helpers_first
 from dpbench.instruments.counters.metrics import counters, having, on_chip

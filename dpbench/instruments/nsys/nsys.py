@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder
-from dpbench.core.case import Case, Subject
+from dpbench.core.case import Case
 from dpbench.core.metrics import unit
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Subject
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.processes import run, version_of

@@ -10,7 +10,8 @@ import torch
 
 from dpbench.child.messages import NVTX_DOMAIN
 from dpbench.child.recorder import NullListener, Recorder, whole_steps
-from dpbench.core.case import OUTSIDE, Subject
+from dpbench.core.case import OUTSIDE
+from dpbench.core.subject import Subject
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.phases import PhaseListener

@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from dpbench.child.failures import InstrumentError
-from dpbench.core.case import Subject
 from dpbench.core.files import check_writable
 from dpbench.core.metrics import METRICS, OTHER_COPIES, unit
+from dpbench.core.subject import Subject
 from dpbench.instruments.torch_profiler import trace
 from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement

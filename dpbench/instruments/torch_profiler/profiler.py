@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from dpbench.child.messages import Schedule, Steps
-from dpbench.core.case import Case, Subject
+from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import check_writable
 from dpbench.core.options import option
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Subject
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.torch_profiler.profile_folder import INSTRUMENT, own_folder
 from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, ScheduledRecorder

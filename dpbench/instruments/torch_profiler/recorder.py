@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import Schedule
 from dpbench.child.recorder import NullListener, Recorder, device_and_torch, on_cuda
-from dpbench.core.case import OUTSIDE, Subject
+from dpbench.core.case import OUTSIDE
+from dpbench.core.subject import Subject
 from dpbench.instruments.torch_profiler import profile_folder, trace
 from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.results.rows import Measurement

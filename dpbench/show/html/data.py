@@ -10,8 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import AXES, SCRIPT
+from dpbench.core.case import AXES
 from dpbench.core.metrics import METRICS, expectations
+from dpbench.core.subject import SCRIPT
 from dpbench.results.roofline import Roofs
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, STEP
 from dpbench.results.run import Run

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dpbench.child.failures import InstrumentError
-from dpbench.core.case import Script
+from dpbench.core.subject import Script
 from dpbench.instruments.cupti.recorder import CuptiRecorder
 from dpbench.instruments.cupti.target import Target
 from dpbench.training.phases import observed_step, phase

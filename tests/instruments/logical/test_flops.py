@@ -12,7 +12,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from dpbench.core.case import Case, Script
+from dpbench.core.case import Case
+from dpbench.core.subject import Script
 from dpbench.instruments.logical.counter import (
     ByteCounter,
     RunningCounter,

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from dpbench.child.patches import watch
 from dpbench.child.step_finder import StepFinder, Stop
-from dpbench.core.case import Script
+from dpbench.core.subject import Script
 from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, CaseReport, InstrumentError
-from dpbench.core.case import Script
 from dpbench.core.metrics import Counters, Metric
+from dpbench.core.subject import Script
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.counters.metrics import on_chip, resolve
 from dpbench.instruments.ncu.report import (

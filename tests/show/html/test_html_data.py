@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.core.case import AXES, Case, Script
+from dpbench.core.case import AXES, Case
+from dpbench.core.subject import Script
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.summary import with_logical
