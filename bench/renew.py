@@ -21,7 +21,6 @@ from bench.runs import ROOT, path_of, run
 from dpbench.results.outcome import document_text
 from dpbench.results.run import Run
 from dpbench.results.schema import json_schema
-from dpbench.show.picture import svg
 from dpbench.show.view import TableOptions
 
 PAGES = [
@@ -76,6 +75,8 @@ def without_derived(text: str) -> str:
 
 def picture() -> str:
     """The README's picture: what its first table has, as bars."""
+    from dpbench.show.picture import svg  # needs Matplotlib
+
     whole = run(path_of(PICTURED))
     outcomes = [each for each in whole.outcomes if each.case.trainer in TRAINERS]
     return svg([Run.of(whole.name, outcomes, whole.environment)], TableOptions())
