@@ -152,7 +152,8 @@ def _shorten(parser: argparse.ArgumentParser, common: Collection[str]) -> None:
     first, *_ = str(parser.description).split("\n\n")
     examples = str(parser.description).partition("Examples:\n")[2].splitlines()[:FEW]
     parser.description = "\n".join([first, "", "Examples:", *examples])
-    parser.usage = parser.usage or f"{parser.prog} [options]"
+    named = [str(action.metavar) for action in parser._actions if not action.option_strings]
+    parser.usage = parser.usage or " ".join([parser.prog, "[options]", *(f"{n} …" for n in named)])
 
 
 def _declare_outside(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

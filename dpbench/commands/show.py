@@ -59,7 +59,8 @@ from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.nsys import timeline_of
 from dpbench.instruments.torch_profiler.profile_folder import with_operators
 from dpbench.results.account import dram_bytes_of_step
-from dpbench.results.kernels import KernelCount, fold
+from dpbench.results.kernels import KernelCount, fold, kernel_rows
+from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import (
     CARDS,
     find_card,
@@ -131,9 +132,14 @@ def run(options: argparse.Namespace) -> int:
     others = [(kind, path) for kind, path in files if kind != "md"]
     for kind, _ in others:
         OUTPUTS[kind]  # what it needs may not be installed
-    together = bool(others) or options.roofline is not None or options.time is not None
+    together = options.roofline is not None or options.time is not None
     names = [name for name in options.files if together or Path(name).suffix not in RECORDED]
     runs = [saved_run(name, options.storage) for name in names]
+    paths = [Path(name) for name in options.files if name not in names]
+    if others and (recorded := [path for path in paths if path.suffix == REPORT]):
+        runs.append(_run_of(recorded))
+    if others and (of_time := [str(path) for path in paths if path.suffix in TIMELINES]):
+        raise ConfigurationError(f"{', '.join(of_time)}: a timeline is shown as tables alone")
     with METRICS.including(*(run.metrics for run in runs)):
         view = _view(options, runs)
         for kind, path in others:
@@ -248,6 +254,26 @@ def _of_reports(
     rows = to_frame(row for case, path in ranges.items() for row in ncu.read(path, case))
     yield from tables(summary(rows, view.baseline), view)
     yield from of_kernels
+
+
+def _run_of(reports: Sequence[Path]) -> Run:
+    """Reports of ranges and of kernels as one run, with what they say of each case."""
+    outcomes: dict[Subject, Outcome] = {}
+    for path in reports:
+        check_is_file(path)
+        case = ncu.case_of(path)
+        known = outcomes.setdefault(case, Outcome(case, ()))
+        if ncu.holds_kernels(path):
+            report = ncu.read_kernels(path)
+            rows = kernel_rows(
+                *(case, "ncu_kernels", report.launches, report.device, path.name), whole=True
+            )
+            made = replace(known, kernels=(*known.kernels, *fold(report.launches)))
+        else:
+            rows, made = list(ncu.read(path, case)), known
+        by = {*known.instruments, *(row.instrument for row in rows)}
+        outcomes[case] = replace(made, rows=(*made.rows, *rows), instruments=(*sorted(by),))
+    return Run.of(", ".join(path.stem for path in reports), outcomes.values())
 
 
 def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from dpbench.commands.cli import main
@@ -28,6 +29,29 @@ def test_a_saved_report_becomes_tables(tmp_path: Path, capsys: pytest.CaptureFix
     assert "gemvx::kernel" in text
     assert "Share of the step's 0.0" in text
     assert "4800 GB/s of NVIDIA H200" in text
+
+
+def test_reports_become_a_page_and_rows_as_a_run_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
+    report = unpacked(DPSGD, tmp_path)
+    ranges = RANGES / "report_dpsgd_bs4_seq64.ncu-rep"
+    (tmp_path / "tiny-fp32" / ranges.name).write_bytes(ranges.read_bytes())
+    both = [str(report), str(tmp_path / "tiny-fp32" / ranges.name)]
+    outputs = [tmp_path / "kernels.html", tmp_path / "kernels.csv"]
+    assert (
+        main(["show", *both, *(word for path in outputs for word in ("--output", str(path)))]) == 0
+    )
+    page = outputs[0].read_text()
+    assert "dpsgd-bs4-seq64-tiny-fp32, NVIDIA H200: bytes by kernel" in page
+    assert "gemvx::kernel" in page
+    assert "DRAM bytes by trainer and phase" in page
+    rows = pd.read_csv(outputs[1])
+    assert {*rows.instrument} == {"ncu", "ncu_kernels"}
+    assert main(["show", "timeline.sqlite", "--html", str(outputs[0])]) == 2
+    assert "timeline.sqlite: a timeline is shown as tables alone" in capsys.readouterr().err
 
 
 def test_the_operators_of_kernels_are_those_of_a_profile(

@@ -26,10 +26,14 @@ from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.html.flame import flames
 from dpbench.show.html.ranks import sent, waits
 from dpbench.show.html.roofs import roofline, time
+from dpbench.show.kernels import case_kernel_tables
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.outputs import labels_text
 from dpbench.show.profile import recorded_tables
 from dpbench.show.view import TableOptions, column, usual_columns
+
+MOST = 20
+"""How many kernels a table has."""
 
 NEEDS_LOGICAL = (
     "These runs hold no logical counts of the measured cases, without which there is no roofline "
@@ -142,11 +146,14 @@ def steps(material: PageData) -> Table:
 
 
 def recorded(runs: Sequence[Run]) -> list[Table]:
-    """The profilers' tables of each case, as in the terminal."""
+    """The tables of profilers and of kernels of each case, as in the terminal."""
     return [
         replace(table, title=f"{run.name}: {table.title}" if len(runs) > 1 else table.title)
         for run in runs
-        for table in recorded_tables(run.summary, run.frame)
+        for table in (
+            *recorded_tables(run.summary, run.frame),
+            *(each for o in run.outcomes for each in case_kernel_tables(o, run.summary, MOST)),
+        )
     ]
 
 
