@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -69,9 +70,10 @@ class Places:
             return ""
         inner, outer = modules[0], modules[-1]
         if id(inner) not in self._names:
-            for name, each in outer.named_modules():
-                plain = WRAPPERS.sub("", f"{name}.").strip(".") or type(each).__name__
-                self._names.setdefault(id(each), re.sub(r"\b\d+\b", "*", plain))
+            with suppress(Exception):  # a model's own method, and only a name is lost
+                for name, each in outer.named_modules():
+                    plain = WRAPPERS.sub("", f"{name}.").strip(".") or type(each).__name__
+                    self._names.setdefault(id(each), re.sub(r"\b\d+\b", "*", plain))
         return self._names.get(id(inner), type(inner).__name__)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from dpbench.core.case import Case
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import Logical
+from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.results.kernels import OperatorCount
 
 
@@ -88,6 +91,24 @@ def test_a_module_that_is_false_counts() -> None:
             return x.requires_grad_().exp()
 
     assert places(step(Empty()), "aten.exp") == {("Empty", "forward")}
+
+
+def test_a_model_that_cannot_name_its_modules_is_counted_all_the_same() -> None:
+    class Nameless(Blocks):
+        def named_modules(
+            self, *args: object, **options: object
+        ) -> Iterator[tuple[str, nn.Module]]:
+            raise RuntimeError("not today")
+
+    counter = LogicalRecorder()
+    model = Nameless()
+    for _ in range(2):
+        counter.start_step()
+        model(torch.randn(4, 8)).sum().backward()
+        counter.end_step()
+    counter.close()
+    assert places(tuple(counter.operators), "aten.addmm") == {("Linear", "forward")}
+    assert not [note for note in counter.notes if "NOT COUNTED" in note]
 
 
 def test_trainers_of_dpbench_and_opacus_have_their_own_lines() -> None:
