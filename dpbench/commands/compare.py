@@ -28,7 +28,7 @@ import pandas as pd
 
 from dpbench.commands.options import saved_run
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import printable, write_bytes
+from dpbench.core.files import in_words, printable, write_bytes
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
 from dpbench.results.compare import Threshold
@@ -72,7 +72,10 @@ def run(options: argparse.Namespace) -> int:
         verdicts = [_judge(before, after, limits, options.across) for after in others]
         if options.csv:
             parts = [v.changes.assign(run=o.name) for v, o in zip(verdicts, others, strict=True)]
-            write_bytes(options.csv, pd.concat(parts).to_csv(index=False).encode())
+            try:
+                write_bytes(options.csv, pd.concat(parts).to_csv(index=False).encode())
+            except OSError as error:
+                raise ConfigurationError(in_words(error)) from error
         bad = False
         for after, verdict in zip(others, verdicts, strict=True):
             tables = comparison_tables(verdict, shown=shown, largest_first=options.sort == "change")

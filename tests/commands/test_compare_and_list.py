@@ -254,3 +254,9 @@ def test_a_csv_file_has_every_number_before_and_after(tmp_path: Path) -> None:
     assert {*clip.run} == {"0002_after"}
     assert (clip.after / clip.before).tolist() == pytest.approx([1.02] * len(clip))
     assert len(clip) == 12
+
+
+@pytest.mark.usefixtures("storage")
+def test_a_csv_file_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "1", "2", "--csv", "/dev/full"]) == 2
+    assert capsys.readouterr().err == "dpbench compare: /dev/full: No space left on device\n"
