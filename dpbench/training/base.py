@@ -40,47 +40,48 @@ DRAWN_BY = "noise drawn by"
 class TrainerBase(ABC):
     """Trains ``model`` one batch at a time; the subclass says how.
 
-    A subclass marks the parts of its step with `dpbench.phase`, and uses only `mean_loss` and
-    `example_losses` of what it trains.
+    A subclass marks the parts of its step with `dpbench.phase`. It computes losses only through
+    `mean_loss` and `example_losses`, so it works with every workload.
 
     Attributes:
         labels: what a reader must know to compare it with others, such as ``{"clips": "flat"}``;
-            tables say where those of two trainers differ. An instance may override them.
-        joint_batch_size: B of all ranks together; the gradient is the mean over it.
-        part_size: the most examples that a forward may see.
-        sizes: the numbers of examples in the parts of this batch, and
-        examples: in the part that is trained now, both by `parts`.
+           tables name the labels in which two trainers differ. An instance may override them.
+        joint_batch_size: examples of all ranks together; the gradient is the mean over them.
+        part_size: the largest number of examples in one forward pass.
+        sizes: the number of examples in each part of the current batch; set by `parts`.
+        examples: the number of examples in the current part; set by `parts`.
 
     Args:
         model: the workload's model.
-        batch_size: examples in every batch, B; with several ranks, in each rank's part. A DP
-            trainer scales its noise by the joint size. Of Poisson batches, the expected number.
+        batch_size: examples in every batch, B; with several ranks, in each rank's part; with
+           Poisson sampling, the expected number. A DP trainer scales its noise by the joint size.
         learning_rate: step size of the optimizer.
         noise_multiplier: σ; the noise added to the summed gradient has deviation σ·C.
         max_grad_norm: C, the threshold to which each example's gradient is clipped.
         optimizer: called as ``optimizer(parameters, lr=…)``; SGD without momentum by default.
-        workload: gives the losses; by default those of the transformer, whose batches are
-            ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
-        micro_batches: equal parts in which a batch is trained, gradients accumulating: `parts`.
+        workload: computes the losses; by default the transformer, whose batches are
+           ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
+        micro_batches: the number of equal parts of a batch; gradients accumulate over them.
         compile: compile the model and its loss as one function.
-        noise: ``independent`` in each step, or ``banded``: correlated over steps; ``bands`` and
-            ``noise_steps`` are the arguments of `dpbench.training.correlated_noise.noise_weights`.
+        noise: ``independent`` in each step, or ``banded``: correlated over steps.
+        bands: see `dpbench.training.correlated_noise.noise_weights`.
+        noise_steps: the ``steps`` of the same function.
         sampling: ``fixed``, or ``poisson``: batches have any number of examples, 0 included.
-        autocast: the 16-bit type that ``torch.autocast`` computes losses in, if any; with
-            float16, ``scaler`` scales them.
-        parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`; each trains
-            ``batch_size`` examples.
+        autocast: the 16-bit type of ``torch.autocast`` for the losses, if any. With float16 a
+           ``GradScaler`` scales them.
+        parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`. Each rank trains
+           ``batch_size`` examples.
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
     in_graphs = False
-    """Whether its steps are CUDA graphs on a GPU, so that they do not wait for Python."""
+    """Whether its steps run as CUDA graphs on a GPU."""
     replays = False
-    """Whether the last step repeated a recorded forward, which Python no longer calls."""
+    """Whether the last step replayed CUDA graphs, so that Python did not call the model."""
     compiles: bool = True
     """Whether model and loss can be compiled."""
     correlates = False
-    """Whether its noise has `noise_weights`."""
+    """Whether it can add correlated noise, with `noise_weights`."""
 
     def __init__(
         self,
@@ -135,13 +136,13 @@ class TrainerBase(ABC):
         self.plain_optimizer = optimizer(trained, lr=learning_rate)
 
     def spread(self, model: nn.Module) -> nn.Module:
-        """The model as ``parallel`` spreads it over the ranks; here, on one."""
+        """Return the model spread over the ranks as ``parallel`` says; here, only one rank."""
         if self.parallel != "none":
             raise self.refusal("its spread(model) must say how ranks share a model")
         return model
 
     def refusal(self, why: str) -> ConfigurationError:
-        """The error of a trainer that does not train as ``parallel`` says."""
+        """The error that this trainer does not support ``parallel``."""
         name = type(self).__name__
         return ConfigurationError(f"{name} does not train under parallel={self.parallel}: {why}")
 
@@ -150,21 +151,21 @@ class TrainerBase(ABC):
         """One optimization step.
 
         Args:
-            batch: of the workload, with ``batch_size`` examples; of Poisson batches, with any
-                number.
+            batch: a batch of the workload, of ``batch_size`` examples; with Poisson sampling, of
+               any number.
 
         Returns:
-            The mean loss over the batch before the update, detached, a scalar; NaN without example.
+            The mean loss over the batch before the update, a detached scalar; NaN if it is empty.
         """
 
     def example_losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The loss of each example, ``[B]``, through the model or what wraps it."""
+        """The loss of each example, ``[B]``; ``model`` is the model or a wrapper of it."""
         with self.mixed():
             losses = self.workload.losses(model, batch)
         return checked_losses(losses, self.workload, batch)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The mean loss over the batch, a scalar, through the model or what wraps it."""
+        """The mean loss over the batch, a scalar; ``model`` is the model or a wrapper of it."""
         if type(self.workload).loss is Workload.loss:
             return self.example_losses(model, batch).mean()
         with self.mixed():
@@ -177,14 +178,15 @@ class TrainerBase(ABC):
         return torch.autocast(self.device_type, dtype=self.autocast)
 
     def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
-        """The micro-batches of a batch, each with whether it is the last; usually one.
+        """Yield the micro-batches of a batch, each with whether it is the last; usually one.
 
-        A batch must have the size that this trainer was built for. DP noise is scaled by that: a
-        smaller last batch would silently get the wrong noise.
+        A fixed-size batch must have the size that this trainer was built for. DP noise is scaled
+        by that size, so a smaller last batch would silently get the wrong noise.
 
-        Poisson batches have any size. One of more than ``part_size`` examples comes in as few parts
-        as possible, sizes differing by at most 1, as from Opacus's ``BatchMemoryManager``. An empty
-        one has no part: a private trainer still adds noise and updates.
+        Poisson batches have any size. A batch of more than ``part_size`` examples is split into as
+        few parts as possible, whose sizes differ by at most 1, as in Opacus's
+        ``BatchMemoryManager``. An empty batch has no part: a private trainer still adds noise and
+        updates.
         """
         examples = examples_in(batch)
         if self.sampling == "fixed" and examples != self.batch_size:
@@ -205,14 +207,14 @@ def check_numbers(
     max_grad_norm: float,
     learning_rate: float,
 ) -> None:
-    """Refuse numbers with which a step would not be private, or would drop examples."""
+    """Refuse values that would make a step not private, or make it drop examples."""
     named = {
         "max_grad_norm": max_grad_norm,
         "noise_multiplier": noise_multiplier,
         "learning_rate": learning_rate,
     }
     for name, value in named.items():
-        if isinstance(value, str):  # a parameter of a name, such as dpsgd:max_grad_norm=nan
+        if isinstance(value, str):  # given with a trainer's name, such as dpsgd:max_grad_norm=nan
             raise ConfigurationError(f"{name} is {value!r}, and must be a finite number")
     parts = micro_batches > 0 and batch_size % micro_batches == 0
     for name, value, right, must in (
@@ -226,20 +228,20 @@ def check_numbers(
 
 
 def check_optimizer(name: str, made: Callable[..., torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that cannot step, or to which a parameter means something else."""
+    """Refuse an optimizer that cannot be built with its parameters, or cannot step."""
     try:
         parameter = torch.zeros(1, 1, requires_grad=True)
         parameter.grad = torch.zeros(1, 1)
         made([parameter], lr=1e-3).step()
-    except Exception as error:  # its author chooses
+    except Exception as error:  # a user's optimizer can raise anything
         words = " ".join(str(error).split())
         raise ConfigurationError(f"optimizer {name} cannot step: {words}") from error
 
 
 def mean_of(losses: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
-    """The mean loss of parts with these numbers of examples; by default all have as many.
+    """The mean loss of parts with these numbers of examples; by default all parts are equal.
 
-    A single loss is returned without any operation; without losses, NaN.
+    A single loss is returned as it is. Without losses the mean is NaN.
     """
     if len(losses) == 1:
         return losses[0]

@@ -1,9 +1,9 @@
 """DP-SGD with flat clipping in one backward pass, without per-sample gradients.
 
-Backward computes gradients of layers' outputs only, not of parameters. Norms, and then the sum of
-clipped gradients, are computed from these and from the kept activations: Bu et al., "Differentially
-Private Optimization on Large Foundation Models" (2022), https://arxiv.org/abs/2210.00038,
-"book-keeping".
+Backward computes gradients of layers' outputs only, not of parameters. Norms are computed from
+these gradients and the saved activations, and then the sum of clipped gradients. This is
+"book-keeping" of Bu et al., "Differentially Private Optimization on Large Foundation Models"
+(2022), https://arxiv.org/abs/2210.00038.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from dpbench.training.phases import phase
 class BookKeepingTrainer(ClippedSumTrainer):
     """One backward pass; then norms, clipping factors and weighted sums, all in ``clip``.
 
-    Any optimizer works, and a layer may be called several times. Until they are clipped, backward
-    keeps activations and output gradients of linear and embedding layers, under activation
-    checkpointing as well, or the per-sample gradients that it makes of them; of other layers,
-    always these.
+    Any optimizer works, and a layer may be called several times. For linear and embedding layers,
+    backward keeps activations and output gradients until clipping, or else the per-sample gradients
+    made from them. For other layers it always keeps per-sample gradients. Activation checkpointing
+    does not change this.
 
     Attributes:
-        ways: how the last step computed the norms of each trained layer, by layer name: see
-            `dpbench.training.norm_ways`.
+        ways: how the last step computed the norms of each trained layer, by layer name; see
+           `dpbench.training.norm_ways`.
 
     Arguments as `TrainerBase`.
 
     Raises:
-        ConfigurationError: a layer or parameter cannot be clipped so; it is named.
+        ConfigurationError: names a layer or parameter that this trainer cannot clip.
     """
 
     scaled = staticmethod(scaled)
     known_ways: Collection[str] = (PRODUCTS, GRADIENT, KEPT)
     has_kernel = False
-    """Whether a kernel takes norms by products: see `dpbench.training.norm_ways.costs`."""
+    """Whether one kernel computes norms from products T × T; ``kernel`` of `norm_ways.costs`."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -73,7 +73,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return sharded(model, self.workload)
 
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
-        """What clipping needs of a layer that has parameters of its own."""
+        """The rule by which a layer with parameters of its own is clipped."""
         return rule_of(layer, name)
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -84,7 +84,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 with phase("forward"):
                     loss = self.mean_loss(self.model, part)
                 with phase("backward"):
-                    (loss * self.examples).backward()  # of the sum: each example's own gradient
+                    (loss * self.examples).backward()  # of the sum: per-sample gradients
             losses.append(loss.detach())
             del loss  # its graph keeps layers' inputs alive
             with phase("clip"):
@@ -93,7 +93,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return mean_of(losses, self.sizes)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The mean loss; the first call also looks for parameters that no layer's call uses."""
+        """The mean loss. The first call also refuses parameters used outside their layer's call."""
         if self._uses_are_checked:
             return super().mean_loss(model, batch)
         with outside_of_their_layers(self.model, self.rules) as names:
@@ -119,12 +119,12 @@ class BookKeepingTrainer(ClippedSumTrainer):
     def _keep(
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
     ) -> Tensor | None:
-        """Keep what a layer was given and, when backward comes to it, its output's gradient."""
-        # Activation checkpointing first runs the layer without autograd, and later again.
+        """Keep a layer's input and, when backward reaches the layer, its output gradient."""
+        # Activation checkpointing runs the layer first without autograd, and again in backward.
         if not (self._listening and torch.is_grad_enabled()):
             return None
         rule.check_call(given, options, returned, self.examples)
-        is_first = not returned.requires_grad  # no trained layer is before it
+        is_first = not returned.requires_grad  # no trained layer precedes it
         if is_first:
             returned.requires_grad_()
         held = [given[0].detach()]
@@ -133,7 +133,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
         def keep_gradient(gradient: Tensor) -> None:
             activations = held.pop()  # the graph references this function until backward ends
-            if activations._version != version:  # autograd need not keep it and does not check it
+            if activations._version != version:  # autograd may not have saved it, so does not check
                 raise rule.refusal("what it was given was changed in place afterwards")
             self._put_aside(rule, seen, activations, gradient.detach())
 
@@ -141,7 +141,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
 
     def _put_aside(self, rule: Rule[Any], seen: Seen, x: Tensor, g: Tensor) -> None:
-        """Keep what clipping needs of a call, in the way of the layer's first call."""
+        """Keep what clipping needs from a call; the layer's first call decides the way."""
         if not seen:
             alone = self.part_size == self.micro_batches == 1
             kernel = self.has_kernel
@@ -149,16 +149,16 @@ class BookKeepingTrainer(ClippedSumTrainer):
         rule.keep(seen, x, g, self.ways[rule.name])
 
     def clip(self, last: bool) -> None:
-        """Add the clipped gradients to those of earlier micro-batches; reduce the last ones."""
+        """Add the clipped gradients to the sums; after the last micro-batch, reduce the sums."""
         for buffer in self.clipped(last):
             self.reduce(buffer)
 
     @torch.no_grad()
     def clipped(self, last: bool) -> Iterator[Buffer]:
-        """Clip; over ranks, also take out each buffer that has received the last micro-batch.
+        """Clip; with several ranks, yield each buffer that is complete after the last micro-batch.
 
-        All ranks follow the order of the model's layers, even for layers that a rank has not
-        called.
+        All ranks yield buffers in the order of the model's layers, even if a rank has not called
+        a layer.
         """
         early = last and self.parallel != "none"
         seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
@@ -178,7 +178,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 yield from self.sums.close(rule.trained)
 
     def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
-        """The squared norms of gradients that are not kept, each ``[B]``, float32 or wider.
+        """Squared norms of the gradients that are not kept, each ``[B]``, float32 or wider.
 
         Args:
             seen: pairs of activations and output gradients, by layer.
@@ -192,7 +192,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
 
 class ChangeableInPlace(torch.autograd.Function):
-    """A leaf's values in the same memory, as a tensor that a model may change in place."""
+    """Returns a leaf tensor as a non-leaf in the same memory, which may be changed in place."""
 
     @staticmethod
     def forward(_: Any, leaf: Tensor) -> Tensor:
@@ -207,10 +207,10 @@ class ChangeableInPlace(torch.autograd.Function):
 def outside_of_their_layers(
     model: nn.Module, rules: Mapping[nn.Module, Rule[Any]]
 ) -> Iterator[dict[Any, str]]:
-    """A context in which trained parameters need gradients, except in their layers' calls.
+    """A context in which trained parameters require gradients only outside their layers' calls.
 
     Yields:
-        The names of parameters; those that FSDP2 gathers are added when it gathers them.
+        The names of parameters. FSDP2's gathered parameters are added when they are gathered.
     """
     trained = [parameter for rule in rules.values() for parameter in rule.trained]
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}

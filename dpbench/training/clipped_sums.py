@@ -22,21 +22,21 @@ from dpbench.training.refusals import ONLY_GHOST, check_layers
 
 
 class ClippedSumTrainer(TrainerBase):
-    """Flat clipping without Opacus's optimizer; a subclass puts clipped gradients into `sums`.
+    """Flat clipping without Opacus's optimizer; a subclass adds clipped gradients to `sums`.
 
     Arguments as `TrainerBase`.
 
     Raises:
-        ConfigurationError: a layer or parameter cannot be clipped so; it is named.
+        ConfigurationError: names a layer or parameter that this trainer cannot clip.
     """
 
     labels = PRIVATE
     compiles = False
     correlates = True
     sums_in: torch.dtype | None = None
-    """The type of the sums, if it is not that of the parameters."""
+    """The dtype of the sums, if it differs from the parameters'."""
     draws_in_update = False
-    """Whether noise is drawn where parameters are updated, and not in a phase of its own."""
+    """Whether the update draws the noise, so that there is no phase ``noise``."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -65,51 +65,51 @@ class ClippedSumTrainer(TrainerBase):
 
     @property
     def sums(self) -> Sums:
-        """The sums over the examples so far."""
+        """The sums of clipped gradients over the examples of this batch so far."""
         if self._sums is None:
             ranks = rank_and_ranks()[1] if self.parallel == "fsdp2" else 1
             self._sums = Sums(self.sharing, self.sums_in, ranks)
         return self._sums
 
     def take_sums(self) -> Sums:
-        """The sums of a whole batch; the next step begins with new ones."""
+        """Return the sums of a whole batch; the next step begins with new ones."""
         sums, self._sums = self.sums, None
         return sums
 
     def begin_step(self) -> None:
         """Refuse a changed model; discard the sums of an earlier step that failed."""
         if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # forward without backward leaves the outermost module gathered
+            self.model.reshard()  # a forward without backward leaves the root module gathered
         self.known.check()
         self._sums, self._reductions = None, []
 
     def factors_for(self, squared_norms: Sequence[Tensor]) -> Tensor:
-        """The clipping factors, from the squared norms ``[B]`` of parts of the gradients."""
+        """The clipping factors ``[B]``, from squared norms ``[B]`` of parts of the gradients."""
         return clipping_factors(total(squared_norms), self.max_grad_norm)
 
     def reduce(self, buffer: Buffer) -> None:
-        """Begin to reduce a completed buffer over the ranks.
+        """Begin to reduce a complete buffer over the ranks.
 
-        Under DDP it includes the noise, of which each rank draws a share.
+        Under DDP the buffer includes noise: each rank draws a share of it.
         """
         if self.parallel == "ddp" and not self.draws_in_update:
             with phase("noise"):
                 self.make_private(buffer.flat, buffer.number)
         self._reductions.append(Reduction(buffer, self.parallel))
         if self.parallel == "fsdp2" and len(self._reductions) > AT_ONCE:
-            self._reductions[-1 - AT_ONCE].wait()  # which frees what was sent
+            self._reductions[-1 - AT_ONCE].wait()  # frees the sent buffer
 
     def all_reductions(self) -> list[Reduction]:
-        """Reduce the buffers that are left; returns the reductions of all."""
+        """Reduce the remaining buffers; return the reductions of all buffers."""
         for buffer in self.take_sums().close():
             self.reduce(buffer)
         reductions, self._reductions = self._reductions, []
         return reductions
 
     def make_private(self, gradient: Tensor, number: int) -> None:
-        """Add noise to the sum of that number, or to this rank's share, and make it a mean."""
-        # Not as a factor of `add_`, which a CPU rounds to the gradients' type: in bf16 noise
-        # was up to 0.4 % too small.
+        """Add noise to sum ``number``, or to this rank's share of it, and divide it to a mean."""
+        # Not by ``alpha`` of `add_`: a CPU rounds that to the gradients' dtype, which in bf16
+        # makes noise up to 0.4 % too small.
         if deviation := self.noise_multiplier * self.max_grad_norm:
             own = own_part(gradient, "ddp") if self.parallel == "ddp" else gradient
             if len(self.noise_weights) > 1:
@@ -139,7 +139,7 @@ class ClippedSumTrainer(TrainerBase):
 
 
 AT_ONCE = 4
-"""Buffers that are being reduced under FSDP2 while others are filled; each takes memory."""
+"""How many buffers FSDP2 may reduce while others are filled; each of them takes memory."""
 
 
 def check_alike(parameters: list[nn.Parameter]) -> None:

@@ -1,7 +1,7 @@
-"""Noise that is correlated over steps: the weights of earlier noises, and how these are kept.
+"""Noise that is correlated over steps: its weights, and the memory of earlier steps' noise.
 
-The noise of a step is ``w[0] × z + w[1] × (z of the step before) + …``, for as many steps as there
-are bands; each z is a new normal sample. Later steps so cancel a part of the noise of earlier ones.
+The noise of a step is ``w[0] × z + w[1] × (z of the step before) + …``, with one term per band.
+Each z is a new normal sample. So later steps cancel part of the noise of earlier steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from dpbench.core.errors import ConfigurationError, unknown
 
 INDEPENDENT = (1.0,)
-"""The weights of noise that is drawn anew in each step."""
+"""The weights of noise that is independent in each step."""
 
 NOISES = ("independent", "banded")
 
@@ -27,16 +27,16 @@ def noise_weights(noise: str, bands: int, steps: int) -> tuple[float, ...]:
     https://arxiv.org/abs/2505.12128: the first coefficients of √(1 - x). Two bands are close to
     DP-λCGD, https://arxiv.org/abs/2601.22334, which chooses the second weight.
 
-    The weights are multiplied by the sensitivity of ``steps`` steps in which an example takes part
-    once. So σ is the noise multiplier of the Gaussian mechanism that is as private.
+    The weights are multiplied by the sensitivity of ``steps`` steps, in which each example takes
+    part once. So training is as private as one Gaussian mechanism with noise multiplier σ.
 
     Args:
         noise: one of `NOISES`.
-        bands: the number of weights, at least 1; with 1 noise is independent.
-        steps: those of the whole training.
+        bands: the number of weights, at least 1; with 1, noise is independent.
+        steps: the number of steps of the whole training.
 
     Raises:
-        ConfigurationError: no such noise, or a number below 1.
+        ConfigurationError: ``noise`` is unknown, or ``bands`` or ``steps`` is below 1.
     """
     if noise not in NOISES:
         raise unknown("noise", noise, NOISES)
@@ -54,9 +54,9 @@ def noise_weights(noise: str, bands: int, steps: int) -> tuple[float, ...]:
 
 
 def whitening(weights: Sequence[float], steps: int) -> list[float]:
-    """The coefficients with which noises of successive steps add up to the newest z.
+    """The coefficients whose weighted sum of successive steps' noise is the newest z.
 
-    They are those of the inverse of the lower triangular Toeplitz matrix of the weights.
+    They form the inverse of the weights' lower triangular Toeplitz matrix.
     """
     found: list[float] = []
     for step in range(steps):
@@ -66,9 +66,9 @@ def whitening(weights: Sequence[float], steps: int) -> list[float]:
 
 
 class KeptNoise:
-    """The noises of earlier steps, in memory, of tensors to which noise is added.
+    """Adds correlated noise to tensors, and keeps each tensor's z of earlier steps in memory.
 
-    They are kept in float32 at least, as by jax-privacy: a weighted sum in bf16 would lose them.
+    They are kept in float32 or wider, as in jax-privacy: bf16 would round them away in the sum.
 
     Args:
         weights: see `noise_weights`, at least two.
@@ -90,8 +90,8 @@ class KeptNoise:
 
         Args:
             total: the sum of clipped gradients; contiguous.
-            deviation: that of each z.
-            key: names the tensor in all steps.
+            deviation: the standard deviation of each z.
+            key: identifies the tensor over steps.
             generator: draws z; PyTorch's default one if None.
         """
         flat = total.view(-1)
@@ -102,7 +102,7 @@ class KeptNoise:
         self._steps[key] = step + 1
         ages = [(step - row - 1) % self._before + 1 for row in range(self._before)]
         weights = kept.new_tensor([self._weights[age] for age in ages])
-        newest = kept[step % self._before]  # until now the oldest, which is used once more
+        newest = kept[step % self._before]  # still the oldest z, which is used once more
         noise = kept.mT @ weights
         newest.normal_(std=deviation, generator=generator)
         flat.add_(noise.add_(newest, alpha=self._weights[0]))

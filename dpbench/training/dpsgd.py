@@ -26,12 +26,12 @@ from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
 def mark_phases(optimizer: DPOptimizer) -> None:
     """Mark the phases inside ``optimizer.step()``.
 
-    Opacus clips, adds noise and updates inside one call. Wrapping its own methods keeps that
-    call, so that what is measured stays what Opacus does.
+    Opacus clips, adds noise and updates inside one call. Its methods are wrapped and the call
+    stays, so that Opacus itself is measured.
     """
     for method, name in (
         ("clip_and_accumulate", "clip"),  # flat clipping
-        ("accumulate", "clip"),  # fast gradient clipping: sums gradients clipped before
+        ("accumulate", "clip"),  # fast gradient clipping: sums gradients that are already clipped
         ("add_noise", "noise"),
         ("scale_grad", "noise"),
     ):
@@ -40,7 +40,7 @@ def mark_phases(optimizer: DPOptimizer) -> None:
 
 
 def correlate_noise(optimizer: DPOptimizer, kept: KeptNoise) -> None:
-    """Have an optimizer of Opacus's add noise that is correlated over steps, by parameter."""
+    """Make an optimizer of Opacus add correlated noise to each parameter."""
     deviation = optimizer.noise_multiplier * optimizer.max_grad_norm
 
     def add_noise() -> None:
@@ -58,15 +58,15 @@ def correlate_noise(optimizer: DPOptimizer, kept: KeptNoise) -> None:
 class OpacusTrainer(TrainerBase):
     """The base of all Opacus trainers; arguments as `TrainerBase`.
 
-    A subclass says how the model is wrapped, and which of Opacus's optimizers clips. In parallel
-    Opacus chooses the optimizer by the clipping and the ``grad_sample_mode``.
+    A subclass chooses the wrapper of the model, and Opacus's optimizer. With several ranks Opacus
+    chooses the optimizer by the clipping and the ``grad_sample_mode``.
     """
 
     labels = PRIVATE
     compiles = False
     correlates = True
     clip = "flat"
-    mode: str | None = None  # Opacus's grad_sample_mode, if it has one that does the same
+    mode: str | None = None  # Opacus's grad_sample_mode, if one does the same
     optimizer_class: type[DPOptimizer] = DPOptimizer
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
@@ -94,7 +94,7 @@ class OpacusTrainer(TrainerBase):
         return replica
 
     def distributed_optimizer(self, mode: str) -> type[DPOptimizer]:
-        """Opacus's optimizer for several ranks; if Opacus refuses, an error with its message."""
+        """Opacus's optimizer class for several ranks; an error with Opacus's message if none."""
         try:
             found: type[DPOptimizer] = get_optimizer_class(self.clip, True, mode)
         except ValueError as error:
@@ -115,7 +115,7 @@ class OpacusTrainer(TrainerBase):
         )
 
     def private_loss(self, batch: Batch) -> Any:
-        """A loss whose ``backward()`` leaves what the optimizer clips."""
+        """A loss whose ``backward()`` leaves on the parameters what the optimizer clips."""
         return self.mean_loss(self.grad_sample_module, batch)
 
     def backward(self, loss: Any) -> None:
@@ -133,18 +133,18 @@ class OpacusTrainer(TrainerBase):
         """Clip a micro-batch; with the last, add noise and update. Returns its mean loss."""
         with phase("forward"):
             loss = self.private_loss(part)
-            mean: Tensor = loss.detach()  # fast gradient clipping: the mean is taken here
+            mean: Tensor = loss.detach()  # with fast gradient clipping, ``detach`` takes the mean
         with phase("backward"):
             self.backward(loss)
         with phase("optimizer"):
             if not last:  # as Opacus's BatchMemoryManager does it
                 self.optimizer.signal_skip_step()
-            self.optimizer.step()  # clip inside and, with the last, noise: see mark_phases
+            self.optimizer.step()  # with phases clip and, if last, noise: mark_phases
             self.optimizer.zero_grad(set_to_none=True)
         return mean
 
     def leave_nothing(self, parameter: Any) -> None:
-        """Leave what backward leaves at a parameter where a batch has no example."""
+        """Set on a parameter what backward would leave for an empty batch."""
         parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
 
     def train_nothing(self) -> None:
@@ -162,15 +162,15 @@ GRAD_SAMPLES = ("hooks", "functorch", "ew")
 
 
 class DPSGDTrainer(OpacusTrainer):
-    """DP-SGD that keeps per-sample gradients until all are there, and then clips them.
+    """DP-SGD that keeps the per-sample gradients of all parameters, and then clips them.
 
     Args:
-        clip: ``flat``: an example's whole gradient, to C. ``per_layer``: that of each parameter,
-            all to the same threshold C/√n for n parameters, so that together they keep C and
-            the noise is that of flat clipping.
-        grad_sample: where per-sample gradients come from. ``hooks``: rules for each kind of
-            layer. ``functorch``: ``vmap`` of ``grad`` for every layer. ``ew``: PyTorch's expanded
-            weights.
+        clip: ``flat`` clips an example's whole gradient to C. ``per_layer`` clips its gradient of
+           each of n parameters to C/√n, so that the whole gradient is at most C and the noise is
+           that of flat clipping.
+        grad_sample: how per-sample gradients are made. ``hooks``: by a rule for each kind of
+           layer. ``functorch``: by ``vmap`` of ``grad`` for every layer. ``ew``: by PyTorch's
+           expanded weights.
         options: as `TrainerBase`.
     """
 

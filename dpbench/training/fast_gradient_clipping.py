@@ -1,9 +1,9 @@
 """DP-SGD that clips through a second backward pass, with or without ghost norms.
 
-The first backward pass finds each example's gradient norm, the second runs on the loss
-weighted by the clipping factors, so per-sample gradients need not be kept (Lee and Kifer,
-https://arxiv.org/abs/2009.03106). Ghost clipping finds the norms of Linear and Embedding
-layers without per-sample gradients at all (Li et al., https://arxiv.org/abs/2110.05679).
+The first backward pass computes each example's gradient norm. The second pass runs on the loss
+weighted by the clipping factors. So per-sample gradients need not be kept (Lee and Kifer,
+https://arxiv.org/abs/2009.03106). Ghost clipping computes the norms of Linear and Embedding
+layers without per-sample gradients (Li et al., https://arxiv.org/abs/2110.05679).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dpbench.training.parallel import mesh_of_all
 
 
 def sharded_as_opacus_does(model: nn.Module) -> nn.Module:
-    """The model under FSDP2, each layer gathered by itself: Opacus's ``FSDP2Wrapper``."""
+    """Shard the model with FSDP2, each layer by itself, as Opacus's ``FSDP2Wrapper`` does."""
     mesh = mesh_of_all(next(model.parameters()).device.type)
     with patch.object(fsdp_utils, "fully_shard", partial(fully_shard, mesh=mesh)):
         wrapped: nn.Module = fsdp_utils.FSDP2Wrapper(model)
@@ -62,7 +62,7 @@ class DPFastGradientClippingTrainer(OpacusTrainer):
         parameter.grad = torch.zeros_like(parameter)
 
     def private_loss(self, batch: Batch) -> DPTensorFastGradientClipping:
-        """Its ``backward()`` is two passes: norms, then the weighted loss."""
+        """A loss whose ``backward()`` runs two passes: for the norms, then of the weighted loss."""
         losses = self.example_losses(self.grad_sample_module, batch)
         return DPTensorFastGradientClipping(self.grad_sample_module, self.optimizer, losses)
 
@@ -86,9 +86,9 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
         return super().private_optimizer()
 
     def _check_rows(self) -> None:
-        """Refuse a parameter with fewer rows than ranks, whose noise Opacus would draw whole.
+        """Refuse a parameter with fewer rows than ranks, to which Opacus cannot add noise.
 
-        PyTorch replicates the sum of shard and noise then, and cannot update a shard by it.
+        PyTorch would replicate the sum of shard and noise, and could not update the shard with it.
         """
         of_opacus = self.distributed_optimizer("ghost_fsdp").add_noise
         if self.optimizer_class.add_noise is not of_opacus:

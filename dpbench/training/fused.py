@@ -1,9 +1,9 @@
-"""DP-SGD with flat clipping that moves little more than a standard step does.
+"""DP-SGD with flat clipping that moves few more bytes than a standard step.
 
-Book-keeping (`dpbench.training.book_keeping`) whose passes are merged: norms of all layers of a
-shape come from one kernel, which keeps neither per-sample gradients nor products T × T; noise is
-drawn where the update adds it; on a GPU forward, backward and clip are CUDA graphs, so that they do
-not wait for Python.
+This is book-keeping (`dpbench.training.book_keeping`) with merged passes. One kernel computes the
+norms of all layers of a shape, and stores neither per-sample gradients nor products T × T. The
+update itself draws the noise. On a GPU forward, backward and clip are CUDA graphs, which do not
+wait for Python.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dpbench.training.updates import MergedUpdate, Update, groups_of, why_not
 
 
 class LayerNormRule(SampledRule):
-    """The small gradients of each example, from one pass over the layer's inputs."""
+    """Makes a layer norm's per-sample gradients in one pass over its input."""
 
     layer: nn.LayerNorm
 
@@ -57,18 +57,18 @@ class LayerNormRule(SampledRule):
 
 
 class FusedTrainer(BookKeepingTrainer):
-    """`BookKeepingTrainer` with merged passes, and on a GPU in CUDA graphs.
+    """`BookKeepingTrainer` with merged passes, and with CUDA graphs on a GPU.
 
-    With SGD, Adam and AdamW the parameters and the optimizer's state become parts of buffers, and
-    the update draws the noise as it adds it: there is no phase ``noise``. Other optimizers, those
-    whose step has hooks, and under FSDP2 all but plain SGD take their own step after a pass that
-    draws noise and adds it.
-    Under DDP all ranks draw the same noise: nothing is sent, and every rank knows it. Under FSDP2
-    each rank draws it for its shards, which keep their memory.
+    With SGD, Adam and AdamW the parameters and the optimizer's state become views of flat buffers.
+    The update draws the noise and adds it, so there is no phase ``noise``. Other optimizers take
+    their own step after a separate pass that adds the noise; so do optimizers whose step has hooks,
+    and under FSDP2 all but plain SGD.
+    Under DDP all ranks draw the same noise: none of it is sent, and every rank knows it. Under
+    FSDP2 each rank draws the noise of its shards, which are not moved into flat buffers.
 
-    Only the first step captures graphs. These run eagerly: batches of other shapes, steps whose
-    operators are counted, models in which a layer has switched to `eval` or back, and models that
-    cannot be captured, which a warning names.
+    Only the first step captures graphs. A step runs eagerly if its batch has other shapes, if its
+    operators are counted, or if a layer has since switched to `eval` or back. A warning says why a
+    model cannot be captured; then all steps run eagerly.
     Under FSDP2 the graphs hold its collectives: see `dpbench.training.parallel.leave_group`.
     """
 
@@ -95,7 +95,7 @@ class FusedTrainer(BookKeepingTrainer):
         self._graphs: StepGraphs | None = None
         self._is_first = True
         self.layers = [*self.model.modules()]
-        self.last_block: Any = None  # of those that FSDP2 gathers, in forward
+        self.last_block: Any = None  # the last FSDP2 block that forward ran
         for layer in self.layers[1:]:
             if isinstance(layer, FSDPModule):
                 layer.register_forward_hook(self._note_block)
@@ -113,7 +113,8 @@ class FusedTrainer(BookKeepingTrainer):
             self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
         self.seeds, self._seeds_of_a_step = seeds, number
         self._steps, bands = 0, len(self.noise_weights)
-        # Of each of the first steps, and of all later ones: what is 0 was not drawn before.
+        # Row i: the weights of step i; the last row: of all later steps. Early steps have zeros
+        # for noise of steps before the first.
         weights = seeds.new_tensor(self.noise_weights, dtype=torch.float32) / self.noise_weights[0]
         self._weights = weights.expand(bands, bands).tril()
         self._ages = number * torch.arange(bands, device=seeds.device)
@@ -139,7 +140,7 @@ class FusedTrainer(BookKeepingTrainer):
         return norms
 
     def train_step(self, batch: Batch) -> Tensor:
-        # Operators inside a graph cannot be counted, and its collectives not be left out.
+        # Operators inside a graph cannot be counted, and its collectives cannot be skipped.
         graphs = self.trained[0].is_cuda and _get_current_dispatch_mode() is None
         graphs = graphs and not (self.parallel == "fsdp2" and self.micro_batches > 1)
         if not graphs:
@@ -164,9 +165,9 @@ class FusedTrainer(BookKeepingTrainer):
 
     @torch.no_grad()
     def _descend(self, reductions: Sequence[Reduction]) -> None:
-        """Update with the noise, in one pass over gradients and parameters if it is merged."""
+        """Add noise and update the parameters, if possible in one merged pass."""
         deviation = self.noise_multiplier * self.max_grad_norm * self.noise_weights[0]
-        self.seeds += self._seeds_of_a_step  # seeds are never reused, but for correlated noise
+        self.seeds += self._seeds_of_a_step  # only correlated noise reuses seeds
         seeds, weights = self.seeds.unbind(), None
         if len(self.noise_weights) > 1:
             seeds = (self.seeds[:, None] - self._ages).unbind()
@@ -202,12 +203,12 @@ class FusedTrainer(BookKeepingTrainer):
                     updates[each.number](each.wait(), seeds[each.number], weights)
 
     def _descend_shards(self, reduction: Reduction, seed: Tensor, deviation: float) -> None:
-        """Plain SGD, with noise, of this rank's shards."""
+        """Update this rank's shards by plain SGD with noise."""
         rate = self.plain_optimizer.param_groups[0]["lr"]
         numbers = Numbers(deviation, 1 / self.joint_batch_size, rate)
         gradient = reduction.wait()
         shards = [parameter.to_local() for parameter in reduction.parameters]
-        if len(shards) > 1:  # small ones, whose shards are not contiguous
+        if len(shards) > 1:  # small parameters, whose shards are not contiguous
             change = torch.zeros_like(gradient)
             noisy_update(change, [], gradient, seed, "plain", numbers)
             torch._foreach_add_(shards, reduction.parts(change))
@@ -217,7 +218,7 @@ class FusedTrainer(BookKeepingTrainer):
 
 @cache
 def plain_options() -> dict[str, object]:
-    """The options of plain SGD, which only subtracts the gradient times the rate."""
+    """The options of plain SGD, which only subtracts gradient × learning rate."""
     usual = torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults
     return {name: value for name, value in usual.items() if name != "lr"}
 

@@ -1,7 +1,7 @@
-"""Opacus's ghost clipping without the bytes that it moves needlessly.
+"""Opacus's ghost clipping, without needless memory traffic.
 
-A first backward pass finds norms, a second one the gradient of the weighted loss, as in
-`dpbench.training.fast_gradient_clipping`; `docs/upstream` has most of the differences from Opacus
+A first backward pass computes the norms, and a second one the gradient of the weighted loss, as in
+`dpbench.training.fast_gradient_clipping`. `docs/upstream` has most of the differences from Opacus
 1.6.0 as diffs.
 """
 
@@ -49,30 +49,30 @@ class GhostLeanTrainer(ClippedMeanTrainer):
 
     - The loss is a sum; Opacus takes the mean and rescales each layer's output gradient.
     - Norms are upper bounds, see `dpbench.training.norm_bounds`; Opacus's may be too small.
-    - The pass for the norms computes no gradient of a parameter, so that under FSDP2 none is
-      reduced in it. Under activation checkpointing autograd computes them anyway: they are dropped;
-      Opacus sets them to zero and adds to these.
-    - Layers other than linear, embedding and convolution ones, whose parameters are mostly small,
-      compute their examples' gradients once: they are kept, and what goes into the update is
-      their sum. So both passes round alike.
-    - The clipped sums are not copied. Noise is drawn as in `dpbench.training.lean.LeanTrainer`;
-      under FSDP2 each rank draws it for its shard; with Opacus, for all shards.
-    - Under FSDP2 embeddings are not gathered in backward, which does not read them, and the layers
-      of a block are gathered and reduced together, if the workload says which blocks there are.
+    - The pass for the norms computes no parameter gradients, so FSDP2 reduces none in it. Under
+     activation checkpointing autograd computes them anyway, and they are dropped. Opacus sets
+     them to zero and accumulates into them.
+    - Linear, embedding and convolution layers aside, a layer's per-sample gradients are computed
+     once and kept, because its parameters are mostly small. The update uses their weighted sum,
+     so norm and update round alike.
+    - The clipped sums are not copied. Noise is drawn as in `dpbench.training.lean.LeanTrainer`.
+     Under FSDP2 each rank draws the noise of its shard; with Opacus, that of all shards.
+    - Under FSDP2 embeddings are not gathered in backward, which does not read them. The layers of
+     a block are gathered and reduced together, if the workload names its blocks.
 
-    - Norms of a linear layer or a convolution are computed by products T × T or from gradients of
-      one layer at a time, whichever is cheaper; Opacus's, by products.
+    - Norms of a linear layer or a convolution are computed from products T × T or from the layer's
+     per-sample gradients, whichever is cheaper. Opacus always uses products.
 
     Attributes:
-        ways: how the last step computed the norms of each trained layer, by layer name: see
-            `dpbench.training.norm_ways`.
+        ways: how the last step computed the norms of each trained layer, by layer name; see
+           `dpbench.training.norm_ways`.
 
     Args:
-        norms: ``cheaper``, as above, or ``products`` for all but convolutions.
+        norms: ``cheaper``, as above, or ``products`` for every layer that is no convolution.
         options: as `TrainerBase`.
 
     Raises:
-        ConfigurationError: a layer or parameter cannot be clipped so; it is named.
+        ConfigurationError: names a layer or parameter that this trainer cannot clip.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class GhostLeanTrainer(ClippedMeanTrainer):
             raise unknown("way of norms", norms, WAYS)
         super().__init__(model, batch_size=batch_size, **options)
         self.known_ways, self.ways = WAYS[norms], dict[str, str]()
-        self._found: FirstPass | None = None  # except in the first pass
+        self._found: FirstPass | None = None  # None outside the first pass
         for layer, rule in self.rules.items():
             layer.register_forward_hook(partial(self._hear, rule), with_kwargs=True)
 
     def spread(self, model: nn.Module) -> nn.Module:
         check_layers(model)
         check_untied(model)
-        # Before FSDP2 replaces the layers' classes.
+        # Make the rules now, before FSDP2 replaces the layers' classes.
         self.rules: dict[nn.Module, Rule[Any]] = {
             layer: rule_of(layer, name)
             for name, layer in model.named_modules()
@@ -100,13 +100,13 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
         try:
             model = sharded(model, self.workload, [nn.Embedding])
-        except ConfigurationError:  # the workload does not say which blocks there are
+        except ConfigurationError:  # the workload does not name its blocks
             model = sharded_as_opacus_does(model)
         for layer in model.modules():
             if isinstance(layer, nn.Embedding) and isinstance(layer, FSDPModule):
                 layer.set_unshard_in_backward(False)
         for rule in self.rules.values():
-            rule.find_parameters()  # the whole ones would stay in memory
+            rule.find_parameters()  # the unsharded ones would stay in memory
         return model
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -117,9 +117,9 @@ class GhostLeanTrainer(ClippedMeanTrainer):
             with phase("forward"):
                 losses = self.example_losses(self.model, part)
                 means.append(losses.detach().mean())
-            with phase("backward"):  # which clips: its second pass weights the examples' losses
+            with phase("backward"):  # contains clipping: its second pass weights the losses
                 self.backward(losses, found)
-                del losses  # whose graph has hooks
+                del losses  # frees the graph, which has hooks
                 self.take_gradients(found)
         self.update()
         return mean_of(means, self.sizes)
@@ -131,11 +131,11 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         found = self._found
         if found is None:
             return
-        if not torch.is_grad_enabled():  # checkpointing runs it again, with a graph of its own
+        if not torch.is_grad_enabled():  # checkpointing will run it again, with another graph
             found.runs_again |= layer.training
             return
         rule.check_call(given, options, returned, self.examples)
-        if not given[0].requires_grad:  # no trained layer is before it
+        if not given[0].requires_grad:  # no trained layer precedes it
             found.firsts.append(get_gradient_edge(returned))
         held = [given[0].detach()]
         version = held[0]._version
@@ -144,23 +144,23 @@ class GhostLeanTrainer(ClippedMeanTrainer):
             if self._found is None:
                 return
             activations = held.pop()  # the graph keeps this function until the second pass ends
-            if activations._version != version:  # autograd need not keep it and does not check it
+            if activations._version != version:  # autograd may not have saved it, so does not check
                 raise rule.refusal("what it was given was changed in place afterwards")
             found.measure(rule, activations, gradient.detach())
 
         returned.register_hook(measure)
 
     def backward(self, losses: Tensor, found: FirstPass) -> None:
-        """Both passes, which leave the mean of the clipped gradients."""
+        """Run both passes; they leave the mean of the clipped gradients on the parameters."""
         if found.firsts and not found.runs_again:
-            # Backward runs through every layer to the first ones, without parameter gradients:
-            # FSDP2 would keep unreduced ones and add them to those of the second pass.
+            # Ask for gradients of the first layers' outputs only: backward then visits every layer
+            # and makes no parameter gradients. FSDP2 would add such gradients to the second pass's.
             torch.autograd.grad(losses.sum(), found.firsts, retain_graph=True, allow_unused=True)
         else:
             losses.sum().backward(retain_graph=True)
             self.plain_optimizer.zero_grad(set_to_none=True)
         self._found = None
-        # FSDP2 takes the mean over ranks.
+        # FSDP2 divides by the number of ranks itself.
         divisor = self.batch_size if self.parallel == "fsdp2" else self.joint_batch_size
         weights = clipping_factors(total(found.squared_norms()), self.max_grad_norm, divisor)
         hooks = [
@@ -173,7 +173,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
 
     @torch.no_grad()
     def take_gradients(self, found: FirstPass) -> None:
-        """Add the gradients that the passes left; zeros where the loss ignores a parameter."""
+        """Add the gradients that both passes left; zeros if the loss does not use a parameter."""
         for layer, rule in self.rules.items():
             grown = any(p.grad is not None for p in layer.parameters(recurse=False))
             if grown and rule not in found.measured:
@@ -187,14 +187,14 @@ class FirstPass:
     """What the pass for the norms finds in a micro-batch.
 
     Args:
-        known: the ways to norms among which to choose.
-        ways: those of layers, by name, to which it adds.
+        known: the ways to compute norms from which to choose.
+        ways: receives the way of each layer, by name.
 
     Attributes:
-        firsts: outputs of layers without a trained layer before them, where backward may end.
+        firsts: outputs of the layers that no trained layer precedes; backward may end there.
         runs_again: whether activation checkpointing runs layers again in backward.
-        measured: the rules of layers that backward has reached.
-        samples: the per-sample gradients ``[B, …]``, by parameter, that are summed unchanged.
+        measured: the rules of the layers that backward has reached.
+        samples: the per-sample gradients ``[B, …]``, by parameter, that are kept for the update.
     """
 
     def __init__(self, known: Collection[str], ways: dict[str, str]) -> None:
@@ -205,7 +205,7 @@ class FirstPass:
         self.samples: dict[Tensor, Tensor] = {}
 
     def measure(self, rule: Rule[Any], x: Tensor, g: Tensor) -> None:
-        """Take the norms of a layer's gradients, or keep these."""
+        """Compute the norms of a layer's per-sample gradients, or keep these gradients."""
         layer = rule.layer
         by_norms = isinstance(rule, LinearRule | EmbeddingRule) or is_convolution(layer)
         if by_norms and rule in self.measured:
@@ -238,7 +238,7 @@ class FirstPass:
         rows = rows.reshape(len(g), -1).long()
         if layer.padding_idx is not None:
             g = g * (rows != layer.padding_idx)[:, :, None]
-        on_cpu = g.itemsize == 2 and not g.is_cuda  # which sums in this type in the second pass
+        on_cpu = g.itemsize == 2 and not g.is_cuda  # its second pass sums in 16 bits
         summed_in = g.dtype if on_cpu else None
         self._norms.add(rows, g, way=self._ways[rule.name], summed_in=summed_in)
 
@@ -249,17 +249,17 @@ class FirstPass:
         return self._norms.squared_norms()
 
     def weighted_sum(self, parameter: Tensor, weights: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of a parameter that replaces the second pass's in the update."""
+        """The clipped gradient of a parameter, which replaces that of the second pass."""
         samples = self.samples.pop(parameter, None)
-        if samples is None:  # checkpointing comes to it for each block
+        if samples is None:  # a later call: checkpointing calls this hook for each block
             return torch.zeros_like(gradient)
-        wide = torch.promote_types(samples.dtype, weights.dtype)  # so that it is rounded once
+        wide = torch.promote_types(samples.dtype, weights.dtype)  # round once, at the end
         by_example = samples.reshape(len(samples), -1).t().to(wide)
         return torch.mv(by_example, weights.to(wide)).view_as(gradient).to(gradient.dtype)
 
 
 def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str:
-    """The cheaper way to a layer's norms; a convolution may be a linear layer on its patches."""
+    """The cheapest way to a layer's norms; a convolution counts as linear on its patches."""
     layer = rule.layer
     if not is_convolution(layer):
         return rule.way(x, g, known)
@@ -271,17 +271,17 @@ def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str
 
 
 def is_convolution(layer: nn.Module) -> bool:
-    """Whether a layer is a convolution whose patches are known."""
+    """Whether a layer is a convolution with zero padding, whose patches can be computed."""
     kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
     return isinstance(layer, kinds) and layer.padding_mode == "zeros"
 
 
 def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
-    """By how much a convolution's second pass may be off from its first, ``[B]``.
+    """How far a convolution's gradient in the second pass may be from that in the first, ``[B]``.
 
-    Sums over positions are assumed to round independently, by ``n^½`` units each: Higham and Mary,
-    "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), 2019.
-    Twice that is added.
+    Roundings in sums over n positions are assumed to be independent, so a sum is off by ``n^½``
+    units: Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci.
+    Comput. 41(5), 2019. Twice that is used.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
     ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
@@ -295,8 +295,8 @@ def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """The patches that a convolution multiplies by its weight, by position, ``[B, D, T]``."""
-    flat = isinstance(layer, nn.Conv1d)  # is a row of pixels
+    """The input patches that a convolution multiplies by its weight, ``[B, D, T positions]``."""
+    flat = isinstance(layer, nn.Conv1d)  # treat it as an image of one row
     unfolded: Tensor = unfold2d(
         x.unsqueeze(2) if flat else x,
         kernel_size=(1, *layer.kernel_size)[-2:],

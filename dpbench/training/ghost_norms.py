@@ -1,7 +1,7 @@
-"""Norms of each example's gradient, from layers' inputs and output gradients.
+"""Norms of per-sample gradients, from layers' inputs and output gradients.
 
-`dpbench.training.norm_ways` chooses the way. For several layers of one shape, one kernel computes
-them by products.
+`dpbench.training.norm_ways` chooses the way to compute them. Norms from products T × T are computed
+by one kernel for all layers of one shape.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from dpbench.training.norm_ways import PRODUCTS
 
 
 class GhostNorms:
-    """Squared norms of parts of each example's gradient, gathered layer by layer.
+    """Collects, layer by layer, squared norms of parts of each example's gradient.
 
-    They are upper bounds. A bound takes some twenty small kernels, whose launches would delay a
-    step: it is computed once for all layers of a shape, at the end. Until then a few numbers of
-    each example are kept.
+    They are upper bounds. A bound takes about twenty small kernels, whose launches would slow a
+    step. So it is computed once for all layers of a shape, at the end. Until then a few numbers per
+    example are kept.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class GhostNorms:
         """Add a linear layer or an embedding.
 
         Args:
-            x: activations ``[B, T, K]``, or rows ``[B, T]`` int64.
-            g: gradients of what it returned, ``[B, T, N]``.
-            way: by ``products`` T × T or from the ``gradient``.
+            x: activations ``[B, T, K]``; of an embedding, row indices ``[B, T]`` int64.
+            g: output gradients, ``[B, T, N]``.
+            way: from ``products`` T × T or from the ``gradient``.
             weight: whether its weight is trained.
-            bias: whether its bias is.
-            summed_in: the type of the update's sums, if not float32 or wider.
+            bias: whether its bias is trained.
+            summed_in: the dtype of the update's sums, if narrower than float32.
         """
         tokens = g.shape[1]
         if weight and way == PRODUCTS:
@@ -93,12 +93,12 @@ class GhostNorms:
     def add_samples(
         self, samples: Tensor, dtype: torch.dtype, rounded: Tensor | None = None
     ) -> None:
-        """Add materialised gradients ``[B, …]``.
+        """Add per-sample gradients ``[B, …]`` that exist in memory.
 
         Args:
-            samples: the gradients in the update, without the factor.
-            dtype: the parameter's.
-            rounded: how far, ``[B]``, the update's gradients may differ from these, if they do.
+            samples: the gradients that the update multiplies by clipping factors.
+            dtype: the parameter's dtype.
+            rounded: how far the update's gradients may differ from these, ``[B]``; None if equal.
         """
         dtype = min(
             dtype, samples.dtype, key=lambda each: each.itemsize
@@ -122,7 +122,7 @@ class GhostNorms:
 
 
 def row_sums(rows: Tensor, g: Tensor) -> Tensor:
-    """What `row_bound` needs of an embedding, ``[3, B]``; no shape depends on values."""
+    """What `row_bound` needs of an embedding, ``[3, B]``. No shape depends on data."""
     examples, tokens = rows.shape
     order = rows.argsort(1)
     differs = rows.gather(1, order).diff(dim=1).ne(0).long()
@@ -141,7 +141,7 @@ def row_sums(rows: Tensor, g: Tensor) -> Tensor:
 
 
 def off_bound(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Squared norms from parts ``[2, B]``: of samples, and how far the update is off."""
+    """Squared norms from parts ``[2, B]``: the samples' norms and the update's error."""
     squares, rounded = torch.stack([*parts], 1)
     return with_rounding(squares, rounded, dtype)
 
@@ -152,7 +152,7 @@ def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: boo
     Args:
         xs: the ``x`` of each layer, as in `GhostNorms.add`.
         gs: the ``g`` of each layer.
-        bias: whether they have one.
+        bias: whether the layers have a bias.
     """
     x, g = xs[0], gs[0]
     errors = [product_error(each, by_kernel=by_kernel(x, g)) for each in (x, g)]

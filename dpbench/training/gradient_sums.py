@@ -1,4 +1,4 @@
-"""The sums of clipped gradients: where they are put, and the factors of what is added to them."""
+"""The sums of clipped gradients: their buffers, and the clipping factors of what is added."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ALIGNED = 128
-"""Each part of a buffer begins at a multiple of this many elements, for matrix products."""
+"""Each part of a buffer begins at a multiple of this many elements, for fast matrix products."""
 
 
 class Buffer(NamedTuple):
@@ -18,15 +18,15 @@ class Buffer(NamedTuple):
     flat: Tensor
     places: dict[Tensor, Tensor]
     number: int = 0
-    """Its index among several."""
+    """Its index among the buffers."""
 
 
 def one_buffer(
     parameters: Sequence[Tensor], dtype: torch.dtype | None = None, ranks: int = 1, number: int = 0
 ) -> Buffer:
-    """A buffer that is not yet filled.
+    """Allocate a buffer for these parameters, without initial values.
 
-    Each of ``ranks`` gets a part of every parameter's rows, which are padded to equal parts.
+    For ``ranks`` > 1, each parameter's rows are padded so that they split equally over the ranks.
     """
     sizes = [-(-ranks * part_size(p, ranks) // ALIGNED) * ALIGNED for p in parameters]
     first = parameters[0]
@@ -36,7 +36,7 @@ def one_buffer(
 
 
 def part_size(parameter: Tensor, ranks: int) -> int:
-    """The most elements that the rows of one rank have."""
+    """The largest number of a parameter's elements that one rank has under FSDP2."""
     rows = len(parameter) if parameter.dim() else 1
     return -(-rows // ranks) * (parameter.numel() // max(rows, 1))
 
@@ -48,7 +48,7 @@ LARGE = 2**18
 def in_buffers(
     parameters: Sequence[Tensor], groups: Mapping[Tensor, int] | None = None
 ) -> list[list[Tensor]]:
-    """The parameters by their gradient buffer; small ones of a group share one."""
+    """Group parameters into gradient buffers; the small parameters of a group share one."""
     small: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.numel() < LARGE:
@@ -58,14 +58,14 @@ def in_buffers(
 
 
 class Sums:
-    """The sums of clipped gradients, each in its place in a buffer: see `in_buffers`.
+    """The sums of clipped gradients, one per parameter, as views of buffers; see `in_buffers`.
 
-    A buffer is allocated on first use, so that inputs freed until then make room for it.
+    A buffer is allocated on first use, when some activations have been freed.
 
     Args:
-        sharing: the parameters whose gradients are summed, by their buffer.
-        dtype: the type of the sums, if not that of the parameters.
-        ranks: how many ranks will share them, see `one_buffer`.
+        sharing: the parameters of each buffer.
+        dtype: the dtype of the sums, if not the parameters'.
+        ranks: how many ranks will share the sums; see `one_buffer`.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Sums:
         self._left = {number: len(sharing) for number, sharing in self._sharing.items()}
 
     def begin_at_zero(self) -> list[Buffer]:
-        """Allocate all buffers, and have every sum added to what is there, zeros at first."""
+        """Allocate all buffers with zeros, so that even the first sum is added, not copied."""
         for parameter in self._number:
             self._place(parameter).zero_()
             self._filled.add(parameter)
         return [*self._made.values()]
 
     def put(self, parameter: Tensor, total: Tensor) -> None:
-        """Add a sum to those before."""
+        """Add ``total`` to a parameter's sum."""
         place = self._place(parameter)
         if self._is_first(parameter):
             place.copy_(total)
@@ -98,7 +98,7 @@ class Sums:
             place.add_(total)
 
     def put_scaled(self, parameter: Tensor, gradient: Tensor, factor: Tensor) -> None:
-        """Add ``gradient × factor``, a factor of one element."""
+        """Add ``gradient × factor`` to a parameter's sum; the factor has one element."""
         place = self._place(parameter)
         if self._is_first(parameter):
             torch.mul(gradient, factor, out=place)
@@ -106,7 +106,7 @@ class Sums:
             place.addcmul_(gradient, factor)
 
     def put_all(self, totals: Mapping[Tensor, Tensor]) -> None:
-        """Add many small sums with few launches."""
+        """Add to the sums of many small parameters, with few launches."""
         places = [self._place(parameter) for parameter in totals]
         first = [self._is_first(parameter) for parameter in totals]
         for into, sums in ((torch._foreach_copy_, True), (torch._foreach_add_, False)):
@@ -116,7 +116,7 @@ class Sums:
                 into([places[n] for n in those], [parts[n] for n in those])
 
     def put_made(self, parameter: Tensor, make: Callable[[Tensor], object]) -> None:
-        """Add what a function writes into a flat tensor, at best into the buffer itself."""
+        """Add what ``make`` writes into a flat tensor; the first time, into the buffer itself."""
         place = self._place(parameter).view(-1)
         if self._is_first(parameter):
             make(place)
@@ -126,7 +126,7 @@ class Sums:
             place.add_(total)
 
     def put_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add ``a @ b``, written directly into the buffer if the types agree."""
+        """Add ``a @ b``; it is computed into the buffer if the dtypes agree."""
         place = self._place(parameter)
         if place.dtype != a.dtype:
             self.put(parameter, a @ b)
@@ -136,7 +136,7 @@ class Sums:
             place.addmm_(a, b)
 
     def put_rows(self, parameter: Tensor, rows: Tensor, totals: Tensor) -> None:
-        """Add each of ``totals`` to the row of that index; other rows get zeros."""
+        """Add each of ``totals`` to the row with that index; other rows do not change."""
         place = self._place(parameter)
         if self._is_first(parameter):
             place.zero_()
@@ -155,10 +155,11 @@ class Sums:
         return first
 
     def close(self, parameters: Iterable[Tensor] | None = None) -> Iterator[Buffer]:
-        """Take out each buffer once nothing more will be added to it.
+        """Finish the sums of some parameters; yield each buffer all of whose sums are finished.
 
         Args:
-            parameters: those whose last sum was added, zeros where none was. All by default.
+            parameters: those to which nothing more is added; all by default. A sum to which
+               nothing was added is zero.
         """
         for parameter in self._number if parameters is None else parameters:
             if parameter in self._closed:
@@ -173,11 +174,11 @@ class Sums:
 
 
 class Factors:
-    """Each example's clipping factor, in the forms that sums need.
+    """Each example's clipping factor, in the forms that the sums need.
 
     Args:
         exact: ``[B]``, float32.
-        scaled: the function of that name, or one that computes the same.
+        scaled: `scaled`, or a faster function with the same result.
     """
 
     def __init__(self, exact: Tensor, scaled: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -186,14 +187,14 @@ class Factors:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def times(self, tensor: Tensor) -> Tensor:
-        """`scaled`, computed once for successive layers with the same input."""
+        """`scaled`, with the result cached for successive layers that share their input."""
         if self._last is None or not is_same_memory(self._last[0], tensor):
             self._last = None  # free it before making another
             self._last = tensor, self._scaled(tensor, self.exact)
         return self._last[1]
 
     def by_token(self, dtype: torch.dtype, tokens: int) -> Tensor:
-        """`rounded_down`, for the tokens of one example after another, ``[B · tokens]``."""
+        """The factors rounded down and repeated for each token, ``[B · tokens]``."""
         if (dtype, tokens) not in self._by_token:
             rounded = rounded_down(self.exact, dtype)
             self._by_token[dtype, tokens] = rounded.repeat_interleave(tokens)
@@ -201,17 +202,17 @@ class Factors:
 
 
 def add_rows(place: Tensor, rows: Tensor, totals: Tensor) -> None:
-    """Add each of ``totals`` to the row of that index."""
+    """Add each of ``totals`` to the row with that index."""
     if place.itemsize == 2:  # summed one by one in bf16, 256 + 1 = 256
         rows, totals = summed_by_row(rows, totals)
     place.index_add_(0, rows, totals.to(place.dtype))
 
 
 def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Unique rows ``[N]``, and their sums ``[N, K]`` in float32.
+    """Sum rows with equal indices; return unique indices ``[N]`` and sums ``[N, K]`` in float32.
 
-    No shape depends on values, so that a CUDA graph can hold it: each repetition leaves a row 0 of
-    zeros at the end.
+    No shape depends on data, so a CUDA graph can hold it. Each repetition leaves an entry at the
+    end that adds zeros to row 0.
     """
     order = rows.argsort()
     rows = rows[order]
@@ -223,7 +224,7 @@ def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two live tensors are the same data; works without memory, too."""
+    """Whether two live tensors view the same data; also works for tensors without data."""
     first, second = (
         (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
         for t in (one, other)
@@ -232,9 +233,9 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
-    """Each example's part times its factor, multiplied in float32 and rounded once.
+    """Multiply each example by its factor, in float32, and round once.
 
-    A factor rounded down to bf16 would be up to 0.8 % smaller, and so would the example's part.
+    A factor rounded down to bf16 first would make an example up to 0.8 % smaller.
 
     Args:
         tensor: ``[B, T, N]``.
@@ -244,7 +245,7 @@ def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors in another type, rounded down: rounding must not raise an example's part."""
+    """Round factors down to another dtype, so that no example is scaled above its threshold."""
     rounded = factors.to(dtype)
     if dtype == factors.dtype:
         return rounded

@@ -1,4 +1,4 @@
-"""Forward, backward and clip of a step as CUDA graphs, which do not wait for Python."""
+"""Captures and replays the forward, backward and clip of a step as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ from dpbench.workloads.base import examples_in
 T = TypeVar("T")
 
 Recorded = list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]
-"""The graphs of a phase, each with the buffers that are complete after it."""
+"""The graphs of a phase, each with the buffers that are complete when it ends."""
 
 REDUCED_TOGETHER = 2**26
-"""Buffers are reduced once they have this many bytes, while the next graph runs."""
+"""Buffers are reduced together once they have this many bytes, while the next graph runs."""
 
 is_capturing = torch.cuda.is_current_stream_capturing
-"""The function itself: `unnoticed_capture` replaces it for models."""
+"""PyTorch's own function; `unnoticed_capture` hides the capture from models by replacing it."""
 
 
 BROKEN: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture CUDA ended; PyTorch's allocators may still refer to them."""
+"""Graphs whose capture CUDA ended with an error, kept because allocators may refer to them."""
 
 
 class StepGraphs:
-    """The graphs of a trainer's forward, backward and clip, captured after one warm-up.
+    """The graphs of a trainer's forward, backward and clip, captured after one warm-up step.
 
-    With micro-batches they are those of one, and replayed for each: sums are added to buffers that
-    are zeros at first, and reduced after the last. A part of a Poisson batch that has fewer
-    examples is filled up with copies of its first one, whose losses are multiplied by 0.
+    With micro-batches the graphs are captured for one and replayed for each. Sums accumulate in
+    buffers that begin as zeros, and are reduced after the last micro-batch. If a part of a Poisson
+    batch has fewer examples, it is padded with copies of its first example, whose losses are
+    multiplied by 0.
 
     Args:
         trainer: a `dpbench.training.fused.FusedTrainer`.
-        part: a batch, or a part of one, of the shapes that the graphs are for.
+        part: a batch or micro-batch; the graphs are for its shapes.
     """
 
     def __init__(self, trainer: Any, part: Batch) -> None:
@@ -64,20 +65,20 @@ class StepGraphs:
         self.phases: dict[str, Recorded] = {}
         self._accumulates = trainer.micro_batches > 1 or self._weighted
         self._sums: list[Buffer] = []
-        self._reductions: list[Reduction] = []  # those that a graph holds, under FSDP2
+        self._reductions: list[Reduction] = []  # inside a graph, under FSDP2
         self._live: Any = None
         self._made: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
-        """Run a step without update, so that captures find everything allocated and compiled."""
+        """Run a step without update, so that all is allocated and compiled before a capture."""
         self.trainer.examples = self.trainer.part_size
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self.trainer.without_parameter_gradients():
             before = torch.cuda.get_rng_state()
             with noted(torch.utils.checkpoint, "get_device_states") as saved:
-                if self._weighted:  # losses of examples tell nothing of parameters' uses
+                if self._weighted:  # only `mean_loss` checks how parameters are used
                     self.trainer.mean_loss(self.trainer.model, self.batch)
                 self._waits = waits_for_the_gpu(self._forward)
                 self._backward()
@@ -94,10 +95,10 @@ class StepGraphs:
             raise RuntimeError("activation checkpointing draws the same random numbers twice")
         if self._accumulates:
             self._sums = self.trainer.sums.begin_at_zero()
-        # No capture allows activation checkpointing to save the state of random numbers.
+        # Activation checkpointing saves random states, which no capture allows. It needs none here.
         saves = patch.object(torch.utils.checkpoint, "get_device_states", saves_nothing)
-        # Hugging Face's attention makes a mask, and runs other kernels, if a stream is being
-        # captured. Only a model that reads from the GPU has to know of the capture.
+        # While a stream is captured, Hugging Face's attention makes a mask and runs other kernels.
+        # So hide the capture from the model, unless the model reads from the GPU.
         with self.trainer.without_parameter_gradients(), saves:
             with nullcontext() if self._waits else unnoticed_capture():
                 self.phases["forward"] = [(self._captured(self._forward)[0], [])]
@@ -107,7 +108,7 @@ class StepGraphs:
         self.phases["clip"] = self._recorded_clip()
 
     def replay(self, parts: Sequence[Batch]) -> Tensor:
-        """Run the graphs with the micro-batches of a step; returns the mean loss."""
+        """Replay the graphs for each micro-batch of a step; return the mean loss."""
         if self._sums:
             with phase("clip"):
                 torch._foreach_zero_([buffer.flat for buffer in self._sums])
@@ -130,7 +131,7 @@ class StepGraphs:
         return mean_of(losses)
 
     def _fill(self, part: Batch) -> None:
-        """Copy a part to where the graphs read it."""
+        """Copy a part into the graphs' input."""
         examples = examples_in(part)
 
         def fill(mine: Tensor, given: Tensor) -> None:
@@ -147,7 +148,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         GRAPHS.add(graph)
         self._made.append(graph)
-        # What waits for the GPU is refused before CUDA refuses it, and so leaves nothing broken.
+        # Raise for operators that wait for the GPU: an error of CUDA would break the capture.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, pool=self._pool),
@@ -169,8 +170,8 @@ class StepGraphs:
 
     def _backward(self) -> None:
         if self.trainer.parallel == "fsdp2" and is_capturing():
-            # FSDP2's own streams, which gather ahead, join the capture only by waiting for a
-            # captured stream. So they wait for this one first.
+            # FSDP2 prefetches on its own streams. A stream joins a capture only if it waits for a
+            # captured stream, so let these streams wait for this one first.
             self.trainer.last_block.unshard(async_op=True)
         self._live.backward()
         self._live = None
@@ -184,7 +185,7 @@ class StepGraphs:
             pass
 
     def _clip_and_reduce_in_graph(self) -> list[Reduction]:
-        """Clip and reduce; buffers that were sent make room for other sums."""
+        """Clip and reduce in one graph; memory of reduced buffers is reused for further sums."""
         reductions: list[Reduction] = []
         self.trainer._reductions = reductions
         for buffer in self._sum_clipped():
@@ -195,7 +196,7 @@ class StepGraphs:
         return reductions
 
     def _recorded_clip(self) -> Recorded:
-        """Clip as several graphs under DDP, each with the buffers to reduce after it."""
+        """Capture clip; under DDP as several graphs, each with the buffers to reduce after it."""
         if self._accumulates:
             graph, _ = self._captured(self._add_clipped)
             self.trainer.take_sums()
@@ -212,7 +213,7 @@ class StepGraphs:
         return graphs
 
     def discard(self) -> None:
-        """Free what a failed capture has left, also where CUDA ended it, which PyTorch does not."""
+        """Free what a failed capture left. PyTorch does not if CUDA ended the capture."""
         self._live, self._sums, self.phases = None, [], {}
         ended = True
         for graph in self._made:
@@ -225,7 +226,7 @@ class StepGraphs:
                 torch._C._cuda_endAllocateToPool(device, self._pool)
                 torch._C._cuda_releasePool(device, self._pool)
             graph.reset()
-        if not ended:  # random numbers are of that capture until another one ends
+        if not ended:  # the generator leaves that capture when another one ends
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 torch.zeros(1, device="cuda")
         gc.collect()
@@ -233,13 +234,13 @@ class StepGraphs:
 
 
 def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
-    """The graphs of a trainer's step; None, with a warning that says why, if there can be none."""
+    """Capture a trainer's step; return None, with a warning that says why, if that fails."""
     graphs = StepGraphs(trainer, part)
     graphs.warm_up()
     try:
         graphs.record()
     except RuntimeError as error:
-        first: BaseException = error  # CUDA's later ones only say that there was one
+        first: BaseException = error  # CUDA's later errors only repeat that there was one
         while isinstance(first.__context__, RuntimeError):
             traceback.clear_frames(first.__traceback__)  # they keep tensors alive
             first = first.__context__
@@ -255,7 +256,7 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
 
 
 def reason(error: BaseException) -> str:
-    """Why a step cannot be captured, and the line of the user's code that was running."""
+    """Why a step cannot be captured, and at which line of the user's code."""
     what = str(error).partition("\n")[0]
     if "synchronizing" in what:
         what = f"the model or its loss reads from the GPU ({what})"
@@ -266,14 +267,14 @@ def reason(error: BaseException) -> str:
 
 
 def signature(trainer: Any, part: Batch) -> tuple[object, ...]:
-    """What captured graphs depend on."""
+    """All that must be equal for captured graphs to be replayed."""
     leaves, structure = pytree.tree_flatten(part)
     kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
     return structure, trainer.max_grad_norm, kinds, [layer.training for layer in trainer.layers]
 
 
 def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
-    """The next buffers with this many bytes in total, or the last ones."""
+    """Take the next buffers until they have ``least`` bytes in total; fewer at the end."""
     some: list[Buffer] = []
     for buffer in buffers:
         some.append(buffer)
@@ -284,7 +285,7 @@ def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
 
 @contextmanager
 def noted(module: Any, name: str) -> Iterator[list[str]]:
-    """A context in which a function's name is added to a list when it is called."""
+    """A context that yields a list, to which each call of a function adds its name."""
     function, calls = getattr(module, name), list[str]()
 
     def noting(*given: Any) -> Any:
@@ -296,7 +297,7 @@ def noted(module: Any, name: str) -> Iterator[list[str]]:
 
 
 def saves_nothing(*_: object) -> tuple[list[int], list[Tensor]]:
-    """The states of random numbers of no device."""
+    """Replaces ``get_device_states``: returns no random states."""
     return [], []
 
 
@@ -312,7 +313,7 @@ def synchronization(mode: str | int) -> Iterator[None]:
 
 
 def waits_for_the_gpu(part: Callable[[], object]) -> bool:
-    """Run a part of a step; returns whether Python read something from the GPU."""
+    """Run a part of a step; return whether Python waited for the GPU in it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with synchronization("warn"):
@@ -327,5 +328,5 @@ def waits_for_the_gpu(part: Callable[[], object]) -> bool:
 
 
 def unnoticed_capture() -> AbstractContextManager[object]:
-    """A context in which models are told that no stream is being captured."""
+    """A context in which PyTorch tells models that no stream is being captured."""
     return patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -1,4 +1,4 @@
-"""Each example's gradients that backward made, kept from the norms to the update."""
+"""Per-sample gradients that backward made, kept from the norms to the update."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dpbench.training.gradient_sums import LARGE, Sums
 from dpbench.training.kernels import weighted_sum
 
 ROW = 128
-"""Small gradients are joined in rows of this many numbers, over each of which a norm is taken."""
+"""Small gradients are concatenated and cut into rows of this many numbers; each row has a norm."""
 
 
 class KeptGradients:
-    """Gradients ``[B, …]`` by parameter; small ones are joined, so that a few kernels take all.
+    """Per-sample gradients ``[B, …]``; small ones are concatenated, to launch few kernels.
 
     Args:
-        samples: the gradients; they are taken out.
+        samples: the gradients, by parameter; the dictionary is emptied.
     """
 
     def __init__(self, samples: dict[Tensor, Tensor]) -> None:
@@ -45,7 +45,7 @@ class KeptGradients:
         return norms.squared_norms()
 
     def put_small(self, factors: Tensor, sums: Sums) -> None:
-        """Add the small parameters' sums over examples of factor times gradient."""
+        """Add to ``sums`` the clipped gradients of all small parameters, summed over examples."""
         while self._joined:
             parameters, samples = self._joined.pop()
             total = samples.new_empty(samples.shape[1], dtype=parameters[0].dtype)
@@ -55,7 +55,7 @@ class KeptGradients:
             sums.put_all({p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)})
 
     def put(self, parameters: Collection[Tensor], factors: Tensor, sums: Sums) -> None:
-        """Add the sums of these parameters, if they are large, and free their gradients."""
+        """The same for the large ones among these parameters; free their per-sample gradients."""
         for parameter in parameters:
             if parameter in self._large:
                 samples = self._large.pop(parameter).flatten(1)

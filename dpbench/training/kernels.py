@@ -1,7 +1,7 @@
-"""Operators that read their inputs once: in Triton on a GPU, in PyTorch elsewhere.
+"""Operators that read their inputs once: written in Triton for a GPU, in PyTorch for a CPU.
 
-They read and write only their arguments, so logical counting and hardware agree. Triton is loaded
-when a GPU first needs it.
+They read their arguments and write their results, and move no other bytes. So logical counts agree
+with hardware. Triton is imported on first use.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils.flop_counter import register_flop_formula
 from dpbench.training import gradient_sums
 
 EXAMPLES_AT_A_TIME = 2
-"""PyTorch makes the products T × T of this many at once, where no kernel has the type."""
+"""Number of examples whose products T × T exist at once, where the Triton kernel is not used."""
 
 SMALL = 2**22
-"""Products of at most this many numbers use float64: their time is negligible."""
+"""Products of matrices with at most this many numbers use float64: their time is negligible."""
 
 TILINGS = {torch.float32: (64, 32, 4, 4), torch.bfloat16: (128, 64, 8, 3)}
 """The kernel's settings by type: tile rows, numbers per row at a time, warps, pipeline stages."""
@@ -41,13 +41,13 @@ def _wide_product_fake(a: Tensor, b: Tensor) -> Tensor:
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """The products of matrices ``[B, I, K]`` and ``[B, K, J]``, in float64 or float32.
 
-    `dpbench.training.norm_bounds.product_error` says how far they may be off.
+    `dpbench.training.norm_bounds.product_error` bounds their error.
     """
     product: Tensor = torch.ops.dpbench.wide_product.default(a, b)
     return product
 
 
-# `custom_op` would take ten microseconds more of Python per call, three calls a layer.
+# `custom_op` would take 10 µs more of Python per call, and a layer makes three calls.
 torch.library.define("dpbench::wide_product", "(Tensor a, Tensor b) -> Tensor")
 torch.library.impl("dpbench::wide_product", "CompositeExplicitAutograd", _wide_product)
 torch.library.register_fake("dpbench::wide_product", _wide_product_fake)
@@ -59,18 +59,18 @@ def _(a: Any, b: Any, out_shape: Any = None) -> int:
 
 
 def is_small(a: Tensor, b: Tensor) -> bool:
-    """Whether the time of a product of these is negligible."""
+    """Whether the time of the product of a and b is negligible."""
     return a.numel() + b.numel() <= SMALL
 
 
 def wide_type(a: Tensor, b: Tensor) -> torch.dtype:
-    """The type in which `wide_product` computes."""
+    """The dtype in which `wide_product` computes."""
     is_wide = a.dtype == torch.float64 or is_small(a, b)
     return torch.float64 if is_wide else torch.float32
 
 
 def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
-    """The type in which sums of products T × T are computed."""
+    """The dtype in which sums over products T × T are computed."""
     types = {wide_type(each, each) for each in (x, g) if each.is_floating_point()}
     return torch.float64 if types == {torch.float64} else torch.float32
 
@@ -79,13 +79,13 @@ def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
 def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
     """`dpbench.training.norm_bounds.GramSums` of layers of one shape, ``[6, layers, B]``.
 
-    Their products T × T are ``x xᵀ``, with a bias ``x xᵀ + 1``, and ``g gᵀ``; for an embedding,
-    whose ``x`` are row indices, ``x xᵀ`` says where two are equal.
+    The products T × T are ``x xᵀ``, or ``x xᵀ + 1`` with a bias, and ``g gᵀ``. For an embedding,
+    ``x`` has row indices, and ``x xᵀ`` is 1 where two indices are equal and else 0.
 
     Args:
-        activations: of each layer, ``[B, T, K]``, or ``[B, T]`` int64.
-        gradients: those of each layer's output, ``[B, T, N]``.
-        bias: whether the layers have one.
+        activations: the input of each layer, ``[B, T, K]``, or ``[B, T]`` int64.
+        gradients: the output gradient of each layer, ``[B, T, N]``.
+        bias: whether the layers have a bias.
     """
     return _by_products(activations, gradients, bias)
 
@@ -98,7 +98,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
 
 @register_flop_formula(torch.ops.dpbench.gram_norms)
 def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> int:
-    """Half of both products and the diagonal, because they are symmetric."""
+    """Count half of each product and the diagonal, because products are symmetric."""
     examples, tokens, _ = gradients[0]
     widths = sum(shape[2] for shape in (*activations, *gradients) if len(shape) == 3)
     return int(examples * tokens * (tokens + 1) * widths)
@@ -113,7 +113,7 @@ def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bia
 
 
 def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """The products T × T of `gram_norms`, of one layer, without a bias."""
+    """The products T × T of one layer, as in `gram_norms` without a bias."""
     of_g = wide_product(g, g.mT)
     if x.dim() == 2:
         return (x[:, :, None] == x[:, None, :]).to(of_g.dtype), of_g
@@ -122,7 +122,7 @@ def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gram_sums(of_x: Tensor, of_g: Tensor, bias: bool = False) -> Tensor:
-    """`dpbench.training.norm_bounds.GramSums` of products T × T, ``[6, B]``, in one pass."""
+    """`dpbench.training.norm_bounds.GramSums`, ``[6, B]``, of products T × T, in one pass."""
     sums: Tensor = torch.ops.dpbench.gram_sums.default(of_x, of_g, bias)
     return sums
 
@@ -168,7 +168,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
 
 
 def by_kernel(x: Tensor, g: Tensor) -> bool:
-    """Whether `gram_norms` of such layers stores no products T × T."""
+    """Whether `gram_norms` uses the Triton kernel for such layers."""
     return g.is_cuda and g.dtype in TILINGS and not (is_small(x, x) and is_small(g, g))
 
 
@@ -198,7 +198,7 @@ def gram_norms_by_kernel(
 
 
 def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Tensors' addresses, ``[2, layers]`` int64, written by the GPU, as a graph can record."""
+    """The tensors' addresses, ``[2, layers]`` int64, written by a kernel that a graph can hold."""
     table = torch.empty(2, len(pairs), dtype=torch.int64, device=pairs[0][0].device)
     for first in range(0, len(pairs), 8):
         some = [*pairs[first : first + 8], *[pairs[-1]] * 8][:8]
@@ -210,7 +210,7 @@ def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 @custom_op("dpbench::scaled", mutates_args=())
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
-    """`dpbench.training.gradient_sums.scaled`, as a kernel that reads several numbers at a time."""
+    """`dpbench.training.gradient_sums.scaled` as a kernel with vectorized loads."""
     return gradient_sums.scaled(tensor, factors)
 
 
@@ -234,10 +234,10 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def weighted_sum(samples: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write the sum over examples of factor times gradient, rounded once.
+    """Write the sum over examples of factor × gradient, rounded once.
 
     Args:
-        samples: each example's gradients, ``[B, n]``.
+        samples: per-sample gradients, ``[B, n]``.
         factors: ``[B]``, float32 or wider.
         out: ``[n]``, contiguous.
     """
@@ -263,7 +263,7 @@ def _weighted_sum_fake(samples: Tensor, factors: Tensor, *, out: Tensor) -> None
     return None
 
 
-# `custom_op` knows no argument that is only written.
+# `custom_op` has no way to say that an argument is written and not read.
 torch.library.define(
     "dpbench::weighted_sum", "(Tensor samples, Tensor factors, *, Tensor(a!) out) -> ()"
 )
@@ -279,13 +279,13 @@ def _(samples: Any, factors: Any, *, out: Any = None, out_shape: Any = None) -> 
 
 @custom_op("dpbench::layer_norm_samples", mutates_args=())
 def layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
-    """Each example's gradients of a layer norm's weight and bias, ``[2, B, H]``.
+    """Per-sample gradients of a layer norm's weight and bias, ``[2, B, H]``.
 
-    They are computed in float32, or in float64 from float64.
+    They are computed in float32; for float64 inputs, in float64.
 
     Args:
-        x: its input, ``[B, T, H]``.
-        g: the gradient of its output, ``[B, T, H]``.
+        x: the layer's input, ``[B, T, H]``.
+        g: the output gradient, ``[B, T, H]``.
         eps: the layer norm's epsilon.
     """
     return _layer_norm_samples(x, g, eps)

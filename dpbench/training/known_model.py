@@ -13,11 +13,12 @@ from dpbench.core.errors import ConfigurationError
 class ModelSnapshot:
     """The layers and parameters of a model, as a trainer found them.
 
-    A trainer has lists, rules and buffers of them, and would not notice a change.
+    A trainer's lists, rules and buffers are made for these layers and parameters. If the model
+    changed later, they would silently be wrong.
 
     Args:
-        model: as it is now.
-        in_place: whether parameters must stay where they are in memory, too.
+        model: the model now.
+        in_place: whether parameters must also keep their memory.
     """
 
     def __init__(self, model: nn.Module, *, in_place: bool = False) -> None:
@@ -48,16 +49,16 @@ class ModelSnapshot:
 
 
 def refusal(name: str, what: str, remedy: str) -> ConfigurationError:
-    """The error that a part of a model has changed."""
+    """The error for a part of a model that has changed."""
     return ConfigurationError(
         f"{name} was {what} after the trainer was made, which trains what it found then: {remedy}"
     )
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, even without data; for shards, of this rank's.
+    """The identity of a tensor's storage, also without data; of a DTensor, of the local shard.
 
-    FSDP2 gives a shard without rows memory in the first step.
+    It ignores shards without rows, to which FSDP2 gives memory in the first step.
     """
     local: Any = tensor.detach()
     if isinstance(local, DTensor):

@@ -1,6 +1,6 @@
-"""Opacus's flat clipping without the bytes that it moves needlessly.
+"""Opacus's flat clipping, without needless memory traffic.
 
-Opacus's hooks make the per-sample gradients (Opacus 1.6.0, https://github.com/meta-pytorch/opacus);
+Opacus's hooks make the per-sample gradients (Opacus 1.6.0, https://github.com/meta-pytorch/opacus).
 `docs/upstream` has most of the differences as diffs.
 """
 
@@ -30,10 +30,10 @@ from dpbench.training.refusals import refusals
 
 
 class ClippedMeanTrainer(ClippedSumTrainer):
-    """Flat clipping whose factors make means of the sums.
+    """Flat clipping whose clipping factors are divided by B, so that sums over examples are means.
 
-    A subclass gives the clipped mean of each parameter to `add`. Noise of all parameters is drawn
-    at once and added in place; under DDP, once per group that is reduced together.
+    A subclass gives each parameter's clipped mean to `add`. The noise of all parameters is drawn at
+    once and added in place; under DDP, once for each group of parameters that is reduced together.
     """
 
     def begin_step(self) -> None:
@@ -42,14 +42,14 @@ class ClippedMeanTrainer(ClippedSumTrainer):
         self._works: list[distributed.Work] = []
 
     def add(self, parameter: Tensor, mean: Tensor) -> None:
-        """Add a micro-batch's part of a parameter's mean clipped gradient."""
+        """Add a micro-batch's contribution to a parameter's mean clipped gradient."""
         if parameter in self._means:
             self._means[parameter] += mean
         else:
             self._means[parameter] = mean
 
     def take_means(self, parameters: Sequence[Tensor]) -> None:
-        """Give parameters their means as gradients, with noise."""
+        """Set the gradients of parameters to their means plus noise."""
         for parameter in parameters:
             mean = self._means.pop(parameter, None)  # None: an empty batch
             parameter.grad = torch.zeros_like(parameter) if mean is None else mean
@@ -64,7 +64,7 @@ class ClippedMeanTrainer(ClippedSumTrainer):
             torch._foreach_add_(gradients, [noise[gradient] for gradient in gradients])
 
     def reduce_means(self, parameters: Sequence[Tensor]) -> None:
-        """Begin to reduce the means of parameters that share a buffer, under DDP."""
+        """Under DDP, begin to reduce the noisy means of parameters that share a buffer."""
         with phase("noise"):
             self.take_means(parameters)
         self._works.append(distributed.all_reduce(in_one(parameters), async_op=True))
@@ -84,17 +84,18 @@ class ClippedMeanTrainer(ClippedSumTrainer):
 
 
 class LeanTrainer(ClippedMeanTrainer):
-    """`DPSGDTrainer` with hooks and flat clipping, and these changes to it.
+    """`DPSGDTrainer` with hooks and flat clipping, and with these changes.
 
-    - A per-sample gradient stays as the hook made it, where a parameter is used once; Opacus
-      copies it into zeros.
+    - A per-sample gradient stays as the hook made it if its parameter is used once. Opacus copies
+     it into zeros.
     - The loss is a sum; Opacus takes the mean and rescales each layer's output gradient.
-    - No ordinary gradient is computed; Opacus's are replaced before they are read.
-    - Noise of all parameters is drawn at once and added in place, to a sum that the clipping
-      factors make a mean; per-sample gradients are freed as they are summed. In parallel each rank
-      draws it for its share; with Opacus, rank 0 draws all.
-    - Under DDP small parameters are reduced together, and reductions overlap with the next sums;
-      Opacus reduces one after the other.
+    - No ordinary gradients are computed. Opacus computes them and replaces them unread.
+    - Per-sample gradients are freed as they are summed. The clipping factors are divided by B, so
+     that the sum is a mean.
+    - The noise of all parameters is drawn at once and added in place. With several ranks each draws
+     its share; with Opacus, rank 0 draws all.
+    - Under DDP small parameters are reduced together, and reductions overlap with later sums.
+     Opacus reduces one parameter after another.
 
     Arguments as `TrainerBase`.
     """
@@ -121,7 +122,7 @@ class LeanTrainer(ClippedMeanTrainer):
 
     @torch.no_grad()
     def clip(self, last: bool) -> None:
-        """Clip per-sample gradients, each freed as soon as it is summed; reduce the last sums."""
+        """Clip and sum per-sample gradients, freeing each; reduce after the last micro-batch."""
         trained: list[Any] = self.trained
         norms = GhostNorms()
         for parameter in trained:
@@ -139,14 +140,14 @@ class LeanTrainer(ClippedMeanTrainer):
 
 
 def sum_up(parameter: Any, factors: Tensor) -> Tensor:
-    """Take a parameter's per-sample gradients; returns their sum, each times its factor."""
+    """Remove a parameter's per-sample gradients; return their sum weighted by the factors."""
     samples = parameter.grad_sample.to(parameter.dtype)
     parameter.grad_sample = parameter.grad = None
     return torch.einsum("i,i...", factors, samples)
 
 
 class KeepingModule(GradSampleModule):  # type: ignore[misc]
-    """Opacus's hooks, which keep a per-sample gradient as it is where a parameter is used once."""
+    """Opacus's hooks, changed to keep per-sample gradients without a copy; see `keep`."""
 
     def capture_backprops_hook(
         self,
@@ -156,7 +157,7 @@ class KeepingModule(GradSampleModule):  # type: ignore[misc]
         loss_reduction: str,
         batch_first: bool,
     ) -> None:
-        """Opacus's method, except for `keep`."""
+        """Opacus's method, with its copy replaced by `keep`."""
         activations, backprops = self.rearrange_grad_samples(
             module=module,
             backprops=forward_output[0].detach(),
@@ -176,10 +177,10 @@ class KeepingModule(GradSampleModule):  # type: ignore[misc]
 
 
 def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
-    """Keep a per-sample gradient as it is, where Opacus copies it into a tensor of zeros.
+    """Store a per-sample gradient on its parameter without Opacus's copy into zeros.
 
-    A batch shorter than ``max_batch_len`` needs the copy, as does a parameter that is used again:
-    the kept tensor may be the layer's output gradient, which must not change in place.
+    A batch shorter than ``max_batch_len`` needs the copy. So does a parameter that is used again:
+    the stored tensor may be the layer's output gradient, which must not change in place.
     """
     used_once = parameter.requires_grad and parameter._forward_counter == 1
     used_once = used_once and not hasattr(parameter, "_current_grad_sample")
@@ -192,9 +193,9 @@ def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
 
 
 def leave_out_ordinary_gradients(module: Any) -> None:
-    """Make autograd treat layers' parameters as constants: hooks make their gradients."""
+    """Make autograd treat layers' parameters as constants, because hooks make their gradients."""
     for layer in module.iterate_submodules(module._module):
-        if type(layer) in module.GRAD_SAMPLERS:  # functorch's parameters are not the layer's
+        if type(layer) in module.GRAD_SAMPLERS:  # functorch uses copies of parameters
             own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
             layer.register_forward_pre_hook(partial(_become_constants, own))
             layer.register_forward_hook(partial(_become_parameters, own), prepend=True)
@@ -215,7 +216,7 @@ def _become_parameters(
 
 
 def in_one(parameters: Sequence[Any]) -> Tensor:
-    """The gradient of a parameter, or a buffer that holds those of several from now on."""
+    """The gradient of one parameter, or a new buffer of which those of several become views."""
     only, *others = parameters
     if not others:
         gradient: Tensor = only.grad

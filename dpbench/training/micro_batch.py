@@ -1,9 +1,9 @@
-"""DP-SGD by its definition: the gradient of one example after another, clipped and added.
+"""DP-SGD by its definition: a loop that clips and adds the gradient of each example.
 
-So Abadi et al., "Deep Learning with Differential Privacy" (2016), https://arxiv.org/abs/1607.00133,
-define it, and so TensorFlow Privacy first did it (McMahan et al., "A General Approach to Adding
-Differential Privacy to Iterative Training Procedures", 2018, https://arxiv.org/abs/1812.06210:
-microbatches of one example). With ``vmap`` PyTorch vectorizes that loop (``torch.func``).
+Abadi et al., "Deep Learning with Differential Privacy" (2016), https://arxiv.org/abs/1607.00133,
+define it so. TensorFlow Privacy first implemented it as microbatches of one example (McMahan et
+al., "A General Approach to Adding Differential Privacy to Iterative Training Procedures", 2018,
+https://arxiv.org/abs/1812.06210). With ``vmap``, ``torch.func`` vectorizes the loop.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class MicroBatchTrainer(ClippedSumTrainer):
     """A forward and a backward pass for each example, so layers of all kinds are clipped correctly.
 
     Args:
-        vmap: compute the gradients of all examples of a batch, or micro-batch, in one vectorized
-            pass, and keep them until they are clipped.
+        vmap: compute the gradients of all examples of a (micro-)batch in one vectorized pass, and
+           keep them until they are clipped.
         options: as `TrainerBase`.
 
     Raises:
-        ConfigurationError: a layer or parameter cannot be clipped so; it is named.
+        ConfigurationError: names a layer or parameter that this trainer cannot clip.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
     ) -> None:
         self.vmap, self.compiles = vmap, not vmap
         super().__init__(model, batch_size=batch_size, **options)
-        # In bf16 the hundredth example would hardly change sums.
+        # In bf16, sums would hardly change after the first hundred examples.
         self.sums_in = torch.promote_types(self.trained[0].dtype, torch.float32)
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -53,7 +53,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
         return mean_of(losses, self.sizes)
 
     def clip_each(self, part: Batch) -> Tensor:
-        """Add the clipped gradient of each example; returns the mean loss."""
+        """Add the clipped gradient of one example after another; return the mean loss."""
         losses = []
         for example in parts_of(part, [1] * self.examples):
             with phase("forward"):
@@ -67,17 +67,18 @@ class MicroBatchTrainer(ClippedSumTrainer):
 
     @torch.no_grad()
     def add_clipped(self) -> None:
-        """Add the gradients that backward left for one example."""
+        """Clip and add the gradients that backward left for one example."""
         gradients = {p: p.grad for p in self.trained if p.grad is not None}
         self.plain_optimizer.zero_grad(set_to_none=True)
         factor = self.factors_for([squared_sample_norms(g[None]) for g in gradients.values()])
         for parameter, gradient in gradients.items():
-            # A factor of no dimension would be rounded to the gradient's type.
+            # PyTorch would round a zero-dimensional factor to the gradient's dtype.
             self.sums.put_scaled(parameter, gradient, factor.view([1] * gradient.dim()))
 
     def clip_at_once(self, part: Batch) -> Tensor:
-        """Add the clipped gradients of all examples ``[B, …]``; returns the mean loss."""
-        # Per module: PyTorch's tying would leave a module that occurs twice changed.
+        """Add the clipped gradients of all examples, made at once; return the mean loss."""
+        # Name parameters per module and do not tie weights: PyTorch's tying would not restore a
+        # module that occurs twice.
         number = {parameter: n for n, parameter in enumerate(self.trained)}
         attributes = {
             ".".join(filter(None, (path, name))): number[parameter]
@@ -97,8 +98,8 @@ class MicroBatchTrainer(ClippedSumTrainer):
         made = torch.func.vmap(
             torch.func.grad(loss_of, has_aux=True), in_dims=(None, 0), randomness="different"
         )
-        with phase("backward"), warnings.catch_warnings():  # and forward, in the same call
-            warnings.filterwarnings("ignore", "There is a performance drop")  # where vmap loops
+        with phase("backward"), warnings.catch_warnings():  # contains forward: one call runs both
+            warnings.filterwarnings("ignore", "There is a performance drop")  # vmap loops
             try:
                 gradients, losses = made([p.detach() for p in self.trained], part)
             except RuntimeError as error:

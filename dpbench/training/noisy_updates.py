@@ -1,11 +1,13 @@
-"""Operators that draw noise where they use it: in Triton on a GPU, in PyTorch elsewhere.
+"""Operators that draw noise as they use it: written in Triton for a GPU, in PyTorch for a CPU.
 
-Both add ``deviation × z`` to a sum of clipped gradients, for normal z of Philox (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", 2011). The seed is one int64, a new one for each
-step; equal seeds draw equal noise in both. They compute in float32 at least, and round once.
+Both operators add ``deviation × z`` to a sum of clipped gradients. Philox draws the standard normal
+z (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). The seed is one int64, a new
+one for each step. Equal seeds draw equal noise in both. They compute in float32 or wider, and round
+once.
 
-Noise that is correlated over steps (`dpbench.training.correlated_noise`) draws the noises of
-earlier steps again, from their seeds: z is then ``w[0] × z(seed[0]) + w[1] × z(seed[1]) + …``.
+Noise that is correlated over steps (`dpbench.training.correlated_noise`) is not kept in memory: the
+noise of earlier steps is drawn again from their seeds. z is then
+``w[0] × z(seed[0]) + w[1] × z(seed[1]) + …``.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from dpbench.training.kernels import triton_kernels
 
 
 class Numbers(NamedTuple):
-    """The numbers of an update of parameters p, with moving averages m and v of gradients.
+    """The scalars of an update of parameters p, with moving averages m and v of gradients.
 
     - g = ``scale`` × (gradient + ``deviation`` × z) + ``decay`` × p
     - m = ``first_kept`` × m + ``first_added`` × g; v = ``second_kept`` × v + ``second_added`` × g²
     - p = ``kept`` × p - ``rate`` × change
 
-    The change is g without moving averages, m with ``momentum``, g + ``first_kept`` × m with
-    ``nesterov``, and m ∕ (√v × ``correction`` + ``eps``) with ``adam``.
+    The change is g for the rule ``plain``, m for ``momentum``, g + ``first_kept`` × m for
+    ``nesterov``, and m ∕ (√v × ``correction`` + ``eps``) for ``adam``.
     """
 
     deviation: float
@@ -52,18 +54,18 @@ def noisy_update(
     numbers: Numbers,
     weights: Tensor | None = None,
 ) -> None:
-    """Draw noise and update parameters in one pass, which reads and writes everything once.
+    """Draw noise and update parameters in one pass, which reads and writes each tensor once.
 
-    That is 3 P bytes without moving averages, 5 P with one, and 7 P with two.
+    P bytes of parameters move 3 P bytes without moving averages, 5 P with one, and 7 P with two.
 
     Args:
-        parameters: flat, P elements; changed in place.
-        moments: the moving averages m and v that the rule has, as long; changed in place.
-        gradient: the sum of clipped gradients, as long.
-        seed: of the noise, int64; with ``weights`` one for each.
+        parameters: flat; changed in place.
+        moments: the moving averages that the rule has, of the same length; changed in place.
+        gradient: the sum of clipped gradients, of the same length.
+        seed: the noise's seed, int64; with ``weights``, one seed per weight.
         rule: ``plain``, ``momentum``, ``nesterov`` or ``adam``.
-        numbers: see there.
-        weights: of the noise of each seed, float32, the first 1; None for one seed.
+        numbers: see `Numbers`.
+        weights: the weight of each seed's noise, float32, the first 1; None for one seed.
     """
     torch.ops.dpbench.noisy_update(parameters, moments, gradient, seed, rule, numbers, weights)
 
@@ -71,7 +73,7 @@ def noisy_update(
 def noisy_mean(
     gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None = None
 ) -> None:
-    """Make a sum of gradients, in place, ``scale`` × (gradient + ``deviation`` × z)."""
+    """Replace ``gradient``, in place, by ``scale`` × (gradient + ``deviation`` × z)."""
     torch.ops.dpbench.noisy_mean(gradient, seed, deviation, scale, weights)
 
 
@@ -128,7 +130,7 @@ def _launch(
 ) -> None:
     if blocks := -(-flats[-1].numel() // 4096):
         kernel, bands = triton_kernels()["noisy_update"], seed.numel()
-        of_each = seed if weights is None else weights  # of one seed they are not read
+        of_each = seed if weights is None else weights  # not read if there is one seed
         length = flats[-1].numel()
         kernel[blocks,](*flats, length, seed, of_each, *numbers, rule, 1024, bands, num_warps=8)
 
@@ -148,14 +150,14 @@ def _update_on_gpu(
     numbers: Sequence[float],
     weights: Tensor | None = None,
 ) -> None:
-    first, second = [*moments, parameters, parameters][:2]  # the rule does not read what it lacks
+    first, second = [*moments, parameters, parameters][:2]  # unused ones are not read
     _launch([parameters, first, second, gradient], seed, rule, numbers, weights)
 
 
 def _define(
     name: str, arguments: str, function: Callable[..., None], on_gpu: Callable[..., None]
 ) -> None:
-    """Define an operator; its kernel computes in float32, so that PyTorch computes float64."""
+    """Define an operator. The kernel computes in float32, so float64 uses PyTorch."""
 
     def by_type(*given: Any) -> None:
         (function if given[0].dtype == torch.float64 else on_gpu)(*given)

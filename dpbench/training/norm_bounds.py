@@ -1,7 +1,7 @@
-"""Norms that clip: upper bounds of the norms of examples' gradients, and the factors they give.
+"""Upper bounds of the norms of per-sample gradients, and the clipping factors made from them.
 
-A gradient that is clipped by a norm that rounding made too small goes into the update above the
-threshold. So the rounding errors of the norm and of the update are bounded and added.
+If rounding makes a norm too small, the clipped gradient exceeds the threshold. So the rounding
+errors of the norm and of the update are bounded, and the bounds are added to the norm.
 
 **The products.** The squared norm of ``G = Σ g_t x_tᵀ`` over tokens t is ``P = Σ A_st B_st`` for
 ``A = x xᵀ`` and ``B = g gᵀ``, whose terms may cancel: where tokens are alike, what is left can be
@@ -17,29 +17,29 @@ This is the worst case, for sums in any order (γ_n of Higham, Accuracy and Stab
 Algorithms, 2nd edition, 2002, sections 3.1 and 4.2). On ordinary data it adds little: of 1024
 tokens, 2048 to 8192 wide, a ten-thousandth.
 
-**A gradient that is kept** is what the update multiplies, as it was rounded: only the norm's own
-sum, in rows, and the update's result are off, see `sample_bound`.
+**A kept gradient** is exactly what the update multiplies. So only two errors remain: that of the
+norm's own sum, which is taken in rows, and that of the update's result. See `sample_bound`.
 
 **The update** of other gradients rounds three times:
 
 - its result, by half a unit u of its type: u times the norm, the worst case;
 - its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores
-  cut it off: 3 T units of float32 of that are added, the worst case. Otherwise 2 T^½ units, at most
-  T, are added: if roundings are independent and uniform, a norm is off by more with a probability
-  of at most 1e-9, unless one number of a gradient is more than half of its norm (Higham and Mary, A
-  New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem
-  2.4: 6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the gradient itself
-  was made, A and B are not known: sums over some tokens are taken to be no larger than ``D^½``
-  below, as if tokens were independent;
-- the numbers that it multiplies, c·g or the gradient. In float32 and float64 ``T^½ u D^½`` is added
-  for it, where ``D = Σ |x_t|² |g_t|²``, the worst case. **In 16 bits, and with TF32, it is**
-  ``u D^½``, **which is the worst case of one token only**: were roundings independent and uniform,
-  they would come to 0.58 u D^½ in the root mean square, and mostly at a right angle to G. Data
-  could be made for which they agree over tokens: ``u (λ Σ|g_t|²)^½`` for the largest eigenvalue λ
-  of A would cover these, and lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %.
+ truncate: 3 T float32 units of that bound are added, the worst case. Otherwise 2 T^½ units, at
+ most T, are added: if roundings are independent and uniform, a norm is off by more with a
+ probability of at most 1e-9, unless one number of a gradient is more than half of its norm (Higham
+ and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5),
+ 2019, theorem 2.4: 6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the
+ gradient itself was made, A and B are not known. Sums over some tokens are then assumed to be no
+ larger than ``D^½`` below, as if tokens were independent;
+- the numbers that it multiplies: c·g, or the gradient. In float32 and float64 the worst case is
+ added: ``T^½ u D^½`` with ``D = Σ |x_t|² |g_t|²``. **In 16 bits, and with TF32,** ``u D^½`` **is
+ added, which is the worst case of one token only**: independent, uniform roundings have a root
+ mean square of 0.58 u D^½, mostly at a right angle to G. Data can be constructed whose roundings
+ agree over tokens. ``u (λ Σ|g_t|²)^½``, for the largest eigenvalue λ of A, would cover them, and
+ would lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %.
 
-A NaN in a gradient makes its norm, its factor and the update NaN, for all to see. A norm that is
-too large for its type is infinite, and its factor 0.
+A NaN in a gradient makes its norm, its factor and the update NaN, so it is visible. A norm too
+large for its dtype is infinite, and its factor is 0.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ from dpbench.training.kernels import TILINGS, wide_type
 class ProductError(NamedTuple):
     """How far a product ``a b`` may be off, in the Frobenius norm.
 
-    At most ``of_sums`` times the largest norm of a sum of some of its terms ``a_k b_kᵀ``, plus
-    ``of_terms`` times the sum of the norms of all terms. Where b is the transpose of a, these are
-    the norm and the trace of the product: without some of its terms, ``a aᵀ`` is no larger.
+    The product is a sum of terms ``a_k b_kᵀ``. The error is at most ``of_sums`` times the largest
+    norm of any partial sum, plus ``of_terms`` times the sum of the norms of all terms. If b is the
+    transpose of a, these are the norm and the trace of the product, because no partial sum of
+    ``a aᵀ`` is larger than the whole.
     """
 
     of_sums: float
@@ -68,27 +69,27 @@ class ProductError(NamedTuple):
 
 
 def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> ProductError:
-    """How far products of `dpbench.training.kernels` may be off: the worst case.
+    """Bound the error of the products of `dpbench.training.kernels`, in the worst case.
 
-    - Each of K sums is rounded to the nearest, by 2⁻²⁴ of itself at most, in any order, and so is
-      each term (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1).
-    - On tensor cores a sum of products of 16-bit numbers and of what was there before is cut off,
-      not rounded, to 24 bits of the largest of them, and so is each term (Fasi, Higham, Mikaitis
-      and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
-      https://doi.org/10.7717/peerj-cs.330). They add 4 products at a time, without extra bits: 12
-      units of 2⁻²⁴. From Hopper on, 16 at a time, with two extra bits: 11.
-    - With TF32 switched on, both numbers are rounded to 11 bits: 2⁻¹⁰ of terms more.
-    - In the kernel of `gram_norms` a float32 product is three of tf32, of the numbers' upper and
-      lower parts, without that of the lower parts. A part has 11 bits, so what is left out and
-      rounded off is less than 3 · 2⁻²⁰, were parts cut off rather than rounded (Ootomo and Yokota,
-      "Recovering single precision accuracy from Tensor Cores", 2022,
-      https://arxiv.org/abs/2203.03341). Each step of it is summed on tensor cores, 8 products and
-      what was there before without a bit more, and added to the others in float32.
+    - Each of K sums is rounded to nearest, by at most 2⁻²⁴ of itself, in any order, and so is each
+     term (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1).
+    - Tensor cores add several products of 16-bit numbers to an accumulator. They truncate each term
+     and the sum to 24 bits of the largest of them (Fasi, Higham, Mikaitis and Pranesh, "Numerical
+     behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
+     https://doi.org/10.7717/peerj-cs.330). Before Hopper they add 4 products at a time, without
+     extra bits: 12 units of 2⁻²⁴. From Hopper on, 16 at a time, with two extra bits: 11 units.
+    - With TF32 switched on, both factors are rounded to 11 bits: an error of 2⁻¹⁰ of terms more.
+    - The kernel of `gram_norms` splits each float32 number into an upper and a lower tf32 part. It
+     adds three tf32 products and leaves out that of the lower parts. A part has 11 bits. Even if
+     parts are truncated, what is left out and rounded off is less than 3 · 2⁻²⁰ (Ootomo and
+     Yokota, "Recovering single precision accuracy from Tensor Cores", 2022,
+     https://arxiv.org/abs/2203.03341). Each step adds 8 products to an accumulator on tensor
+     cores, without extra bits. The results of steps are added in float32.
 
     Args:
-        a: ``[B, I, K]``; for integers, there is no error.
-        b: ``[B, K, J]``; the transpose of a, if left out.
-        by_kernel: whether it is a product of `gram_norms_by_kernel`.
+        a: ``[B, I, K]``; integers have no error.
+        b: ``[B, K, J]``; by default the transpose of a.
+        by_kernel: whether `gram_norms_by_kernel` computes the product.
     """
     if not a.is_floating_point():
         return ProductError(0.0, 0.0)
@@ -129,35 +130,35 @@ class GramSums(NamedTuple):
 
 
 def clipping_factors(squared_norms: Tensor, threshold: float, divisor: int = 1) -> Tensor:
-    """The clipping factors ``[B]``: at most 1, over ``divisor``, and rounded down.
+    """The clipping factors ``[B]``, at most 1, divided by ``divisor`` and rounded down.
 
     Args:
-        squared_norms: ``[B]``, upper bounds, as the functions below make them.
+        squared_norms: ``[B]``, upper bounds, from the functions below.
         threshold: C.
-        divisor: what the clipped gradients are divided by at once.
+        divisor: by which the clipped gradients are to be divided as well, such as B.
     """
     exact = (threshold / (squared_norms.double().sqrt() + 1e-6)).clamp(max=1.0) / divisor
     return rounded_down(exact, squared_norms.dtype)
 
 
 def total(squared_norms: Sequence[Tensor]) -> Tensor:
-    """The squared norm ``[B]`` of several gradients together, added up in float64."""
+    """The sum of squared norms ``[B]`` of several gradients, in float64."""
     each = torch.stack([*squared_norms])
     return (each.sum(0, dtype=torch.float64) * (1 + 4 * unit(each.dtype))).to(each.dtype)
 
 
 def unit(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding to the nearest."""
+    """The unit roundoff u: the largest relative error of rounding to nearest."""
     return torch.finfo(dtype).eps / 2
 
 
 def wide_unit(dtype: torch.dtype) -> float:
-    """`unit` of the type in which numbers of a type are summed."""
+    """`unit` of the dtype in which numbers of ``dtype`` are summed."""
     return unit(torch.promote_types(dtype, torch.float32))
 
 
 def of_terms(dtype: torch.dtype, tokens: int) -> float:
-    """The update's rounding error in the numbers it multiplies, relative to ``D^½``."""
+    """The update's rounding error in the numbers that it multiplies, relative to ``D^½``."""
     if dtype.itemsize == 2:
         return unit(dtype)
     tf32 = dtype == torch.float32 and has_tf32()
@@ -185,9 +186,9 @@ def gram_bound(
     Args:
         parts: the `GramSums` of each layer, ``[6, B]`` in float32 or float64.
         tokens: T.
-        errors: those of both products.
-        dtype: the type in which the update multiplies.
-        summed_in: the type of the update's sums, if not float32 or wider.
+        errors: the errors of the products ``x xᵀ`` and ``g gᵀ``.
+        dtype: the dtype in which the update multiplies.
+        summed_in: the dtype of the update's sums, if narrower than float32.
     """
     stacked = torch.stack([*parts], 1)
     sums = GramSums(*stacked)
@@ -199,7 +200,7 @@ def gram_bound(
     size_x, size_g = (
         torch.add(root, error, alpha=2) for root, error in zip(roots, off, strict=True)
     )
-    # Each product was rounded once more, and summed: in rows of a product or in tiles.
+    # Products A_st B_st are rounded again, and summed in rows or in tiles.
     number = (2 * tokens + 130 + (tokens / 64) ** 2) * unit(stacked.dtype)
     sizes = size_x * size_g
     error = torch.addcmul(number * sizes, off[0], size_g).addcmul_(off[1], size_x)
@@ -214,13 +215,13 @@ def gram_bound(
 def gradient_bound(
     parts: Sequence[Tensor], tokens: int, error: ProductError, dtype: torch.dtype
 ) -> Tensor:
-    """`gram_bound` for materialised gradients.
+    """`gram_bound` for per-sample gradients that exist in memory.
 
     Args:
         parts: for each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D.
         tokens: T.
-        error: the gradient's.
-        dtype: the type in which the update multiplies.
+        error: the error of the gradient, which is a product.
+        dtype: the dtype in which the update multiplies.
     """
     squares, lengths, diagonal = torch.stack([*parts], 1)
     squared = torch.add(squares.sqrt(), lengths, alpha=sum(error)).square()
@@ -233,14 +234,14 @@ def row_bound(
 ) -> Tensor:
     """`gram_bound` for the rows of an embedding's gradient.
 
-    A row that n tokens name is a sum of their gradients g: in any order it is off by n units of the
-    sum of their norms |g| at most, here and in the update.
+    If n tokens look up a row, its gradient is the sum of their output gradients g. In any order of
+    summation, it is off by at most n units of the sum of the norms |g|, here and in the update.
 
     Args:
         parts: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D.
         tokens: T.
-        dtype: the type in which the update multiplies.
-        summed_in: the type of the update's sums, if not float32 or wider.
+        dtype: the dtype in which the update multiplies.
+        summed_in: the dtype of the update's sums, if narrower than float32.
     """
     squares, sums, diagonal = torch.stack([*parts], 1)
     squared = torch.add(squares.sqrt(), sums, alpha=unit(sums.dtype)).square()
@@ -251,7 +252,7 @@ def row_bound(
 
 
 def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Squared norms plus the update's rounding errors: its result's, and ``rounded``."""
+    """Squared norms, raised by the rounding of the update's result and by ``rounded``."""
     of_result = 1 + unit(dtype) + 8 * wide_unit(dtype)
     norms = squared.clamp(min=0).sqrt() * of_result + rounded
     squares: Tensor = norms.square().to(torch.promote_types(dtype, torch.float32))
@@ -261,7 +262,7 @@ def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) 
 def row_norms(samples: Tensor) -> Tensor:
     """Norms ``[B, N]`` of gradients ``[B, …]`` along their last dimension.
 
-    A CPU adds up squares one by one: over a whole matrix, a norm is up to 1e-3 too small.
+    A CPU adds squares one by one: the norm of a whole matrix would be up to 1e-3 too small.
     """
     width = samples.shape[-1] if samples.dim() > 1 else 1
     rows = samples.reshape(len(samples), math.prod(samples.shape[1:-1]), width)
@@ -270,12 +271,12 @@ def row_norms(samples: Tensor) -> Tensor:
 
 
 def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-    """Squared norms ``[1, B]`` of gradients that the update only multiplies by a factor.
+    """Bounds ``[1, B]`` of squared norms, for gradients that the update multiplies by factors.
 
     Args:
-        norms: `row_norms` of their parts.
-        width: the most numbers in a row.
-        dtype: the update's.
+        norms: `row_norms` of the gradients.
+        width: the largest number of elements in a row.
+        dtype: the update's dtype.
     """
     rows = torch.cat([*norms], 1)
     squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
@@ -283,11 +284,11 @@ def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Ten
 
 
 def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Bounds ``[B]`` of the squared norms of materialised gradients ``[B, …]``.
+    """Bounds ``[B]`` of the squared norms of per-sample gradients ``[B, …]``.
 
     Args:
-        samples: the gradients in the update, without the factor.
-        dtype: the update's, if it differs.
+        samples: the gradients that the update multiplies by clipping factors.
+        dtype: the update's dtype, if it differs.
     """
     width = samples.shape[-1] if samples.dim() > 1 else 1
     return sample_bound([row_norms(samples)], width, dtype or samples.dtype)[0]

@@ -1,7 +1,7 @@
-"""How a model is spread over ranks: processes of one GPU each that share a step.
+"""Spreads a model over ranks: processes with one GPU each that share a step.
 
-Each rank trains its part of a batch with a trainer of its own. The mean gradient of all parts is
-that of the batch, because they are equal.
+Each rank has its own trainer and trains its part of a batch. The parts are equally large, so the
+mean of their gradients is the gradient of the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpbench.workloads.base import Workload
 
 
 def kind_of(layer: nn.Module) -> type[nn.Module]:
-    """A layer's class; FSDP2 derives another from it for the layers that it shards as a block."""
+    """A layer's original class: FSDP2 gives each block that it shards a derived class."""
     kinds: list[Any] = [*type(layer).__mro__]
     kind: type[nn.Module] = next(each for each in kinds if not issubclass(each, FSDPModule))
     return kind
@@ -34,9 +34,9 @@ GRAPHS: WeakSet[Any] = WeakSet()
 
 @atexit.register
 def reset_graphs() -> None:
-    """End the graphs of all trainers, which cannot train any more.
+    """Reset the CUDA graphs of all trainers, which then cannot train any more.
 
-    ``destroy_process_group`` waits for the end of graphs that hold the group's collectives:
+    ``destroy_process_group`` would wait for graphs that hold the group's collectives:
     https://github.com/pytorch/pytorch/issues/115388.
     """
     for graph in [*GRAPHS]:
@@ -44,7 +44,7 @@ def reset_graphs() -> None:
 
 
 def leave_group() -> None:
-    """Destroy the process group, and before it the graphs for which it would wait."""
+    """Reset all CUDA graphs, then destroy the process group, which would wait for them."""
     reset_graphs()
     distributed.destroy_process_group()
 
@@ -57,10 +57,10 @@ def mesh_of_all(device_type: str) -> DeviceMesh:
 def sharded(
     model: nn.Module, workload: Workload, apart: Sequence[type[nn.Module]] = ()
 ) -> nn.Module:
-    """The model under FSDP2, each of its blocks, and layers ``apart``, gathered before it runs.
+    """Shard the model with FSDP2: each block, and each layer of a class in ``apart``, by itself.
 
     Raises:
-        ConfigurationError: the workload does not say which blocks there are.
+        ConfigurationError: the workload does not name its blocks.
     """
     mesh = mesh_of_all(next(model.parameters()).device.type)
     layers = [layer for layer in model.modules() if isinstance(layer, tuple(apart))]
@@ -71,7 +71,7 @@ def sharded(
 
 
 def reduce_gradients(model: nn.Module, wanted: bool) -> None:
-    """Have the next passes reduce gradients over the ranks, or add them up in each rank."""
+    """Choose whether the next backward passes reduce gradients over ranks or only accumulate."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = wanted  # as its no_sync() does
     if isinstance(model, FSDPModule):
@@ -86,28 +86,28 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 def part_of_rank(examples: int, rank: int, ranks: int) -> slice:
-    """Which examples of a joint batch a rank trains, along the first dimension of each tensor."""
+    """The slice of a joint batch that a rank trains, along each tensor's first dimension."""
     size = examples // ranks
     return slice(rank * size, (rank + 1) * size)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A whole parameter or gradient; for a shard, all ranks must call this."""
+    """Gather a parameter or gradient from its shards; all ranks must call this for a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def broadcast_parameters(model: nn.Module) -> nn.Module:
-    """The model with the parameters of rank 0."""
+    """Broadcast the parameters of rank 0; return the model."""
     for parameter in model.parameters():
         distributed.broadcast(parameter.data, 0)
     return model
 
 
 def own_part(gradient: Any, parallel: str) -> Tensor:
-    """The part of a gradient for which this rank draws the noise: its shard, or a share of rows.
+    """The part of a gradient to which this rank adds noise: its shard, or a share of the rows.
 
-    Each element's noise is drawn once, by a rank that then knows it, so every rank must be trusted.
-    If rank 0 drew all of it, only rank 0 would have to be trusted.
+    Each element's noise is drawn by one rank, which then knows it. So every rank must be trusted.
+    If rank 0 drew all noise, only rank 0 would have to be trusted.
     """
     if parallel == "fsdp2":
         gradient = gradient.to_local()
@@ -119,7 +119,7 @@ def own_part(gradient: Any, parallel: str) -> Tensor:
 
 
 def own_generator(device: torch.device) -> torch.Generator:
-    """A generator that differs between ranks, even if all were given the same seed."""
+    """A generator whose seed differs between ranks, even if they have the same global seed."""
     seed = torch.randint(2**62, (1,)).to(device)
     distributed.broadcast(seed, 0)
     return torch.Generator(device).manual_seed(int(seed) + rank_and_ranks()[0])

@@ -1,10 +1,11 @@
-"""What clipping needs of a layer: each example's norm, and the sum of the clipped gradients.
+"""Computes by layer what clipping needs: each example's norm, and the sum of clipped gradients.
 
-Both are computed from a layer's input activations and its output gradient. The
-norm of a linear layer's gradient needs no gradient (Goodfellow, "Efficient Per-Example Gradient
-Computations", 2015, https://arxiv.org/abs/1510.01799; Li et al., "Large Language Models Can Be
-Strong Differentially Private Learners", 2021, https://arxiv.org/abs/2110.05679): for activations x
-``[T, K]`` and output gradients g ``[T, N]`` of an example it is the sum of ``(x xᵀ) · (g gᵀ)``.
+Both are computed from a layer's activations and output gradients. The norm of a linear layer's
+per-sample gradient can be computed without that gradient (Goodfellow, "Efficient Per-Example
+Gradient Computations", 2015, https://arxiv.org/abs/1510.01799; Li et al., "Large Language Models
+Can Be Strong Differentially Private Learners", 2021, https://arxiv.org/abs/2110.05679). For an
+example's activations x ``[T, K]`` and output gradients g ``[T, N]``, the squared norm is the sum of
+the elementwise product of ``x xᵀ`` and ``g gᵀ``.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from dpbench.training.norm_ways import KEPT, Shape, cheapest
 from dpbench.training.parallel import kind_of
 
 Gradients = Mapping[Tensor, Tensor]
-"""Each example's gradient ``[B, …]`` of parameters."""
+"""Per-sample gradients ``[B, …]``, by parameter."""
 Seen = list[Any]
-"""What a rule keeps of a layer until it is clipped: pairs of activations and output gradients, one
-for each call, or one `Gradients` of all calls."""
+"""What a rule keeps from backward to clip for a layer: one pair of activations and output gradients
+per call, or one `Gradients` of all calls."""
 
 L = TypeVar("L", bound=nn.Module)
 
 
 class Rule(ABC, Generic[L]):
-    """What clipping needs of one layer.
+    """Clips one kind of layer.
 
-    Backward lets it `keep` what it needs of each call of the layer, tensors ``[B, …]``; then norms
-    and sums are taken once. Here the gradients are kept, whatever the layer's shape is.
+    In backward, `keep` stores tensors ``[B, …]`` for each call of the layer. Norms and sums are
+    then computed once for all calls. This base class always keeps per-sample gradients.
     """
 
     def __init__(self, layer: L, name: str) -> None:
@@ -49,22 +50,22 @@ class Rule(ABC, Generic[L]):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Find the layer's own parameters, again once FSDP2 has replaced them by shards."""
+        """Find the layer's own trained parameters. Call it again after FSDP2 has sharded them."""
         own = self.layer.named_parameters(recurse=False)
         self._trained = {name: parameter for name, parameter in own if parameter.requires_grad}
 
     @property
     def names(self) -> Collection[str]:
-        """The names that `trained` have in the layer."""
+        """The attribute names of `trained` in the layer."""
         return self._trained
 
     @property
     def trained(self) -> Collection[nn.Parameter]:
-        """The layer's own parameters that are trained; under FSDP2 as they are between steps."""
+        """The layer's own trained parameters; under FSDP2 the sharded ones."""
         return self._trained.values()
 
     def refusal(self, why: str) -> ConfigurationError:
-        """The error that this layer cannot be clipped."""
+        """The error that this layer cannot be clipped, and why."""
         which = f"layer {self.name}" if self.name else "the model, which is one layer"
         kind = kind_of(self.layer).__name__
         return ConfigurationError(
@@ -73,7 +74,7 @@ class Rule(ABC, Generic[L]):
         )
 
     def check_call(self, given: Any, options: Any, returned: Any, examples: int) -> None:
-        """Refuse a call from which each example's gradient cannot be made."""
+        """Refuse a call whose per-sample gradients cannot be computed."""
         if len(given) != 1 or options or not isinstance(given[0], Tensor):
             raise self.refusal("it must be called with one tensor, by position")
         if not isinstance(returned, Tensor):
@@ -86,11 +87,11 @@ class Rule(ABC, Generic[L]):
                 )
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
-        """The way to the norms, by `dpbench.training.norm_ways.cheapest`."""
+        """Choose the way to the norms, by `dpbench.training.norm_ways.cheapest`."""
         return KEPT
 
     def keep(self, seen: Seen, x: Tensor, g: Tensor, way: str) -> None:
-        """Keep the input and the output gradient of a call, or each example's gradients."""
+        """Store the activations and output gradients of a call, or its per-sample gradients."""
         if way != KEPT:
             seen.append((x, g))
             return
@@ -101,19 +102,19 @@ class Rule(ABC, Generic[L]):
 
     @abstractmethod
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
-        """Each example's gradient of each of `trained`, ``[B, …]``, of one call."""
+        """The per-sample gradients ``[B, …]`` of each of `trained`, for one call."""
 
 
 class PairRule(Rule[L]):
-    """A rule that can do with pairs of activations and output gradients."""
+    """A rule that can clip from activations and output gradients, without per-sample gradients."""
 
     @abstractmethod
     def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Inputs ``[B, T, K]``, or rows ``[B, T]``, and gradients ``[B, T, N]``, of all calls."""
+        """Concatenate all calls: inputs ``[B, T, K]`` or ``[B, T]``, gradients ``[B, T, N]``."""
 
     @abstractmethod
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
-        """Add the sum over examples of factor times gradient."""
+        """Add the sum over examples of factor × gradient."""
 
 
 class LinearRule(PairRule[Any]):
@@ -135,7 +136,7 @@ class LinearRule(PairRule[Any]):
     def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
         if self.layer.weight.requires_grad:
-            # The factors multiply the narrower of the two.
+            # The factors scale the narrower of x and g.
             wide = x.shape[2] > g.shape[2]
             a, b = (x, factors.times(g)) if wide else (factors.times(x), g)
             if isinstance(self.layer, nn.Linear):
@@ -156,7 +157,7 @@ class LinearRule(PairRule[Any]):
 
 
 class EmbeddingRule(PairRule[nn.Embedding]):
-    """Only rows that an example looks up have a gradient; repeated ones add up."""
+    """The rule of embeddings: only rows that an example looks up have a gradient."""
 
     def __init__(self, layer: nn.Embedding, name: str) -> None:
         super().__init__(layer, name)
@@ -184,7 +185,7 @@ class EmbeddingRule(PairRule[nn.Embedding]):
         sums.put_rows(self.layer.weight, ids.flatten(), weighted)
 
     def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
-        # Padding has zeros.
+        # Rows at the padding index have no gradient.
         ids = torch.cat([ids.reshape(len(ids), -1) for ids, _ in seen], 1).long()
         g = torch.cat([three_dimensional(g) for _, g in seen], 1)
         if self.layer.padding_idx is not None:
@@ -193,9 +194,9 @@ class EmbeddingRule(PairRule[nn.Embedding]):
 
 
 class SampledRule(Rule[nn.Module]):
-    """The layer's gradient of each example, as Opacus's samplers or functorch make it.
+    """Makes per-sample gradients by Opacus's grad samplers, or else by functorch.
 
-    For layers whose parameters are small, or for which nothing better is known.
+    It is for layers with small parameters, and for layers without a rule of their own.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -206,17 +207,17 @@ class SampledRule(Rule[nn.Module]):
         self._sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
         pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
         if pads_otherwise or (kind is nn.LayerNorm and layer.bias is None):
-            self._sampler = None  # Opacus 1.6's pads with zeros, and needs a bias
+            self._sampler = None  # the samplers of Opacus 1.6 pad with zeros and need a bias
         if self._sampler is None:
             if any(True for _ in layer.children()):
                 own = next(iter(self._trained))
                 raise self.refusal(f"it has a parameter of its own, {own}, beside its layers")
             if isinstance(layer, FSDPModule):
                 raise self.refusal("FSDP2 shards it as a block, which cannot be copied")
-            prepare_layer(layer)  # copies the layer, which has no hook of this trainer yet
+            prepare_layer(layer)  # copies the layer, now that it has no hooks of this trainer
 
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
-        # Under FSDP2 backward uses other, gathered parameters.
+        # Under FSDP2 backward uses the gathered parameters: map them to the sharded ones.
         own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self._trained.items()}
         for parameter in own:
             parameter.requires_grad_()  # samplers test it; a running backward does not
@@ -226,7 +227,7 @@ class SampledRule(Rule[nn.Module]):
         return made
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
-        """Each example's gradient of each parameter, ``[B, …]``, of one call."""
+        """The per-sample gradients ``[B, …]`` of each parameter, for one call."""
         sampler: Any = self._sampler or ft_compute_per_sample_gradient
         if not self._sampler and any(isinstance(p, DTensor) for p in self.layer.parameters()):
             raise self.refusal("its block returns what it returned, so FSDP2 gathers it too late")
@@ -239,20 +240,20 @@ RULES: Mapping[str, type[Rule[Any]]] = {
     "transformers.pytorch_utils.Conv1D": LinearRule,
     "torch.nn.modules.sparse.Embedding": EmbeddingRule,
 }
-"""Rules by the class of a layer, whose library may be missing; else `SampledRule`."""
+"""Rules by the name of a layer's class, whose library may be missing; by default `SampledRule`."""
 
 
 def rule_of(layer: nn.Module, name: str) -> Rule[Any]:
-    """The rule of a layer that has parameters of its own."""
+    """Make the rule of a layer that has parameters of its own."""
     kind = kind_of(layer)
     return RULES.get(f"{kind.__module__}.{kind.__qualname__}", SampledRule)(layer, name)
 
 
 def as_computed(x: Tensor, g: Tensor) -> Tensor:
-    """Activations in the type that autocast used in the layer."""
+    """Cast activations to the dtype that autocast used in the layer."""
     return x.to(g.dtype) if x.is_floating_point() else x
 
 
 def three_dimensional(tensor: Tensor) -> Tensor:
-    """``[B, …, N]`` as ``[B, T, N]``."""
+    """View ``[B, …, N]`` as ``[B, T, N]``."""
     return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.flatten(1, -2)

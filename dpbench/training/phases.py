@@ -19,27 +19,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PhaseListener(Protocol):
-    """Is told the phase of a step, which is in exactly one at each moment."""
+    """Is told of each change of phase in a step. At each moment the step is in one phase."""
 
     def start_step(self) -> None:
         """A step begins, outside every phase."""
 
     def switch(self, phase: str) -> None:
-        """From here on, work belongs to ``phase`` (one of `PHASES`, or `OUTSIDE`)."""
+        """The phase changes: further work belongs to ``phase``, one of `PHASES` or `OUTSIDE`."""
 
     def end_step(self) -> None:
         """The step is over."""
 
 
 class OpenPhase:
-    """A phase from its begin to its end."""
+    """A phase that has begun and not ended."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Step:
-    """One step: its listener, if any, and the open phases, the innermost last."""
+    """One step: its listener, if any, and its open phases, innermost last."""
 
     def __init__(self, listener: PhaseListener | None = None) -> None:
         self.listener = listener
@@ -75,8 +75,8 @@ _step: ContextVar[Step | None] = ContextVar("dpbench_step", default=None)
 def phase(name: str) -> Iterator[None]:
     """Mark a part of a training step.
 
-    Phases may nest: the inner one takes over, and the outer one goes on when it ends, so each
-    byte and each second belong to one phase.
+    Phases may nest: the outer phase pauses while an inner one is open. So each byte and each
+    second belong to one phase.
     """
     if name not in PHASES:
         raise unknown("phase", name, PHASES)
@@ -92,18 +92,18 @@ def phase(name: str) -> Iterator[None]:
 
 
 def in_phase(name: str, function: F) -> F:
-    """A function that does the same inside ``phase(name)``."""
+    """Wrap a function so that it runs inside ``phase(name)``."""
     return phase(name)(function)
 
 
 def set_current_step(step: Step | None) -> None:
-    """Route `phase()` to this step; None disables it."""
+    """Set the step to which `phase()` reports; with None it reports to nothing."""
     _step.set(step)
 
 
 @contextmanager
 def observed_step(listener: PhaseListener | None) -> Iterator[None]:
-    """Pass the phases of the one step that runs inside to ``listener``."""
+    """Report to ``listener`` the phases of the one step that runs in this context."""
     if listener is None:
         yield
         return

@@ -17,15 +17,15 @@ reduce_scatter: Any = (
 
 
 class Reduction:
-    """The sum of a buffer over the ranks, which begins at once.
+    """Sums a buffer over the ranks, asynchronously; creating the object begins the reduction.
 
-    Under DDP each rank gets all of it, in place. Under FSDP2 each gets the rows of its shards: a
-    large parameter lies alone in its buffer, its rows in the order of the ranks, and is sent from
-    there; small ones are copied together first.
+    Under DDP each rank gets the whole sum, in place. Under FSDP2 each rank gets the rows of its
+    shards. A large parameter is alone in its buffer with its rows in rank order, so it is sent from
+    there. Small parameters are first copied into rank order.
 
     Args:
-        buffer: with room for `dpbench.training.gradient_sums.one_buffer`'s ``ranks``.
-        parallel: see `dpbench.core.case.PARALLELS`; with ``none`` there is nothing to wait for.
+        buffer: made by `dpbench.training.gradient_sums.one_buffer` for this number of ranks.
+        parallel: see `dpbench.core.case.PARALLELS`; with ``none`` nothing is sent.
     """
 
     def __init__(self, buffer: Buffer, parallel: str) -> None:
@@ -34,7 +34,7 @@ class Reduction:
         self._flat, self._places = buffer.flat, [*buffer.places.values()]
         self._sharded = parallel == "fsdp2"
         self._work: Any = None
-        self._sent: Tensor | None = None  # until nobody reads it
+        self._sent: Tensor | None = None  # keeps what is being sent alive
         if parallel == "ddp":
             self._work = distributed.all_reduce(self._flat, async_op=True)
         elif self._sharded:
@@ -55,14 +55,14 @@ class Reduction:
         self._places = []
 
     def wait(self) -> Tensor:
-        """Wait for this rank's part of the sum; on a GPU, later work waits for it."""
+        """Return this rank's part of the sum. On a GPU later work waits for it, not the CPU."""
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
         return self._flat
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part, or its shard's, of a tensor shaped like the sum."""
+        """Split a tensor shaped like the sum into views, one per parameter or shard."""
         if not self._sharded:
             return self._places
         pieces = zip(self.parameters, flat.split(self._sizes), strict=True)
@@ -71,7 +71,7 @@ class Reduction:
 
 
 def as_gradient(part: Tensor, parameter: Any) -> Tensor:
-    """A parameter's part of a sum, as the gradient for its optimizer."""
+    """Turn a parameter's part of a sum into a gradient for the optimizer."""
     part = part.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
         return part

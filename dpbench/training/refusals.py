@@ -16,11 +16,11 @@ from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.training.parallel import kind_of
 
 HOOKS = ("capture_activations_hook", "capture_backprops_hook")
-"""Methods of Opacus that take a layer as ``module``."""
+"""Opacus's hooks, which take a layer as argument ``module``."""
 
 NO_SAMPLE = ("Per sample gradient is not initialized", "_norm_sample")
 NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
-"""What errors say of a parameter without gradient: flat clipping's, and those of ghost clipping."""
+"""Texts of errors for a parameter without gradient, from flat and from ghost clipping."""
 
 ONLY_GHOST = (
     "its norms need whole gradients of parameters; use fused, book_keeping, dpsgd_ghost or "
@@ -30,15 +30,15 @@ ONLY_GHOST = (
 
 OF_A_LAYER = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 OF_THE_MACHINE = ("memory", "CUDA", "cuDNN")
-"""Texts of a `RuntimeError` that no layer causes."""
+"""Texts of a `RuntimeError` that the machine causes, not a layer."""
 
 
 class CannotTrain(ConfigurationError):
-    """Opacus failed in a step because of how the model is made."""
+    """Opacus failed in a step because of a layer or parameter of the model."""
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuse a model with a layer that Opacus refuses: by its validator, or for its buffers."""
+    """Refuse a model with a layer that Opacus's validator refuses, or that has buffers."""
     for name, layer in trainable_modules(model):
         validate = ModuleValidator.VALIDATORS.get(kind_of(layer), lambda layer: [])
         errors = [str(error).partition(". ")[0] for error in validate(layer)]
@@ -50,7 +50,7 @@ def check_layers(model: nn.Module) -> None:
 
 @contextmanager
 def refusals(model: nn.Module) -> Iterator[None]:
-    """Add the layer or parameter concerned to an error of Opacus in this context."""
+    """In this context, turn errors of Opacus into ones that name the layer or parameter."""
     try:
         yield
     except OF_A_LAYER as error:
@@ -87,7 +87,7 @@ def _explained(error: Exception, model: nn.Module) -> str:
 
 
 def _without(model: nn.Module, *left: str) -> str:
-    """The trained parameters at which backward and Opacus's hooks left none of these."""
+    """Name the trained parameters on which backward set none of the attributes ``left``."""
     names = [
         name
         for name, parameter in model.named_parameters()

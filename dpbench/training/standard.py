@@ -25,12 +25,12 @@ class StandardTrainer(TrainerBase):
             with phase("forward"):
                 loss = self.mean_loss(self.model, part)
             with phase("backward"):
-                parts = self.batch_size / self.examples  # which Poisson batches need not have
+                parts = self.batch_size / self.examples  # not a whole number for Poisson batches
                 part_loss = loss if parts == 1 else loss / parts
                 self.scaler.scale(part_loss).backward()
             losses.append(loss.detach())
         with phase("optimizer"):
-            if losses:  # a GradScaler would miss gradients
+            if losses:  # without gradients, a GradScaler fails
                 self.scaler.step(self.plain_optimizer)
                 self.scaler.update()
             self.plain_optimizer.zero_grad(set_to_none=True)

@@ -12,7 +12,7 @@ def put_addresses(
     table, layers, first,
     x0, g0, x1, g1, x2, g2, x3, g3, x4, g4, x5, g5, x6, g6, x7, g7,
 ):  # fmt: skip
-    """Write the addresses of eight layers' tensors, from the layer ``first`` on."""
+    """Write the addresses of the tensors of eight layers, beginning at layer ``first``."""
     xs = (x0, x1, x2, x3, x4, x5, x6, x7)
     gs = (g0, g1, g2, g3, g4, g5, g6, g7)
     for i in tl.static_range(8):
@@ -27,19 +27,19 @@ def gram_norms(
     bias: tl.constexpr, rows: tl.constexpr, half: tl.constexpr, aligned: tl.constexpr,
     long: tl.constexpr, precision: tl.constexpr, tile: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both products of one layer and example, on or below the diagonal.
+    """Make one tile, on or below the diagonal, of both products of one layer and example.
 
-    What `dpbench.training.norm_bounds.GramSums` has of it is added to ``sums``, ``[6, layers, B]``.
-    The products are symmetric: a tile below the diagonal counts twice.
+    Its contributions to `dpbench.training.norm_bounds.GramSums` are added to ``sums``,
+    ``[6, layers, B]``. The products are symmetric, so a tile below the diagonal counts twice.
 
-    Unless told that an address read from a table is ``aligned``, the compiler loads one number at a
-    time and waits for it. ``long`` examples have more numbers than 32 bits can index.
+    ``aligned`` tells the compiler that addresses in the table are aligned; otherwise it loads one
+    number at a time. ``long`` says that an example has more numbers than 32 bits can index.
     """
     number = tl.program_id(0) % tiles
     example = (tl.program_id(0) // tiles).to(tl.int64)
     layer = tl.program_id(1)
     i = tl.floor((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
-    i -= (i * (i + 1) // 2 > number).to(tl.int32)  # the root is rounded, and on a GPU approximate
+    i -= (i * (i + 1) // 2 > number).to(tl.int32)  # correct the rounding of the square root
     i += ((i + 1) * (i + 2) // 2 <= number).to(tl.int32)
     j = number - i * (i + 1) // 2
     down = i * tile + tl.arange(0, tile)
@@ -77,7 +77,7 @@ def gram_norms(
         of_g = tl.dot(a, tl.trans(b), of_g, input_precision=precision)
     if bias:
         of_x = tl.where((down < tokens)[:, None] & (across < tokens)[None, :], of_x + 1.0, 0.0)
-    # Triton 3.6 and 3.7 cannot compile sums over one axis after another for sm_100.
+    # Sum over both axes at once: for sm_100, Triton 3.6 and 3.7 cannot compile two sums in a row.
     both = of_x * of_g
     off = down[:, None] != across[None, :]
     times = tl.where(i == j, 1.0, 2.0)
@@ -97,7 +97,7 @@ def gram_sums(
     of_x, of_g, sums, tokens, examples, blocks,
     bias: tl.constexpr, rows: tl.constexpr, some: tl.constexpr,
 ):  # fmt: skip
-    """The same sums for some rows of an example's products T × T that are in memory."""
+    """The same sums, for some rows of products T × T that are in memory."""
     example = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks) * rows + tl.arange(0, rows)
     at = (example * tokens + row)[:, None] * tokens
@@ -128,7 +128,7 @@ def gram_sums(
 
 @triton.jit
 def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
-    """A block of one example times its factor."""
+    """Multiply a block of one example by its factor."""
     example = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
     inside = at < length
@@ -138,7 +138,7 @@ def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
 
 @triton.jit
 def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr):
-    """A block of the sum over examples of factor times gradient."""
+    """Write a block of the sum over examples of factor × gradient."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < length
     added = tl.zeros((block,), tl.float32)
@@ -153,7 +153,7 @@ def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr)
 def layer_norm_samples(
     x, g, weights, biases, tokens, width, eps, some: tl.constexpr, block: tl.constexpr
 ):
-    """Sums over some tokens of one example, added to zeros."""
+    """Add the sums over some tokens of one example to an output that begins as zeros."""
     example = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * some
     column = tl.arange(0, block)
@@ -174,11 +174,11 @@ def layer_norm_samples(
 
 @triton.jit
 def normal_pair(a, b):
-    """Two normal numbers of two random words, computed as cuRAND does (Box and Muller 1958).
+    """Make two normal numbers from two random words, as cuRAND does (Box and Muller 1958).
 
-    Triton's own `randn` ends at 5.7 deviations, where 1 of 73 million numbers should be further
-    out; this one ends at 6.8, as PyTorch's does on a GPU. Sine and cosine are the GPU's, without
-    the branches for large angles.
+    Triton's own `randn` never exceeds 5.7 standard deviations, which 1 in 73 million numbers
+    should. This function reaches 6.8, as PyTorch's does on a GPU. Sine and cosine are the GPU's
+    instructions, without the branches for large angles.
     """
     radius = tl.sqrt(-2.0 * tl.log(a.to(tl.float32) * 2.0**-32 + 2.0**-33))
     angle = (b.to(tl.float32) * 2.0**-32 + 2.0**-33) * 6.283185307179586
@@ -191,11 +191,11 @@ def noisy_update(
     first_kept, first_added, second_kept, second_added, correction, eps,
     rule: tl.constexpr, block: tl.constexpr, bands: tl.constexpr,
 ):  # fmt: skip
-    """Four blocks of a program: Philox makes four random words at a time.
+    """Update four blocks per program, because Philox makes four random words at a time.
 
-    `dpbench.training.noisy_updates.Numbers` has the formulas. The noise of an element depends on
-    the seed and the element's place alone, not on the ``rule``. Noises of several seeds, one for
-    each of ``bands``, are added with weights; that of the first is 1.
+    `dpbench.training.noisy_updates.Numbers` has the formulas. The noise of an element depends only
+    on the seed and the element's index, not on the ``rule``. With several ``bands``, the noise of
+    one seed per band is added with weights; the first weight is 1.
     """
     program = tl.program_id(0)
     offset = tl.arange(0, block)

@@ -12,14 +12,14 @@ from dpbench.training.gradient_sums import Buffer, one_buffer
 from dpbench.training.noisy_updates import Numbers, noisy_update
 
 MERGED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""The optimizers, not classes derived from them, that `MergedUpdate` knows."""
+"""The optimizers that `MergedUpdate` supports; not their subclasses."""
 
 OTHERWISE = ("amsgrad", "capturable", "differentiable")
-"""Options with which their step is another."""
+"""Options that change their step in ways that `MergedUpdate` does not support."""
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    """The number of each parameter's group."""
+    """The index of each parameter's group."""
     groups = enumerate(optimizer.param_groups)
     return {parameter: number for number, group in groups for parameter in group["params"]}
 
@@ -29,7 +29,7 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
     name = type(optimizer).__name__
     if type(optimizer) not in MERGED:
         return f"{name} has no merged step"
-    # A learning rate scheduler replaces it by one that notes that it was called.
+    # A learning rate scheduler replaces `step` only to note its calls.
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"the step of {name} was replaced"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -45,7 +45,7 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
 
 
 class Update(NamedTuple):
-    """The update of one buffer: the operator's arguments."""
+    """The update of one buffer: arguments of `noisy_update`."""
 
     flat: Tensor
     moments: Sequence[Tensor]
@@ -59,12 +59,12 @@ class Update(NamedTuple):
 class MergedUpdate:
     """The step of an optimizer, merged with the noise.
 
-    Parameters and the optimizer's state become parts of flat buffers. The state stays in
-    ``optimizer.state``, so it can be saved, and loaded, and the optimizer may take its own step in
-    between. Learning rates and other options are read anew for each step.
+    Parameters and the optimizer's state become views of flat buffers. The state stays in
+    ``optimizer.state``, so it can be saved and loaded, and the optimizer may take its own steps in
+    between. Learning rates and other options are read again in each step.
 
     Args:
-        sharing: the parameters, by their gradient buffer.
+        sharing: the parameters of each gradient buffer.
     """
 
     def __init__(self, sharing: Sequence[Sequence[Tensor]]) -> None:
@@ -72,17 +72,17 @@ class MergedUpdate:
         self.flats = [flatten_parameters(each) for each in sharing]
         self._moments: dict[tuple[int, str], Buffer] = {}
         self._counts: dict[Tensor, tuple[Tensor, int, float]] = {}
-        """Of each parameter the tensor that counts its steps, its version, and its value."""
+        """By parameter: the tensor that counts its steps, the tensor's version, and its value."""
 
     def updates(
         self, optimizer: torch.optim.Optimizer, deviation: float, examples: int
     ) -> list[Update] | str:
-        """The update of each buffer in the next step, or why there is none.
+        """Return the next step's update of each buffer, or why the step cannot be merged.
 
         Args:
-            optimizer: whose step it is; it counts the step.
-            deviation: that of the noise.
-            examples: those whose gradients were summed.
+            optimizer: the optimizer; its step count is advanced.
+            deviation: the standard deviation of the noise.
+            examples: the number of examples whose gradients were summed.
         """
         if why := why_not(optimizer):
             return why
@@ -109,11 +109,11 @@ class MergedUpdate:
             made.append(Update(self.flats[number], moments, rule, numbers_of))
         if adam:
             self._count_step(optimizer, groups)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers want to know
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
         return made
 
     def _adopted(self, optimizer: torch.optim.Optimizer, number: int, key: str) -> Tensor:
-        """The flat buffer for one key of the optimizer's state, filled with its present values."""
+        """The flat buffer of one key of the optimizer's state, filled with the present values."""
         if (number, key) not in self._moments:
             self._moments[number, key] = one_buffer(self._sharing[number])
             self._moments[number, key].flat.zero_()
@@ -133,7 +133,7 @@ class MergedUpdate:
     def _has_momentum(
         self, optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any]
     ) -> float | None:
-        """1 if earlier steps left momentum, 0 if not; None if parameters differ in that."""
+        """1 if earlier steps left momentum, 0 if not; None if it differs between parameters."""
         states = (optimizer.state.get(p, {}) for p in self._sharing[number])
         has = {state.get("momentum_buffer") is not None for state in states}
         alike = len(has) == 1 or not group["momentum"] or not group["dampening"]
@@ -172,11 +172,11 @@ class MergedUpdate:
 
 
 Made = tuple[str, Sequence[str], Numbers]
-"""A rule, the parts of the state that it needs, and its numbers."""
+"""The rule of `noisy_update`, the keys of the optimizer's state that it needs, its numbers."""
 
 
 def sgd_numbers(group: Mapping[str, Any], noise: Numbers, has_momentum: float) -> Made:
-    """The update of ``torch.optim.SGD``, which takes the first gradient as it is."""
+    """The update of ``torch.optim.SGD``. Its first step applies no dampening."""
     numbers = noise._replace(rate=group["lr"], decay=group["weight_decay"])
     if not group["momentum"]:
         return "plain", (), numbers
@@ -204,7 +204,7 @@ def adam_numbers(group: Mapping[str, Any], noise: Numbers, taken: float) -> Made
 
 
 def flatten_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    """One buffer of which the parameters become parts."""
+    """Make the parameters views of one new buffer; return it."""
     flat, places, _ = one_buffer(parameters)
     for parameter, place in places.items():
         place.copy_(parameter.data)
