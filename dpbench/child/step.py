@@ -91,7 +91,7 @@ def run_case(
     Args:
         case: what to run.
         recorder: observes the steps after the warm-up. If it wants more steps than the active
-           ones, their batches are used again, from the first on.
+            ones, their batches are used again, from the first on.
         device: ``auto``, ``cpu`` or ``cuda``.
         warmup: number of unobserved first steps.
         active: number of steps after these.

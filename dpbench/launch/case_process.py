@@ -50,7 +50,7 @@ class CaseProcess(PendingMeasurement):
         before: a profiler that starts ``dpbench step``, with its arguments; by default none.
         log: the log file; if None or not writable, a temporary file that `cancel` deletes.
         timeout: seconds until the child is ended, counted from when it has its GPU. Its imports
-           before that may take as long, and so may each process that holds the GPU meanwhile.
+            before that may take as long, and so may each process that holds the GPU meanwhile.
         read: makes rows from the result.
     """
 

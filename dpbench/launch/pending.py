@@ -20,7 +20,7 @@ class PendingMeasurement(ABC):
         notes: assumptions behind the rows.
         labels: the labels of the case's trainer, see `TrainerBase.labels`.
         imported: source files of the measured code, from the other process; see
-           `dpbench.child.imported`.
+            `dpbench.child.imported`.
     """
 
     operators: Sequence[OperatorCount] = ()

@@ -6,12 +6,12 @@ summed over comparisons (Bonferroni):
 
 - mean square q of n standard normals: exp(-n/2 (q - 1 - ln q)) on either side (Chernoff);
 - correlation r with any other vector: (1 - r²)^((n-1)/2) for both sides together, a bound of the
- share of a sphere that lies so far from its equator;
+  share of a sphere that lies so far from its equator;
 - largest distance d of the empirical from the normal distribution: 2 exp(-2 n d²) (Massart, "The
- Tight Constant in the Dvoretzky-Kiefer-Wolfowitz Inequality", 1990);
+  Tight Constant in the Dvoretzky-Kiefer-Wolfowitz Inequality", 1990);
 - k of n events of probability p: exp(-n KL(k/n, p)) on either side (Chernoff). This also holds for
- negatively associated events (Dubhashi and Ranjan, "Balls and bins", 1998), such as narrow gaps
- between sorted values.
+  negatively associated events (Dubhashi and Ranjan, "Balls and bins", 1998), such as narrow gaps
+  between sorted values.
 
 The tests cannot find noise that repeats only after the last step; elements that return in another
 order, with 16-bit parameters; and sums of noise from fewer elements than `worst_repeat` needs.
@@ -78,7 +78,7 @@ class Draw:
         step: the step's number in its run, from 1.
         noise: the flat noise of each parameter. Late steps have small parameters only.
         along: the component of the noise along the clipped gradient, by parameter; ``""`` stands
-           for all parameters together.
+            for all parameters together.
         slack: a bound of the norm of the gradient's error, in the unit of the noise.
     """
 
