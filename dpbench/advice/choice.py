@@ -21,10 +21,10 @@ from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.summary import of_one_instrument
 
 CLOSE = 0.05
-"""Predicted times that differ by no more than this are close: predictions are no better."""
+"""Predicted times that differ by at most this share are close: predictions are no more exact."""
 
 KNOWN_METHODS = ("dpsgd_ghost", "dpsgd_fgc", "dpsgd")
-"""Opacus's methods; the reason compares with the first that is not the recommended one."""
+"""Opacus's methods. The reason compares the recommended method with the first other of these."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Advice:
             ``largest_batch``; ``above_floor_bytes``, beyond what flat clipping must at least move
             (NaN of the standard step, which clips nothing); ``fits``.
         refused: why, for each method that does not train this case.
-        ways: how many layers get their norms in which way, by method that chooses.
+        ways: for each method that chooses ways to norms, the number of layers by way.
     """
 
     trainer: str | None

@@ -1,4 +1,4 @@
-"""What a step of a case needs, counted on tensors without data.
+"""Counts what a step of a case needs, on tensors without data.
 
 A case is counted at two batch sizes, and a large transformer at two small depths: calls, bytes and
 operations are linear in the number of layers, and live memory after each operator is nearly linear
@@ -48,7 +48,7 @@ class Count:
         largest: bytes of the largest tensor.
         norms: bytes that the norms of this batch must read; counted for the standard trainer.
         in_graphs: see `TrainerBase`.
-        ways: how many layers get their norms in which way, if the trainer chooses.
+        ways: the number of layers by way to the norms, if the trainer chooses.
     """
 
     batch_size: int
@@ -101,7 +101,7 @@ class Footprint:
 
     def peak(self, batch_size: int) -> tuple[float, str]:
         """Peak memory in bytes, and the phase of the peak."""
-        # The most of all calls need not be of the same call at two depths.
+        # At two depths the peak may be in different calls.
         seen = 2 if self.first.layers else 3
         live = self._over_batches(
             batch_size,
@@ -189,7 +189,8 @@ class Counts(Logical):
 def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
     """The cases to count, of two batch sizes and of two depths if the model is a deep transformer.
 
-    An example alone in its part is no measure of larger batches: its gradient is the part's.
+    Counts of parts with one example are not extrapolated to larger batches: the per-sample gradient
+    of such a part is the part's gradient.
     """
     part = case.micro_batches * case.gpus
     others = [2 * part, 3 * part] if case.batch_size == part else [case.batch_size + part]

@@ -1,9 +1,9 @@
 """Predicts the time of a step from its calls.
 
-A call takes at least the longer of its arithmetic and its bytes at the card's rates, the roofline;
-and Python needs some time for each. Neither knows caches or the shapes of matrices. So the
-prediction holds a little less than the roofline does for kernels that are not large products. Its
-constants are few; all are of the runs in ``docs/results``, on an H200.
+By the roofline, a call takes at least the longer of its arithmetic and its bytes at the card's
+rates. Python also needs some time for each call. Caches and the shapes of matrices are ignored. So
+for kernels other than large products, lower rates than the roofline's are assumed. The constants
+are from the runs in ``docs/results``, on an H200.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPERATOR_SECONDS = 25e-6
 `LAUNCH_BOUND` of a step, an operator takes 23 to 42 µs."""
 
 KERNEL_SECONDS = 5e-6
-"""What a kernel takes besides its roofline: to start, and to fill and drain the card."""
+"""Time of a kernel beyond its roofline: to start, and to fill and drain the card."""
 
 BANDWIDTH_SHARE = 0.8
 """The bandwidth that a kernel reaches ÷ a copy's: 0.70 to 0.89 in noise, clip and update of
@@ -40,7 +40,7 @@ class Seconds:
     Args:
         roofline: the least time for bytes and arithmetic, call by call.
         launches: the CPU's time; 0 where steps are CUDA graphs.
-        predicted: what the step should take. The CPU runs ahead, but not over phases.
+        predicted: the predicted time. The CPU runs ahead of the GPU, but only within a phase.
     """
 
     roofline: float

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a case outside their steps."""
+"""Messages that the ranks of a case exchange between steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dpbench.training.parallel import leave_group, rank_and_ranks
 
 __all__ = ["FOR_EVER", "all_gather", "leave_group"]
 
-FOR_EVER = timedelta(days=30)  # the starter of the ranks ends those that hang
+FOR_EVER = timedelta(days=30)  # the process that started the ranks ends hanging ones
 
 
 @lru_cache(maxsize=1)
 def _group(of: Any) -> Any:
-    """The ranks of the process group ``of`` over gloo, which uses no GPU."""
+    """A gloo process group with the ranks of ``of``; gloo does not use the GPU."""
     return distributed.new_group(backend="gloo", timeout=FOR_EVER)
 
 
 def all_gather(word: str) -> list[str]:
-    """Send a value to all ranks, and wait for theirs; returns the values by rank.
+    """Send a string to all ranks, and wait for theirs; return the strings by rank.
 
-    Ranks must take equally many steps, or some would wait in a collective for ever. So ranks agree
-    here, between two steps, on their number. All ranks must call it in the same order.
+    All ranks must take the same number of steps, or some would wait in a collective for ever. So
+    they agree here, between two steps, whether to go on. All ranks must make the same calls.
     """
     _, ranks = rank_and_ranks()
     if ranks == 1:

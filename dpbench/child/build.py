@@ -24,21 +24,21 @@ from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 from dpbench.workloads.base import Workload, batches_of
 
 SEED = 0
-"""Every build of a case is the same: a profiler that needs several passes runs it again."""
+"""The seed of every build, so that a profiler that runs a case several times gets equal runs."""
 
 
 TRAINER = (
     "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model, batch_size=…, "
     "**options), with train_step(batch)"
 )
-"""The error for an object that is no trainer."""
+"""Message of the error for an object that is no trainer."""
 
 WORKLOAD = "a workload is a subclass of dpbench.Workload, with its parameters by --set"
-"""The error for an object that is no workload."""
+"""Message of the error for an object that is no workload."""
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda`` as a device."""
+    """The device for ``auto``, ``cpu`` or ``cuda``."""
     if name == "auto":
         name = "cuda" if gpu.visible_gpus() else "cpu"
     if name == "cuda" and not (torch.backends.cuda.is_built() and gpu.visible_gpus()):
@@ -59,16 +59,16 @@ def build(
     alone: bool = False,
     **options: Any,
 ) -> tuple[TrainerBase, list[Batch]]:
-    """The trainer of a case and its batches, everything on ``device`` and seeded.
+    """Build the trainer of a case and its batches on ``device``, with a fixed seed.
 
-    Other options are the trainer's: they are its constructor's arguments, beside those of the case.
+    Further options are passed to the trainer's constructor, in addition to those of the case.
     With several ranks, each batch is this rank's part. All ranks build the same model, and then
     draw different random numbers. With ``alone`` this process trains whole batches by itself, even
-    in a process group. The last ``sampled`` batches have the `batch_sizes` of the case; the others,
-    the expected size.
+    in a process group. The last ``sampled`` batches have the case's `batch_sizes`; earlier ones
+    have the expected size.
 
     Raises:
-        ConfigurationError: the case has another number of ranks than this process group.
+        ConfigurationError: the case's number of ranks differs from that of this process group.
     """
     rank, ranks = (0, 1) if alone else rank_and_ranks()
     if ranks != case.gpus:
@@ -107,7 +107,7 @@ def build(
 
     def place(tensor: Tensor) -> Tensor:
         kind = dtype if tensor.is_floating_point() else None
-        return tensor[own].to(device, kind, copy=ranks > 1)  # frees the other ranks' parts
+        return tensor[own].to(device, kind, copy=ranks > 1)  # a copy frees other ranks' parts
 
     labels_of(trainer)  # raises for invalid labels, before training
     batches = [*batches_of(workload, largest, num_batches, place)]
@@ -123,12 +123,12 @@ def build(
 
 
 def batch_sizes(case: Case, number: int) -> list[int]:
-    """The sizes of a case's measured batches, the same for all trainers and instruments.
+    """The sizes of a case's measured batches; all trainers and instruments get the same.
 
-    Of examples that are drawn independently from a large dataset, the number is Poisson distributed
-    (Le Cam, "An Approximation Theorem for the Poisson Binomial Distribution", 1960). So that few
-    steps have its mean, sizes are stratified: the median of each of ``number`` equally likely
-    ranges, in random order. A single step has the median.
+    If examples are drawn independently from a large dataset, their number is Poisson distributed
+    (Le Cam, "An Approximation Theorem for the Poisson Binomial Distribution", 1960). Sizes are
+    stratified so that the mean of a few steps is close to the distribution's: they are the medians
+    of ``number`` equally likely ranges, in random order. A single step has the median.
     """
     if case.sampling == "fixed":
         return [case.batch_size] * number
@@ -139,14 +139,14 @@ def batch_sizes(case: Case, number: int) -> list[int]:
 
 
 def about_sizes(case: Case, number: int) -> str:
-    """The note that batches differ in size."""
+    """Note for the reader that batches differ in size."""
     sizes = batch_sizes(case, number)
     each, mean = ", ".join(map(str, sizes)), sum(sizes) / number
     return f"steps of {each} examples, {mean:.3g} in the mean; {case.batch_size} expected"
 
 
 def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module:
-    """The workload's model on a device, with the case's options."""
+    """Build the workload's model on a device, with the case's options."""
     with device:
         model = workload.model()
     if not isinstance(model, nn.Module):
@@ -161,7 +161,7 @@ def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module
 
 
 def labels_of(trainer: TrainerBase) -> dict[str, str]:
-    """A trainer's labels, as text."""
+    """A trainer's labels, with values as text."""
     labels = trainer.labels
     if not isinstance(labels, Mapping):
         raise ConfigurationError(
@@ -172,7 +172,7 @@ def labels_of(trainer: TrainerBase) -> dict[str, str]:
 
 
 def workload_of(case: Case) -> Workload:
-    """The workload of a case, with its parameters."""
+    """Build the workload of a case, with its parameters."""
     named = WORKLOADS[case.workload]
     workload = called(f"workload {case.workload}", named, WORKLOAD, **case.parameters)
     if not isinstance(workload, Workload):
@@ -184,8 +184,8 @@ def workload_of(case: Case) -> Workload:
 def check_parameters(case: Case) -> None:
     """Refuse values of parameters that a built-in trainer, workload or optimizer refuses.
 
-    Each is made once, for a layer with two parameters. Classes from outside may need more; their
-    parameters are checked by annotation alone.
+    Each is built once, for a layer with two parameters. A user's class may need more than that, so
+    its parameters are checked only against annotations.
     """
     if case.set and WORKLOADS.is_builtin(case.workload):
         workload_of(case)
@@ -198,12 +198,12 @@ def check_parameters(case: Case) -> None:
         if parted(name)[1] and registry.is_builtin(name):
             try:
                 registry[name](**arguments)
-            except ValueError as error:  # of an optimizer
+            except ValueError as error:  # raised by an optimizer
                 raise ConfigurationError(f"{axis} {name}: {error}") from error
 
 
 def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
-    """Only non-default arguments, so older trainers keep working."""
+    """The arguments that differ from defaults: a trainer need not accept the others."""
     options: dict[str, Any] = {}
     if case.workload != TRANSFORMER:
         options["workload"] = workload
@@ -216,7 +216,7 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
     if case.sampling != "fixed":
         options["sampling"] = case.sampling
     if case.compile == "on":
-        torch.compiler.reset()  # Dynamo keeps 8 versions of a function, and runs others eagerly
+        torch.compiler.reset()  # Dynamo keeps 8 versions of a function, then runs it eagerly
         options["compile"] = True
     if case.precision in MIXED:
         options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16
@@ -224,7 +224,7 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
 
 
 def smoke_test(case: Case, *, device: str = "cpu") -> None:
-    """Train two steps of a case; an AssertionError if the loss or the parameters are wrong."""
+    """Train two steps of a case; raise an AssertionError if the loss or parameters are wrong."""
     trainer, batches = build(case, pick_device(device), num_batches=2)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     losses = [float(trainer.train_step(batch)) for batch in batches]

@@ -1,4 +1,4 @@
-"""Detects operators in a loop's threads or forks, which a count of its own thread misses."""
+"""Detects operators in other threads or in forks, which a count of the loop's thread misses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dpbench.child.step_finder import StepFinder
 from dpbench.results.kernels import ELSEWHERE
 
 LOADERS = "torch.utils.data."
-"""Threads that a data loader starts move batches, which is outside a step's phases anyway."""
+"""Prefix of modules whose threads are ignored: a data loader's threads only move batches."""
 
 
 def watch_elsewhere(finder: StepFinder) -> None:
-    """Note operators of other threads and forks while steps count, until the finder is closed."""
-    # Shared with forks: whether steps count, and whether a fork called an operator then.
+    """Until the finder is closed, note operators of other threads and forks in counted steps."""
+    # Shared with forks: whether a step is counted now, and whether a fork ran an operator in one.
     shared = mmap.mmap(-1, 2)
     keep, start = finder.keep, threading.Thread.start
 
@@ -68,7 +68,7 @@ def _seeing(saw: Callable[[], object]) -> AbstractContextManager[object]:
         def __torch_dispatch__(
             self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if get_worker_info() is None:  # it is no data loader's worker
+            if get_worker_info() is None:  # not in a data loader's worker
                 saw()
             return operator(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a measurement; a measured process names these to its parent."""
+"""Errors of a measurement; a measured process reports them by name to its parent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpbench.results.rows import Measurement
 
 
 class InstrumentError(DpbenchError):
-    """A measurement failed. ``log`` is the case's log file, if it has one.
+    """A measurement failed. ``log`` is the case's log file, if any.
 
     ``rows`` are those measured before the failure.
     """
@@ -20,7 +20,7 @@ class InstrumentError(DpbenchError):
     rows: Sequence[Measurement] = ()
 
     def __init__(self, message: str, *, log: Path | None = None) -> None:
-        super().__init__(message)  # alone, so that it can be pickled
+        super().__init__(message)  # one argument, so that it can be pickled
         self.log = log
 
     def __str__(self) -> str:
@@ -54,4 +54,4 @@ class ScriptInterrupted(CaseFailed):
 
 
 class CaseRefused(InstrumentError):
-    """The case names something that does not exist or does not fit together, on any machine."""
+    """The case is invalid on any machine: a name is unknown, or options do not fit together."""

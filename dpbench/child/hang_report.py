@@ -1,4 +1,4 @@
-"""Reports where a process was when it was ended, from the frames of Python's faulthandler."""
+"""Reports where a hanging process was when it was ended, from Python's faulthandler."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 STACK = "stack"  # the name of the file with these frames
 
 ASKED = "SIGURG"
-"""The signal that asks ranks for their frames; ignored by default. The signal that ends ranks comes
-twice, also from their launcher, and the second would cut the frames off."""
+"""The signal that asks ranks to write their stacks; ignored by default. SIGTERM cannot be used: the
+launcher sends it as well, and the second would interrupt the writing."""
 
 COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
-"""The parts of PyTorch in which a process waits for others, or for a GPU that does."""
+"""Parts of PyTorch in which a process waits for other ranks, or for a GPU that waits for them."""
 
 AGREEMENT = str(Path(__file__).with_name("agreement.py"))
-"""Where ranks wait for each other between steps."""
+"""The file in which ranks wait for each other between steps."""
 
 WAITED = "waited for others"
 
@@ -24,9 +24,9 @@ FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 def place(stack: str) -> tuple[bool, str]:
-    """Whether a rank waited for others in a collective, and where it was in its main thread.
+    """Whether a rank waited for others in a collective, and the place in its main thread.
 
-    A rank that was not asked, or had no time to answer, leaves no frames.
+    A rank that was not asked, or had no time to answer, leaves no stack.
     """
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:
@@ -35,7 +35,7 @@ def place(stack: str) -> tuple[bool, str]:
         return False, "had taken its steps"
     of_torch = str(Path(str(getattr(find_spec("torch"), "origin", ""))).parent)
     waited = frames[0][0].startswith(tuple(f"{of_torch}/{part}" for part in COLLECTIVES))
-    others = (of_torch, str(Path(__file__).parent))  # the step finder calls PyTorch for a script
+    others = (of_torch, str(Path(__file__).parent))  # the step finder wraps calls of PyTorch
     own = (frame for frame in frames if not frame[0].startswith(others))
     file, line, name = next(own, frames[-1])
     return waited, f"{WAITED if waited else 'was'} in {name} ({Path(file).name}:{line})"

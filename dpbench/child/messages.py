@@ -1,7 +1,7 @@
 """The messages between a measured process and its parent.
 
-The parent says how many steps to take, and which of them the PyTorch profiler records. The process
-appends records, a line of JSON each, to a file that its environment names.
+The parent chooses how many steps to take, and which of them the PyTorch profiler records. The
+process appends records, one line of JSON each, to the file named by `RECORDS`.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from dpbench.child.imported import imported_files
 from dpbench.core.errors import ConfigurationError, unknown
 
 WAITING, MEASURING = "waiting for", "measuring"
-"""Records that a process waits for its GPU or for the process that holds it, and that it has its
-GPU. All others are results."""
+"""Keys of status records: the process waits for its GPU, or has it. All other records are
+results."""
 
 LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
-"""The errors of ranks that fail because another one has ended."""
+"""Matches errors of ranks that fail because another rank has ended."""
 
 NVTX_DOMAIN = "dpbench"  # the NVTX domain of the ranges by which a profiler knows a step's phases
 NVTX_END = "end"
-"""The name of the last range of a run. Nsight Compute's reader takes a truncated report for a
-shorter one; a report without this range is incomplete."""
+"""The name of the last range of a run. Nsight Compute's reader cannot tell a truncated report from
+a shorter one, but a report without this range is incomplete."""
 
 POLL_SECONDS = 0.05
-"""Seconds between looks at a file that another process writes."""
+"""Seconds between two reads of a file that another process writes."""
 
 RECORDS = "DPBENCH_RECORDS"
-"""The environment variable that names the file of records."""
+"""The environment variable with the path of the records file."""
 
 
 def append_record(record: dict[str, Any], path: str | None = None) -> None:
-    """Append a record, plain JSON types, to this file or that of the environment, if any."""
+    """Append a record of plain JSON types to ``path``, by default the file named by `RECORDS`."""
     if path := path or os.environ.get(RECORDS):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(record)}\n")
 
 
 def hand_over(**record: Any) -> None:
-    """Append this process's result or error; print it if no parent waits for it."""
+    """Append this process's result or error; print it if the process has no parent to read it."""
     if RECORDS in os.environ:
         append_record(record | {"imported": imported_files()})
     else:
@@ -51,20 +51,20 @@ def hand_over(**record: Any) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records in a file, without one that is not written to its end."""
+    """The complete records in a file; one that is still being written is left out."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def result_of(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last result among records; empty if there is none."""
+    """The last record that is a result; empty if there is none."""
     results = [record for record in records if not record.keys() & {WAITING, MEASURING}]
     return results[-1] if results else {}
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps a child runs before it is observed, and how many while it is."""
+    """Numbers of steps of a measured process: ``warmup`` unobserved, then ``active`` observed."""
 
     warmup: int
     active: int
@@ -80,7 +80,7 @@ class Steps:
 class Schedule:
     """The arguments of ``torch.profiler.schedule``, in steps."""
 
-    skip_first: int = 1  # before anything else; the first step initialises libraries
+    skip_first: int = 1  # steps before the first cycle; the first step initialises libraries
     wait: int = 0  # in each cycle, steps without the profiler
     warmup: int = 1  # steps that it traces and discards
     active: int = 1  # steps that it records
@@ -96,7 +96,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """A schedule such as ``wait=1,active=3``; what is left out keeps its default."""
+        """Parse a schedule such as ``wait=1,active=3``; missing fields have their defaults."""
         known = [field.name for field in fields(cls)]
         values: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):

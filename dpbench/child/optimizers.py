@@ -1,9 +1,10 @@
-"""Which optimizers step in a training step: one, several at once, or several in turn.
+"""Finds which optimizers belong to a training step: one, several at once, or several in turn.
 
-GANs and actor-critic methods train models in turn, each of them maybe more often than once. Batches
-do not mark its end, because each turn may take its own. An iteration begins with the optimizer that
-stepped first, and lasts until all have stepped. Later turns of optimizers other than the first
-still belong to it; earlier iterations tell how many such turns there are.
+GANs and actor-critic methods train models in turn, and may train one several times per training
+step. Batches do not mark the end of the step, because each turn may take its own batch. A training
+step begins with the optimizer that stepped first in the loop, and lasts until all have stepped.
+Further turns of optimizers other than the first still belong to it. Their number is known from
+earlier training steps.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ from typing import Any
 from weakref import WeakSet, ref
 
 MOST_TURNS = 12
-"""An optimizer that has not stepped in so many turns no longer takes part."""
+"""An optimizer that has not stepped for this many turns is ignored."""
 
 
 class AlternatingOptimizers:
-    """The optimizers of a training loop, and which of them have stepped in this training step."""
+    """Tracks the optimizers of a loop, and which of them have stepped in this training step."""
 
     def __init__(self) -> None:
-        self.awaited: WeakSet[Any] = WeakSet()  # those that step in each training step
+        self.awaited: WeakSet[Any] = WeakSet()  # optimizers expected in each training step
         self.stepped: WeakSet[Any] = WeakSet()
-        self.taken = 0  # turns since the step began, each of one or more optimizers
-        self.heard = 0  # the most turns of any counted step
-        self._first: ref[Any] | None = None  # the optimizer that begins steps
+        self.taken = 0  # turns since the training step began
+        self.heard = 0  # most turns of any counted step
+        self._first: ref[Any] | None = None  # the optimizer that begins training steps
         self._turn: list[ref[Any]] = []  # the optimizers of this turn
-        self._after = 0  # turns from the one in which all had stepped
-        self._more = 0  # turns of a step after all have stepped
-        self._late: list[WeakSet[Any]] = []  # consecutive turns that belonged to an earlier step
-        self._began = True  # the first one stepped in the first turn
-        self._whole = False  # all awaited ones have stepped
-        self._known = True  # and no others
+        self._after = 0  # turns since all have stepped, with the turn in which they had
+        self._more = 0  # expected turns after the one in which all have stepped
+        self._late: list[WeakSet[Any]] = []  # optimizers of late turns in a row: of an earlier step
+        self._began = True  # whether `_first` stepped in the first turn
+        self._whole = False  # whether all awaited ones have stepped
+        self._known = True  # whether no others have
 
     def add(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped."""
@@ -40,16 +41,16 @@ class AlternatingOptimizers:
         self._known = self._known and optimizer in self.awaited
 
     def over(self) -> bool:
-        """End a turn; returns whether the training step has ended with it, or before it."""
+        """End a turn; return whether the training step ended with this turn or before it."""
         self.taken += 1
         self._after += self._whole
         if self.taken == 1 and (self._first is None or self._first() is None):
-            self._first = self._turn[0]  # the loop has begun, or has dropped the last one
+            self._first = self._turn[0]  # the loop has begun, or its first optimizer is gone
         begins = self._first in self._turn
         self._turn = []
         if self.taken == 1:
             self._began = begins
-        elif begins and self._after > 1:  # the next step has begun
+        elif begins and self._after > 1:  # this turn begins the next training step
             self._more, self._known = 0, False
             return True
         enough = self._after > self._more if self._whole else self.taken >= MOST_TURNS
@@ -57,25 +58,25 @@ class AlternatingOptimizers:
 
     @property
     def is_round(self) -> bool:
-        """Whether exactly the awaited optimizers have stepped, beginning with the first."""
+        """Whether exactly the awaited optimizers have stepped, and `_first` in the first turn."""
         return self._began and self._whole and self._known
 
     def start(self) -> int:
         """Begin the next training step.
 
         Returns:
-            How many steps the last one counts as: 0 if it belongs to the one before it, more than 1
-            if an awaited optimizer did not step.
+            How many steps the ended one counts as: 0 if its turn belongs to the step before; more
+            than 1 if an awaited optimizer did not step, since then each turn counts.
         """
         steps = 1
         if not self._began:
             steps, self._more = 0, self._more + 1
             self._late.append(self.stepped)
             self.awaited |= self.stepped
-            if len(self._late) == MOST_TURNS:  # the first one no longer steps
+            if len(self._late) == MOST_TURNS:  # `_first` no longer steps
                 steps, self._first = MOST_TURNS, None
                 self.awaited = WeakSet(each for turn in self._late for each in turn)
-        elif not self._whole:  # the others did not step
+        elif not self._whole:  # stop awaiting those that did not step
             steps, self.awaited = self.taken, WeakSet(self.stepped)
         if steps:
             self._late = []

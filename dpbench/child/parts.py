@@ -1,6 +1,6 @@
-"""Checks that a trainer uses micro-batches, by counting examples in its loss calls.
+"""Checks that a trainer uses micro-batches, by counting the examples in its loss calls.
 
-Under ``torch.func.vmap`` a loss call has one example, but computes all that are mapped over.
+Under ``torch.func.vmap`` a loss call sees one example, but computes all mapped examples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpbench.workloads.base import examples_in
 
 
 def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
-    """Make each step raise if a forward sees more examples than a micro-batch has, ``size``."""
+    """Make steps raise if a forward sees more than ``size`` examples, one micro-batch."""
     seen: list[int] = []
 
     def refuse(why: str) -> None:
@@ -53,13 +53,13 @@ def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
             refuse("the forwards of a step see fewer examples than the batch has")
         return loss
 
-    workload = trainer.workload = copy.copy(trainer.workload)  # other trainers may use it too
+    workload = trainer.workload = copy.copy(trainer.workload)  # other trainers may share it
     vars(workload).update(losses=seeing(workload.losses), loss=seeing(workload.loss))
     trainer.train_step = train_step  # type: ignore[method-assign]
 
 
 def examples_with_mapped(batch: Batch) -> int:
-    """How many examples a batch has, with those that ``torch.func`` maps over."""
+    """How many examples a batch has, including the dimensions that ``torch.func`` maps over."""
     leaves = pytree.tree_leaves(batch)
     mapped: int = max(_unmapped(leaf).numel() // leaf.numel() for leaf in leaves)
     return examples_in(batch) * mapped

@@ -1,7 +1,7 @@
 """Wraps functions of PyTorch and Opacus that every training loop calls, for a `StepFinder`.
 
-Libraries are wrapped as soon as the script imports them. Nothing else is imported here, so that
-settings before the script's imports (threads, allocators) take effect.
+A library's functions are wrapped once the script has imported it. They are not imported earlier, so
+that settings that the script makes before its imports (threads, allocators) take effect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {
         "amp.GradScaler.update": "optimizer",
         "optim.Optimizer.zero_grad": "optimizer",
     },
-    # This loss runs backward twice; autograd's hooks see only the parts.
+    # The backward of this loss runs two backward passes: mark them as one.
     "opacus.utils.fast_gradient_clipping_utils": {
         "DPTensorFastGradientClipping.backward": "backward",
     },
@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {
     "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
     "fastDP.privacy_engine": {"PrivacyEngine._create_noisy_clipped_gradient": "noise"},
 }
-"""The phases of functions, by their module."""
+"""The phases of functions, by module and name."""
 
 OPACUS = {
     "clip_and_accumulate": "clip",
@@ -57,20 +57,20 @@ OPACUS = {
     "reduce_gradients": OUTSIDE,
     "zero_grad": "optimizer",
 }
-"""The phases of the methods of Opacus's optimizers."""
+"""The phases of methods of Opacus's optimizers."""
 
 BEGIN_STEPS = ("backward", OUTSIDE)
-"""A step may begin with a function of these phases: a backward, or a batch."""
+"""A step may begin with a call in one of these phases: a backward, or fetching a batch."""
 
 DYNAMO = "torch._dynamo.eval_frame"
 """The module with which Dynamo compiles Python functions that compiled code calls."""
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Wraps a function, so that a `StepFinder` knows of its calls."""
+"""Takes a function; returns a wrapper that reports its calls to a `StepFinder`."""
 
 
 def watch(finder: StepFinder) -> None:
-    """Wrap functions of PyTorch and Opacus, once they are imported, until the finder is closed."""
+    """Wrap functions of PyTorch and Opacus once imported; closing the finder undoes it."""
     watching = _Watching(finder)
     later = set()
     for name in {*FUNCTIONS, *watching.further}:
@@ -81,18 +81,18 @@ def watch(finder: StepFinder) -> None:
     after_import = _AfterImport(later, watching.library)
     sys.meta_path.insert(0, after_import)
     finder.undo.callback(sys.meta_path.remove, after_import)
-    # A data loader's workers are forks of this process and train nothing.
+    # Forks of this process, such as a data loader's workers, do not train: stop watching in them.
     forked = weakref.WeakMethod(finder.forget)
     os.register_at_fork(after_in_child=lambda: (forget := forked()) and forget())
 
 
 class _Watching:
-    """Wraps functions of libraries."""
+    """Wraps functions of libraries for a finder."""
 
     def __init__(self, finder: StepFinder) -> None:
         self.finder = finder
         self._updates: list[tuple[Any, Any]] = []
-        self._codes: set[CodeType] = set()  # wrappers of others' functions
+        self._codes: set[CodeType] = set()  # code of the wrappers
         self.further: dict[str, Callable[[Any], None]] = {
             "torch": self.torch,
             DYNAMO: self.dynamo,
@@ -101,7 +101,7 @@ class _Watching:
         }
 
     def library(self, module: ModuleType) -> None:
-        """Wrap a library's functions; a note says which are missing in another version."""
+        """Wrap a library's functions; note those that this version of it lacks."""
         name = module.__name__
         try:
             if name in self.further:
@@ -113,7 +113,7 @@ class _Watching:
             self.finder.notes.append(f"{name} lacks {error}: not all phases were found")
 
     def replace(self, owner: Any, name: str, made: Replacement) -> None:
-        """Replace a function of a module or a class."""
+        """Replace a function of a module or a class by its wrapper."""
         original = vars(owner)[name]
         replacement = made(original)
         self._codes.add(replacement.__code__)
@@ -125,7 +125,7 @@ class _Watching:
     # --- functions ---------------------------------------------------------------------------
 
     def phase(self, phase: str) -> Replacement:
-        """Wrap a function whose calls are in one phase; see `StepFinder.within`."""
+        """Make a wrapper whose calls belong to a phase; see `StepFinder.within`."""
         finder, begins = self.finder, phase in BEGIN_STEPS
         compiles = is_compiling()
 
@@ -133,7 +133,8 @@ class _Watching:
             def called(*args: Any, **options: Any) -> Any:
                 if compiles():
                     return function(*args, **options)
-                # A loss may contain a gradient; torch.func's gradient is a whole backward.
+                # With ``create_graph`` a gradient is part of the loss, so forward resumes after it.
+                # A gradient by torch.func is a complete backward.
                 resumes = bool(options.get("create_graph")) and not in_transform()
                 with finder.within(phase, begins=begins, resumes=resumes):
                     return function(*args, **options)
@@ -143,7 +144,7 @@ class _Watching:
         return made
 
     def outer_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a step that may call an optimizer's."""
+        """Wrap the ``step`` of a wrapper that may call an optimizer's ``step``."""
         compiles = is_compiling()
 
         def called(*args: Any, **options: Any) -> Any:
@@ -158,7 +159,7 @@ class _Watching:
         return called
 
     def scaled_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a scaler's step, which skips its optimizer's if gradients are not finite."""
+        """Wrap a scaler's ``step``, which skips the optimizer's if gradients are not finite."""
 
         def called(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
             with self.finder.scaled_update(optimizer):
@@ -167,7 +168,7 @@ class _Watching:
         return called
 
     def optimizer(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Wrap the constructor of optimizers; a training step awaits each of them."""
+        """Wrap the constructor of optimizers: each new one is expected to step."""
 
         def called(optimizer: Any, *args: Any, **options: Any) -> None:
             init(optimizer, *args, **options)
@@ -176,14 +177,14 @@ class _Watching:
         return called
 
     def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the call of modules, most of which are inside another's."""
+        """Wrap the call of modules; calls inside another module's call take a fast path."""
         finder, compiles = self.finder, is_compiling()
 
         def called(module: Any, /, *args: Any, **options: Any) -> Any:
             if compiles():
                 return call(module, *args, **options)
             if finder.settled and module._compiled_call_impl is None:
-                return module._call_impl(*args, **options)  # as the original
+                return module._call_impl(*args, **options)  # as the original does
             if finder.settled or not finder.begins_forward(module):
                 return call(module, *args, **options)
             with finder.forward():
@@ -195,7 +196,7 @@ class _Watching:
         self._updates.append((optimizer, self.finder.begin_update(optimizer)))
 
     def _after_update(self, optimizer: Any, args: Any, options: Any) -> None:
-        while self._updates:  # calls above raised, so their end was not seen
+        while self._updates:  # updates that raised are still on the stack
             begun, update = self._updates.pop()
             self.finder.end_update(update)
             if begun is optimizer:
@@ -216,16 +217,16 @@ class _Watching:
         self.finder.undo.callback(after.remove)
 
     def dynamo(self, eval_frame: Any) -> None:
-        """Exclude the wrappers from compilation, as Dynamo excludes the functions they replace.
+        """Exclude the wrappers from compilation, as Dynamo excludes the wrapped functions.
 
-        Otherwise it would compile the layers of a ``Sequential.compile()``, which it usually skips,
-        and these would draw other random numbers.
+        Otherwise ``Sequential.compile()`` would compile its layers, which Dynamo usually skips, and
+        they would draw other random numbers.
         """
         for code in self._codes:
             eval_frame.skip_code(code)
 
     def opacus(self, module: ModuleType) -> None:
-        """Wrap clipping, noise and steps of optimizers; PyTorch's hooks do not see these steps."""
+        """Wrap clip, noise and step of Opacus's optimizers: PyTorch's hooks miss their steps."""
         seen: set[type] = set()
 
         def watch_all() -> None:
@@ -248,20 +249,20 @@ class _Watching:
         self.replace(module.DPOptimizer, "__init__", made)
 
     def norms(self, module: ModuleType) -> None:
-        """Wrap what makes clipping factors from norms, without per-sample gradients."""
+        """Wrap the function by which ghost clipping makes clipping factors from norms."""
         for cls in vars(module).values():
             if isinstance(cls, type) and "get_clipping_coef" in vars(cls):
                 self.replace(cls, "get_clipping_coef", self.phase("clip"))
 
 
 def is_compiling() -> Callable[[], bool]:
-    """PyTorch's function that says whether Dynamo traces a call; the wrappers then do nothing."""
+    """PyTorch's test whether Dynamo is tracing; if so, wrappers call the function only."""
     compiles: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
     return compiles
 
 
 def in_transform() -> bool:
-    """Whether a function runs that ``torch.func`` differentiates or maps over examples."""
+    """Whether this call is inside a transform of ``torch.func``, such as ``grad`` or ``vmap``."""
     return sys.modules["torch"]._C._functorch.maybe_current_level() is not None
 
 
@@ -272,7 +273,7 @@ def _derived(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function with each module of these names, as soon as it has been imported."""
+    """Import hook: calls a function with each of the named modules once it is imported."""
 
     def __init__(self, names: set[str], function: Callable[[ModuleType], None]) -> None:
         self._names, self._function = names, function
@@ -281,7 +282,7 @@ class _AfterImport(MetaPathFinder):
         """Find a module as usual, and call the function after it has been executed."""
         if name not in self._names:
             return None
-        self._names.remove(name)  # for this search alone: it may only ask whether there is one
+        self._names.remove(name)  # only during this search: the caller may not import it
         spec = importlib.util.find_spec(name)
         self._names.add(name)
         if spec is None or spec.loader is None:

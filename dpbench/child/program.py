@@ -1,4 +1,4 @@
-"""Runs a Python program in this process, and prints its errors, as Python does."""
+"""Runs a Python program in this process as Python would, and prints its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 
 def run_program(program: Sequence[str], *, is_module: bool) -> None:
-    """Run a script, or a module by its name, with its arguments as Python itself would."""
+    """Run a script, or a module by its name, with its arguments."""
     sys.argv = list(program)
     path = Path(program[0]).resolve()
     if not sys.flags.safe_path:
@@ -24,7 +24,7 @@ def run_program(program: Sequence[str], *, is_module: bool) -> None:
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         return
-    main = ModuleType("__main__")  # it stays, unlike runpy's: exit handlers may pickle
+    main = ModuleType("__main__")  # kept, unlike runpy's: exit handlers may pickle
     main.__dict__.update(__file__=str(path), __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
@@ -40,9 +40,9 @@ def print_error(error: BaseException) -> None:
 
 
 def end(code: int, *, wait: bool = True) -> NoReturn:
-    """End a process as `multiprocessing` does, without taking the interpreter apart.
+    """End the process as `multiprocessing` does, without finalizing the interpreter.
 
-    ``wait`` for its threads.
+    With ``wait``, wait for its threads first.
     """
     if wait:
         threading._shutdown()  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Recorders observe steps and phases in the process that trains, and make rows of them.
+"""Recorders observe steps and phases in the process that trains, and make rows from them.
 
-Each instrument has one. It is the same in the process of a case, of a script and of a test: it
-works on that process's own tensors and devices. A script may set up its environment before it
-imports torch, so recorders of scripts import torch at the first step.
+Each instrument has one recorder. The same recorder runs in the process of a case, of a script or of
+a test, with that process's tensors and devices. A script may set up its environment before it
+imports torch. So a recorder imports torch only when the first step begins.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
 
 WHOLE_STEPS = 3
-"""How often a short step is observed as a whole, because one may coincide with a CPU pause."""
+"""How many short steps are observed as a whole: a single one may coincide with a CPU pause."""
 
 SHORT_SECONDS = 1.0
 """Steps shorter than this are observed several times."""
 
 
 class NullListener(PhaseListener):
-    """Ignores a step."""
+    """A listener that ignores everything."""
 
     def start_step(self) -> None:
         return
@@ -46,31 +46,31 @@ class NullListener(PhaseListener):
 
 
 class Recorder(StepListener):
-    """Observes as many steps as it wants, of any loop.
+    """Observes a number of steps of any training loop.
 
-    A subclass overrides `start_step`, `switch` and `end_step`, calling these, or `listener`; and
-    `rows`.
+    A subclass overrides `rows`, and either `listener` or `start_step`, `switch` and `end_step`, of
+    which it also calls the base methods.
 
     Args:
-        wanted: how many steps; None for as many as there are.
+        wanted: the number of steps; None for all.
     """
 
-    quick: ClassVar[bool] = True  # rows can be made after each step
+    quick: ClassVar[bool] = True  # whether rows can be made after each step
     hears_warmup = False
 
     calls = Calls()
-    more: Mapping[str, Any] = MappingProxyType({})  # what else the record of a script has
+    more: Mapping[str, Any] = MappingProxyType({})  # further keys of a script's record
 
-    wait = True  # wait for the GPU; else only steps that it has finished
-    operators: Sequence[OperatorCount] = ()  # in the last step, if it sees operators
-    memory_lines: Sequence[MemoryLine] = ()  # at its peak of memory, if it counts that
-    notes: Sequence[str] = ()  # assumptions
+    wait = True  # whether to wait for the GPU; otherwise use the steps it has finished
+    operators: Sequence[OperatorCount] = ()  # of the last step, if it counts operators
+    memory_lines: Sequence[MemoryLine] = ()  # at the peak of memory, if it counts memory
+    notes: Sequence[str] = ()  # assumptions behind the rows
 
     def __init__(self, wanted: int | None = None) -> None:
         self.wanted = wanted
         self.heard = 0
-        self.phases: list[set[str]] = []  # one entry per begun step
-        self.held = ExitStack()  # resources that it holds in this process
+        self.phases: list[set[str]] = []  # by begun step
+        self.held = ExitStack()  # what `close` releases
 
     def prepare(self) -> None:
         return
@@ -81,7 +81,7 @@ class Recorder(StepListener):
 
     @cached_property
     def listener(self) -> PhaseListener:
-        """What listens to phases; made when the first step begins and its device is known."""
+        """The listener to phases, made when the first step begins and the device is known."""
         return NullListener()
 
     def start_step(self) -> None:
@@ -100,10 +100,10 @@ class Recorder(StepListener):
 
     @abstractmethod
     def rows(self, case: Subject) -> list[Measurement]:
-        """The rows of the completed steps, of which there is at least one."""
+        """The rows of the completed steps; called with at least one."""
 
     def outcome(self, case: Subject) -> Outcome:
-        """The outcome of the steps, in the form of a case's."""
+        """The outcome of the steps, in the same form as that of a case."""
         rows = tuple(self.rows(case)) if self.heard else ()
         came = Counter(phase for step in self.phases[: self.heard] for phase in step)
         some = [
@@ -115,11 +115,11 @@ class Recorder(StepListener):
         return replace(outcome, memory_lines=tuple(self.memory_lines))
 
     def record(self, case: Subject) -> dict[str, Any]:
-        """The steps' part of a case's record, as plain JSON types."""
+        """The recorder's part of a case's record, as plain JSON types."""
         return {"outcome": self.outcome(case).as_json()}
 
     def close(self) -> None:
-        """Release what it holds in this process: modes, counters."""
+        """Release what the recorder holds in this process, such as modes and counters."""
         self.held.close()
 
     def forked(self) -> None:
@@ -127,7 +127,7 @@ class Recorder(StepListener):
 
 
 def whole_steps(seconds: float) -> int:
-    """How often a step of this duration is observed as a whole; rank 0 decides for all."""
+    """How many steps of this duration are observed as a whole; rank 0 decides for all ranks."""
     from dpbench.child.agreement import all_gather  # which imports torch
 
     return int(all_gather(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])
@@ -140,7 +140,7 @@ def on_cuda() -> bool:
 
 
 def device_and_torch() -> dict[str, str]:
-    """Where the steps of this process run, as in the record of a case."""
+    """The device and the PyTorch version of this process, as in a case's record."""
     import torch
 
     return {

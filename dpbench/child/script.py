@@ -35,14 +35,15 @@ from dpbench.results.outcome import Outcome
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 OFTEN = 100
-"""In case of a kill, the record is written after each of the first steps, then at this interval."""
+"""The record is written after each of the first steps, and then at this interval, in case the
+process is killed."""
 
 
 def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bool]:
     """Run a script and append records of its steps.
 
     Returns:
-        Its exit status, as for `sys.exit`, and whether it was ended before its own end.
+        Its exit status, as for `sys.exit`, and whether dpbench ended it early.
     """
     process, raised, case = os.getpid(), "", task.case
     code, stopped = None, False
@@ -74,11 +75,11 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
             print_error(error)
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             raised = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-        if os.getpid() != process:  # a fork by the script: its parent owns all resources
+        if os.getpid() != process:  # this is a fork by the script: the parent owns all resources
             held.pop_all()
             if isinstance(code, str):
                 print(code, file=sys.stderr)
-            # Python would wait at exit for the time-out's thread, which a fork lacks.
+            # At exit, Python would wait for the time-out's thread, which does not exist in a fork.
             end(code if isinstance(code, int) else int(code is not None))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _write_down(records, case, finder, recorder, code, raised)
@@ -112,7 +113,7 @@ def _write_down(
     *,
     under_way: bool = False,
 ) -> None:
-    """Append a record, rows and what went wrong, for the process that started this one."""
+    """Append a record with rows and any error, for the process that started this one."""
     if not under_way:
         finder.close()
     recorder.wait = not under_way
@@ -126,7 +127,7 @@ def _write_down(
         )
     except DpbenchError as error:
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
-    # ncu's report may have one more step, which did not end.
+    # ncu's report may also have a step that did not end.
     more = {"torch": torch, "heard": recorder.heard, "under_way": under_way, **recorder.more}
     append_record({**outcome.as_json(), **more}, path)
 
@@ -141,7 +142,7 @@ def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> I
 
 def main() -> NoReturn:
     """Run the script of the task that the first argument names."""
-    if sys.platform == "linux":  # end with the parent, however that ends
+    if sys.platform == "linux":  # end when the parent ends, however that happens
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = Task.read(Path(sys.argv[1]))
     assert task.program

@@ -10,7 +10,7 @@ from dpbench.child.step_finder import StepFinder
 def what_is_wrong(
     finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
 ) -> str:
-    """Why nothing, or less than asked for, was counted, in one line; empty if all is well."""
+    """One line on why fewer steps were observed than asked for; empty if none are missing."""
     kept = f"; {recorder.heard} steps were counted until then" if recorder.heard else ""
     if raised:
         return f"the script failed with {raised}{kept}"

@@ -1,7 +1,7 @@
-"""A script in ranks that ``torchrun`` has started, each of which runs it under ``dpbench exec``.
+"""Measures a script in several ranks: ``torchrun`` starts them, each runs ``dpbench exec``.
 
-Each rank records its own steps. The first collects all rows from files, because the script may have
-ended its process group.
+Each rank records its own steps. Rank 0 collects all rows, through files because the script may have
+destroyed its process group.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
 
 PATIENCE_SECONDS = 60.0
-"""Seconds that the first rank waits for unfinished ranks after its own script."""
+"""Seconds that rank 0 waits for other ranks after its own script has ended."""
 
 CAUSE_SECONDS = 3.0
-"""The same if its own script failed, maybe because another did."""
+"""The same if the script failed in rank 0, perhaps because another rank failed."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One of several processes that run a script together on this machine."""
+    """One of several ranks that run a script together on this machine."""
 
     number: int
     ranks: int
-    folder: Path  # the launcher's id, new for each start
+    folder: Path  # named by the launcher's id, which is new for each start
 
     @classmethod
     def here(cls) -> Rank | None:
-        """The rank that this process is; None if it is the only one."""
+        """The rank of this process; None if there is only one."""
         said = os.environ.get
         ranks, own = said("WORLD_SIZE", "1"), said("TORCHELASTIC_ERROR_FILE", "")
         if ranks == "1":
@@ -50,23 +50,23 @@ class Rank:
         return cls(int(os.environ["RANK"]), int(ranks), Path(own).parents[1])
 
     def file(self, number: int) -> Path:
-        """The file of a rank's outcome."""
+        """The file for a rank's outcome."""
         return self.folder / f"dpbench-{number}.json"
 
     @property
     def locked(self) -> Path:
-        """The file that says that the first rank has locked the GPUs of all."""
+        """The file whose existence says that rank 0 has locked the GPUs of all ranks."""
         return self.folder / "dpbench-locked"
 
     def hand_over(self, outcome: Outcome) -> int:
-        """Write this rank's outcome for the first rank; returns the exit status."""
+        """Write this rank's outcome for rank 0; return the exit status."""
         write_text(self.file(self.number), json.dumps(outcome.as_json()))
         if outcome.error == CaseTimedOut.__name__:
-            time.sleep(CAUSE_SECONDS)  # the launcher ends ranks that have not written theirs
+            time.sleep(CAUSE_SECONDS)  # let others write: after this exit the launcher ends them
         return 1 if outcome.error else 0
 
     def gather(self, own: Outcome) -> Outcome:
-        """The outcome of all ranks, with rows by rank; of a failure, that at fault."""
+        """The outcome of all ranks, with rows by rank; after a failure, with the error at fault."""
         deadline = time.monotonic() + (CAUSE_SECONDS if own.error else PATIENCE_SECONDS)
         every = [own, *(self._of(number, own, deadline) for number in range(1, self.ranks))]
         failed = [(rank, outcome) for rank, outcome in enumerate(every) if outcome.error]
@@ -88,8 +88,8 @@ class Rank:
         return replace(own, rows=tuple(rows), notes=tuple(notes))
 
     def _of(self, number: int, own: Outcome, deadline: float) -> Outcome:
-        """Another rank's outcome, once it has written it."""
-        with suppress(KeyboardInterrupt):  # ended by the launcher, because a rank failed
+        """Wait for another rank's outcome, and return it."""
+        with suppress(KeyboardInterrupt):  # the launcher ends this rank, because another failed
             while not self.file(number).exists() and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         try:
@@ -100,9 +100,9 @@ class Rank:
 
 
 def _is_effect(outcome: Outcome) -> int:
-    """How likely a rank failed because another did; 0 if it failed by itself."""
+    """How likely a rank failed only because another did; 0 if it failed by itself."""
     if outcome.error == ScriptInterrupted.__name__:
         return 3
     if LOST.search(outcome.message) or WAITED in outcome.message:
         return 2
-    return int(not outcome.instruments)  # it died, or was ended
+    return int(not outcome.instruments)  # the rank died or was ended

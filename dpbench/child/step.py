@@ -1,6 +1,6 @@
-"""Builds one case, warms up, and runs the active steps, in the process that is measured.
+"""Builds one case, warms up, and runs the active steps, in the measured process.
 
-That process starts as ``dpbench step`` (`dpbench.commands.step`), or as its fork.
+The process is started as ``dpbench step`` (`dpbench.commands.step`), or forked to run it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from dpbench.workloads.base import examples_in
 
 
 class PhaseTimes:
-    """Seconds by phase and step; on CUDA from events, which do not stop the stream."""
+    """Seconds by phase and step; on CUDA from events, which do not synchronize."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
-        self.marks: list[tuple[int, str, Any]] = []  # step, the phase that starts, when
+        self.marks: list[tuple[int, str, Any]] = []  # step, phase that begins, time or event
         self.step = -1
 
     def start_step(self, phase: str = OUTSIDE) -> None:
@@ -60,13 +60,13 @@ class PhaseTimes:
 
     @property
     def ranges(self) -> int:
-        """The most ranges (from one change of phase to the next) in a step."""
+        """The largest number of ranges in a step. A range lies between two changes of phase."""
         return max(Counter(step for step, phase, _ in self.marks if phase).values(), default=0)
 
     def seconds(self, *, wait: bool = True) -> list[dict[str, float]]:
         """For each step, the time in each phase; their sum is the step's time.
 
-        Without waiting for the GPU, only for steps that it has finished.
+        Without ``wait``, only steps that the GPU has finished are returned.
         """
         steps: list[dict[str, float]] = []
         if self.on_cuda and wait:
@@ -90,11 +90,11 @@ def run_case(
 
     Args:
         case: what to run.
-        recorder: observes the steps after the warm-up. If the active ones are not enough, it
-            observes more, with the same batches from the first one on.
+        recorder: observes the steps after the warm-up. If it wants more steps than the active
+            ones, their batches are used again, from the first on.
         device: ``auto``, ``cpu`` or ``cuda``.
-        warmup: steps before anything is observed.
-        active: steps that are observed first.
+        warmup: number of unobserved first steps.
+        active: number of steps after these.
 
     Returns:
         The run as plain JSON types, with the recorder's record.
@@ -115,7 +115,7 @@ def _active_steps(
     spent.switch("warmup")
     warmup = batches[: steps.warmup]
     if case.sampling != "fixed":
-        warmup += active  # a size's first step compiles, loads kernels and allocates
+        warmup += active  # the first step of each size compiles and allocates
     for batch in warmup:
         with observed_step(recorder if recorder.hears_warmup else None):
             trainer.train_step(batch)
@@ -142,28 +142,28 @@ def _active_steps(
 
 
 def _one_wants_more(recorder: StepListener) -> bool:
-    """Whether any rank's recorder needs more steps: all ranks take equally many."""
+    """Whether the recorder of any rank wants more steps; all ranks take the same number."""
     return "more" in all_gather("enough" if recorder.finished else "more")
 
 
 def _compilations() -> int:
-    """How many functions torch.compile has made in this process."""
+    """How many functions torch.compile has compiled in this process."""
     made: int = import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
     return made
 
 
 def peak_memory() -> int:
-    """The most bytes in use at once on this GPU since the allocator's peak was reset.
+    """Peak bytes in use on this GPU since the allocator's peak was reset.
 
-    That is the allocator's peak plus the memory kept for CUDA graphs: a replay uses memory of their
-    pools that no tensor holds, without allocating it.
+    It is the allocator's peak plus unheld memory in the pools of CUDA graphs: a replay uses that
+    memory without allocating it.
     """
     held = held_by_graphs(torch.cuda.memory_snapshot(), torch.cuda.current_device())
     return torch.cuda.max_memory_allocated() + held
 
 
 def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
-    """Bytes in private pools that no tensor holds, by ``torch.cuda.memory_snapshot()``."""
+    """Bytes in private pools that no tensor holds, from ``torch.cuda.memory_snapshot()``."""
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in segments
@@ -172,9 +172,9 @@ def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
 
 
 def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], active: int) -> None:
-    """Raise if a GradScaler skipped one of the active steps, which moved fewer bytes than others.
+    """Raise if a GradScaler skipped an active step, because a skipped step moves fewer bytes.
 
-    Without a skip its growth tracker counts every step, and restarts when the scale grows.
+    Without a skip, the scaler's growth tracker counts each step, and restarts if the scale grows.
 
     Args:
         scaler: after these steps.
@@ -197,11 +197,11 @@ def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], activ
 def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
     """Run a case while no other dpbench process uses the GPU, and leave its memory free.
 
-    Yields the times of what this process does, as phases of one step, from the request for
-    the GPU to its release.
+    Yields the times of this process's activities, as phases of one step, from the request for the
+    GPU to its release.
     """
-    import_named(case)  # without the GPU, on which others measure meanwhile
-    import_module("torch._dynamo")  # as the first optimizer does
+    import_named(case)  # before locking the GPU, which others may use meanwhile
+    import_module("torch._dynamo")  # the first optimizer would import it
     spent = PhaseTimes(torch.device("cpu"))
     spent.start_step("waiting")
     with alone(device, case.id):  # before the first CUDA call
@@ -223,9 +223,9 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
 
 @contextmanager
 def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]:
-    """Lock the first GPUs against other dpbench processes; says which of them it waits for.
+    """Lock the first ``number`` GPUs against other dpbench processes; report any that holds one.
 
-    The ranks of a case take no locks: the process that started them holds all.
+    The ranks of a case take no locks: the process that started them holds all locks.
     """
     locks = device.type == "cuda" and rank_and_ranks()[1] == 1
     cards = gpu.visible_gpus()[:number] if locks else []
@@ -249,7 +249,7 @@ def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]
 def describe(
     case: Case, device: torch.device, trainer: TrainerBase, loss: Tensor
 ) -> dict[str, Any]:
-    """What ran and where, as plain JSON types."""
+    """The record of what ran and where, as plain JSON types."""
     record: dict[str, Any] = {
         "case": asdict(case),
         "device": "cpu",

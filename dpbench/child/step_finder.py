@@ -2,10 +2,10 @@
 
 Functions that every training loop calls are wrapped (`dpbench.child.patches`): the outermost
 module's call, ``backward``, clipping, noise, optimizers, batches. Forward lasts until backward
-begins, so it contains the loss. A training step does not end with an optimizer's step, which
-another optimizer, a scheduler or a log may follow, but where the next one begins: at a batch, a
-forward or a backward after the last optimizer that takes turns (`dpbench.child.optimizers`). All
-else is outside: batches, logs, evaluation.
+begins, so it contains the loss. A training step ends where the next one begins: at the first batch,
+forward or backward after the last optimizer that takes turns (`dpbench.child.optimizers`). It does
+not end with an optimizer's step, because another optimizer, a scheduler or a log may follow. All
+other work is outside every phase: batches, logs, evaluation.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from dpbench.training.phases import OpenPhase, PhaseListener, Step, set_current_
 class Stop(SystemExit):
     """Ends a script where its next step would begin, with exit code 0.
 
-    A script that catches it runs on, unobserved.
+    A script that catches it goes on unobserved.
     """
 
 
 class Calls:
-    """Is told of the calls that make a step; by default it ignores them."""
+    """Is told of the calls that a step consists of; this class ignores them."""
 
     def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
-        """Call a module for the loop; returns what ``call(module, *args, **options)`` does."""
+        """The loop calls a module; return ``call(module, *args, **options)``."""
         return call(module, *args, **options)
 
     def backward(self) -> None:
-        """A backward pass of the loop begins."""
+        """The loop begins a backward pass."""
 
     def update(self, optimizer: Any, outer: Any) -> None:
-        """An optimizer begins its step, which ``outer``, such as a wrapper of Opacus, may call."""
+        """An optimizer begins its step, called by the wrapper ``outer`` (of Opacus), if any."""
 
 
 class StepListener(PhaseListener, Protocol):
     """Observes training steps in the process that takes them."""
 
     hears_warmup: bool
-    """Whether it also observes the warm-up steps of a case."""
+    """Whether it also observes a case's warm-up steps."""
 
     def prepare(self) -> None:
-        """Do what can fail or is slow (imports) before this process locks its GPU."""
+        """Do, before this process locks its GPU, what is slow or may fail, such as imports."""
 
     @property
     def finished(self) -> bool:
         """Whether it has observed as many steps as it wanted."""
 
     def record(self, case: Case) -> dict[str, Any]:
-        """What was observed, as plain JSON types; in seconds and bytes."""
+        """The observations, as plain JSON types; in seconds and bytes."""
 
     def close(self) -> None:
-        """Release what it has set in this process: modes, counters."""
+        """Release what it has set up in this process, such as modes and counters."""
 
     def forked(self) -> None:
-        """Release what a fork of this process inherited; counters stay with the parent."""
+        """In a fork of this process, release what it inherited; the parent keeps counters."""
 
 
 IGNORED = Calls()
 
 
 class StepFinder:
-    """Finds the steps and phases of an unmodified training loop, in the thread that creates this.
+    """Finds the steps and phases of a training loop that runs in the thread that creates this.
 
     Args:
-        recorder: observes the steps, until it is finished.
-        skip: steps at the beginning that it does not observe.
-        go_on: whether the loop goes on when the recorder has finished; else `Stop` ends it.
+        recorder: observes steps until it has finished.
+        skip: the number of first steps that are not observed.
+        go_on: whether the loop continues after the recorder has finished; otherwise `Stop` ends it.
         by_hand: whether the caller calls `start_step` and `end_step`; then only phases are found.
         keep: called after each observed step.
-        calls: returns what is told of the calls of observed steps.
+        calls: returns the `Calls` to which the calls of observed steps are reported.
     """
 
     def __init__(
@@ -92,31 +92,31 @@ class StepFinder:
     ) -> None:
         self.recorder, self.keep, self._told = recorder, keep, calls
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
-        self.steps = 0  # finished ones
-        self.steps_elsewhere = 0  # of optimizers in other threads, which are not seen
-        self.evaluations = 0  # calls of modules without gradients, within steps that count
-        self.failure: Exception | None = None  # afterwards, the recorder gets no more calls
+        self.steps = 0  # that have ended
+        self.steps_elsewhere = 0  # steps of optimizers in other threads: not observed
+        self.evaluations = 0  # calls of modules without gradients, in counted steps
+        self.failure: Exception | None = None  # once set, the recorder is not called again
         self.notes: list[str] = []  # for the reader of the numbers
         self.turns = AlternatingOptimizers()
         self.settled = False  # inside a module, backward or batch, where no step begins
-        self.undo = ExitStack()  # what `close` undoes
+        self.undo = ExitStack()  # run by `close`
         self._thread = threading.get_ident()
         self._children = page_faults_of_children()
         self._closed = False
         self._begun = False  # whether a step has begun
-        self._updated = False  # an optimizer has stepped: a new turn comes next
+        self._updated = False  # an optimizer has stepped, so the next call begins a new turn
         self._step = Step()
-        self._forward: OpenPhase | None = None  # maybe of a module that has returned
+        self._forward: OpenPhase | None = None  # may outlast the module's call
         self._in_backward = False
         self._updating = 0  # depth of nested optimizers' steps
-        self._updates = 0  # begun steps of optimizers
-        self._skipped = 0  # skipped by scalers, in counted steps
+        self._updates = 0  # number of begun steps of optimizers
+        self._skipped = 0  # optimizer steps that scalers skipped, in counted steps
         self._infinite: list[Any] = []  # found_inf of optimizers that skip steps themselves
 
     # --- steps -------------------------------------------------------------------------------
 
     def start_step(self) -> None:
-        """Begin a step; its phases are recorded unless it is skipped."""
+        """Begin a step; it is recorded unless it is one of the skipped ones."""
         self._begun = True
         counts = self.steps >= self.skip and not (self.recorder.finished or self.failure)
         self._step, self._forward = Step(self if counts else None), None
@@ -135,7 +135,7 @@ class StepFinder:
         self._begun = self._updated = False
 
     def give_up_step(self) -> None:
-        """Abandon the step, which did not end; nothing more is recorded."""
+        """Abandon a step that did not end, and record nothing more."""
         self.failure = self.failure or InterruptedError("a step did not end")
         self._step.listener = None
         self.end_step()
@@ -145,7 +145,7 @@ class StepFinder:
         self._tell(self.recorder.switch, phase)
 
     def _tell(self, method: Callable[..., object], *given: Any) -> None:
-        """Call the recorder; an error of its own ends the recording, not the script."""
+        """Call the recorder; if it raises, the recording ends and the script goes on."""
         if self.failure is None:
             try:
                 method(*given)
@@ -177,9 +177,9 @@ class StepFinder:
             self.give_up_step()
 
     def _border(self) -> None:
-        """End the last step and begin the next, at a call with which a step can begin.
+        """At a call that may begin a step, end the last step if it is complete, and begin one.
 
-        Not in inference mode, whose end would undo a dispatch mode begun or ended inside.
+        Do nothing in inference mode: its end would undo a dispatch mode begun or ended inside.
         """
         import torch
 
@@ -202,18 +202,21 @@ class StepFinder:
 
     @property
     def calls(self) -> Calls:
-        """What is told of calls now."""
+        """The object to which calls are reported now."""
         return self._told() if self.counts else IGNORED
 
     # --- phases ------------------------------------------------------------------------------
 
     def _hears(self) -> bool:
-        """Whether this is the loop's thread, or one of those that autograd runs for it."""
+        """Whether this is the loop's thread, or a thread that autograd runs for it."""
         return not self._closed and (threading.get_ident() == self._thread or self._in_backward)
 
     @contextmanager
     def within(self, phase: str, *, begins: bool = False, resumes: bool = False) -> Iterator[None]:
-        """Mark the phase of a call; the call may begin a step, and forward may resume after it."""
+        """Mark the phase of a call.
+
+        With ``begins`` the call may begin a step; with ``resumes`` open forwards go on after it.
+        """
         if not self._hears():
             yield
             return
@@ -240,7 +243,7 @@ class StepFinder:
                 self._forward = step.enter("forward")
 
     def begins_forward(self, module: Any) -> bool:
-        """Whether a module's call is one of the loop's own; losses have no parameters."""
+        """Whether the loop itself calls a module; ones without parameters (losses) do not count."""
         return (
             not (self._closed or self._in_backward)
             and threading.get_ident() == self._thread
@@ -250,7 +253,7 @@ class StepFinder:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Mark a module's call as forward, or without gradients as an evaluation."""
+        """Mark a module's call as forward; if gradients are off, as an evaluation."""
         import torch
 
         evaluation = None
@@ -270,18 +273,18 @@ class StepFinder:
                 step.leave(evaluation)
 
     def begin_update(self, optimizer: Any = None, outer: Any = None) -> Any:
-        """Begin an update; no optimizer for Opacus's and scalers' steps, which call one."""
+        """Begin an update. Steps of Opacus and of scalers, which call an optimizer, pass none."""
         if not self._hears():
             self.steps_elsewhere += optimizer is not None and not self._closed
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
-            self._border()  # no call since its last step: its closure makes them
+            self._border()  # it steps again without a call since: its closure calls the model
         within = self.within("optimizer")
         within.__enter__()
         self._updating += 1
         self._updates += 1
-        self._closed = True  # what the recorder calls is not the loop's
+        self._closed = True  # ignore calls that the recorder makes
         self._tell(self.calls.update, optimizer, outer)
         self._closed = False
         if optimizer is not None:
@@ -302,7 +305,7 @@ class StepFinder:
 
     @contextmanager
     def scaled_update(self, optimizer: Any) -> Iterator[None]:
-        """Count a scaler's step as an update, also if it skips its optimizer's."""
+        """Count a scaler's step as an update, even if it skips the optimizer's."""
         updates, within = self._updates + 1, self.begin_update()
         try:
             yield
@@ -313,7 +316,7 @@ class StepFinder:
             self._skipped += self.counts
 
     def remarks(self) -> Iterator[str]:
-        """Notes about the observed steps."""
+        """Yield notes about the observed steps."""
         yield from self.notes
         if self.turns.heard > 1:
             yield f"optimizers take turns: a step is a round, of at most {self.turns.heard} turns"
@@ -329,7 +332,7 @@ class StepFinder:
             )
 
     def close(self) -> None:
-        """Stop watching; ends a step in which an optimizer has stepped."""
+        """Stop watching; end the last step if an optimizer has stepped in it."""
         if not self._closed:
             if self._updated and not self.by_hand:
                 self._end_turn()
@@ -339,11 +342,11 @@ class StepFinder:
 
     @property
     def started_processes(self) -> bool:
-        """Whether this process has meanwhile started others, and waited for them."""
+        """Whether this process has since started other processes and waited for them."""
         return page_faults_of_children() > self._children
 
     def forget(self) -> None:
-        """Stop recording: this process is a fork of the one that trains."""
+        """Stop recording in this process, a fork of the one that trains."""
         self._closed = True
         set_current_step(None)
         if self.counts:
@@ -351,5 +354,5 @@ class StepFinder:
 
 
 def page_faults_of_children() -> int:
-    """A number that grows with each process that this one starts, once it has waited for it."""
+    """The page faults of waited-for child processes: the number grows with each such child."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt

@@ -1,4 +1,4 @@
-"""What a process should measure, as a JSON file that its parent writes."""
+"""A task: what a process should measure, in a JSON file written by its parent."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from dpbench.core.registry import folder_of, names_of, resolve
 from dpbench.core.subject import Subject, subject_from
 
 OF_PARENT = {"parent": True}
-"""The metadata of an instrument's field that the measured process does not need."""
+"""Metadata that marks an instrument's field as not needed by the measured process."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run, and which of its steps count."""
+    """A program to run, and which of its steps are counted."""
 
     program: tuple[str, ...]  # a script or module, and its arguments
     is_module: bool = False
-    skip: int = 3  # steps before those that count
-    steps: int = 5  # that count
-    go_on: bool = False  # whether it runs on afterwards
-    timeout: float | None = None  # seconds on its GPU after which it is ended anyway
+    skip: int = 3  # number of first steps that are not counted
+    steps: int = 5  # number of counted steps after these
+    go_on: bool = False  # whether the program continues afterwards
+    timeout: float | None = None  # seconds on its GPU after which it is ended
 
 
 @dataclass(frozen=True)
 class Task:
-    """The steps of a case, or of a script, by an instrument."""
+    """Measure the steps of a case or a script with an instrument."""
 
     case: Subject
     instrument: Any
     program: Program | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON types, with names that work without registration."""
+        """The task as plain JSON types; names can be resolved without registration."""
         case = {**self.case.columns}
         for axis, known, spelled in names_of(self.case):
-            case |= {axis: known.argument(spelled), "set": ""}  # it is with the workload's name
+            case |= {axis: known.argument(spelled), "set": ""}  # part of the workload's spelling
         kind = type(self.instrument)
         folder = folder_of(kind.__module__)
         return {
@@ -67,17 +67,17 @@ class Task:
         return cls(resolve(subject_from(task["case"])), typed(kind, task["fields"]), program)
 
     def write(self, path: Path) -> None:
-        """Write a file."""
+        """Write the task to a file."""
         write_text(path, json.dumps(self.as_json(), indent=1))
 
     @classmethod
     def read(cls, path: Path) -> Task:
-        """The task in a file."""
+        """Read the task from a file."""
         return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def plain(value: Any, kind: Any = None) -> Any:
-    """A value as plain JSON types; a dataclass as its fields, or as those of one of its bases."""
+    """Convert a value to plain JSON types; a dataclass to its fields, or those of ``kind``."""
     if is_dataclass(value):
         own = [field.name for field in fields(kind or value) if field.metadata != OF_PARENT]
         return {name: plain(getattr(value, name)) for name in own}
@@ -87,7 +87,7 @@ def plain(value: Any, kind: Any = None) -> Any:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """The inverse of `plain` for a type."""
+    """Convert plain JSON types back to a value of type ``kind``; the inverse of `plain`."""
     if get_origin(kind) in (Union, UnionType) and value is not None:
         kind = next(each for each in get_args(kind) if each is not NoneType)
     if isinstance(value, dict) and isinstance(kind, type):

@@ -1,4 +1,4 @@
-"""What is measured: one configuration."""
+"""A case: one configuration to measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ PRODUCTS = ("fp32", "tf32", "bf16")
 products. ``bf16``: parameters, activations and gradients are bfloat16."""
 
 MIXED = ("bf16-amp", "fp16-amp")
-"""Parameters are float32, ``torch.autocast`` chooses by operator; fp16 with a ``GradScaler``."""
+"""Parameters are float32 and ``torch.autocast`` chooses the dtype of each operator. ``fp16-amp``
+has a ``GradScaler``."""
 
 PRECISIONS = (*PRODUCTS, *MIXED)
 _PRECISION = "|".join(sorted(PRECISIONS, key=len, reverse=True))
@@ -33,11 +34,11 @@ PARALLELS = ("none", "ddp", "fsdp2")
 gradients are reduced over them. ``fsdp2``: each has a shard of every parameter."""
 
 SAMPLINGS = ("fixed", "poisson")
-"""``fixed``: every batch has ``batch_size`` examples. ``poisson``: that is the mean of a Poisson
-distribution, the limit of drawing each example of a large dataset independently."""
+"""``fixed``: every batch has ``batch_size`` examples. ``poisson``: sizes are Poisson distributed
+with mean ``batch_size``, as when each example of a large dataset is drawn independently."""
 
 TRANSFORMER = "transformer"
-"""The workload that has four of its parameters as axes."""
+"""The workload of which four parameters are axes of a case."""
 
 BASELINE_TRAINER = "standard"
 
@@ -45,7 +46,7 @@ PHASES = ("forward", "backward", "clip", "noise", "optimizer")
 """The phases of a training step, in the order in which they usually come."""
 
 OUTSIDE = "outside"
-"""The part of a step that is in no phase; measured too, so that phases add up to the step."""
+"""The part of a step outside every phase. It is measured too, so that phases add up to the step."""
 
 ALL_PHASES = (*PHASES, OUTSIDE)
 """The parts of a step, in the order of tables."""
@@ -57,10 +58,10 @@ def axis(
     """A field of a case, one axis of a grid, with what its option says.
 
     Args:
-        help: for the options; ``{names}`` stands for the short names along the axis.
-        default: the value if none is given.
-        count: what a positive integer counts, in words; empty for other axes.
-        choices: all values that there are; empty if others are possible.
+        help: the option's help; ``{names}`` stands for the short names along the axis.
+        default: the default value.
+        count: what the axis counts, in words, if it is a positive integer; otherwise empty.
+        choices: all possible values; empty if there are others.
     """
     return field(default=default, metadata={"help": help, "count": count, "choices": choices})
 
@@ -140,7 +141,7 @@ class Case:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What the workload is built with."""
+        """The arguments with which the workload is built."""
         if self.workload == TRANSFORMER:
             return {name: getattr(self, name) for name in OF_TRANSFORMER}
         return dict(read_parameters(str(self.set)))

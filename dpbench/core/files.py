@@ -118,7 +118,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         try:
-            with partial.open("xb") as file:  # never through a link that somebody has put there
+            with partial.open("xb") as file:  # "x": never write through a link planted there
                 file.write(data)
             partial.replace(target)
         finally:
@@ -143,7 +143,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
     descriptor: int | None = None
     with ExitStack() as ending:
         try:
-            # Its last holder may have removed the file: then open it again.
+            # The last holder may have removed the file: if so, open it again.
             while descriptor is None or not os.fstat(descriptor).st_nlink:
                 descriptor = _open(path)
                 ending.callback(os.close, descriptor)

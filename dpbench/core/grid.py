@@ -85,7 +85,7 @@ class Grid:
 
     def with_axes(self, baseline: str | None = None, **axes: Iterable[Any]) -> Grid:
         """The grid with the values along these axes replaced, each once and by its short name."""
-        # First, because one of the trainers may be given by the short name of the baseline.
+        # Resolve the baseline first: a trainer may be given by the baseline's short name.
         name = TRAINERS.canonical(self.baseline if baseline is None else baseline)
         if "set" in axes:
             axes["set"] = parameter_grid(axes["set"])

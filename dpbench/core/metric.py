@@ -82,7 +82,7 @@ class Share(Aggregation):
 
 @dataclass(frozen=True)
 class Timed(Aggregation):
-    """Read from a clock; ranks wait for the slowest."""
+    """A time: the median over steps, and the largest over ranks, which wait for the slowest."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "max"}
 

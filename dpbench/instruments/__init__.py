@@ -18,9 +18,9 @@ ON_GPU = ("timing", "ncu")
 
 
 def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> list[Instrument]:
-    """Build the named instruments from the settings, each once, to measure a ``subject``.
+    """Build each of the named instruments once, from the settings, to measure a ``subject``.
 
-    Wrong options are refused even if their instrument was not chosen.
+    Invalid options are refused even if their instrument was not chosen.
     """
     Steps(settings.warmup, settings.active)
     for options in _options():
@@ -69,14 +69,14 @@ def declare_outside(
     early.add_argument(option, action="append", nargs="?", default=[], dest="names")
     INSTRUMENTS.register_installed()
     for spelling in filter(None, early.parse_known_args(words)[0].names):
-        with suppress(ConfigurationError):  # the command itself will refuse it
+        with suppress(ConfigurationError):  # the command itself will report it
             INSTRUMENTS.canonical(spelling)
     for name in INSTRUMENTS:
         if INSTRUMENTS.is_builtin(name):
             continue
         try:
             instrument = _class(name)
-        except Exception:  # a broken installed package must not stop a session without it
+        except Exception:  # a broken package must not stop a session that does not use it
             continue
         add = group(f"instrument {name}", (instrument.__doc__ or "").partition("\n")[0])
         try:

@@ -24,11 +24,11 @@ class Instrument(ABC):
 
     Attributes:
         name: the value of ``instrument`` in its rows.
-        hardware: whether numbers depend on the machine; logical counts do not.
+        hardware: whether its numbers depend on the machine. Logical counts do not.
         needs_gpu: whether it cannot measure on the CPU.
         by_rank: whether it can measure a case of several ranks, each in its own process.
-        subjects: what it can measure: ``case``; and with a `recorder` ``script`` and ``step``.
-        options: dpbench's own instruments only: the dataclass of its command-line options.
+        subjects: what it can measure: ``case``; with a `recorder` also ``script`` and ``step``.
+        options: the dataclass of its command-line options; only for dpbench's own instruments.
     """
 
     name: ClassVar[str]
@@ -63,13 +63,13 @@ class Instrument(ABC):
     def start(self, case: Case) -> PendingMeasurement:
         """Begin to measure a case.
 
-        A new process spends 5 s on imports, which may overlap with another's use of the GPU.
+        A new process spends 5 s on imports. They may overlap with another measurement's GPU time.
         """
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         """A recorder for ``steps`` steps (None for all), in the process that trains.
 
-        For a script or a function, ``case`` stands for it.
+        ``case`` is the subject: a case, or a stand-in for a script or a function.
         """
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class Instrument(ABC):
         recorded = cls.recorder is not Instrument.recorder
         return subject in cls.subjects and (recorded or subject == "case")
 
-    # --- a script that runs under a profiler, which has the numbers ------------------------------
+    # --- a script under a profiler, from whose report the numbers come ---------------------------
 
     def check_script(self) -> None:
         """Raise an error if a script cannot be measured here; called before it runs."""
@@ -112,7 +112,7 @@ class Instrument(ABC):
 
 @dataclass(frozen=True, eq=False)
 class InstrumentWrapper(Instrument):
-    """Measures with another instrument, whose name its rows have."""
+    """Measures by another instrument; rows have that instrument's name."""
 
     instrument: Instrument
 

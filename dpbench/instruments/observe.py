@@ -25,7 +25,7 @@ from dpbench.results.rows import Measurement
 
 
 class Observation:
-    """What `observe` yields: marks steps and has the report."""
+    """What `observe` yields: it marks steps and makes the report."""
 
     def __init__(self, case: Subject, recorder: Recorder, finder: StepFinder) -> None:
         self.case, self.recorder, self.finder = case, recorder, finder

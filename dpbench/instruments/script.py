@@ -41,9 +41,9 @@ START = (
 
 @dataclass(frozen=True)
 class ScriptRun(Program, InstrumentWrapper):
-    """Runs a script, unmodified, and has an instrument's recorder hear some of its steps."""
+    """Runs a script, unmodified, while an instrument's recorder observes some of its steps."""
 
-    baseline: str | None = None  # the script by whose numbers those of this one are divided
+    baseline: str | None = None  # the script whose numbers are the divisor of ratios
 
     def check(self) -> None:
         """Check that the script exists and that the numbers of steps make sense."""
@@ -99,7 +99,7 @@ class PendingScript(PendingMeasurement):
         if interrupted:
             error = "interrupted; what was counted until then is kept"
         if record.get("heard"):
-            with suppress(*[InstrumentError] if error else []):  # which came before the report's
+            with suppress(*[InstrumentError] if error else []):  # the earlier error counts
                 rows += instrument.script_rows(self.case, record)
         self.operators, self.notes = outcome.operators, outcome.notes
         self.memory_lines = outcome.memory_lines

@@ -79,7 +79,7 @@ class TimingRecorder(Recorder):
 def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
     """Step time by phase, samples per second and peak memory, from a `TimingRecorder`'s record."""
     values: list[tuple[str, str, float, int]] = []
-    sizes = record.get("sizes")  # where they differ
+    sizes = record.get("sizes")  # only if batches differ in size
     for repeat, seconds in enumerate(record["phase_seconds"]):
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]

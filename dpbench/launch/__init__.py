@@ -1,1 +1,1 @@
-"""Processes that are measured: how they are started, watched and ended."""
+"""Starts, watches and ends the processes that are measured."""

@@ -1,4 +1,4 @@
-"""Running one case in a process of its own: command, environment, log, time-out."""
+"""Runs one case in its own process: command, environment, log, time-out."""
 
 from __future__ import annotations
 
@@ -42,17 +42,16 @@ from dpbench.results.rows import Measurement
 class CaseProcess(PendingMeasurement):
     """The process of one case, from its start to its record.
 
-    Everything that it prints goes to ``log``, after its command. Its whole process group ends
-    with it, with its time-out, with `cancel`, and with this process.
+    The log has the command, then everything that the process prints. The whole process group is
+    ended when the process ends, at its time-out, by `cancel`, and when this process ends.
 
     Args:
-        task: its case and instrument.
-        before: the program that starts ``dpbench step``, and its arguments; none by default.
-        log: the file to write, whose first line is the command; if None or not writable, a
-            temporary file until `cancel`.
-        timeout: seconds from when the child has its GPU until it is ended. Setting up before that
-            (imports) may take as long, as may each other process that holds the GPU meanwhile.
-        read: makes rows of the result.
+        task: the case and the instrument.
+        before: a profiler that starts ``dpbench step``, with its arguments; by default none.
+        log: the log file; if None or not writable, a temporary file that `cancel` deletes.
+        timeout: seconds until the child is ended, counted from when it has its GPU. Its imports
+            before that may take as long, and so may each process that holds the GPU meanwhile.
+        read: makes rows from the result.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class CaseProcess(PendingMeasurement):
             raise CaseFailed(message, log=self.log) from error
 
     def record(self) -> dict[str, Any]:
-        """Wait for the process, and return its result; or say why it failed."""
+        """Wait for the process; return its result or raise an error that says why it failed."""
         late = ""
         try:
             self._wait()
@@ -120,14 +119,14 @@ class CaseProcess(PendingMeasurement):
         lines = log_lines(self.log)
         record, code = result_of(read_records(self.records)), self.group.process.returncode
         error = record.get("error")
-        if late:  # ranks have written their stacks
+        if late:  # its message has the places from the ranks' stacks
             where = f": {error['message']}" if error else ""
             raise CaseTimedOut(f"{late}{where}", log=self.log)
         if record and not error and not code:
             self.labels, self.notes = record.get("labels", {}), record.get("about", ())
             self.imported = record.get("imported", {})
             return record
-        if not error:  # it was ended before it could report why
+        if not error:  # the process ended without reporting an error
             ended = f"the process {describe_exit(code)}"
             last = next(filter(None, reversed(lines[1:])), "")
             error = {"kind": "", "message": ": ".join(filter(None, (ended, last[:200])))}
@@ -144,7 +143,7 @@ class CaseProcess(PendingMeasurement):
 
     @property
     def runs(self) -> bool:
-        """Whether it runs and is still within its time-out."""
+        """Whether it runs and is within its time-out."""
         return self.exit_code is None and time.monotonic() - self._begun <= self.timeout
 
     def _wait(self) -> None:
@@ -174,12 +173,12 @@ class CaseProcess(PendingMeasurement):
 
 
 def name_of(kind: type[Exception]) -> str:
-    """The name of an error's class in a process's record."""
+    """The name by which a process's record refers to an error's class, ``module:Class``."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _error_named(name: str) -> type[InstrumentError]:
-    """The class of an error that a process names, ``module:Class``, if it is an instrument's."""
+    """The error class with this name, if it is an `InstrumentError`."""
     with suppress(ImportError, AttributeError, ValueError):
         found = resolve_name(name)
         if isinstance(found, type) and issubclass(found, InstrumentError):

@@ -1,8 +1,8 @@
-"""Starts processes of cases quickly, as forks of a server that has imported torch.
+"""Starts the processes of cases quickly, as forks of a server that has imported torch.
 
-The server has run no operator, has not opened a GPU and imports none of the user's code, so a fork
-of it can do all that a new process can. Nothing is forked if there is no server, or if a variable
-differs that Python or a library reads when it is loaded.
+The server has run no operator, has not opened a GPU and imports no user code. So a fork of it can
+do all that a new process can. A new process is started instead if there is no server, or if an
+environment variable differs that Python or a library reads when it is loaded.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dpbench.core.gpu import child_environment
 from dpbench.core.registry import INSTRUMENTS, TRAINERS
 
 COMMAND = [sys.executable, "-P", "-m", "dpbench"]  # -P: without the current directory
-"""The beginning of commands that can be forked; others start a program first."""
+"""The beginning of commands that can be forked; other commands start a profiler first."""
 
 PER_FORK_ENV = {
     *(RECORDS, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"),
     "CUDA_VISIBLE_DEVICES",  # read when a GPU is opened, which the server never does
 }
-"""Variables that may differ from the server's: forks receive them, or read them late."""
+"""Environment variables that may differ from the server's: forks receive them with a request."""
 
 IMPORTED = (
     "dpbench.commands.cli",
@@ -44,7 +44,7 @@ IMPORTED = (
     "dpbench.child.step",
     "dpbench.instruments.logical.counter",
     "dpbench.workloads.transformer",
-    "torch._dynamo",  # which the first optimizer imports
+    "torch._dynamo",  # imported by the first optimizer
     "pynvml",
 )
 
@@ -53,7 +53,7 @@ PATIENCE_SECONDS = 60.0  # for the server's imports, which take about 5
 
 
 class Forked:
-    """A process that the server has forked, with the part of `subprocess.Popen` that is needed."""
+    """A process that the server has forked; it has the needed part of `subprocess.Popen`."""
 
     stdout = None
 
@@ -82,7 +82,7 @@ class Forked:
 
 
 class ForkServer:
-    """The server of this process; it ends when this process does, or closes it."""
+    """The fork server of this process. It ends when this process ends or calls `close`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
@@ -112,7 +112,7 @@ class ForkServer:
             "environment": {name: environment.get(name) for name in PER_FORK_ENV},
         }
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with ExitStack() as failing, suppress(OSError):  # no server any more, or it does not answer
+        with ExitStack() as failing, suppress(OSError):  # the server has ended, or does not answer
             failing.callback(ours.close)
             files = [theirs.fileno(), *(options[name].fileno() for name in ("stdout", "stdin"))]
             with theirs:
@@ -125,7 +125,7 @@ class ForkServer:
         return None
 
     def close(self) -> None:
-        """End the server, which is this process's child. Its forks go on."""
+        """End the server, which is a child of this process. Its forks continue."""
         self.process.kill()
         self.process.wait()
         self._requests.close()
@@ -139,7 +139,7 @@ def environment_of_cases() -> dict[str, str]:
 
 @cache
 def fork_server() -> ForkServer | None:
-    """The server, which is started by the first call; None where processes are not forked."""
+    """The server, started on first call; None where processes are not forked."""
     if sys.platform.startswith("linux"):
         with suppress(OSError):
             return ForkServer(environment_of_cases())
@@ -164,15 +164,15 @@ def fork(command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
 
 
 def prepare() -> None:
-    """Import what every case needs; fails if that opened a GPU or left threads running."""
-    gc.disable()  # a quarter of the import time is garbage collection, which finds almost nothing
+    """Import what every case needs; fail if an import opened a GPU or left threads running."""
+    gc.disable()  # it takes a quarter of the import time and finds almost nothing
     postpone("opacus")
     for name in IMPORTED:
         import_module(name)
     for built_in in (TRAINERS, INSTRUMENTS):
         for name in built_in:
             built_in[name]  # is imported
-    gc.freeze()  # a fork's collector leaves these objects alone, and their memory shared
+    gc.freeze()  # forks' collectors skip these objects, so memory stays shared
     gc.enable()
     if (process_id := os.fork()) == 0:  # the first fork ends the threads of OpenBLAS
         os._exit(0)
@@ -184,10 +184,10 @@ def prepare() -> None:
 
 
 def postpone(name: str) -> None:
-    """Import a package itself on first use of it; its modules can be imported before.
+    """Delay running a package's ``__init__`` until first use; its modules can be imported before.
 
-    Opacus imports its accountants, and these SciPy: a quarter of all that there is to import, and
-    no trainer of dpbench needs it.
+    Opacus imports its accountants, which import SciPy. That is a quarter of all import time, and no
+    trainer of dpbench needs it.
     """
     if name in sys.modules or (spec := find_spec(name)) is None or spec.loader is None:
         return
@@ -203,13 +203,13 @@ def postpone(name: str) -> None:
 
 
 def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket, int, int]:
-    """Fork for each request, until all clients have closed. Returns in the forks alone.
+    """Fork for each request, until all clients have closed. Only the forks return.
 
     Returns:
         The request, the client's socket, and the descriptors of the output and of the pipe that
         receives the process id.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forks
     while True:
         said, (*files,), *_ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
         if not said:
@@ -242,9 +242,9 @@ def become(request: Mapping[str, Any]) -> None:
 
 
 def main() -> NoReturn:
-    """Serve. A fork of the server forks once more, and waits for the case to say its exit code.
+    """Serve requests. Each fork of the server forks the case, waits, and sends its exit code.
 
-    The case's process group is known, and guarded, before it can get lost.
+    The guard learns the case's process group before anything can interrupt it.
     """
     requests = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:
@@ -254,7 +254,7 @@ def main() -> NoReturn:
     become(request)  # on failure nothing is sent, and the client starts a new process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     case = os.fork()
-    with suppress(OSError):  # both processes set it; the other was faster
+    with suppress(OSError):  # both processes set it, and the other may be faster
         os.setpgid(case, case)
     if case:
         os.write(guard, b"%d\n" % case)
@@ -268,7 +268,7 @@ def main() -> NoReturn:
     os.dup2(output, 2)
     for descriptor in (output, guard):
         os.close(descriptor)
-    import_module("numpy").random.seed()  # as in a new process; Python's own is seeded by a fork
+    import_module("numpy").random.seed()  # Python's own generator is reseeded by a fork
     end(import_module("dpbench.commands.cli").main())
 
 

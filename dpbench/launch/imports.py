@@ -1,4 +1,4 @@
-"""The path of imports by which a process of its own finds what a case names."""
+"""Finds the import path that a case's process needs for user-defined classes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dpbench.core.subject import Subject
 
 
 def python_path(case: Subject) -> str | None:
-    """``PYTHONPATH`` for a child to import what the case names; None if all of it is built in.
+    """``PYTHONPATH`` with which a child can import the case's classes; None if all are built in.
 
-    Its entries are those of ``sys.path`` before the standard library, where e.g. pytest adds some,
-    and the directories that named classes were imported from.
+    Its entries are the ones of ``sys.path`` before the standard library (pytest adds some there)
+    and the directories from which the case's classes were imported.
     """
     if is_builtin(case):
         return None

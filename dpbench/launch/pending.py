@@ -1,4 +1,4 @@
-"""A measurement under way, in any process."""
+"""The interface of a measurement in progress."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from dpbench.results.rows import Measurement
 
 
 class PendingMeasurement(ABC):
-    """A measurement under way. Its attributes are set once it has rows.
+    """A measurement in progress, in this or another process. `rows` sets its attributes.
 
     Attributes:
-        operators: what each operator did.
-        kernels: what each kernel moved.
-        memory_lines: which lines had allocated what lived at the peak of memory.
+        operators: the counts of each operator.
+        kernels: the bytes and time of each kernel.
+        memory_lines: source lines that allocated the memory live at its peak.
         notes: assumptions behind the rows.
         labels: the labels of the case's trainer, see `TrainerBase.labels`.
-        imported: files of the measured code in another process, see `dpbench.child.imported`.
+        imported: source files of the measured code, from the other process; see
+            `dpbench.child.imported`.
     """
 
     operators: Sequence[OperatorCount] = ()
@@ -31,7 +32,7 @@ class PendingMeasurement(ABC):
 
     @abstractmethod
     def rows(self) -> list[Measurement]:
-        """Wait for the end, and return the measurements or raise an `InstrumentError`."""
+        """Wait for the end; return the measurements or raise an `InstrumentError`."""
 
     def cancel(self) -> None:  # noqa: B027
-        """End it, with all its processes, if it has not ended."""
+        """End the measurement and all its processes, if it has not ended."""

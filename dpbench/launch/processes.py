@@ -1,4 +1,4 @@
-"""Starts programs in process groups. A group ends with its program, or with this process."""
+"""Starts programs in process groups. A group is ended with its program or this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ guard knows the number even if the parent is interrupted while it starts the pro
 
 
 def cores() -> int:
-    """How many processes can work at once; 1 where processes do not fork."""
+    """How many processes can run at once; 1 where processes cannot fork."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
@@ -70,12 +70,12 @@ class ProcessGroup:
         return code
 
     def ask_ranks(self) -> None:
-        """Let ranks write their stacks, and wait for that."""
+        """Ask the ranks to write their stacks, and give them time to do so."""
         self._signal(signal.Signals[ASKED])
         time.sleep(FRAMES_SECONDS)
 
     def end(self) -> None:
-        """End the group with SIGTERM, then SIGKILL after a while, or at once if interrupted."""
+        """End the group by SIGTERM, and by SIGKILL after `GRACE_SECONDS`, or at once on Ctrl-C."""
         if self._ended:
             return
         if self.process.stdout:
@@ -95,7 +95,7 @@ class ProcessGroup:
             self._ended = True
 
     def _signal(self, number: int) -> bool:
-        """Send a signal to the group, 0 for none; return whether the group is alive."""
+        """Send a signal to the group (0 only tests); return whether the group is alive."""
         self.poll()  # a leader that is not reaped counts as alive
         try:
             os.killpg(self.process.pid, number)
@@ -105,7 +105,7 @@ class ProcessGroup:
 
 
 def run(command: Sequence[str], *, timeout: float | None, **options: Any) -> tuple[int, str]:
-    """Run a program; return its exit code and output, or 1 and the reason for no output.
+    """Run a program; return its exit code and output, or 1 and why it could not run.
 
     ``options`` are those of `subprocess.Popen`, such as ``cwd`` and ``env``.
     """
@@ -128,4 +128,4 @@ def version_of(path: str) -> str:
     """The version of an ``ncu`` or ``nsys``, e.g. ``2025.3.1``, or ``unknown``."""
     code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
     match = None if code else re.search(r"[Vv]ersion (\d+\.\d+\.\d+)", answer)
-    return match[1] if match else "unknown"  # it may be for another machine, or hang
+    return match[1] if match else "unknown"  # it may hang, or be for another machine

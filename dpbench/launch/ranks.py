@@ -1,4 +1,4 @@
-"""The ranks of a case: processes of one GPU each, started by PyTorch's launcher.
+"""Starts the ranks of a case, processes with one GPU each, by PyTorch's launcher.
 
 The launcher (``torch.distributed.launcher``, as in ``torchrun``) ends all ranks when one fails. A
 rank writes its stack to a file when it gets the signal `ASKED`.
@@ -36,22 +36,22 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory
 
 NOTICED_SECONDS = 2.0
-"""Time after which the launcher has noticed a dead rank: it looks ten times a second."""
+"""Time in which the launcher surely notices a dead rank: it polls ten times a second."""
 
 Record = dict[str, Any]
 Work = Callable[[Case], Record]
 
 
 class RankFailed(DpbenchError):
-    """A rank died, or raised an error that is not dpbench's."""
+    """A rank died, or raised an error that is not an error of dpbench."""
 
 
 def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
     """Call ``work`` in one process per GPU of the case.
 
     Returns:
-        The record of rank 0, with the records of all ranks as ``ranks``. If the user started this
-        process as a rank, its own record.
+        The record of rank 0, in which ``ranks`` has the records of all ranks. If the user started
+        this process as a rank, only its own record.
 
     Raises:
         ConfigurationError: there are too few GPUs, no library for collectives, or a rank refused.
@@ -69,7 +69,7 @@ def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
 
 
 def check_backend(device: torch.device) -> str:
-    """The library for collectives on a device, or an error if PyTorch lacks it."""
+    """The backend for collectives on a device; raise an error if PyTorch lacks it."""
     name = "nccl" if device.type == "cuda" else "gloo"
     if not distributed.is_backend_available(name):
         raise ConfigurationError(
@@ -108,20 +108,20 @@ def _launch(work: Work, case: Case, device: torch.device) -> Mapping[int, Record
 
 
 def _forks_can_use_cuda() -> bool:
-    """Whether a fork can use CUDA: not once this process has asked CUDA for a GPU."""
-    if not (fork := os.fork()):  # only a fork can tell
+    """Whether a fork can use CUDA: only if this process has not initialized CUDA."""
+    if not (fork := os.fork()):  # only in a fork can this be tested
         os._exit(torch.cuda._is_in_bad_fork())
     return os.waitpid(fork, 0)[1] == 0
 
 
 @contextmanager
 def _launcher_effects_undone() -> Iterator[None]:
-    """Undo the launcher's changes of this process, which may be a pytest session."""
+    """Undo the launcher's changes to this process, which may be a pytest session."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     with ExitStack() as held:
-        # Else the launcher initializes CUDA to count GPUs, and forks could not use them.
+        # Otherwise the launcher would initialize CUDA to count GPUs, and forks could not use them.
         held.enter_context(patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"))
-        for name in ("multiprocessing.api", "agent.server.api"):  # its tracebacks hide the rank's
+        for name in ("multiprocessing.api", "agent.server.api"):  # their tracebacks hide the rank's
             logger = logging.getLogger(f"torch.distributed.elastic.{name}")
             held.enter_context(patch.object(logger, "disabled", True))
         try:
@@ -142,7 +142,7 @@ def _run_rank(work: Work, case: Case, device: torch.device) -> Record:
         return _as_rank(work, case, device)
     except Exception as error:
         if LOST.search(f"{type(error).__name__}: {error}"):
-            time.sleep(NOTICED_SECONDS)  # the launcher names the rank that ended first
+            time.sleep(NOTICED_SECONDS)  # so the launcher names the rank that failed first
         elif not isinstance(error, ConfigurationError):  # the message is enough
             print(traceback.format_exc(), end="", file=sys.stderr, flush=True)
         raise
@@ -154,7 +154,7 @@ def _as_rank(work: Work, case: Case, device: torch.device) -> Record:
     """Run as the rank that the environment variables describe."""
     with in_group(device):
         record = work(case)
-        all_gather("done")  # a rank that left the group earlier would break it for the others
+        all_gather("done")  # leaving the group earlier would break it for others
         return record
 
 
@@ -162,10 +162,10 @@ def _as_rank(work: Work, case: Case, device: torch.device) -> Record:
 def in_group(device: torch.device) -> Iterator[None]:
     """Join the process group of all ranks, on this rank's GPU.
 
-    Collectives have no timeout: the parent ends hanging ranks. After an error the group is not
-    destroyed, because that could wait for other ranks.
+    Collectives have no timeout, because the parent ends hanging ranks. After an error the group is
+    not destroyed, because that might wait for other ranks.
     """
-    # One thread, as under torchrun: a fork would wait for its parent's threads, which it lacks.
+    # One thread, as under torchrun: a fork would wait for threads that only its parent has.
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -175,7 +175,7 @@ def in_group(device: torch.device) -> Iterator[None]:
 
 
 def _error_of_rank(rank: int, failure: ProcessFailure) -> DpbenchError:
-    """Rebuild the error of the rank that failed first; the launcher only has its text."""
+    """Rebuild the error of the rank that failed first, of which the launcher has only the text."""
     if failure.exitcode < 0:
         return RankFailed(f"rank {rank}: killed by {failure.signal_name()}")
     if not isinstance(failure.message, dict):
@@ -190,7 +190,7 @@ def _error_of_rank(rank: int, failure: ProcessFailure) -> DpbenchError:
 
 
 def _where_ranks_were(folder: Path) -> str:
-    """One line on where each rank was, first those that waited for no other."""
+    """One line on where each rank was. Ranks that did not wait for others come first."""
     stacks = {int(path.parent.name): path.read_text() for path in folder.rglob(STACK)}
     for rank, stack in sorted(stacks.items()):
         print(f"rank {rank}: {stack}", end="", file=sys.stderr)

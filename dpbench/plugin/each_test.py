@@ -141,9 +141,9 @@ class EachTest:
     def _ask(
         self, case: Subject, instruments: Sequence[str], extra_info: Mapping[str, Any] | None = None
     ) -> None:
-        """Let the session know what is asked for before it is measured, maybe in a fork.
+        """Tell the session of a request before it is measured, perhaps in a fork.
 
-        Limits also apply to cases that no test asks for (a hook does, after the last test).
+        Limits also apply to cases that no test requests but a hook, after the last test.
         """
         item, extra = self._item, json.loads(json.dumps(extra_info or {}, default=str))
         if item is None:
@@ -201,10 +201,10 @@ class EachTest:
     # --- what it asks for --------------------------------------------------------------------
 
     def known(self, item: pytest.Item) -> Request | None:
-        """What a test asks for, as its parameters, fixtures and marker say before it runs.
+        """What a test will request, known from its parameters, fixtures and marker before it runs.
 
-        None if it asks nothing of dpbench. A marker of its class or module may be meant for
-        other tests.
+        None if it requests nothing of dpbench: a marker of its class or module may be for other
+        tests.
         """
         if not (takes(item) or "dpbench" in [marker.name for marker in item.own_markers]):
             return None

@@ -75,7 +75,7 @@ def measuring(settings: Settings) -> list[str]:
 
 
 def takes(item: pytest.Item, fixtures: Collection[str] = EVERY) -> bool:
-    """Whether a test takes one of these fixtures of dpbench's, and not a project's own."""
+    """Whether a test uses one of these fixtures as dpbench defines them, not a project's own."""
     info = getattr(item, "_fixtureinfo", None)
     return info is not None and any(_is_ours(info.name2fixturedefs, name) for name in fixtures)
 

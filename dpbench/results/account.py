@@ -1,8 +1,8 @@
-"""The account of a step: the bytes of its kernels and copies against those of its ranges.
+"""Reconciles a step's bytes: those of its kernels and copies with those of its ranges.
 
-Kernel replay counts the bytes of each kernel and misses copies and memsets; the PyTorch profiler
-knows how many bytes those moved; range counters see everything. If the first two add up to the
-third, nothing is missing from a table of kernels and copies.
+Kernel replay counts the bytes of kernels only. The PyTorch profiler knows the bytes of copies and
+memsets. Range counters see all bytes. If the first two add up to the third, a table of kernels and
+copies is complete.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dpbench.results.rows import STEP
 from dpbench.results.summary import instruments_of, of_one_instrument
 
 TOLERANCE = 0.01
-"""The largest acceptable remainder of an account, as a share of the step's bytes."""
+"""The largest acceptable difference, as a share of the step's bytes."""
 
 BOTH_WAYS = ("memcpy_device_to_device_bytes", OTHER_COPIES)
-"""Copies that read or write device memory: those to the host read, those from it write."""
+"""Copies that count as both read and written. Copies to the host are read, from it written."""
 
 ACCOUNT_COLUMNS = {
     "kernels_read": ("kernel_dram_read_bytes",),
@@ -28,7 +28,7 @@ ACCOUNT_COLUMNS = {
     "range_read": ("dram_read_bytes",),
     "range_written": ("dram_write_bytes",),
 }
-"""The columns of an account, each with the metrics that it sums, all of one instrument."""
+"""The columns of the table, each with the metrics of one instrument that it sums."""
 
 
 def account(summary: pd.DataFrame) -> pd.DataFrame | None:
@@ -49,8 +49,8 @@ def account(summary: pd.DataFrame) -> pd.DataFrame | None:
         parts[name] = wide.sum(axis="columns", skipna=False)
         if STEP not in wide.index or parts[name].isna().any():
             return None
-    # An instrument omits phases in which it saw nothing: clip of ghost clipping has copies and no
-    # kernel. That the instrument saw the step is checked.
+    # An instrument omits phases in which it saw nothing: the clip phase of ghost clipping has
+    # copies and no kernel. It is checked that the instrument saw the step.
     table = pd.DataFrame(parts).fillna(0.0)
     table = table.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in table.index])
     ranges = table.range_read + table.range_written

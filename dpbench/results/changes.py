@@ -1,4 +1,4 @@
-"""Which operators and kernels move more, and which functions hold more, in one of two runs."""
+"""Finds the operators, kernels and functions whose bytes changed most between two runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARE = 0.02
 """Operators or kernels below this share of the largest change are not listed."""
 
 WHERE = ["phase", "name", "module"]
-"""What identifies a change; the line does not, as an edit above it changes its number."""
+"""The key of a change. Lines are not part of it, because edits above a line change its number."""
 
 
 def largest_changes(
@@ -89,9 +89,9 @@ def _frame(rows: Iterable[tuple[str, str, str, str, float]]) -> pd.DataFrame:
 
 
 def _changes(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """Bytes before and after by `WHERE`; the line is that of most bytes, in the new run if there.
+    """Bytes before and after, by `WHERE`, with the line of most bytes, if possible of the new run.
 
-    Modules are left out unless both runs have them: one may be older than they are.
+    Modules are left out unless both runs have them: an old run may lack them.
     """
     if old.empty or new.empty:
         return pd.DataFrame(columns=[*WHERE, "line", "before", "after", "change"])

@@ -63,7 +63,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
 
 
 def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
-    """The numbers of a run that can have a limit; the baseline's own ratio is 1 and has none."""
+    """The numbers of a run that can have a limit. The baseline's own ratio, always 1, cannot."""
     rows = run.summary
     is_ratio = (rows.kind == "ratio") & (rows.trainer != rows.baseline) & ratios
     columns = [*AXES, *NUMBER[1:], "of", "unit", "value", "spread", "steps", "came", "ranks"]
@@ -71,7 +71,7 @@ def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
 
 
 def other_baseline(before: Run, after: Run) -> str:
-    """Why ratios of the two runs are not compared; empty if they are."""
+    """Why the ratios of two runs are not compared; empty if they are compared."""
     if before.frame.empty or before.baseline == after.baseline:
         return ""
     return (
@@ -95,14 +95,14 @@ _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
 
 VARYING = ("_seconds", "_cycles", "_per_second", "_joules", "_watts", "_share")
-"""The ends of the names of metrics that differ from run to run: times, powers, shares of them."""
+"""Suffixes of metrics that vary between equal runs: times, powers and shares of them."""
 
 STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t by degrees of freedom, from 1, of intervals that hold the mean in 95 % of cases. Two
-that do not overlap are of different means in more than 99 %."""
+"""Student's t for 95 % confidence intervals of the mean, by degrees of freedom from 1. If two such
+intervals do not overlap, the means differ with more than 99 % confidence."""
 
 Interval = tuple[float, float]
-"""The smallest and the largest value that a number may have."""
+"""The lower and the upper bound of a number."""
 
 SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC:±5% (either way)"
 
@@ -158,13 +158,13 @@ class Threshold:
 
     @cached_property
     def of(self) -> str:
-        """The metric whose ratio it limits, if it limits a ratio."""
+        """The base metric, if the limit is on a ratio."""
         metric = METRICS.find(self.metric)
         return metric.of if metric else ""
 
     @property
     def varies(self) -> bool:
-        """Whether its metric differs from run to run."""
+        """Whether its metric varies between equal runs."""
         return (self.of or self.metric).endswith(VARYING)
 
     def __str__(self) -> str:
@@ -181,7 +181,7 @@ class Threshold:
             change = change.abs()
         elif (metric := METRICS.find(self.metric)) and metric.higher_is_better:
             change = -change
-        regressed = ~(change <= allowed) | (allowed == math.inf)  # no number passes unjudged
+        regressed = ~(change <= allowed) | (allowed == math.inf)  # NaN and infinite limits fail
         return allowed.to_frame("limit").assign(regressed=regressed)
 
     def exceeded_between(self, before: Interval, after: Interval) -> bool | None:

@@ -1,4 +1,4 @@
-"""The conditions under which a session measures, and how those of two sessions differ."""
+"""Records the conditions of a session, and compares those of two sessions."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def resumed(run: Run, begun: Run) -> Run:
 
 
 def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> list[str]:
-    """How versions, GPU, code, settings and definitions of metrics differ, one phrase each.
+    """List differences in versions, GPU, code, settings and metric definitions, one phrase each.
 
-    What only one of the two records (e.g. an instrument) is no difference; nor are grids, whose
-    cases are compared one by one. For a run that is ``resumed`` all of these are differences.
+    A condition that only one run records (e.g. an instrument) does not count as a difference, nor
+    does the grid, whose cases are compared one by one. If a run is ``resumed``, both count.
     """
     old, new = (_named_of_all(run) for run in (before, after))
     every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
@@ -90,7 +90,7 @@ def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> li
 
 
 def _named_of_all(run: Run) -> dict[str, Any]:
-    """`_named` of a run; where its parts differ, the values of all parts."""
+    """`_named` of a run; where parts of the run differ, the values of all parts."""
     parts = [_named(part.get("environment", {}), {**run.session, **part}) for part in run.parts]
     every: dict[str, list[Any]] = {}
     for name, value in (item for part in parts for item in part.items()):

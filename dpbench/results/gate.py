@@ -1,9 +1,9 @@
 """The gate: applies limits to a run and its reference, and lists what could not be judged.
 
 A limit judges every case, instrument, metric and phase that the session was asked for and the
-reference has. What was not asked for is only noted. It is a failure if something asked for is
-missing, or if a limit judged nothing. A session judges once, at its end; ``dpbench compare`` does
-the same with two saved runs.
+reference has. Numbers that were not asked for are only noted. The gate fails if a requested number
+is missing, or if a limit judged nothing. A session judges once, at its end. ``dpbench compare``
+does the same with two saved runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMED = 10
 
 @dataclass(frozen=True)
 class Unjudged:
-    """The cases that a limit could not judge, and why; none if it judged nothing at all."""
+    """The cases that a limit could not judge, and why. Without cases: the limit judged nothing."""
 
     limit: str
     cases: list[str]
@@ -56,8 +56,8 @@ class Verdict:
         judged: the rows that each limit judged, with ``limit`` (the allowed change, in the metric's
             unit), ``threshold`` (the limit as written) and ``regressed``.
         regressions: the rows that exceed their limit, as plain JSON types, with `largest_changes`.
-        unjudged: what a limit should have judged and could not.
-        notes: what was not compared, what else differs, and what is wrong with the reference.
+        unjudged: requested numbers that a limit could not judge.
+        notes: what was not compared, other differences, and defects of the reference.
         memory: the functions of scripts that hold more or less at the peak, see `grown_memory`.
     """
 
@@ -94,9 +94,9 @@ class Gate:
     """A run and the reference that it is compared with.
 
     Args:
-        before: the reference; one without rows if there is none.
-        after: a saved run, or a session so far.
-        asked: what is compared; None stands for all that either run has.
+        before: the reference; a run without rows if there is no reference.
+        after: a saved run, or the unfinished run of a session.
+        asked: the cases to compare; None for all that either run has.
         across: also compare numbers of different devices.
         first_run_ok: accept cases that the reference lacks.
     """
@@ -112,7 +112,7 @@ class Gate:
 
         Args:
             limits: the largest changes that are allowed.
-            asked: what the limits are for; None stands for all that is compared.
+            asked: the cases that the limits judge; None for all that are compared.
         """
         with METRICS.including(self.after.metrics, self.before.metrics):
             return self._judge(limits, self.asked if asked is None else asked)
@@ -219,7 +219,8 @@ class Gate:
     def _fewer_steps(self, case: Subject, row: Mapping[str, Any]) -> str:
         """Whether steps are missing that the reference has, unless fewer were asked for.
 
-        Poisson batches of as many steps have the same sizes; of others, another mean.
+        With Poisson batches, runs of equally many steps have the same batch sizes; others have
+        another mean size.
         """
         asked = [
             run.session.get("settings", {}).get(row["instrument"], {}).get("steps")
@@ -237,7 +238,7 @@ class Gate:
     def _not_counted(self, case: Subject, row: Mapping[str, Any]) -> str:
         """Why a count is not judged: logical counting left out more than in the reference.
 
-        Work that ran elsewhere, or that was left out, is unknown: it may have grown.
+        Work in other threads, or of operators left out, is unknown and may have grown.
         """
         if row["device"] != NO_HARDWARE:
             return ""
@@ -312,7 +313,7 @@ def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Subject, dict[str, Any]]]:
 
 
 def _missing(mine: Sequence[tuple[Subject, str]], others: CasesAsked) -> list[str]:
-    """The cases that others lack; with instruments where others have it by another one."""
+    """The cases that ``others`` lack, with instruments if it has the case by another one."""
     partly, named = {case for case, _ in {*mine} & {*others}}, dict[Subject, list[str]]()
     for case, instrument in mine:
         if (case, instrument) not in others:

@@ -1,8 +1,7 @@
-"""What each operator and each kernel of a step did.
+"""The counts of each operator and of each kernel of a step.
 
-Bytes of kernels are counted in kernel replay, which sees kernels alone: copies and memsets are
-not in these numbers. The rows made of them have metrics of their own, so that they never mix with
-those of ranges.
+Bytes of kernels are counted in kernel replay, which does not see copies and memsets. Rows made from
+them have separate metrics, so that they never mix with those of ranges.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class OperatorCount(Entry):
 
 @dataclass(frozen=True)
 class MemoryLine(Entry):
-    """Bytes that one source line had allocated in one phase, and that lived at a step's peak."""
+    """Bytes that one source line allocated in one phase and that were live at a step's peak."""
 
     phase: str
     line: str  # e.g. train.py:24 step (AddmmBackward0), or what was made before counted steps

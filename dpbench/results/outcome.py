@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 STATUSES = (COMPLETE, INTERRUPTED)
-"""How a session ended; until then its document says ``interrupted``."""
+"""How a session ended. Until its end the document says ``interrupted``."""
 
 REGRESSED, UNJUDGED = "regressed", "unjudged"
 """The verdict on a complete session: something got worse, or could not be judged."""
@@ -41,13 +41,12 @@ SEEN = ("operators", "kernels", "memory_lines")
 class Outcome:
     """The result of measuring one case, or why there is none.
 
-    ``error`` is the name of the error's class, or None; rows measured before it are kept.
-    ``instruments`` names those that should measure it; ``operators`` and ``kernels`` are what each
-    operator and kernel did, ``memory_lines`` who held the peak of memory, ``notes`` the
-    assumptions. ``tests`` are those that asked for it, each
-    with its id as ``test`` and its ``params`` as text; ``extra_info`` is what they added.
-    ``labels`` are the trainer's, see `TrainerBase`; ``imported`` are files of its code, see
-    `dpbench.child.imported`.
+    ``error`` is the name of the error's class, or None; rows measured before the error are kept.
+    ``instruments`` names the instruments that should measure the case. ``operators`` and
+    ``kernels`` have counts, ``memory_lines`` the holders of the memory peak, and ``notes`` the
+    assumptions. ``tests`` has the tests that requested the case, each with its id as ``test`` and
+    its ``params`` as text; ``extra_info`` is what they added. ``labels`` are the trainer's, see
+    `TrainerBase`. ``imported`` has the files of its code, see `dpbench.child.imported`.
     """
 
     case: Subject
@@ -74,7 +73,7 @@ class Outcome:
 
     @property
     def by(self) -> set[str]:
-        """The instruments that have rows of it."""
+        """The instruments that gave rows."""
         return {row.instrument for row in self.rows}
 
     def as_json(self) -> dict[str, Any]:
@@ -100,9 +99,9 @@ class Outcome:
 def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
     """Merge outcomes, so that each number occurs once.
 
-    Of several outcomes of a case by the same instruments the first is kept, or the first that did
-    not fail, with the tests of all. If one test counts a case that another measures and counts, the
-    first rows by each instrument, and the first operators, are kept.
+    If several outcomes have the same case and instruments, the first that did not fail is kept (or
+    the first), with the tests of all. If one test counts a case that another test measures and
+    counts, the first rows of each instrument and the first operators are kept.
     """
     united: dict[Hashable, Outcome] = {}
     for outcome in outcomes:

@@ -45,7 +45,7 @@ class TrainerBase(ABC):
 
     Attributes:
         labels: what a reader must know to compare it with others, such as ``{"clips": "flat"}``;
-           tables name the labels in which two trainers differ. An instance may override them.
+            tables name the labels in which two trainers differ. An instance may override them.
         joint_batch_size: examples of all ranks together; the gradient is the mean over them.
         part_size: the largest number of examples in one forward pass.
         sizes: the number of examples in each part of the current batch; set by `parts`.
@@ -54,13 +54,13 @@ class TrainerBase(ABC):
     Args:
         model: the workload's model.
         batch_size: examples in every batch, B; with several ranks, in each rank's part; with
-           Poisson sampling, the expected number. A DP trainer scales its noise by the joint size.
+            Poisson sampling, the expected number. A DP trainer scales its noise by the joint size.
         learning_rate: step size of the optimizer.
         noise_multiplier: σ; the noise added to the summed gradient has deviation σ·C.
         max_grad_norm: C, the threshold to which each example's gradient is clipped.
         optimizer: called as ``optimizer(parameters, lr=…)``; SGD without momentum by default.
         workload: computes the losses; by default the transformer, whose batches are
-           ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
+            ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
         micro_batches: the number of equal parts of a batch; gradients accumulate over them.
         compile: compile the model and its loss as one function.
         noise: ``independent`` in each step, or ``banded``: correlated over steps.
@@ -68,9 +68,9 @@ class TrainerBase(ABC):
         noise_steps: the ``steps`` of the same function.
         sampling: ``fixed``, or ``poisson``: batches have any number of examples, 0 included.
         autocast: the 16-bit type of ``torch.autocast`` for the losses, if any. With float16 a
-           ``GradScaler`` scales them.
+            ``GradScaler`` scales them.
         parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`. Each rank trains
-           ``batch_size`` examples.
+            ``batch_size`` examples.
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
@@ -152,7 +152,7 @@ class TrainerBase(ABC):
 
         Args:
             batch: a batch of the workload, of ``batch_size`` examples; with Poisson sampling, of
-               any number.
+                any number.
 
         Returns:
             The mean loss over the batch before the update, a detached scalar; NaN if it is empty.

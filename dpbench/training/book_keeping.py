@@ -40,7 +40,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     Attributes:
         ways: how the last step computed the norms of each trained layer, by layer name; see
-           `dpbench.training.norm_ways`.
+            `dpbench.training.norm_ways`.
 
     Arguments as `TrainerBase`.
 

@@ -166,11 +166,11 @@ class DPSGDTrainer(OpacusTrainer):
 
     Args:
         clip: ``flat`` clips an example's whole gradient to C. ``per_layer`` clips its gradient of
-           each of n parameters to C/√n, so that the whole gradient is at most C and the noise is
-           that of flat clipping.
+            each of n parameters to C/√n, so that the whole gradient is at most C and the noise is
+            that of flat clipping.
         grad_sample: how per-sample gradients are made. ``hooks``: by a rule for each kind of
-           layer. ``functorch``: by ``vmap`` of ``grad`` for every layer. ``ew``: by PyTorch's
-           expanded weights.
+            layer. ``functorch``: by ``vmap`` of ``grad`` for every layer. ``ew``: by PyTorch's
+            expanded weights.
         options: as `TrainerBase`.
     """
 

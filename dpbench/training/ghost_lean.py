@@ -50,22 +50,22 @@ class GhostLeanTrainer(ClippedMeanTrainer):
     - The loss is a sum; Opacus takes the mean and rescales each layer's output gradient.
     - Norms are upper bounds, see `dpbench.training.norm_bounds`; Opacus's may be too small.
     - The pass for the norms computes no parameter gradients, so FSDP2 reduces none in it. Under
-     activation checkpointing autograd computes them anyway, and they are dropped. Opacus sets
-     them to zero and accumulates into them.
+      activation checkpointing autograd computes them anyway, and they are dropped. Opacus sets
+      them to zero and accumulates into them.
     - Linear, embedding and convolution layers aside, a layer's per-sample gradients are computed
-     once and kept, because its parameters are mostly small. The update uses their weighted sum,
-     so norm and update round alike.
+      once and kept, because its parameters are mostly small. The update uses their weighted sum,
+      so norm and update round alike.
     - The clipped sums are not copied. Noise is drawn as in `dpbench.training.lean.LeanTrainer`.
-     Under FSDP2 each rank draws the noise of its shard; with Opacus, that of all shards.
+      Under FSDP2 each rank draws the noise of its shard; with Opacus, that of all shards.
     - Under FSDP2 embeddings are not gathered in backward, which does not read them. The layers of
-     a block are gathered and reduced together, if the workload names its blocks.
+      a block are gathered and reduced together, if the workload names its blocks.
 
     - Norms of a linear layer or a convolution are computed from products T × T or from the layer's
-     per-sample gradients, whichever is cheaper. Opacus always uses products.
+      per-sample gradients, whichever is cheaper. Opacus always uses products.
 
     Attributes:
         ways: how the last step computed the norms of each trained layer, by layer name; see
-           `dpbench.training.norm_ways`.
+            `dpbench.training.norm_ways`.
 
     Args:
         norms: ``cheaper``, as above, or ``products`` for every layer that is no convolution.

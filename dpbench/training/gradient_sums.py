@@ -159,7 +159,7 @@ class Sums:
 
         Args:
             parameters: those to which nothing more is added; all by default. A sum to which
-               nothing was added is zero.
+                nothing was added is zero.
         """
         for parameter in self._number if parameters is None else parameters:
             if parameter in self._closed:

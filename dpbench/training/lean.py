@@ -87,15 +87,15 @@ class LeanTrainer(ClippedMeanTrainer):
     """`DPSGDTrainer` with hooks and flat clipping, and with these changes.
 
     - A per-sample gradient stays as the hook made it if its parameter is used once. Opacus copies
-     it into zeros.
+      it into zeros.
     - The loss is a sum; Opacus takes the mean and rescales each layer's output gradient.
     - No ordinary gradients are computed. Opacus computes them and replaces them unread.
     - Per-sample gradients are freed as they are summed. The clipping factors are divided by B, so
-     that the sum is a mean.
+      that the sum is a mean.
     - The noise of all parameters is drawn at once and added in place. With several ranks each draws
-     its share; with Opacus, rank 0 draws all.
+      its share; with Opacus, rank 0 draws all.
     - Under DDP small parameters are reduced together, and reductions overlap with later sums.
-     Opacus reduces one parameter after another.
+      Opacus reduces one parameter after another.
 
     Arguments as `TrainerBase`.
     """

@@ -30,7 +30,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
 
     Args:
         vmap: compute the gradients of all examples of a (micro-)batch in one vectorized pass, and
-           keep them until they are clipped.
+            keep them until they are clipped.
         options: as `TrainerBase`.
 
     Raises:

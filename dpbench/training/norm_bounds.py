@@ -24,19 +24,19 @@ norm's own sum, which is taken in rows, and that of the update's result. See `sa
 
 - its result, by half a unit u of its type: u times the norm, the worst case;
 - its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores
- truncate: 3 T float32 units of that bound are added, the worst case. Otherwise 2 T^½ units, at
- most T, are added: if roundings are independent and uniform, a norm is off by more with a
- probability of at most 1e-9, unless one number of a gradient is more than half of its norm (Higham
- and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5),
- 2019, theorem 2.4: 6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the
- gradient itself was made, A and B are not known. Sums over some tokens are then assumed to be no
- larger than ``D^½`` below, as if tokens were independent;
+  truncate: 3 T float32 units of that bound are added, the worst case. Otherwise 2 T^½ units, at
+  most T, are added: if roundings are independent and uniform, a norm is off by more with a
+  probability of at most 1e-9, unless one number of a gradient is more than half of its norm (Higham
+  and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5),
+  2019, theorem 2.4: 6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the
+  gradient itself was made, A and B are not known. Sums over some tokens are then assumed to be no
+  larger than ``D^½`` below, as if tokens were independent;
 - the numbers that it multiplies: c·g, or the gradient. In float32 and float64 the worst case is
- added: ``T^½ u D^½`` with ``D = Σ |x_t|² |g_t|²``. **In 16 bits, and with TF32,** ``u D^½`` **is
- added, which is the worst case of one token only**: independent, uniform roundings have a root
- mean square of 0.58 u D^½, mostly at a right angle to G. Data can be constructed whose roundings
- agree over tokens. ``u (λ Σ|g_t|²)^½``, for the largest eigenvalue λ of A, would cover them, and
- would lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %.
+  added: ``T^½ u D^½`` with ``D = Σ |x_t|² |g_t|²``. **In 16 bits, and with TF32,** ``u D^½`` **is
+  added, which is the worst case of one token only**: independent, uniform roundings have a root
+  mean square of 0.58 u D^½, mostly at a right angle to G. Data can be constructed whose roundings
+  agree over tokens. ``u (λ Σ|g_t|²)^½``, for the largest eigenvalue λ of A, would cover them, and
+  would lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %.
 
 A NaN in a gradient makes its norm, its factor and the update NaN, so it is visible. A norm too
 large for its dtype is infinite, and its factor is 0.
@@ -72,19 +72,19 @@ def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False
     """Bound the error of the products of `dpbench.training.kernels`, in the worst case.
 
     - Each of K sums is rounded to nearest, by at most 2⁻²⁴ of itself, in any order, and so is each
-     term (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1).
+      term (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1).
     - Tensor cores add several products of 16-bit numbers to an accumulator. They truncate each term
-     and the sum to 24 bits of the largest of them (Fasi, Higham, Mikaitis and Pranesh, "Numerical
-     behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
-     https://doi.org/10.7717/peerj-cs.330). Before Hopper they add 4 products at a time, without
-     extra bits: 12 units of 2⁻²⁴. From Hopper on, 16 at a time, with two extra bits: 11 units.
+      and the sum to 24 bits of the largest of them (Fasi, Higham, Mikaitis and Pranesh, "Numerical
+      behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
+      https://doi.org/10.7717/peerj-cs.330). Before Hopper they add 4 products at a time, without
+      extra bits: 12 units of 2⁻²⁴. From Hopper on, 16 at a time, with two extra bits: 11 units.
     - With TF32 switched on, both factors are rounded to 11 bits: an error of 2⁻¹⁰ of terms more.
     - The kernel of `gram_norms` splits each float32 number into an upper and a lower tf32 part. It
-     adds three tf32 products and leaves out that of the lower parts. A part has 11 bits. Even if
-     parts are truncated, what is left out and rounded off is less than 3 · 2⁻²⁰ (Ootomo and
-     Yokota, "Recovering single precision accuracy from Tensor Cores", 2022,
-     https://arxiv.org/abs/2203.03341). Each step adds 8 products to an accumulator on tensor
-     cores, without extra bits. The results of steps are added in float32.
+      adds three tf32 products and leaves out that of the lower parts. A part has 11 bits. Even if
+      parts are truncated, what is left out and rounded off is less than 3 · 2⁻²⁰ (Ootomo and
+      Yokota, "Recovering single precision accuracy from Tensor Cores", 2022,
+      https://arxiv.org/abs/2203.03341). Each step adds 8 products to an accumulator on tensor
+      cores, without extra bits. The results of steps are added in float32.
 
     Args:
         a: ``[B, I, K]``; integers have no error.

@@ -42,7 +42,7 @@ def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
     Args:
         shape: the layer's.
         kernel: whether a kernel makes products T × T in tiles that stay in registers and are not
-           written to memory. It makes only half of each, because they are symmetric.
+            written to memory. It makes only half of each, because they are symmetric.
     """
     examples, tokens, width, height, itemsize, rows = shape
     wide, weight, given = max(itemsize, 4), width * height, 0 if rows else width

@@ -1,1 +1,1 @@
-"""Checks from outside whether a trainer clips and adds noise as it says. Start in `checks`."""
+"""Checks, without trusting a trainer's code, that it clips and adds noise. Start in `checks`."""

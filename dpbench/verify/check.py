@@ -8,7 +8,7 @@ from dataclasses import dataclass
 OK, FAILED, NOT_JUDGED = "ok", "FAILED", "not judged"
 
 IN_RANK_0 = "rank 0 judges it"
-"""Said in other ranks of checks that need no rank but the first."""
+"""What other ranks report for a check that rank 0 judges."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Check:
     Attributes:
         name: the check's name.
         verdict: `OK`, `FAILED` or `NOT_JUDGED`.
-        worst: the parameter that was off most; may be empty.
-        how_far: how far it was off, or why nothing was judged.
-        wrong: one sentence for each thing that is wrong.
+        worst: the parameter with the largest error; may be empty.
+        how_far: the size of that error, or why nothing was judged.
+        wrong: one sentence for each failure.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Check:
 
     @classmethod
     def judged(cls, name: str, wrong: Sequence[str], worst: str, how_far: str) -> Check:
-        """A check that failed if anything is wrong, and else is ok."""
+        """Make a check that failed if ``wrong`` has entries, and is ok otherwise."""
         return cls(name, FAILED if wrong else OK, worst, how_far, wrong)
 
     @property

@@ -1,4 +1,4 @@
-"""Runs every check of a trainer: its clipped gradients without noise, and its noise."""
+"""Runs every check of a trainer: of its clipped gradients without noise, and of its noise."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from dpbench.verify.subject import Subject
 from dpbench.verify.verification import SIGMA, STEPS, THRESHOLD, Verification, noisy_steps
 
 CHOSEN_HERE = ("learning_rate", "noise_multiplier", "max_grad_norm")
-"""Parameters that every trainer takes, and that the checks choose."""
+"""Parameters of every trainer whose values the checks choose."""
 
 SEED_ELSEWHERE = 1000
 """Seed of the run in another process. Runs in this process have the seeds 1, 2 and so on."""
 
 
 def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
-    """Check the trainer of a case; for several GPUs, in a process for each rank.
+    """Check the trainer of a case. For several GPUs this starts one process per rank.
 
     Args:
-        case: a small one. With several micro-batches, the batch as a whole is checked as well.
+        case: a small case. With several micro-batches, the undivided batch is checked as well.
         device: ``auto``, ``cpu`` or ``cuda``.
-        processes: whether to compare the noise with that of another process.
+        processes: whether to compare the noise with that of a newly started process.
 
     Raises:
         ConfigurationError: the trainer refuses the case, or there is nothing to verify.
@@ -66,15 +66,15 @@ def _verify_rank(device: str, elsewhere: Sequence[Gradients], case: Case) -> dic
 def verify_here(
     case: Case, device: str, elsewhere: Sequence[Gradients] = (), *, processes: bool = False
 ) -> list[Check]:
-    """`verify` in this process. Every rank of a case calls it, because steps are collective.
+    """Check a case in this process. Every rank must call it, because steps are collective.
 
     Gradients are compared with those of the joint batch. Rank 0 alone judges the noise.
 
     Args:
         case: see `verify`.
         device: see `verify`.
-        elsewhere: steps with noise that another process took, by `noise_elsewhere`.
-        processes: whether to start such a process here.
+        elsewhere: noisy steps that another process took, from `noise_elsewhere`.
+        processes: whether to start such a process now.
     """
     place = pick_device(device)
     if given := [name for name in read_parameters(parted(case.trainer)[1]) if name in CHOSEN_HERE]:
@@ -97,7 +97,7 @@ def verify_here(
 
 
 def noise_elsewhere(case: Case, device: str) -> list[Gradients]:
-    """The updates of a case's noisy steps, taken in a new process; on the CPU, float64."""
+    """Take a case's noisy steps in a new process; return the updates as float64 on the CPU."""
     spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
     ends_at_once = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of this process
     with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, ends_at_once) as pool:

@@ -1,7 +1,7 @@
 """Checks a trainer on one linear layer, whose inputs and output gradients can be chosen.
 
-The examples of a workload have ordinary gradients. Here norms can also cancel, overflow or be NaN,
-and steps are cheap enough to take many. Layers of other kinds are not covered.
+Examples of a workload have ordinary gradients. On this layer norms can also cancel, overflow or be
+NaN, and steps are so cheap that many can be taken. Layers of other kinds are not covered.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from dpbench.workloads.base import Workload
 
 OUT_FEATURES = 32
 NOISE_STEPS = 240
-"""Steps with noise: half a million elements, some of which must be beyond 4σ."""
+"""Number of noisy steps: they have half a million elements, of which some must exceed 4σ."""
 NOISE_THRESHOLD = 1e-8
-"""Clipping threshold of the noise steps as a share of the smallest norm: an unclipped gradient is
-visible beside noise of any σ used here."""
+"""Clipping threshold of the noisy steps, as a share of the smallest norm. It is so small that an
+unclipped gradient is visible under noise of any σ used here."""
 SHAPES = ((2, 64), (128, 32), (16, 256))
-"""Tokens of an example and input features: first for noise, then for `_tokens_alike`."""
+"""Tokens and input features of an example: first for the noise, then for `_tokens_alike`."""
 NEGLIGIBLE = 1e-9
-"""Scale of the other examples' gradients where one example is tested."""
+"""Factor by which the other examples' gradients are scaled when one example is tested."""
 TRIES = 8
-"""Examples tested by `_tokens_alike`. Rounding makes about half of the norms too small."""
+"""Number of examples in `_tokens_alike`. Rounding makes about half of their norms too small."""
 SLACK = 0.1
-"""Largest rounding error that the other examples add to a step, as a share of C/B."""
+"""Largest rounding error from the other examples in a step, as a share of C/B."""
 NOT_FINITE = (math.nan, math.inf, 1e30)
-"""Values to put into an example. The square of the last overflows."""
+"""Values to put into an example. The square of 1e30 overflows float32."""
 
 
 class LinearLayer(Workload):
-    """A linear layer whose output gradients are given: the loss is the sum of output × gradient.
+    """A linear layer with given output gradients: the loss is the sum of output × given gradient.
 
     Args:
         length: tokens of an example.
@@ -75,7 +75,7 @@ def check_layer(
 ) -> Iterator[Check]:
     """Yield the checks on a linear layer, at the case's precision and over its ranks.
 
-    They are not judged if the trainer cannot train such a layer.
+    The checks are not judged if the trainer cannot train such a layer.
     """
     names = f"noise: {NOISE_STEPS} steps", "tokens alike", "norms not finite"
     try:
@@ -99,7 +99,7 @@ def check_layer(
 
 
 def layer_case(case: Case, length: int, width: int) -> Case:
-    """A small case of the same trainer on a linear layer."""
+    """Make a small case of the same trainer on a linear layer."""
     parts = min(case.micro_batches, 2)
     return resolve(
         Case(
@@ -115,10 +115,10 @@ def layer_case(case: Case, length: int, width: int) -> Case:
 
 
 def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
-    """Check that an example is clipped if its tokens share an offset and its gradients cancel it.
+    """Check clipping of an example whose tokens share an offset that its gradients cancel.
 
-    A ghost norm then sums large products of both signs, and rounding may leave any result, even a
-    negative one.
+    A ghost norm then sums large products of both signs. By rounding, the sum may be anything, even
+    negative.
     """
     precise = layers[0].case.precision == "fp32"
     offset, off = (1e4, 1e-3) if precise else (100.0, torch.finfo(torch.bfloat16).eps)
@@ -137,9 +137,9 @@ def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
 
 
 def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool) -> Batch:
-    """A batch with an example whose tokens share an offset; the others' gradients are negligible.
+    """Make a batch with one example whose tokens share an offset; all others are negligible.
 
-    The example's output gradients sum to zero over its tokens; if ``paired``, over each two.
+    The example's output gradients sum to zero over all tokens; if ``paired``, over each two tokens.
     """
     inputs, gradients = next(iter(workload_of(layer.case).batches(1)))
     if paired:
@@ -170,7 +170,7 @@ def _not_finite(name: str, layer: Verification) -> Check:
             try:
                 [step] = layer.subject.steps(batching.case, 1, [tuple(batch)], 0.0, threshold)
             except Exception:
-                continue  # refused
+                continue  # the trainer refuses the example
             moved = {n: (g - others[n]).nan_to_num(0, 0, 0) for n, g in step.items()}
             times = _norm(moved) * batching.case.batch_size / threshold
             most = max(most, times)

@@ -1,20 +1,20 @@
-"""Tests of noise: standard normal once divided by σC/B, and independent of all other noise.
+"""Tests that noise, divided by σC/B, is standard normal and independent of all other noise.
 
-Each test bounds from above the probability that right noise looks as bad. It fails if the bound is
-below its share of `FALSE_ALARM`. The bounds hold for any number of elements n, and are added up
-over comparisons (Bonferroni):
+Each test computes an upper bound of the probability that correct noise looks as bad. It fails if
+the bound is below its share of `FALSE_ALARM`. The bounds hold for any number of elements n, and are
+summed over comparisons (Bonferroni):
 
-- the mean square q of n standard normals: exp(-n/2 (q - 1 - ln q)) on either side (Chernoff);
-- the correlation r with any other vector: (1 - r²)^((n-1)/2) for both sides together, which bounds
-  the share of a sphere that lies so far from its equator;
-- the largest distance d of their distribution from the normal one: 2 exp(-2 n d²) (Massart, "The
+- mean square q of n standard normals: exp(-n/2 (q - 1 - ln q)) on either side (Chernoff);
+- correlation r with any other vector: (1 - r²)^((n-1)/2) for both sides together, a bound of the
+  share of a sphere that lies so far from its equator;
+- largest distance d of the empirical from the normal distribution: 2 exp(-2 n d²) (Massart, "The
   Tight Constant in the Dvoretzky-Kiefer-Wolfowitz Inequality", 1990);
 - k of n events of probability p: exp(-n KL(k/n, p)) on either side (Chernoff). This also holds for
   negatively associated events (Dubhashi and Ranjan, "Balls and bins", 1998), such as narrow gaps
   between sorted values.
 
-Not found: noise that repeats only after the last step; with 16-bit parameters, elements that return
-in another order; sums of noise from fewer elements than `worst_repeat` needs.
+The tests cannot find noise that repeats only after the last step; elements that return in another
+order, with 16-bit parameters; and sums of noise from fewer elements than `worst_repeat` needs.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ from dpbench.verify.check import NOT_JUDGED, Check
 from dpbench.verify.reference import Gradients
 
 FALSE_ALARM = 1e-6
-"""Largest probability that right noise fails any of the tests."""
+"""Largest probability that correct noise fails any of the tests."""
 
 TESTS = 12
-"""Tests that share `FALSE_ALARM`: six for the noise of the workload, six for that of a layer."""
+"""Number of tests that share `FALSE_ALARM`: six on the workload and six on a linear layer."""
 
 PAIR_ELEMENTS = 4096
-"""Leading elements of each parameter that `_pairs` compares."""
+"""Number of leading elements of each parameter that `_pairs` compares."""
 
 NO_NOISE = 1e-6
-"""A mean square below this is an error of the gradient, not noise."""
+"""Below this mean square there is no noise, only rounding error of the gradient."""
 
 STEP_ELEMENTS = 2**20
-"""Leading elements of all parameters together that `_pairs` compares."""
+"""Number of leading elements of all parameters together that `_pairs` compares."""
 
 DISTRIBUTION_ELEMENTS = 2**20
-"""At most so many elements are sorted to compare their distribution with the normal one."""
+"""Largest number of elements whose distribution is compared with the normal one."""
 
 SEQUENCE_ELEMENTS = 2**20
-"""At most so many elements of all steps in a row are searched for repeats."""
+"""Largest number of elements, of all steps in a row, that are searched for repeats."""
 
 FEWEST_CORRELATED = 8
-"""Fewest elements whose correlation a Fourier transform gives without much rounding."""
+"""Smallest number of elements whose correlation a Fourier transform gives accurately."""
 
 TAILS = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0)
 """Standard deviations beyond which elements are counted."""
 
 SAME_VALUE = 2**-20
-"""Largest relative distance of two values that were drawn as one and rounded to float32."""
+"""Largest relative distance of two float32 roundings of one drawn value."""
 SAME_RANK = 0.484 * SAME_VALUE
-"""The same as a distance of ranks erf(|x|/√2): their slope times |x| is at most 0.484."""
+"""The same distance, for ranks erf(|x|/√2): |x| times their slope is at most 0.484."""
 
 EXACT_SLACK = 1e-6
-"""Largest `Draw.slack` at which equal values can be recognised."""
+"""Largest `Draw.slack` with which equal values are recognised."""
 KNOWN_SLACK = 0.1
-"""Largest `Draw.slack` at which more than the deviation can be judged."""
+"""Largest `Draw.slack` with which more than the standard deviation is judged."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class Draw:
     """The noise of one step, divided by the deviation that it should have.
 
     Attributes:
-        run: names the run: batching, σ and C.
-        step: the number of the step in its run, from 1.
-        noise: by parameter, flat. Late steps have small parameters only.
-        along: by parameter, and by ``""`` for all together, the component of the noise along the
-            clipped gradient.
-        slack: largest norm of the error of the gradient, in the same unit as the noise.
+        run: the run's name: batching, σ and C.
+        step: the step's number in its run, from 1.
+        noise: the flat noise of each parameter. Late steps have small parameters only.
+        along: the component of the noise along the clipped gradient, by parameter; ``""`` stands
+            for all parameters together.
+        slack: a bound of the norm of the gradient's error, in the unit of the noise.
     """
 
     run: str
@@ -96,9 +96,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison of a test: the logarithm of its probability, and what to say about it.
+    """One comparison of a test: the log probability of its result, and a message about it.
 
-    ``name`` is the parameter, empty for all together.
+    ``name`` is the parameter; it is empty for all parameters together.
     """
 
     log_chance: float
@@ -112,8 +112,8 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
 
     Args:
         draws: the noise of several steps in several runs.
-        dtype: the parameters' type, to which noise is rounded.
-        runs: what the draws differ in, for the name of a test: "parameters, steps, runs".
+        dtype: the parameters' dtype, to which noise is rounded.
+        runs: in what the draws differ, for a test's name, such as "parameters, steps, runs".
     """
     whole = [draw for draw in draws if len(draw.noise) == len(draws[0].noise)]
     full = [draw for draw in whole if draw.slack < KNOWN_SLACK]
@@ -134,17 +134,17 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
 
 
 def log_chance_of_mean_square(q: float, n: int) -> float:
-    """Bound on ln P(the mean square of n standard normals is as far from 1 as q), either side."""
+    """Bound of ln P(the mean square of n standard normals is as far from 1 as q), either side."""
     return math.log(2) - n / 2 * (q - 1 - math.log(q)) if 0 < q < math.inf else -math.inf
 
 
 def log_chance_of_correlation(r: Tensor, n: Tensor) -> Tensor:
-    """Bound on ln P(n standard normals correlate as strongly as r with any other vector)."""
+    """Bound of ln P(n standard normals correlate with another vector at least as strongly as r)."""
     return (n - 1).clamp(min=0) / 2 * torch.log1p(-(r * r).clamp(max=1 - 1e-12))
 
 
 def log_chance_of_count(k: int, n: int, least: float, most: float) -> float:
-    """Bound on ln P(k of n events happen), if each has a probability from ``least`` to ``most``."""
+    """Bound of ln P(k of n events happen), if each has a probability from ``least`` to ``most``."""
     share = k / n
     p = min(max(share, least), most)
     if p == share:
@@ -160,7 +160,7 @@ Comparisons = tuple[list[Finding], int]
 
 
 def _test(check: str, findings: Sequence[Finding], comparisons: int) -> Check:
-    """A check that fails if a finding is too unlikely; it names each parameter once."""
+    """Make a check that fails if any finding is too unlikely; it names each parameter once."""
     limit = math.log(FALSE_ALARM / TESTS / max(comparisons, 1))
     wrong: dict[str, str] = {}
     for each in findings:
@@ -172,7 +172,7 @@ def _test(check: str, findings: Sequence[Finding], comparisons: int) -> Check:
 
 
 def _groups(draws: Sequence[Draw]) -> dict[tuple[str, str], list[Draw]]:
-    """Draws by (run, parameter), in which ``""`` stands for all runs or all parameters."""
+    """Group draws by (run, parameter); ``""`` stands for all runs or all parameters."""
     runs = ["", *dict.fromkeys(draw.run for draw in draws)]
     names = ["", *(name for draw in draws[:1] for name in draw.noise)]
     keys = sorted(product(runs, names), key=lambda key: (key[1] == "", key[0] == ""))
@@ -183,7 +183,7 @@ def _groups(draws: Sequence[Draw]) -> dict[tuple[str, str], list[Draw]]:
 
 
 def _values(draws: Sequence[Draw], name: str) -> Tensor:
-    """The noise of one parameter, or of all for ``""``, as one vector in float64."""
+    """Join the noise of one parameter, or of all if ``""``, into one float64 vector."""
     parts = [noise for draw in draws for each, noise in draw.noise.items() if name in ("", each)]
     return torch.cat(parts).double()
 
@@ -237,7 +237,7 @@ def _distance(values: Tensor, eps: float) -> tuple[float, float]:
 
 
 def _repeated_values(draws: Sequence[Draw]) -> Comparisons:
-    """Find values that return in any order and with any sign: gaps between sorted ones are tiny."""
+    """Find values that repeat, in any order and with any sign, by tiny gaps after sorting."""
     groups = [(name, draws, "") for draw in draws[:1] for name in ("", *draw.noise)]
     groups += [("", [draw], f" in {draw.words}") for draw in draws]
     found = []
@@ -255,7 +255,8 @@ def _repeated_values(draws: Sequence[Draw]) -> Comparisons:
 def _repeats(draws: Sequence[Draw]) -> Comparisons:
     """Correlate the first step of each run, and all steps in a row, with shifts of themselves.
 
-    Of the first run also each parameter by itself, which has more power where one is wrong.
+    In the first run each parameter is also searched by itself, a stronger test if only one is
+    wrong.
     """
     firsts = [draw for draw in draws if draw.step == 1]
     pieces = [(n, each.double(), d.words) for d in firsts[:1] for n, each in d.noise.items()]
@@ -275,12 +276,12 @@ def _repeats(draws: Sequence[Draw]) -> Comparisons:
 def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
     """Find the shift, and the mirror image, at which a vector correlates most with itself.
 
-    One Fourier transform gives the correlations at all distances. At a distance L, pairs (i, i + L)
-    share no element only if i is in every second stretch of L. So odd and even stretches are
-    correlated apart.
+    One Fourier transform gives the correlations at all distances L. The bound needs pairs
+    (i, i + L) that share no element. So the vector is cut into stretches of L elements, and pairs
+    whose i is in an odd or in an even stretch are correlated separately.
 
     Yields:
-        Where it repeats in words, the correlation, and the number of elements.
+        A description of the repeat, the correlation, and the number of elements.
     """
     size = len(noise)
     if size < 2 * FEWEST_CORRELATED or not noise.isfinite().all():
@@ -320,10 +321,10 @@ def _correlation(a: Tensor, b: Tensor) -> tuple[float, int]:
 
 
 def _pairs(draws: Sequence[Draw]) -> Comparisons:
-    """Correlate each parameter's noise with that of other steps and of other parameters.
+    """Correlate each parameter's noise with that of other parameters and other steps.
 
-    And that of all parameters in a step with that in other steps: of many elements a small
-    correlation, such as a band that is missing, is seen.
+    Also correlate the noise of all parameters together between steps. With many elements even a
+    small correlation is visible, such as that of a missing band.
     """
     parts = [(name, d.words, each[:PAIR_ELEMENTS]) for d in draws for name, each in d.noise.items()]
     steps = [("", d.words, _values([d], "")[:STEP_ELEMENTS]) for d in draws]
@@ -333,7 +334,7 @@ def _pairs(draws: Sequence[Draw]) -> Comparisons:
 
 
 def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
-    """Correlate each vector, with its parameter and its step in words, with the one most alike."""
+    """Find for each (parameter, step, vector) the earlier vector with which it correlates most."""
     if not named:
         return [], 0
     rows = pad_sequence([noise.double() for *_, noise in named], batch_first=True)

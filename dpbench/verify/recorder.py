@@ -1,4 +1,4 @@
-"""Hears the steps of a script, for its checks; torch is imported at the first step."""
+"""Observes the steps of a script to check them; torch is imported at the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CheckingRecorder(Recorder):
-    """Has the checks of a script's steps; it has no rows."""
+    """Checks a script's steps; it makes no rows."""
 
     @cached_property
     def calls(self) -> StepChecks:  # type: ignore[override]
@@ -22,7 +22,7 @@ class CheckingRecorder(Recorder):
 
         from dpbench.verify.script import StepChecks
 
-        # Repeated calls have other shapes, for which nothing is compiled.
+        # Do not compile: each call is repeated with single examples, so with other shapes.
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return StepChecks()
 

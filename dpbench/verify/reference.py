@@ -1,4 +1,4 @@
-"""The right gradient of a private step, by a loop over examples without Opacus or hooks."""
+"""Computes the correct gradient of a private step, by a loop over examples without hooks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.workloads.base import Batch, examples_in, part_sizes, parts_of
 
 Gradients = Mapping[str, Tensor]
-"""Gradients by the name of their trained parameter."""
+"""Gradients by the name of the trained parameter."""
 
 CLIPS = ("flat", "per layer")
 """Values of a trainer's label ``clips``. ``flat`` clips an example's whole gradient to C; ``per
 layer`` clips the gradient of each of n parameters to C/√n."""
 
 NEGLIGIBLE = 1e-6
-"""Share of the largest norm below which a gradient is rounding, as for the bias of keys."""
+"""A gradient below this share of the largest norm is only rounding, such as that of a key bias."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Per-sample gradients of a batch, by parameter ``[B, …]`` float32.
+    """Per-sample gradients of a batch, by parameter, each ``[B, …]`` float32.
 
-    ``expected`` is the number that means divide by, if it is not that of the examples.
+    Means are divided by ``expected`` if it is set, otherwise by the number of examples.
     """
 
     gradients: Gradients
@@ -49,7 +49,7 @@ class Examples:
     def computed(
         cls, model: nn.Module, batch: Batch, losses: Callable[[nn.Module, Batch], Tensor]
     ) -> Examples:
-        """Run one backward for each example; ``losses`` returns ``[1]`` for a batch of one."""
+        """Run one backward per example; ``losses`` must return ``[1]`` for a batch of one."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         each = []
         for example in parts_of(batch, [1] * examples_in(batch)):
@@ -63,7 +63,7 @@ class Examples:
 
     @cached_property
     def norms(self) -> Tensor:
-        """The norm of each example's gradient by parameter, ``[B, parameters]`` float64."""
+        """The norm of each per-sample gradient, ``[B, parameters]`` float64."""
         each = [g.double().reshape(len(g), math.prod(g.shape[1:])) for g in self._each]
         return torch.stack([torch.linalg.vector_norm(g, dim=1) for g in each], dim=1)
 
@@ -77,7 +77,7 @@ class Examples:
     def float32_error(self) -> float:
         """The largest relative error of PyTorch's float32 norm of a gradient.
 
-        On a CPU it adds squares one by one: the error is 2e-5 for 2.4 million elements.
+        A CPU adds squares one by one, with an error of 2e-5 for 2.4 million elements.
         """
         rounded = torch.stack([g.reshape(len(g), -1).norm(2, dim=1) for g in self._each], dim=1)
         return float((rounded - self.norms).abs().div(self.norms).nan_to_num(posinf=0.0).max())
@@ -87,7 +87,7 @@ class Examples:
         return [*self.gradients.values()]
 
     def factors(self, clips: str, threshold: float, added: float = 1e-6) -> Tensor:
-        """The clipping factors, ``[B, parameters]``; ``added`` to norms is 1e-6 in Opacus."""
+        """The clipping factors, ``[B, parameters]``. Opacus adds 1e-6 to norms."""
         if clips == "per layer":
             norms, threshold = self.norms, threshold / len(self.gradients) ** 0.5
         else:
@@ -96,7 +96,7 @@ class Examples:
         return factors.expand_as(self.norms)
 
     def mean_factors(self, threshold: float, parts: int) -> Tensor:
-        """The factors if each micro-batch's mean gradient is clipped in place of the examples'."""
+        """The factors of a known mistake: clipping the mean gradient of each of ``parts``."""
         sizes = part_sizes(len(self.norms), parts)
         means = [
             torch.stack([p.mean(0).flatten() for p in g.double().split(sizes)]) for g in self._each
@@ -107,7 +107,7 @@ class Examples:
         return each[:, None].expand_as(self.norms)
 
     def mean(self, factors: Tensor) -> Gradients:
-        """The mean over examples of their gradients times their factors."""
+        """The mean over examples of factor × gradient."""
         return {name: self.mean_of(name, factors) for name in self.gradients}
 
     def mean_of(self, name: str, factors: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Examples:
         return mean.double()
 
     def known(self, clips: str, threshold: float, parts: int) -> dict[str, Tensor]:
-        """Factors by a name of the mean they give: the right one first, then common mistakes."""
+        """Factors by the name of their mean: first the correct one, then common mistakes."""
         [other] = {*CLIPS} - {clips}
         return {
             f"the mean of gradients clipped {clips}": self.factors(clips, threshold),
@@ -129,7 +129,7 @@ class Examples:
         }
 
     def explained(self, name: str, seen: Tensor, known: Mapping[str, Tensor], near: float) -> str:
-        """Name the known mean that a wrong gradient equals, or is a multiple of; else return ""."""
+        """Name the known mean of which a wrong gradient is a multiple; "" if there is none."""
         if not seen.isfinite().all():
             return "not finite"
         if not seen.any():
@@ -146,7 +146,7 @@ class Examples:
 
 
 def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, float]:
-    """Clipping thresholds that half, all and none of the norms exceed."""
+    """Clipping thresholds exceeded by half, by all and by none of the norms."""
     norms = torch.cat([examples.norms for examples in batches])
     share = norms.shape[1] ** 0.5
     if clips == "flat":
@@ -161,15 +161,15 @@ def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, f
 
 
 def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) -> dict[str, float]:
-    """The relative error of each parameter's gradient; infinite for NaN.
+    """The relative error of each parameter's gradient; a NaN has an infinite error.
 
-    If no loss depends on a parameter, its error is divided by 1 % of the largest norm in ``sizes``:
-    rounding is 1e-5 of that.
+    If no loss depends on a parameter, its error is divided by 1 % of the largest norm in ``sizes``.
+    Rounding is about 1e-5 of that.
     """
     largest = max(sizes.values())
     found = {}
     for name, gradient in wanted.items():
-        if not largest:  # no example: nothing may move
+        if not largest:  # an empty batch: nothing may move
             found[name] = math.inf if seen[name].any() else 0.0
             continue
         depends = sizes[name] >= NEGLIGIBLE * largest

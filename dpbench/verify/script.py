@@ -1,9 +1,9 @@
 """Checks the steps of a script against a loop over the examples of its batches.
 
-While a step runs, the calls of the script's modules are kept, and the gradient of the loss with
-respect to what they return. Before an optimizer steps, each call is repeated for one example after
-another, with that example's part of the gradient. So nothing has to be known of the loss, except
-that it is a mean or a sum over examples.
+While a step runs, the calls of the script's modules are recorded, with the gradients of the loss
+with respect to their outputs. Before an optimizer steps, each call is repeated for one example
+after another, with that example's part of the gradients. So nothing need be known about the loss,
+except that it is a mean or a sum over examples.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dpbench.verify.reference import NEGLIGIBLE, Examples, Gradients, distances
 from dpbench.verify.subject import without_dropout
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.05
-"""Largest relative errors of a parameter's gradient, for 32 and for 16 bits."""
+"""Largest allowed relative error of a parameter's gradient, with 32 and with 16 bits."""
 
 MOST_BYTES = 4e9
-"""Memory that examples' gradients may take."""
+"""Most bytes that per-sample gradients may take."""
 
 DEVIATIONS = 6
-"""By how many standard errors the deviation of noise may be off."""
+"""How many standard errors the noise's standard deviation may be off."""
 
 NAMED = 3
-"""How many parameters a line names."""
+"""Most parameters that one line names."""
 
 RIGHT = "the mean of the examples' clipped gradients"
 STALE = "has the last step's gradient, too: nothing sets it to zero"
@@ -46,14 +46,14 @@ class NotChecked(Exception):
 
 @dataclass
 class Call:
-    """A call of a module by the loop itself."""
+    """A call of a module by the training loop, not by another module."""
 
     module: nn.Module
     given: Any  # copies of arguments and keyword arguments
     outputs: list[Tensor]
     autocast: tuple[bool, torch.dtype]
-    backward: int = 0  # the number of the backward pass that reached it
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # of its outputs
+    backward: int = 0  # number of the backward pass that reached it
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # by index of the output
 
     @property
     def is_16_bit(self) -> bool:
@@ -63,17 +63,17 @@ class Call:
 
 @dataclass
 class Known:
-    """What is known of a parameter of a module that was called."""
+    """What steps have shown so far of one parameter of a called module."""
 
     start: Tensor
     trained: bool
-    chosen = False  # an optimizer that steps has it
-    gradient = pushed = False  # it had a gradient, and one that should move it
+    chosen = False  # whether an optimizer that steps has it
+    gradient = pushed = False  # whether it had a gradient, and one large enough to move it
     moved = False
 
 
 class StepChecks(Calls):
-    """Keeps the calls of steps, and compares what optimizers get with a loop over examples."""
+    """Records a step's calls; compares the gradients of optimizers with a loop over examples."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -84,7 +84,7 @@ class StepChecks(Calls):
         self.bypassed = ""  # which optimizer steps in place of the private one
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
         self.known: dict[str, Known] = {}
-        self.strays: dict[int, tuple[Tensor, bool]] = {}  # of no module, and whether used
+        self.strays: dict[int, tuple[Tensor, bool]] = {}  # of no module; had a gradient
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
         self._passes = self._since = self._in_last_part = 0  # backward passes
@@ -113,7 +113,7 @@ class StepChecks(Calls):
         return out
 
     def _take(self, call: Call, number: int, gradient: Tensor) -> None:
-        """Keep an output's gradient, the first of a pass: ghost clipping runs two within one."""
+        """Keep an output's first gradient in a pass: ghost clipping runs backward twice in one."""
         call.backward = call.backward or self._passes
         if call.backward == self._passes and number not in call.gradients:
             call.gradients[number] = gradient.detach().clone()
@@ -127,10 +127,10 @@ class StepChecks(Calls):
             if id(outer.original_optimizer) not in self._private:
                 self._private[id(outer.original_optimizer)] = outer
                 outer.add_noise = partial(self._add_noise, outer, outer.add_noise)
-            self._in_last_part, self._since = self._since, 0  # others were virtual steps
+            self._in_last_part, self._since = self._since, 0  # earlier ones were virtual steps
         if optimizer is not None:
             calls = self._calls
-            self._calls = [call for call in calls if not call.gradients]  # a later loss's
+            self._calls = [call for call in calls if not call.gradients]  # of a later loss
             self._look_at(optimizer)
             try:
                 self._compare(optimizer, self._private.get(id(optimizer)), calls)
@@ -143,12 +143,13 @@ class StepChecks(Calls):
             }
 
     def _add_noise(self, private: Any, add_noise: Any) -> None:
-        """Add noise, measure it, and take it off again, so that the gradient can be compared."""
+        """Add noise, measure it, and remove it, so that the gradient can be compared."""
         threshold = float(private.max_grad_norm)
         self._threshold = getattr(private, "max_grad_norms", threshold)
         sigma = private.noise_multiplier
         if sigma and (of_count := getattr(private, "unclipped_num_std", 0)):
-            # Adaptive clipping spends a part on a count (https://arxiv.org/abs/1905.03871).
+            # Adaptive clipping spends part of the privacy on a count
+            # (https://arxiv.org/abs/1905.03871).
             sigma = (sigma**-2 - (2 * of_count) ** -2) ** -0.5
         wanted = float(sigma * threshold)
         add_noise()
@@ -180,7 +181,7 @@ class StepChecks(Calls):
     # --- an optimizer's step ---------------------------------------------------------------------
 
     def _look_at(self, optimizer: Any) -> None:
-        """Note which parameters an optimizer has, and whether they have a gradient."""
+        """Note the optimizer's parameters, and whether they have gradients."""
         names = {id(p): name for name, p in self.parameters().items()}
         norms = [
             (group, p, 0.0 if p.grad is None else float(p.grad.norm()))
@@ -196,7 +197,7 @@ class StepChecks(Calls):
                 self.strays[id(p)] = p, norm > 0 or self.strays.get(id(p), (p, False))[1]
 
     def _compare(self, optimizer: Any, private: Any, calls: Sequence[Call]) -> None:
-        """Compare the gradients that an optimizer gets with those of a loop over the examples."""
+        """Compare an optimizer's gradients with those of a loop over the examples."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {n: p for n, p in self.parameters().items() if id(p) in own and p.requires_grad}
         if private is None and any(_hook_owners(call.module) for call in calls):
@@ -212,7 +213,7 @@ class StepChecks(Calls):
             raise NotChecked("no loss depends on the optimizer's parameters")
         seen = {n: (torch.zeros_like(p) if p.grad is None else p.grad) for n, p in trained.items()}
         total, scale, known = len(examples.norms), 1.0, dict[str, Tensor]()
-        if private is None:  # the sum over passes of the mean over each pass's examples
+        if private is None:  # expect the sum over passes of the mean over each pass
             shares = [g.norms.new_full(g.norms.shape, total / len(g.norms)) for g in groups]
             wanted = examples.mean(torch.cat(shares))
             scale = _scale(seen, wanted)
@@ -300,7 +301,7 @@ class StepChecks(Calls):
 
 
 def _all_but(name: str, wrong: Sequence[str], words: str, how: str) -> Check:
-    """A check that some parameters fail, in one line."""
+    """Make a check that lists the failing parameters in one line."""
     return Check.judged(name, [f"{_named(wrong)}: {words}"] * bool(wrong), "", how)
 
 
@@ -314,7 +315,7 @@ def _shape(tensors: Sequence[Tensor]) -> str:
 
 
 def _scale(seen: Gradients, wanted: Gradients) -> float:
-    """The common factor of gradients that fits best."""
+    """The factor s that fits ``seen`` = s × ``wanted`` best."""
     squares = sum(float(each.square().sum()) for each in wanted.values())
     return sum(float((seen[name] * each).sum()) for name, each in wanted.items()) / squares
 
@@ -322,11 +323,11 @@ def _scale(seen: Gradients, wanted: Gradients) -> float:
 def _known(
     examples: Examples, threshold: float | list[float], sizes: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Factors by a name of the mean they give: the right one, then known mistakes.
+    """Factors by the name of the resulting mean: first the correct one, then known mistakes.
 
     Args:
-        examples: those of all backward passes.
-        threshold: C, or one for each parameter.
+        examples: the examples of all backward passes.
+        threshold: C, or one threshold for each parameter.
         sizes: the number of examples of each backward pass.
     """
     per_layer = isinstance(threshold, list)
@@ -346,7 +347,7 @@ def _known(
 def _examples(
     calls: Sequence[Call], trained: Mapping[str, nn.Parameter], *, mean: bool
 ) -> Examples:
-    """The per-sample gradients of the calls that one backward pass reached."""
+    """Compute the per-sample gradients of the calls that one backward pass reached."""
     sizes = {len(c.outputs[n]) for c in calls for n in c.gradients if c.outputs[n].ndim}
     size = max(sizes, default=0)
     if len(sizes) != 1 or not size:
@@ -366,19 +367,19 @@ def _examples(
 
 
 def _again(call: Call, i: int, size: int) -> dict[int, Tensor]:
-    """The outputs of a call for one example, which must be those that it had in its batch."""
+    """Repeat a call for one example; its outputs must equal those in the batch."""
 
     def part(tensor: Tensor) -> Tensor:
         return tensor[i : i + 1] if tensor.ndim and len(tensor) == size else tensor
 
     args, options = pytree.tree_map_only(Tensor, part, call.given)
     enabled, dtype = call.autocast
-    # Opacus's expanded weights make per-sample gradients in the wrapper's call.
+    # Call the wrapped module: with expanded weights, Opacus's wrapper makes per-sample gradients.
     module = getattr(call.module, "_module", call.module)
     try:
         with torch.autocast(call.outputs[0].device.type, dtype, enabled=enabled):
             out = [each for each in _tensors(module(*args, **options)) if each.requires_grad]
-    except Exception as error:  # of the script's own code
+    except Exception as error:  # the script's own code can raise anything
         words = str(error).partition("\n")[0]
         raise NotChecked(f"a call cannot be repeated for one example: {words}") from error
     near = TOLERANCE_16_BIT if call.is_16_bit else TOLERANCE
@@ -411,7 +412,7 @@ def _hook_owners(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let modules be called as if they were not: hooks, buffers and random numbers stay."""
+    """Let modules be called without per-sample hooks; restore buffers and random states."""
     devices = {p.device for m in modules for p in m.parameters() if p.device.type == "cuda"}
     with ExitStack() as undo, torch.random.fork_rng(devices), torch.enable_grad():
         for module in modules:

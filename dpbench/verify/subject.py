@@ -1,4 +1,4 @@
-"""Runs a trainer's steps and sees, from outside, what each subtracts from the parameters."""
+"""Runs a trainer's steps, and observes what each subtracts from the parameters."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from dpbench.verify.reference import Examples, Gradients
 from dpbench.workloads.base import examples_in
 
 RATE = 2.0**30
-"""The learning rate. The update is so much larger than the parameter that their sum, rounded to the
-parameter's type, is the rounded gradient."""
+"""The learning rate: so large that parameter minus update, rounded to the parameter's dtype, is
+just the rounded update."""
 
 ALONE: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
 """Axes of a case in one process."""
 
 INITIAL_DEVIATION = 0.02
-"""Standard deviation that replaces zeros in trained parameters. While one LoRA adapter of a pair is
-zero, the other has no gradient whose clipping could be checked."""
+"""Standard deviation of random values that replace zeros in trained parameters. If one LoRA matrix
+of a pair were zero, the other would have no gradient, and its clipping could not be checked."""
 
 
 class Subject:
-    """A case's model with its initial parameters, its batches, and the reference gradients."""
+    """A case's model, initial parameters, batches and reference gradients."""
 
     def __init__(self, case: Case, device: torch.device, steps: int) -> None:
         precision = "fp32" if case.precision in (*MIXED, "tf32") else case.precision
@@ -87,7 +87,7 @@ class Subject:
 
         self.model.to(dtype)
         batches = [pytree.tree_map(place, batch) for batch in self.batches]
-        # Not under no_grad: a loss may be computed from gradients.
+        # Not under no_grad: a loss may itself compute gradients.
         once, again = (self._losses(self.model, batches[0]).detach() for _ in range(2))
         if not torch.equal(once, again):
             raise ConfigurationError(
@@ -107,9 +107,9 @@ class Subject:
     ) -> Iterator[Gradients]:
         """Yield what each step subtracts from the parameters, divided by the learning rate.
 
-        Each step starts from the initial parameters and takes the next batch; a rank takes its part
-        of it. Over ranks, an odd ``seed`` is the same in all ranks. To an even seed each rank adds
-        its number. Noise must be right both ways.
+        Each step starts from the initial parameters and trains the next batch, or this rank's part
+        of it. All ranks use an odd ``seed`` unchanged; to an even one each rank adds its number.
+        Noise must be correct in both cases.
         """
         alone = case.gpus == 1
         plain = case.optimizer == "sgd"
@@ -153,7 +153,7 @@ class Subject:
 
 
 def _name_in_model(name: str) -> str:
-    """The name of a parameter or buffer without the prefixes of wrappers."""
+    """Strip the prefixes of wrappers from the name of a parameter or buffer."""
     return name.removeprefix("_module.").removeprefix("module.")
 
 
@@ -161,16 +161,16 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 def _moved(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
-    """What a step of plain SGD subtracts from the parameters, divided by the learning rate."""
+    """Take a step of plain SGD; return what it subtracts, divided by the learning rate."""
     trainer.train_step(batch)
     return {name: (before[name] - value) / RATE for name, value in values_of(trained).items()}
 
 
 def _handed(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
-    """The gradients that the plain optimizer gets in a step; zeros where nothing moves.
+    """Take a step; return the gradients passed to the plain optimizer, or zeros for unmoved ones.
 
-    Where they are never made, because the step is merged with the noise, the optimizer's moving
-    averages tell: they begin at zero here.
+    If the update is merged with the noise, these gradients never exist in memory. They are then
+    computed from the optimizer's moving averages, which begin at zero here.
     """
     optimizer = trainer.plain_optimizer
     handed = {name: torch.zeros_like(value) for name, value in before.items()}
@@ -180,7 +180,7 @@ def _handed(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) 
         nonlocal seen
         if stepping is not optimizer:
             return
-        # A closure would compute the gradients only after this hook.
+        # With a closure, gradients would be computed only after this hook.
         seen = len(given) == 1 and named.get("closure") is None
         for name, p in trained.items():
             if p.grad is not None:
@@ -189,7 +189,7 @@ def _handed(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) 
     for state in optimizer.state.values():
         if (average := _average_in(state)) is not None:
             average.zero_()
-    hook = register_optimizer_step_pre_hook(take)  # of all: a hook of its own changes its step
+    hook = register_optimizer_step_pre_hook(take)  # global: its own hook would change its step
     try:
         trainer.train_step(batch)
     finally:
@@ -211,7 +211,7 @@ def _average_in(state: Mapping[str, Any]) -> Tensor | None:
 
 
 def _averaged(optimizer: torch.optim.Optimizer, trained: Parameters) -> dict[str, Tensor]:
-    """A step's gradients, of which moving averages were made from zero; nothing if none tell."""
+    """Compute a step's gradients from moving averages that began at zero; empty if impossible."""
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     found = {}
     for name, parameter in trained.items():
@@ -224,12 +224,12 @@ def _averaged(optimizer: torch.optim.Optimizer, trained: Parameters) -> dict[str
 
 
 def values_of(parameters: Parameters) -> dict[str, Tensor]:
-    """The whole parameters, gathered from their shards, in float64."""
+    """Parameters in float64, gathered from their shards."""
     return {name: gathered(p.detach()).double() for name, p in parameters.items()}
 
 
 def local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The shard of a value that belongs to this rank; all of it if nothing is sharded."""
+    """The shard of a value in this rank; the whole value if the parameter is not sharded."""
     if not isinstance(parameter, DTensor):
         return whole
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
@@ -242,7 +242,7 @@ def part_of_this_rank(batch: Batch) -> Batch:
 
 
 def differing(values: Gradients) -> set[str]:
-    """The names of tensors that differ between ranks, even in one bit."""
+    """The names of tensors that are not bitwise equal in all ranks."""
     flat = torch.cat([value.flatten() for value in values.values()])
     least, most = flat.clone(), flat
     distributed.all_reduce(least, distributed.ReduceOp.MIN)
@@ -252,7 +252,7 @@ def differing(values: Gradients) -> set[str]:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Turn off dropout, so that a loss is the same each time."""
+    """Turn off dropout, so that losses are reproducible."""
     for layer in model.modules():
         if isinstance(layer, _DropoutNd):
             layer.p = 0.0

@@ -1,4 +1,4 @@
-"""Checks one trainer on one model: gradients, noise, and what a step must leave alone."""
+"""Checks one trainer on one model: gradients, noise, and what a step must not change."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ from dpbench.workloads.base import Batch
 STEPS = 2
 """Steps of a run."""
 FIRST_RUN_STEPS = 8
-"""Steps of the first run, so that noise repeats if a few tensors take turns. `STEPS` if large."""
+"""Steps of the first run, enough to find noise that repeats every few steps. For a large model it
+is `STEPS`."""
 LARGE_MODEL = 2**21
-"""Trained elements above which a model is large: noise of many steps would take gigabytes."""
+"""A model with more trained elements is large: the noise of many steps would take gigabytes."""
 TOLERANCE = 1e-5
 """Largest relative error of a parameter's gradient at fp32."""
 SIGMA = 1e4
-"""Noise multiplier σ of most noise checks: so large that the checks cannot see the gradient."""
+"""Noise multiplier σ of most noise checks: so large that the gradient is negligible."""
 SMALL_SIGMA, FRACTIONAL_SIGMA = 0.05, 1.6
-"""Two more noise multipliers, not whole numbers. At the small one the gradient can be seen."""
+"""Two more noise multipliers, not whole numbers. With the small one the gradient is visible."""
 ROUNDED_SIGMA = 1e-12
-"""Noise multiplier whose noise rounds to nothing, for trainers that do not clip if σ > 0."""
+"""Noise multiplier whose noise rounds to zero, to find trainers that do not clip if σ > 0."""
 THRESHOLD = 0.7
-"""Clipping threshold C of the noise checks. Not 1, so that noise scaled by C² or not scaled by C
-has a visibly wrong deviation."""
+"""Clipping threshold C of the noise checks. It is not 1, so that noise that is scaled by C², or not
+by C, has a wrong standard deviation."""
 LOW_THRESHOLD = 1e-3
-"""Clipping threshold as a share of the smallest norm: an unclipped gradient is far above it."""
+"""Clipping threshold as a share of the smallest norm, so that unclipped gradients are visible."""
 MIN_NOISE = 128
-"""Noise elements that a run collects of each parameter. Two runs reveal noise added twice."""
+"""Fewest noise elements of each parameter in a run. Two runs are enough to find doubled noise."""
 SEED_STRIDE = 10_000
-"""Distance of the seeds of runs: larger than the number of ranks, which add their own to it."""
+"""Distance between seeds of runs. It exceeds the number of ranks, which add their own number."""
 KEPT_NOISE = 2**16
-"""Noise elements that are kept of each parameter if σ < `SIGMA`."""
+"""Most noise elements of each parameter that are kept if σ < `SIGMA`."""
 DATA_SHARE = 1e-3
-"""How far one example may change a buffer, as a share of how far noise does. A buffer made of noisy
-parameters alone, such as their mean over steps, stays below 1/SIGMA."""
+"""How much one example may change a buffer, as a share of the change by noise. A buffer made only
+from noisy parameters, such as their mean over steps, stays below 1/SIGMA."""
 
 
 @dataclass(frozen=True)
 class Batching:
-    """A batch size and a number of micro-batches, with the batches and their examples' gradients.
+    """A batch size and a number of micro-batches, with batches and their per-sample gradients.
 
-    ``words`` names it in checks, e.g. " in 2 parts".
+    ``words`` is its name in checks, e.g. " in 2 parts".
     """
 
     words: str
@@ -68,9 +69,9 @@ class Verification:
 
     Args:
         case: see `dpbench.verify.checks.verify`.
-        device: where it trains.
-        clips: ``flat`` or ``per layer``, as its label says.
-        weights: of the noises of successive steps, as its ``noise_weights`` say.
+        device: the device to train on.
+        clips: the trainer's label: ``flat`` or ``per layer``.
+        weights: the trainer's ``noise_weights``; one weight if noise is independent.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Verification:
         self._runs = 0
 
     def _one_by_one(self) -> Batching:
-        """Another batch size; micro-batches, if any, have one example and are one more."""
+        """Make another batch size: one example per micro-batch, and one more micro-batch if any."""
         parts = self.case.micro_batches
         parts += parts > 1
         size = parts * self.case.gpus
@@ -112,7 +113,7 @@ class Verification:
         return Batching(words, case, batches, [joined.chosen(part) for part in both])
 
     def _of_size(self, size: int) -> Batching:
-        """Poisson batches of a size: none, one, or more examples than a step trains at once."""
+        """Poisson batches with ``size`` examples: none, one, or more than one forward takes."""
         batch = pytree.tree_map(lambda *each: torch.cat(each), *self.subject.batches)
         joined, number = Examples.joined(self.examples), 2 * self.case.batch_size
         both = [(torch.arange(size) + i) % number for i in range(STEPS)]
@@ -121,8 +122,8 @@ class Verification:
         return Batching(f" sampled {size}", self.case, batches, chosen)
 
     def checks(self, elsewhere: Sequence[Gradients]) -> Iterator[Check]:
-        """Yield all checks; noise is also compared with the noisy steps taken ``elsewhere``."""
-        # Noisy steps come first, as in another process, whose first noise is compared with these.
+        """Yield all checks. Noise is also compared with that of ``elsewhere``'s noisy steps."""
+        # Noisy steps come first, as in the other process, so that first noise meets first noise.
         draws = self.draw_all(elsewhere)
         yield Check.judged("reference", [], "", self.subject.reference)
         yield self.gradient(", half clipped", self.batchings[0], self.half, 0.0)
@@ -148,7 +149,7 @@ class Verification:
     # --- gradients -------------------------------------------------------------------------------
 
     def gradient(self, what: str, batching: Batching, threshold: float, sigma: float) -> Check:
-        """Compare steps without visible noise with the mean of clipped gradients."""
+        """Compare steps with negligible noise with the mean of clipped gradients."""
         case = batching.case
         steps = [*self.subject.steps(case, STEPS, batching.batches, sigma, threshold)]
         far = self.distances(batching, steps, threshold)
@@ -173,7 +174,7 @@ class Verification:
     ) -> list[dict[str, float]]:
         """The relative error of each parameter in each step.
 
-        Opacus adds 1e-6 to norms, others add nothing: the formula that fits better counts.
+        Opacus adds 1e-6 to norms; other trainers add nothing. The formula that fits better is used.
         """
         tried = []
         for added in (1e-6, 0.0):
@@ -187,7 +188,7 @@ class Verification:
         return examples.mean(examples.factors(self.clips, threshold, added))
 
     def _tolerance(self, words: str, threshold: float) -> float:
-        """Largest allowed relative error; for 16 bits it is twice that of Opacus's ``dpsgd``."""
+        """The largest allowed relative error; for 16 bits, twice that of Opacus's ``dpsgd``."""
         batching = next(each for each in self.batchings if each.words == words)
         if batching.case.precision == "fp32":
             return max(TOLERANCE, 1.5 * max(each.float32_error for each in self.examples))
@@ -200,11 +201,11 @@ class Verification:
 
     @property
     def judges_noise(self) -> bool:
-        """Whether this process judges the noise: of several ranks, the first does so for all."""
+        """Whether this process judges the noise; of several ranks only rank 0 does."""
         return rank_and_ranks()[0] == 0
 
     def draw_all(self, elsewhere: Sequence[Gradients]) -> list[Draw]:
-        """The noise of runs with each batching, several σ, and C below, among and above the norms.
+        """Collect the noise of runs with each batching, several σ, and C below, among, above norms.
 
         Args:
             elsewhere: steps like those of the first run, taken in another process.
@@ -225,13 +226,12 @@ class Verification:
         return draws
 
     def draws(self, batching: Batching, sigma: float, threshold: float, steps: int) -> list[Draw]:
-        """The noise of one run; empty in a rank that does not judge it, see `noisy_steps`."""
+        """Take one run; return its noise, or nothing in a rank that does not judge noise."""
         self._runs += 1
-        # Odd seeds are the same in all ranks, see `Subject.steps`. Ranks add their number to even
-        # ones, so these are far apart.
+        # Ranks add their number to even seeds (see `Subject.steps`), so even seeds are far apart.
         seed = self._runs if self._runs % 2 else self._runs * SEED_STRIDE
         case, run = batching.case, f"σ = {sigma:g}, C = {threshold:.3g}{batching.words}"
-        self.tolerance(batching.words, self.below_all)  # now: it seeds, as must no step of this run
+        self.tolerance(batching.words, self.below_all)  # now, not in the run: it sets the seed
         taken = noisy_steps(self.subject, case, batching.batches, steps, sigma, threshold, seed)
         if self.judges_noise:
             return [*self._drawn(run, batching, sigma, threshold, taken)]
@@ -248,7 +248,8 @@ class Verification:
     ) -> Iterator[Draw]:
         """The updates minus the clipped gradients, divided by σC/B.
 
-        Of noise that is correlated over steps, what each step draws anew.
+        If noise is correlated over steps, earlier steps' noise is subtracted as well: what is left
+        is the new noise of each step.
         """
         scale = batching.case.batch_size / (sigma * threshold)
         slack = self.tolerance(batching.words, self.below_all) * scale * threshold
@@ -303,8 +304,8 @@ def noisy_steps(
 ) -> Iterator[Gradients]:
     """Yield the updates of steps with noise.
 
-    At σ = `SIGMA` steps are added until every parameter has `MIN_NOISE` elements. The added steps
-    yield only parameters with fewer elements.
+    At σ = `SIGMA`, steps are added until every parameter has `MIN_NOISE` elements. Added steps
+    yield only the parameters that need more.
     """
     sizes = {name: subject.start[name].numel() for name in subject.trained}
     number = max(steps, -(-MIN_NOISE // min(sizes.values())) if sigma == SIGMA else 0)

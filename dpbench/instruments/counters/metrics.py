@@ -15,7 +15,7 @@ ALWAYS = ("dram_read_bytes", "dram_write_bytes")
 
 
 def on_chip(chip: str = "") -> dict[str, Metric]:
-    """Every metric for which a chip has counters. GH100 counts all of them in one pass."""
+    """All metrics for which a chip has counters. GH100 counts all of them in one pass."""
     here = [metric.counted_by(metric.on(chip)) for metric in METRICS.counted("ncu")]
     return {metric.name: metric for metric in here if metric.counters}
 
@@ -23,7 +23,7 @@ def on_chip(chip: str = "") -> dict[str, Metric]:
 def having(
     are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu", chip: str = ""
 ) -> dict[str, Metric]:
-    """The metrics whose counters ``are_there``, with the first spelling of these that exists.
+    """The metrics whose counters exist, by ``are_there``, with the first existing spelling of each.
 
     A metric without general counters needs the counters defined for this chip. Counters of another
     chip would add up to something else.
@@ -95,7 +95,7 @@ class CounterOptions:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The requested metrics; None for all of the chip."""
+        """The requested metrics; None for all metrics of the chip."""
         return listed(self.ncu_metrics, "--ncu-metrics", "metric; try dram_read_bytes") or None
 
     @property

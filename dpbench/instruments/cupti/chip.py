@@ -1,4 +1,4 @@
-"""What a chip can count and in how many passes (without a GPU); and the chip of a GPU."""
+"""Says what a chip can count and in how many passes (without a GPU), and which chip a GPU is."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Image = ctypes.Array[c_uint8]
 """Bytes that only CUPTI can interpret."""
 
 MAY_LACK = ("nvlrx__", "nvltx__", "pcie__")
-"""How the names of link counters begin. On a GPU without such a link they have no value."""
+"""Prefixes of the names of link counters. On a GPU without such a link they have no value."""
 
 BUSY_SECONDS = 10.0
-"""How long to retry while another process holds the counters. Nsight Compute keeps them for a
-moment after its program has ended and released the lock of the GPU."""
+"""How long to retry while another process holds the counters. Nsight Compute holds them for a
+moment longer than the lock of the GPU."""
 
 
 def image_fields(name: str, image: Image) -> dict[str, Any]:
@@ -103,8 +103,8 @@ class Chip:
     def spread(self, counters: Iterable[str], common: Sequence[str]) -> list[list[str]]:
         """Divide counters into groups of one pass, each with the common ones if they fit.
 
-        Those of links come last, in groups of their own, because they seldom fit with others, and
-        to try each takes 3 ms.
+        Link counters come last, in groups of their own: they seldom fit with others, and each try
+        takes 3 ms.
         """
         counters = list(counters)
         if self._fit_one_pass(counters):

@@ -43,10 +43,10 @@ On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and
 class RangeProfiler:
     """CUPTI's range profiler on one CUDA context; it can be started again after a stop.
 
-    It counts all work in the context, in whichever thread or stream. Synchronize before push and
-    pop, which do not wait for the GPU. Each takes 0.01 ms, or 0.4 ms with counters of the SMs, and
-    this time is outside the range. A context has one profiler at a time. A profiler has one
-    configuration, of one pass: after a second `SetConfig` new counters would have no value.
+    It counts all work in the context, in any thread or stream. Push and pop do not wait for the
+    GPU, so synchronize before them. Each takes 0.01 ms, or 0.4 ms with counters of the SMs, outside
+    the range. A context has one profiler at a time. A profiler has one configuration, of one pass:
+    after a second `SetConfig` new counters would have no value.
     """
 
     def __init__(
@@ -137,20 +137,20 @@ class RangeProfiler:
 
 
 Ranges = list[tuple[str, dict[str, float]]]
-"""The phase of each range of a step, and its NVLink bytes, which an open one lacks."""
+"""The phase of each range of a step, with its NVLink bytes (empty while the range is open)."""
 
 
 class StepCounter:
     """A `PhaseListener` that counts steps, in rounds.
 
-    A round is one step, or several equal ones if the metrics need several passes: each step then
-    counts one group of counters. The GPU is synchronized at the borders of phases, so that the CPU
+    A round is one step. If the metrics need several passes, it is several equal steps, each of
+    which counts one group of counters. The GPU is synchronized at the borders of phases, so the CPU
     cannot run ahead. Times and busy shares by phase therefore only say how a step's time is
-    divided; those of a step counted as a whole are undisturbed. NVML's counters of NVLink are read
-    at the same borders, in every step. What a rank receives may come in the phase or step before:
-    one that is ahead sends until NCCL's buffers are full (48 MiB between two H100s). CUPTI goes on
-    counting from one step to the next while it has room for their ranges, because starting it takes
-    0.2 s.
+    divided; a step counted as a whole is undisturbed. NVML's counters of NVLink are read at the
+    same borders, in every step. Bytes may be received in the phase or step before the one that
+    needs them: a sending rank that is ahead fills NCCL's buffers (48 MiB between two H100s).
+    Starting CUPTI takes 0.2 s, so it counts on from one step to the next while it has room for
+    their ranges.
 
     Args:
         names: what to count beside DRAM bytes, time and busy shares; None for everything.
@@ -178,14 +178,14 @@ class StepCounter:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            # Steps of one configuration are consecutive: another one needs a new profiler.
+            # Steps of one configuration are consecutive: each configuration needs a new profiler.
             self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
         self.steps = len(self._plan)  # how many steps must be observed
         self._step: Ranges = []
-        self._unread: list[Ranges] = []  # of the steps that ended since CUPTI was started
-        self._counted: list[ByPhase] = []  # the steps before those
+        self._unread: list[Ranges] = []  # steps that ended since CUPTI was started
+        self._counted: list[ByPhase] = []  # values of the steps before those
 
     def start_step(self) -> None:
         configuration, self._by_phase = self._plan[len(self._counted) + len(self._unread)]
@@ -193,7 +193,7 @@ class StepCounter:
             self._profiler.close()
             self._profiler = self._open(configuration)
         self._target.synchronize()
-        self._crossed = self._target.payload()  # now: another rank may start faster, and send
+        self._crossed = self._target.payload()  # read now: another rank may start earlier, and send
         if not self._unread:
             self._profiler.start()
         self._step = []
@@ -212,7 +212,7 @@ class StepCounter:
             self._read()
 
     def _read(self) -> None:
-        """Stop CUPTI, and add up the ranges of each step since its start by phase."""
+        """Stop CUPTI; sum the ranges of each step since its start by phase."""
         steps, self._unread = self._unread, []
         read = iter(self._profiler.stop())
         for ranges in steps:
@@ -229,7 +229,7 @@ class StepCounter:
     def _end(self) -> None:
         self._target.synchronize()
         self._profiler.pop()
-        # Read once: a rank that is ahead sends at a border, and no byte is to lie between phases.
+        # Read once per border, so that bytes sent meanwhile by other ranks count in one phase.
         before, self._crossed = self._crossed, self._target.payload()
         self._step[-1][1].update({name: n - before[name] for name, n in self._crossed.items()})
 
@@ -242,12 +242,12 @@ class StepCounter:
         return [self._metrics_of(self._counted[i::rounds]) for i in over]
 
     def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
-        """The metrics of a round, from what each of its steps counted."""
+        """Combine the counts of a round's steps into its metrics."""
         self._check_alike(steps)
         values: ByPhase = {}
         for step in steps:
             for phase, counted in step.items():
-                values[phase] = counted | values.get(phase, {})  # the first step's, if both have it
+                values[phase] = counted | values.get(phase, {})  # the first step's value wins
         return {
             phase: {
                 metric.name: metric.value(counted)
@@ -261,7 +261,7 @@ class StepCounter:
     def _check_alike(self, steps: Sequence[ByPhase]) -> None:
         """Raise if the steps of a round moved different DRAM bytes, so that they are not equal.
 
-        A round of one step has nothing to compare; how rounds differ is a spread, not an error.
+        A round of one step is not checked. A difference between rounds is spread, not an error.
         """
         if any(step.keys() != steps[0].keys() for step in steps):
             raise StepsDiffer("the steps have different phases")
@@ -279,7 +279,7 @@ class StepCounter:
 
 
 def _sum(counted: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sums over several ranges, by counter."""
+    """Sum the counters of several ranges."""
     first, *others = counted
     return {name: value + sum(more[name] for more in others) for name, value in first.items()}
 

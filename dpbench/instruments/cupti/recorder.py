@@ -24,15 +24,16 @@ from dpbench.training.phases import PhaseListener
 class CuptiRecorder(Recorder):
     """Times steps without counters, and then counts others by phase and as a whole.
 
-    The steps of a script may differ from each other, so by default only metrics that fit in one
-    pass on Hopper and newer chips are counted: DRAM bytes and busy shares. As many steps are
-    counted by phase as are timed, and as many as a whole, within which nothing is synchronized.
+    The steps of a script may differ. So by default only metrics that fit in one pass on Hopper and
+    newer chips are counted: DRAM bytes and busy shares. The numbers of timed steps, of steps
+    counted by phase, and of steps counted as a whole are equal. Nothing is synchronized within the
+    last.
 
     Args:
         timed: how many steps are timed.
         names: what to count beside DRAM bytes, time and busy shares; None for everything.
-        alike: whether all steps are equal, as those of a case are. Then one step in each pass is
-            counted by phase, and few as a whole.
+        alike: whether all steps are equal, as in a case. Then each pass has one step by phase, and
+            a few as a whole.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ def cupti_rows(case: Subject, record: Mapping[str, Any]) -> Iterator[Measurement
     device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
     for row in timing_rows(case, dict(record)):
         yield replace(row, instrument=NAME, tool=tool)
-    repeats = {True: count(), False: count()}  # by whether a step was counted as a whole
+    repeats = {True: count(), False: count()}  # the keys say whether a step was counted as a whole
     for step in record["counted"]:
         where = (next(repeats[STEP in step]), device, tool)
         for phase, values in step.items():

@@ -29,7 +29,7 @@ Payload = Callable[[], dict[str, float]]
 
 
 def payload_of(uuid: str) -> tuple[Payload, str]:
-    """A reader of a GPU's payload; or one that reads nothing, and why NVML does not count it."""
+    """Return a reader of a GPU's payload and ""; or an empty reader, and why NVML cannot count."""
 
     def read() -> dict[str, float]:
         asked = [(field, ALL_LINKS) for field in FIELDS.values()]

@@ -151,7 +151,7 @@ class ByteCounter(TorchDispatchMode):
             return NotImplemented  # dispatches again with this rank's tensors
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # two of three calls: skip the next mode
+            return args[0].fake_device  # two thirds of all calls: skip the next mode
         if func.namespace in NOT_WORK:
             return func(*args, **kwargs)
         if is_composite(func):  # inference mode does not decompose it
@@ -165,7 +165,7 @@ class ByteCounter(TorchDispatchMode):
         else:
             out = self._run(runs, args, kwargs)
             effect.answer = None if given is None else answer(out, given)
-        if device == "meta":  # takes no memory on a GPU either
+        if device == "meta":  # it would take no GPU memory either
             return out
         for tensor in tensors(out):
             self.memory.see(tensor)
@@ -243,7 +243,7 @@ class RunningCounter(ByteCounter):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep torch.compile out of this mode: a script may use it."""
+        """Do not skip PyTorch's guard, because a script may use torch.compile."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,7 +260,7 @@ class RunningCounter(ByteCounter):
         try:
             self._record(phase, func, cost(func, args, kwargs, out))
             self.memory.run(phase, [*args, *kwargs.values()], out)
-        except Exception as error:  # only the counter failed: the script goes on
+        except Exception as error:  # only counting failed: the script goes on
             self._leave_out(func, args, out, error)
         return out
 
@@ -336,7 +336,7 @@ def is_composite(func: OpOverload) -> bool:
 
 
 def is_distributed(types: Iterable[type]) -> bool:
-    """Whether a call has a sharded tensor, or one that a collective has yet to fill."""
+    """Whether an argument is a DTensor, or a tensor that a collective is still to fill."""
     return any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types)
 
 

@@ -52,18 +52,18 @@ of norms from the first step on."""
 MOST_STEPS = 3
 
 Counted = tuple[tuple[OperatorCount, ...], dict[str, int], int]
-"""Of one step: its operators, the most live bytes of each phase, and its largest tensor."""
+"""The counts of one step: operators, peak live bytes by phase, bytes of the largest tensor."""
 
 
 @dataclass(frozen=True)
 class Logical(Instrument):
     """Counts one step of a case; needs neither a GPU nor the case's memory.
 
-    The first steady step is counted: one that leaves as many live bytes as it found, within
-    `STEADY`. Earlier steps are warm-up, in which optimizers allocate state. Later steps would equal
-    it, but for Poisson batches: each of their sizes is counted, and the operators are those of the
-    steady step, which has the expected size. If none of `MOST_STEPS` steps is steady, the last is
-    counted, with a note.
+    The first steady step is counted: the first that leaves as many live bytes as it found, within
+    `STEADY`. Earlier steps are warm-up, in which optimizers allocate state. Later steps would be
+    equal. With Poisson batches they are not, so a step of each sampled size is counted too; the
+    operators are those of the steady step, which has the expected size. If none of `MOST_STEPS`
+    steps is steady, the last is counted, with a note.
 
     For a case of several ranks, the first rank is counted (see `one_rank`), in its second step or
     later: in the first step PyTorch runs operators on whole tensors to learn how they are sharded.
@@ -86,7 +86,7 @@ class Logical(Instrument):
         return cls(settings.timeout, settings.ncu_dir, settings.active)
 
     def start(self, case: Case) -> PendingMeasurement:
-        """Start a process, or return a count that this process does when the rows are asked for."""
+        """Start a process, or return an object that counts here when its rows are asked for."""
         if (
             is_builtin(case)
             and not _in_process_group()
@@ -112,8 +112,8 @@ class Logical(Instrument):
     def count(self, case: Case) -> Outcome:
         """Count a case in this process, or raise `CaseFailed`.
 
-        Notes say which values were assumed, and which light operators were counted by their schema.
-        Tables name the heavy ones.
+        Notes name assumed values, and operators of few bytes that were counted by their schema.
+        Tables name such operators of many bytes.
         """
         from dpbench.child.build import about_sizes, labels_of
         from dpbench.instruments.logical.counter import logical_rows
@@ -140,7 +140,7 @@ class Logical(Instrument):
     def counted(
         self, case: Case, read: Callable[[TrainerBase], T]
     ) -> tuple[ByteCounter, T, list[Counted]]:
-        """Count a case: the counter, what ``read`` returns of the trainer, and the counts.
+        """Count a case; return the counter, the result of ``read(trainer)``, and the counts.
 
         Raises:
             CaseFailed: a step fails.
@@ -247,7 +247,7 @@ def live_bytes(counter: ByteCounter) -> int:
 @contextmanager
 def new_objects_collected() -> Iterator[None]:
     """Make the garbage collector skip old objects, PyTorch's above all: it takes half the time."""
-    if gc.get_freeze_count():  # others' frozen objects would be unfrozen too
+    if gc.get_freeze_count():  # do not unfreeze others' objects
         yield
         return
     gc.freeze()

@@ -53,7 +53,7 @@ class Memo:
     def look_up(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Effect, Given | None]:
-        """The effect of a call, and its tensors, or None if the call cannot be remembered."""
+        """The effect of a call, and its tensors, which are None if it cannot be remembered."""
         if not is_usual(func):
             return Effect(), None
         given: list[FakeTensor] = []

@@ -65,7 +65,7 @@ def _layout(
 ALLOCATION_BYTES = 512  # block size of PyTorch's CUDA allocator
 
 UNSHARED = 4, 2
-"""Reference counts, seen in `in_place`, of a gradient and its storage that only autograd holds."""
+"""Reference counts of a gradient and of its storage, in `in_place`, if only autograd holds them."""
 
 
 class LiveMemory:
@@ -100,7 +100,7 @@ class LiveMemory:
 
 
 Origin: TypeAlias = tuple[str, str, int, str]
-"""Phase, file, line, and the function and node of autograd that ran, of an allocation."""
+"""Where an allocation was made: phase, file, line, and function with autograd node."""
 
 BEFORE = "made before the counted steps: "
 
@@ -108,10 +108,10 @@ BEFORE = "made before the counted steps: "
 class ScriptMemory(LiveMemory):
     """The live bytes of a script's tensors, by the source line that allocated them.
 
-    Nothing says which tensors of a script on a CPU would be on a GPU. Parameters, buffers,
-    gradients and optimizer state are; others are from the operator on that uses them in a phase of
-    a step, or together with one that is. So a data set that only its loader reads is not. If the
-    script uses CUDA, its CUDA tensors are counted.
+    If the script uses CUDA, its CUDA tensors are counted. On a CPU it is unknown which tensors
+    would be on a GPU. Parameters, buffers, gradients and optimizer state are counted. Any other
+    tensor is counted once an operator uses it in a phase of a step, or together with a counted
+    tensor. So a data set that only its loader reads is not counted.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class ScriptMemory(LiveMemory):
         found: dict[str, list[Any]] = {"parameters": [], "buffers": [], "optimizer state": []}
         modules, optimizers = subclasses(nn.Module), subclasses(torch.optim.Optimizer)
         kinds = modules | optimizers | subclasses(nn.Parameter)
-        # Not isinstance, which takes longer for millions, and may call code of the object.
+        # Not isinstance: it is slower for millions of objects, and may run an object's own code.
         for each in [each for each in gc.get_objects() if type(each) in kinds]:
             if type(each) in modules:
                 found["buffers"] += vars(each).get("_buffers", {}).values()
@@ -140,11 +140,11 @@ class ScriptMemory(LiveMemory):
         for what, values in found.items():
             for tensor in tensors(values):
                 with suppress(RuntimeError, ValueError):  # sparse, or not initialized yet
-                    local = getattr(tensor, "_local_tensor", tensor)  # of a sharded one
+                    local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a DTensor
                     self.see(local, (OUTSIDE, BEFORE + what, 0, ""))
 
     def start_step(self) -> None:
-        """Forget the peak of the last step, and what only reference cycles hold of it."""
+        """Forget the last step's peak, and collect its tensors that only reference cycles hold."""
         gc.collect()
         self._highest, self._at_peak = self.now, dict(self._held)
 
@@ -175,7 +175,7 @@ class ScriptMemory(LiveMemory):
                 self._highest, self._at_peak = self.now, dict(self._held)
 
     def _freed(self, key: int) -> None:
-        if origin := self._origins.pop(key, None):  # none of a storage that is empty
+        if origin := self._origins.pop(key, None):  # an empty storage has none
             self._held[origin] -= self._known[key][0]
         super()._freed(key)
 

@@ -1,4 +1,4 @@
-"""How many bytes one ATen operator must read and write, and why.
+"""Computes how many bytes one ATen operator must read and write, and states the rules.
 
 The count is a floor. It assumes an ideal execution: one operator after another, no cache that
 outlives an operator, and no byte fetched twice within an operator. A real GPU moves more where a
@@ -166,7 +166,7 @@ general rule, from their schema, and are reported as such."""
 
 
 class Limits(NamedTuple):
-    """Most bytes of an argument that are read and written, where that is less than all."""
+    """Upper limits, in bytes, of what is read and written of an argument, if less than all."""
 
     reads: Mapping[str, int] = {}
     writes: Mapping[str, int] = {}

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 MOST_ASKED = 10_000
-"""Number of values that one line may ask for in a step; more are an endless loop."""
+"""How many values one line may ask for in a step. A line that asks for more loops for ever."""
 
-PATIENCE = 100  # true answers to one line while a model is built
+PATIENCE = 100  # number of true answers to one line, while a model is built
 NOT_USER_CODE = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
 """Path prefixes of PyTorch's files and of this package's."""
 

@@ -38,7 +38,7 @@ KERNELS = "kernels"
 
 DRAM = ("dram_read_bytes", "dram_write_bytes")
 L2 = "lts__t_bytes.sum"
-"""The metrics of DRAM, and the counter of the L2, that are the bytes of a `KernelCount`."""
+"""The DRAM metrics and the L2 counter from which the bytes of a `KernelCount` are taken."""
 
 TIME = "gpu__time_duration.sum"  # duration of an action, ns
 
@@ -56,7 +56,7 @@ class ForeignReport(InstrumentError):
 
 
 class NothingProfiled(InstrumentError):
-    """A report without a range or kernel, of which ncu itself makes no error."""
+    """A report without a range or kernel, for which ncu itself reports no error."""
 
     remedy = (
         "a step must run its work inside `trainer.train_step`, and ncu must follow that process"
@@ -85,7 +85,7 @@ def read(
         counted = {name: counter(action, name, path).value() for name in counters(metrics)}
         for metric in metrics:
             value = metric.value(counted)
-            if not math.isfinite(value):  # no document could hold it
+            if not math.isfinite(value):  # JSON cannot hold it
                 raise CounterUnknown(f"{path}: {metric.name} of {step}.{phase} is {value}")
             sums[step, phase, metric] += value
             sums[step, STEP, metric] += value
@@ -105,7 +105,7 @@ def write_description(report: Path, case: Subject, settings: Mapping[str, Any]) 
 
 
 def case_of(path: Path) -> Subject:
-    """The case that the file beside a report says; without one, a script called as the report."""
+    """The case in the file beside a report; without such a file, a script named like the report."""
     description = path.with_suffix(".json")
     try:
         if not description.exists():

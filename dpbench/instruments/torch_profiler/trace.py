@@ -131,7 +131,7 @@ class _Timeline:
         self.starts = [float(event["ts"]) for event in self.phases]
 
     def locate(self, when: float) -> tuple[int, str]:
-        """The step and phase at a time; time before the first step belongs to it."""
+        """The step and phase at a time; time before the first step belongs to the first step."""
         step = max(0, bisect_right(self.step_starts, when) - 1)
         place = bisect_right(self.starts, when) - 1
         if place < 0 or when > self.starts[place] + float(self.phases[place]["dur"]):
