@@ -94,9 +94,15 @@ class KeptNoise:
             key: identifies the tensor over steps.
             generator: draws z; PyTorch's default one if None.
         """
-        flat = total.view(-1)
+        # cuBLAS fails on matrices with 2^31 numbers or more.
+        for number, part in enumerate(total.view(-1).split((2**31 - 1) // self._before)):
+            self._add_to_part(part, deviation, (key, number), generator)
+
+    def _add_to_part(
+        self, flat: Tensor, deviation: float, key: Hashable, generator: torch.Generator | None
+    ) -> None:
         if key not in self._kept:
-            wide = torch.promote_types(total.dtype, torch.float32)
+            wide = torch.promote_types(flat.dtype, torch.float32)
             self._kept[key] = flat.new_zeros(self._before, flat.numel(), dtype=wide)
         kept, step = self._kept[key], self._steps.get(key, 0)
         self._steps[key] = step + 1
