@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dpbench.core.case import ALL_PHASES, AXES, COUNTS, USUAL
+from dpbench.core.case import ALL_PHASES, AXES, COUNTS, OPTIONAL_AXES, USUAL
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metric import AGGREGATES, HOWS, Kind, Shown
 from dpbench.core.subject import SCRIPT, Subject, subject_from
@@ -29,12 +29,11 @@ _TYPES: dict[str, Any] = {
 }
 """Types of the fields of rows, operators and kernels, as they are written."""
 
-NEW_AXES = ("sampling", "compile")
-"""Axes that documents may lack: what they hold was measured with the default."""
-
-_AXES: list[Any] = [
-    (axis, int if axis in COUNTS else str, *([""] if axis in NEW_AXES else [])) for axis in AXES
-]
+_AXES: list[Any] = []
+"""The fields of a case. A document may leave out `OPTIONAL_AXES` where the value is the default."""
+for _axis in AXES:
+    _kind: Any = int if _axis in COUNTS else str
+    _AXES.append((_axis, _kind, *([_kind()] if _axis in OPTIONAL_AXES else [])))
 
 
 class Environment(msgspec.Struct):
@@ -191,8 +190,9 @@ def parsed(data: bytes) -> dict[str, Any]:
     document: dict[str, Any] = msgspec.json.decode(data)
     for part in ("cases", *LISTS):
         for entry in document.get(part, ()):
-            for axis in NEW_AXES:
-                entry.setdefault(axis, USUAL[axis] if entry["workload"] != SCRIPT else "")
+            for axis in OPTIONAL_AXES:
+                usual = USUAL[axis]
+                entry.setdefault(axis, usual if entry["workload"] != SCRIPT else type(usual)())
             subject_from(entry)
     known: set[tuple[Subject, tuple[str, ...]]] = set()
     for entry in document.get("cases", ()):
