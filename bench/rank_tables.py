@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from bench.runs import of_rank, path_of, run, value
-from bench.tables import SENT, TABLES, Place, gb, joined, markdown, ms, peak, ratio, table
+from bench.tables import (
+    COUNTED_RANKS,
+    SENT,
+    TABLES,
+    Place,
+    gb,
+    joined,
+    markdown,
+    ms,
+    peak,
+    ratio,
+    table,
+)
 from dpbench.results.rows import STEP
 
 __all__ = ["TABLES"]
@@ -16,7 +28,11 @@ PLACES = {
         for precision in ("fp32", "bf16")
         for length in (256, 1024)
     ],
-    "fsdp2": [Place("ranks-fsdp2-256", "8x256", precision) for precision in ("fp32", "bf16")],
+    "fsdp2": [
+        Place(f"ranks-fsdp2-{length}", f"8x{length}", precision)
+        for precision in ("fp32", "bf16")
+        for length in (256, 1024)
+    ],
     "lora": [Place("ranks-lora", "8x1024", "bf16")],
     "h100": [
         Place(file, "8x256", precision)
@@ -28,19 +44,11 @@ PLACES = {
 
 TRAINERS = {
     "ddp": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
-    "fsdp2": ("dpsgd_ghost", "ghost_lean"),
+    "fsdp2": ("dpsgd_ghost", "ghost_lean", "fused"),
     "lora": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
     "h100": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
 }
 """The private trainers of each."""
-
-APART = {("ranks-fsdp2-256", "fused"): "ranks-fused-fsdp2-256"}
-"""Files of trainers that were measured in a run of their own, with a standard step beside them."""
-
-
-def of(place: Place, trainer: str) -> Place:
-    """Where a trainer was measured in the place of others."""
-    return place._replace(file=APART.get((place.file, trainer), place.file))
 
 
 def cell(place: Place, trainer: str) -> str:
@@ -68,7 +76,7 @@ def ranks_measured(parallel: str, *trainers: str) -> str:
     """Time, bytes of both ranks, peak memory of one: of standard, and of the others ÷ it; busy."""
     rows = []
     for trainer in ("standard", *(trainers or TRAINERS[parallel])):
-        rows.append([trainer, *(cell(of(p, trainer), trainer) for p in PLACES[parallel])])
+        rows.append([trainer, *(cell(place, trainer) for place in PLACES[parallel])])
     rows[0][0] = "standard: ms, GB, GB"
     heads = (head(parallel, place) for place in PLACES[parallel])
     return markdown(["time, bytes, memory; busy", *heads], rows)
@@ -82,7 +90,7 @@ def ranks_sent() -> str:
         place = PLACES[parallel][0]
         for trainer in ("standard", *TRAINERS[parallel]):
             axes = {"trainer": trainer, "parallel": parallel}
-            counted = value("counted-ranks", SENT, gpus=2, **axes)
+            counted = value(COUNTED_RANKS, SENT, gpus=2, **axes)
             payload, all_of_it = (
                 value(place.file, metric, trainer=trainer, **place.axes)
                 for metric in (PAYLOAD, WITH_PROTOCOL)
@@ -95,7 +103,7 @@ def ranks_sent() -> str:
 
 
 PROFILES = {
-    "ddp": ("h100-ranks-profile-ddp", "h100-ranks-ddp-256", ("standard", *TRAINERS["ddp"])),
+    "ddp": ("ranks-profile-ddp", "ranks-ddp-256", ("standard", *TRAINERS["ddp"])),
     "fsdp2": ("ranks-profile-fsdp2", "ranks-fsdp2-256", ("standard", "ghost_lean", "fused")),
 }
 """Files of a profile and of counted bytes, and the trainers."""

@@ -67,8 +67,8 @@ SESSIONS = (
 Metric = Callable[[Place, str], float]
 
 SENT = "collective_bytes"
-COUNTED_RANKS = ("counted-ranks", "counted-more-ranks")
-"""Runs that count one rank of several."""
+COUNTED_RANKS = "counted-ranks"
+"""The run that counts one rank of several."""
 
 
 def table(function: Callable[..., str]) -> Callable[..., str]:
@@ -298,28 +298,19 @@ def spread(of_trainers: Iterable[dict[str, float]]) -> float | None:
 # --- several GPUs, diffs, peers, files ------------------------------------------------------------
 
 
-def of_ranks(number: Callable[..., float], *what: str, **axes: object) -> float:
-    """A counted number of one rank, from the file that has it."""
-    first, second = COUNTED_RANKS
-    try:
-        return number(first, *what, **axes)
-    except LookupError:
-        return number(second, *what, **axes)
-
-
 @table
 def ranks(parallel: str, *trainers: str) -> str:
     """What one rank sends and draws, counted."""
     rows = []
-    standard = of_ranks(value, SENT, trainer="standard", parallel=parallel, gpus=64)
+    standard = value(COUNTED_RANKS, SENT, trainer="standard", parallel=parallel, gpus=64)
     for trainer in trainers:
         axes = {"trainer": trainer, "parallel": parallel}
-        sent = [of_ranks(value, SENT, gpus=gpus, **axes) for gpus in (8, 64, 1024)]
+        sent = [value(COUNTED_RANKS, SENT, gpus=gpus, **axes) for gpus in (8, 64, 1024)]
         noise = "-"
         with suppress(LookupError):
-            noise = f"{of_ranks(value, 'logical_bytes', 'noise', gpus=64, **axes) / 1e9:.2f}"
+            noise = f"{value(COUNTED_RANKS, 'logical_bytes', 'noise', gpus=64, **axes) / 1e9:.2f}"
         shown = (f"{number / 1e9:.2f}" for number in sent)
-        calls = f"{of_ranks(collectives, gpus=64, **axes):.0f}"
+        calls = f"{collectives(COUNTED_RANKS, gpus=64, **axes):.0f}"
         rows.append([trainer, *shown, sent[1] / standard, calls, noise])
     heads = [parallel, "8 GPUs", "64 GPUs", "1024 GPUs", "÷ standard", "collectives", "noise GB"]
     return markdown(heads, rows)
@@ -381,6 +372,30 @@ def peers() -> str:
             row += [f"{moved / 1e9:.1f}", f"{moved / standard:.2f}"]
         rows.append(row)
     return markdown(["trainer", "GB, two layers", "÷ standard", "GB, `1b`", "÷ standard"], rows)
+
+
+@table
+def correlated() -> str:
+    """Time, bytes and memory ÷ standard at 8 × 256 by bands of noise, and what one more adds."""
+    bands = (1, 2, 4, 8, 16, 32)
+    methods = (("fused", "drawn again", 32), ("lean", "stored", 16), ("dpsgd", "stored", 8))
+    metrics = ms, gb, peak
+    rows = []
+    for precision, shown in (("fp32", methods), ("bf16", methods[:2])):
+        for trainer, how, most in shown:
+            file = "banded-lean-256" if trainer == "lean" else "banded-256"
+            place = Place(file, "8x256", precision)
+            names = [
+                trainer,
+                *(f"{trainer}:bands={b},noise=banded" for b in bands[1:] if b <= most),
+            ]
+            cells = [joined(ratio(metric, place, name) for metric in metrics) for name in names]
+            more = (metric(place, names[-1]) - metric(place, trainer) for metric in metrics)
+            each = joined((abs(number) / (most - 1) for number in more), 1)
+            gaps = ["-"] * (len(bands) - len(cells))
+            rows.append([f"{trainer}, {how}, {precision}", *cells, *gaps, each])
+    heads = "time, bytes, memory; bands:", *map(str, bands), "each more: ms, GB, GB"
+    return markdown(heads, rows)
 
 
 @table

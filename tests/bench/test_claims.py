@@ -6,6 +6,7 @@ import pytest
 
 from bench.runs import collectives, printed, value
 from bench.tables import (
+    COUNTED_RANKS,
     METHODS,
     MODELS,
     OPACUS,
@@ -21,8 +22,6 @@ from bench.tables import (
     seen,
     spread,
 )
-
-RANKS = "counted-ranks"
 
 
 def test_fused_costs_little_more_than_a_standard_step() -> None:
@@ -97,14 +96,14 @@ def test_sessions_differ_in_bytes_by_less_than_1_percent(place: Place) -> None:
 
 
 def test_under_ddp_all_send_the_same_and_opacus_in_more_calls() -> None:
-    for trainer in (*PRIVATE, "lean", "fused"):
+    for trainer in ("dpsgd", "dpsgd_ghost", "lean", "fused"):
         sent, standard = (
-            value(RANKS, SENT, trainer=name, parallel="ddp", gpus=64)
+            value(COUNTED_RANKS, SENT, trainer=name, parallel="ddp", gpus=64)
             for name in (trainer, "standard")
         )
         assert sent == standard
     calls = {
-        trainer: collectives(RANKS, trainer=trainer, parallel="ddp", gpus=64)
+        trainer: collectives(COUNTED_RANKS, trainer=trainer, parallel="ddp", gpus=64)
         for trainer in ("standard", "dpsgd", "lean")
     }
     assert calls["standard"] < calls["lean"] < calls["dpsgd"]
@@ -112,3 +111,15 @@ def test_under_ddp_all_send_the_same_and_opacus_in_more_calls() -> None:
 
 def test_every_private_trainer_was_measured_in_four_cells() -> None:
     assert all(ms(place, trainer) > 0 for place in METHODS for trainer in (*PRIVATE, *OWN))
+
+
+def test_drawing_a_noise_again_takes_less_time_than_storing_it_and_moves_nothing() -> None:
+    for precision in ("fp32", "bf16"):
+        drawn, stored = (Place(f, "8x256", precision) for f in ("banded-256", "banded-lean-256"))
+        assert abs(gb(drawn, "fused:bands=32,noise=banded") - gb(drawn, "fused")) < 0.1
+        for bands in (2, 4, 8, 16):
+            longer = [
+                ms(place, f"{trainer}:bands={bands},noise=banded") - ms(place, trainer)
+                for place, trainer in ((drawn, "fused"), (stored, "lean"))
+            ]
+            assert longer[0] < longer[1]
