@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -22,6 +23,7 @@ from dpbench.child.recorder import Recorder
 from dpbench.child.task import OF_PARENT
 from dpbench.core import gpu
 from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import Metric
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Subject
@@ -99,6 +101,14 @@ class Ncu(InProcessInstrument):
             "metrics": tuple(resolve(asked.names, gpu.chip_here())),
         }
         return super().from_settings(settings, **own | chosen)
+
+    def check(self) -> None:
+        if find_spec("ncu_report") is None:
+            raise ConfigurationError(
+                "ncu reports are read with the package ncu-report, which is not installed: pip "
+                "install ncu-report, or put extras/python of Nsight Compute on PYTHONPATH"
+            )
+        super().check()
 
     def check_script(self) -> None:
         self.check()

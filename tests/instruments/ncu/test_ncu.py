@@ -46,6 +46,14 @@ def test_the_whole_argument_list() -> None:
     ]
 
 
+def test_a_report_that_could_not_be_read_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpbench.instruments.ncu.ncu.find_spec", lambda _: None)
+    with pytest.raises(ConfigurationError, match="pip install ncu-report, or put extras/python"):
+        Ncu(tmp_path).check()
+
+
 def test_no_option_is_given_twice() -> None:
     """Nsight Compute refuses to run if one is."""
     command = Ncu(Path("reports")).profiler_command(CASE)

@@ -1,0 +1,54 @@
+"""The documents as a site: each page is built, and each link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("material", reason="mkdocs-material is not installed")
+
+from bench.site import ROOT, TOP
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a link or heading that is not there raises an error."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        patch.setenv("GITHUB_REPOSITORY", "someone/dpbench")
+        into = tmp_path_factory.mktemp("site")
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(into)))
+    return into
+
+
+def text_of(site: Path, page: str) -> str:
+    return (site / page / "index.html").read_text(encoding="utf-8")
+
+
+def test_each_document_is_a_page(site: Path) -> None:
+    documents = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("**/*.md")}
+    for document in {*documents, *TOP}:
+        folder = re.sub(r"(?:(?<=/)README|^index|(?<=[^/]))\.md$", "", document)
+        assert "<h1" in text_of(site, folder)
+
+
+def test_links_to_other_files_lead_to_the_repository(site: Path) -> None:
+    at = "https://github.com/someone/dpbench/blob/main/"
+    assert f'"{at}dpbench/training/lean.py"' in text_of(site, "reference")
+    assert f'"{at}docs/results/upstream.txt"' in text_of(site, "upstream/kept")
+    assert 'href="../contributing/#add-a-trainer"' in text_of(site, "guide")
+
+
+def test_tables_behind_a_comment_are_tables(site: Path) -> None:
+    findings = text_of(site, "findings")
+    assert findings.count("<table>") == 9
+    assert "|---" not in findings
+
+
+def test_committed_runs_are_not_copied(site: Path) -> None:
+    assert [*(site / "results").glob("*")] == [site / "results/index.html"]
