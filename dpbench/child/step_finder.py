@@ -342,7 +342,7 @@ class StepFinder:
 
     @property
     def started_processes(self) -> bool:
-        """Whether this process has since started other processes and waited for them."""
+        """Whether this process has started and awaited other processes since recording began."""
         return page_faults_of_children() > self._children
 
     def forget(self) -> None:

@@ -12,7 +12,7 @@ it needs that this environment lacks. Where no run with that number is written, 
 version is skipped.
 
 Bytes and operations are taken from one run. Times, powers and shares vary: COMMAND is repeated
-until the 95 % intervals of the means say whether LIMIT is exceeded, at most --repeat times. The
+until the 95 % intervals of the means decide whether LIMIT is exceeded, at most --repeat times. The
 exit status is 0 if a commit or version is named. It is 2 if none is: BAD is not worse than GOOD,
 times are ambiguous, or only skipped ones are left. It is 1 if GOOD or BAD cannot be measured.
 

@@ -57,7 +57,7 @@ from dpbench.instruments.interface import Instrument
 from dpbench.instruments.script import ScriptRun
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.results.conditions import premise_differences
+from dpbench.results.conditions import differing_conditions
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
 from dpbench.runner import measure
@@ -308,7 +308,7 @@ def _about_baseline(baseline: Run, here: Run) -> Iterator[str]:
     yield f"baseline: {baseline.name}, {baseline.path}"
     differences = [
         difference
-        for difference in premise_differences(baseline, here)
+        for difference in differing_conditions(baseline, here)
         if not any(of in difference for of in ("'s program ", "'s baseline "))
     ]
     if differences:

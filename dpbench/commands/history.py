@@ -33,7 +33,7 @@ from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
 from dpbench.core.subject import subject_from
 from dpbench.results.compare import Threshold, limited
-from dpbench.results.conditions import premise_differences
+from dpbench.results.conditions import differing_conditions
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, readable
@@ -119,7 +119,7 @@ def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Thr
         commit = ((run.environment.get("code") or {}).get("commit") or ABSENT)[:9]
         value = amount(row["value"], row["unit"], most)
         cells.append([*said, commit, value, change, VERDICTS[verdict]])
-        differ = [each for each in premise_differences(before, run) if each[:7] != "commit "]
+        differ = [each for each in differing_conditions(before, run) if each[:7] != "commit "]
         if differ or verdict is not False:
             notes.append(f"{said[0]}: {'; '.join(differ) or 'nothing else that is known differs'}")
         level, before = row if verdict else level, run

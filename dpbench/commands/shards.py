@@ -11,7 +11,7 @@ from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
 from dpbench.core.subject import Subject
-from dpbench.results.conditions import premise_differences
+from dpbench.results.conditions import differing_conditions
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
@@ -40,8 +40,8 @@ class Shard:
     def cases(self, cases: Iterable[Case]) -> list[Case]:
         """The cases of this shard, in order; a cell's trainers stay in one shard.
 
-        Cells are dealt to shards in the order of their hashes, so shard sizes differ by at most one
-        cell, and every machine divides a grid in the same way.
+        Cells are assigned to shards in turn, in the order of their hashes. So shards differ by at
+        most one cell in size, and every machine divides a grid in the same way.
         """
         trained = cells(cases)
         in_turn = sorted(trained, key=lambda cell: hashlib.sha256(cell.encode()).digest())
@@ -69,7 +69,7 @@ def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
     notes = []
     shards = [run for run in runs if _shard(run)]
     for run in others:
-        different = premise_differences(first, run)
+        different = differing_conditions(first, run)
         if shards and _shard(run):
             different += _grid_differences(shards[0], run)
         if (ours := first.baseline) != (theirs := run.baseline):

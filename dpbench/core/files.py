@@ -136,9 +136,9 @@ class Locked(Exception):
 def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
     """Hold a lock file; the system releases it if the process dies.
 
-    Yields its descriptor. It is None on file systems without locks (ENOLCK, EOPNOTSUPP, EIO), where
-    measuring goes on unlocked. (Some versions of filelock wait there for ever.) Without ``wait``,
-    `Locked` is raised if another process holds the lock, with what that wrote into the file.
+    Yields the file's descriptor, or None on file systems without locks (ENOLCK, EOPNOTSUPP, EIO):
+    there nothing is locked. (Some versions of filelock would wait for ever.) Without ``wait``,
+    raises `Locked` if another process holds the lock, with the text that it wrote into the file.
     """
     descriptor: int | None = None
     with ExitStack() as ending:

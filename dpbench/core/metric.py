@@ -89,7 +89,7 @@ class Timed(Aggregation):
 
 @dataclass(frozen=True)
 class Peak(Aggregation):
-    """The largest value at any moment, or any other number whose phases do not add up."""
+    """The largest value over time. Values of phases do not add up to that of the step."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "max"}
     adds_up: ClassVar[bool] = False

@@ -43,8 +43,8 @@ class Settings:
     )
     skip: bool = options.of_pytest("skip tests that take one of dpbench's fixtures")
     disable: bool = options.of_pytest(
-        "measure, save and write nothing: a step is taken once, and a test that asks for a number "
-        "is skipped there"
+        "run each step once and measure, save and write nothing; a test is skipped where it reads "
+        "a number"
     )
     grid: str = options.option(
         f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID"
@@ -203,7 +203,7 @@ class Settings:
         return _name(name, self.of_pytest)
 
     def chosen_grid(self) -> Grid:
-        """The grid with the axes that replace its own."""
+        """The named grid, with the axes that options give in place of its own."""
         return Grid.named(self.grid).with_axes(self.baseline, **self.axes)
 
     def of(self, options: type[Options]) -> Options:

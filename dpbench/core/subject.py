@@ -39,7 +39,7 @@ class Subject(Protocol):
 
     @property
     def cell(self) -> Hashable:
-        """What is equal for those that differ in nothing but the trainer."""
+        """The key of its cell: subjects that differ only in the trainer share a cell."""
 
     @property
     def file_name(self) -> str:

@@ -158,7 +158,7 @@ class WholeSession:
 
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker sends what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Share what the tests are known to ask for."""
+        """Tell the session's processes which cases the selected tests request."""
         if self.runs_tests and (known := [*filter(None, map(self.each_test.known, session.items))]):
             self.session.store.ask(known)
 

@@ -95,7 +95,7 @@ _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
 
 VARYING = ("_seconds", "_cycles", "_per_second", "_joules", "_watts", "_share")
-"""Suffixes of metrics that vary between equal runs: times, powers and shares of them."""
+"""Suffixes of metrics that vary between equal runs: times, cycles, energy, power and shares."""
 
 STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Student's t for 95 % confidence intervals of the mean, by degrees of freedom from 1. If two such

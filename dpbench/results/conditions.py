@@ -33,8 +33,8 @@ def begun(
 ) -> Run:
     """A new session with these instruments, as a run without cases.
 
-    Grid, settings and environment are as they would be read from a file; what JSON cannot hold
-    becomes text. If it measures only a ``shard``, the grid says so.
+    Grid, settings and environment have the form that a file gives them: values that JSON lacks are
+    text. The grid names the ``shard``, if only one is measured.
     """
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -63,14 +63,14 @@ def resumed(run: Run, begun: Run) -> Run:
     """
     if run.status != INTERRUPTED:
         raise ConfigurationError(f"{run.path} has been completed by another session")
-    if differences := premise_differences(run, begun, resumed=True):
+    if differences := differing_conditions(run, begun, resumed=True):
         raise ConfigurationError(
             f"{run.path} cannot be resumed, for this session differs: {'; '.join(differences)}"
         )
     return Run.merge([run, begun])
 
 
-def premise_differences(before: Run, after: Run, *, resumed: bool = False) -> list[str]:
+def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> list[str]:
     """List differences in versions, GPU, code, settings and metric definitions, one phrase each.
 
     A condition that only one run records (e.g. an instrument) does not count as a difference, nor

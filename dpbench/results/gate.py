@@ -20,7 +20,7 @@ from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Subject, samples_poisson, subject_from
 from dpbench.results.changes import grown_memory, largest_changes
 from dpbench.results.compare import CHANGES, Threshold, other_baseline, pairs
-from dpbench.results.conditions import premise_differences
+from dpbench.results.conditions import differing_conditions
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, STEP
@@ -271,7 +271,7 @@ class Gate:
         ):
             if names := _missing(mine, others):
                 yield f"{what}: {listed(names)}"
-        differences = [*premise_differences(before, after), other_baseline(before, after)]
+        differences = [*differing_conditions(before, after), other_baseline(before, after)]
         if any(differences):
             yield f"different from {before.name}: {'; '.join(filter(None, differences))}"
         if before.status != COMPLETE:

@@ -103,9 +103,9 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
     ("reduction", r"reduce_kernel|softmax|nll_loss|_reduce_|DeviceReduce|SegmentedReduce"),
     ("elementwise", r"elementwise|pointwise|transform_kernel"),
 )
-"""Categories and what a kernel's whole name must contain, as Nsight Compute demangles those that
-PyTorch's eager mode launches; upper and lower case are the same, and the first that fits counts.
-Multi-tensor kernels count as the optimizer's, who launches them."""
+"""Categories, and what a kernel's whole name contains, ignoring case; the first match counts. The
+names are those of PyTorch's eager mode, demangled by Nsight Compute. Multi-tensor kernels count as
+the optimizer's, which launches them."""
 
 _WRAPPERS = re.compile(
     r"(Unary|AUnary|BUnary|Binary)Functor|gpu_kernel_impl\w*|at_cuda_detail|cuda_cub"

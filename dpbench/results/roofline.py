@@ -40,18 +40,18 @@ class Roofs:
     devices: tuple[str, ...]  # its names in measured rows, as NVML and CUDA give them
     bandwidth: float  # of its memory, read and written together, B/s
     flops: Mapping[str, float]  # dense FLOP/s by precision; a multiply-add counts as two
-    premise: str  # what the figures are, e.g. NVIDIA H200 Tensor Core GPU data sheet
+    source: str  # what the figures are, e.g. NVIDIA H200 Tensor Core GPU data sheet
     memory: float | None = None  # bytes, if the document says so
 
     @classmethod
     def of(
-        cls, devices: Iterable[str], bandwidth: float, flops: Mapping[str, float], premise: str
+        cls, devices: Iterable[str], bandwidth: float, flops: Mapping[str, float], source: str
     ) -> Roofs:
         """The roofs of devices; under autocast, those for 16-bit products."""
         names = tuple(devices)
         known = {name: float(flops[name]) for name in PRODUCTS}
         known |= {f"{name}-amp": float(flops[name]) for name in ("bf16", "fp16") if name in flops}
-        return cls(names[0], names, float(bandwidth), known, premise)
+        return cls(names[0], names, float(bandwidth), known, source)
 
     def ridge(self, precision: str) -> float:
         """FLOP per byte above which arithmetic, not bandwidth, bounds the card."""
@@ -63,8 +63,8 @@ def _read_cards() -> Iterator[tuple[str, Roofs]]:
         sparse = {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
         flops = {name: peak * 1e12 for name, peak in {**sheet["tflops"], **sparse}.items()}
         flops.setdefault("fp16", flops["bf16"])  # most data sheets print one figure for both
-        premise = _CARDS_TOML["sources"][sheet["source"]]["title"]
-        roofs = Roofs.of(sheet["devices"], sheet["bandwidth"] * 1e9, flops, premise)
+        source = _CARDS_TOML["sources"][sheet["source"]]["title"]
+        roofs = Roofs.of(sheet["devices"], sheet["bandwidth"] * 1e9, flops, source)
         yield key, replace(roofs, memory=sheet["memory"] * 1e9 if "memory" in sheet else None)
 
 
@@ -95,8 +95,8 @@ def _plain(name: str) -> str:
 
 
 def _ceilings(found: Mapping[str, Any]) -> Roofs:
-    premise = f"measured, torch {found['torch']}"
-    return Roofs.of([found["device"]], found["bandwidth"], found["flops"], premise)
+    source = f"measured, torch {found['torch']}"
+    return Roofs.of([found["device"]], found["bandwidth"], found["flops"], source)
 
 
 def find_ceilings(device: str) -> Roofs:

@@ -160,7 +160,7 @@ def _schema() -> type[Any]:
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a run's document, by which it is checked when it is read.
 
-    What else a document has, such as ``ratios``, follows from its rows.
+    Further lists of a document, such as ``ratios``, are computed from its rows and not checked.
     """
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of dpbench"}
     return title | msgspec.json.schema(_schema())

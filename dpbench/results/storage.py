@@ -59,7 +59,7 @@ class Storage:
         return list(readable(self.paths(), Run.load_head, skipped)), skipped
 
     def find(self, text: str) -> Path:
-        """The file of a run: by its number, its path, or the name it was saved as, the newest."""
+        """The file of a run, found by its number, its path or its name; of several, the newest."""
         if not re.fullmatch(r"\d{1,18}", text):
             if stat.S_ISREG(mode_of(Path(text))):
                 return Path(text)

@@ -46,9 +46,9 @@ def additional(times: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.Data
 
     Returns:
         One row per case and device that takes longer than the ``baseline`` of its cell, with the
-        case's fields: ``more_seconds``, and for each of `PARTS` its own difference as a share of
-        these, e.g. ``idle_share``. Shares of arithmetic and bytes overlap; one can be negative or
-        above 1.
+        case's fields: ``more_seconds``, and for each of `PARTS` its difference as a share of
+        ``more_seconds``, e.g. ``idle_share``. Shares of arithmetic and bytes overlap; one can be
+        negative or above 1.
     """
     steps = times[times.phase == STEP]
     steps = steps.assign(cell=[case.cell for case in steps.case])

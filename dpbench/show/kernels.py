@@ -84,7 +84,7 @@ def _notes(
     if roofs:
         yield (
             f"Of peak: DRAM bytes ÷ that time, of the {roofs.bandwidth / 1e9:.4g} GB/s of "
-            f"{roofs.name} ({roofs.premise})."
+            f"{roofs.name} ({roofs.source})."
         )
     strangers = {count.kernel for count in counts if category(count.name) is None}
     if strangers:
@@ -112,8 +112,8 @@ def account_table(title: str, accounted: pd.DataFrame) -> Table:
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
     """A table for each cell and kind of bytes, from what `results.roofline.under` returned."""
     return [
-        _roofline(f"{title}: roofline of {premise}", rows, roofs)
-        for premise, group in table.groupby("bytes_are", sort=False)
+        _roofline(f"{title}: roofline of {bytes_are}", rows, roofs)
+        for bytes_are, group in table.groupby("bytes_are", sort=False)
         for title, rows in titled(in_order(group))
     ]
 
@@ -180,4 +180,4 @@ def roofs_in_words(roofs: Roofs, precisions: Iterable[str]) -> str:
         if name in roofs.flops
     ]
     roof = " and ".join(filter(None, [f"{roofs.bandwidth / 1e9:.4g} GB/s", " or ".join(peaks)]))
-    return f"Roofs of {roofs.name}: {roof} ({roofs.premise})."
+    return f"Roofs of {roofs.name}: {roof} ({roofs.source})."

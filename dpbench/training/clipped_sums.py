@@ -77,7 +77,7 @@ class ClippedSumTrainer(TrainerBase):
         return sums
 
     def begin_step(self) -> None:
-        """Refuse a changed model; discard the sums of an earlier step that failed."""
+        """Raise if the model has changed; discard the sums of a failed step."""
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # a forward without backward leaves the root module gathered
         self.known.check()
@@ -107,7 +107,7 @@ class ClippedSumTrainer(TrainerBase):
         return reductions
 
     def make_private(self, gradient: Tensor, number: int) -> None:
-        """Add noise to sum ``number``, or to this rank's share of it, and divide it to a mean."""
+        """Add noise to sum ``number`` and divide by the batch size; under DDP, to a rank's part."""
         # Not by ``alpha`` of `add_`: a CPU rounds that to the gradients' dtype, which in bf16
         # makes noise up to 0.4 % too small.
         if deviation := self.noise_multiplier * self.max_grad_norm:

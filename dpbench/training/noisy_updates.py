@@ -1,9 +1,9 @@
 """Operators that draw noise as they use it: written in Triton for a GPU, in PyTorch for a CPU.
 
-Both operators add ``deviation × z`` to a sum of clipped gradients. Philox draws the standard normal
-z (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). The seed is one int64, a new
-one for each step. Equal seeds draw equal noise in both. They compute in float32 or wider, and round
-once.
+Both operators add ``deviation × z`` to a sum of clipped gradients, where z is standard normal. On a
+GPU, Philox draws z (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011); on a CPU,
+PyTorch's generator does. The seed is one int64, a new one for each step. On one device both
+operators draw the same z from a seed. They compute in float32 or wider, and round once.
 
 Noise that is correlated over steps (`dpbench.training.correlated_noise`) is not kept in memory: the
 noise of earlier steps is drawn again from their seeds. z is then

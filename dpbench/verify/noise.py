@@ -274,7 +274,7 @@ def _repeats(draws: Sequence[Draw]) -> Comparisons:
 
 
 def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
-    """Find the shift, and the mirror image, at which a vector correlates most with itself.
+    """Find the shift at which a vector correlates most with itself, and with its mirror image.
 
     One Fourier transform gives the correlations at all distances L. The bound needs pairs
     (i, i + L) that share no element. So the vector is cut into stretches of L elements, and pairs

@@ -54,7 +54,7 @@ def test_help_needs_no_gpu(
 
 def test_they_are_the_roofs_of_their_device_alone(tmp_path: Path) -> None:
     roofs = read_ceilings(document(tmp_path, H200))
-    assert (roofs.devices, roofs.premise) == (("NVIDIA H200",), "measured, torch 2")
+    assert (roofs.devices, roofs.source) == (("NVIDIA H200",), "measured, torch 2")
     assert roofs.ridge("fp32") == pytest.approx(5e13 / 4.2e12)
 
 

@@ -78,7 +78,7 @@ def test_runs_that_divide_by_different_baselines_are_shown_one_by_one(
     assert "are dpsgd and standard: show them one by one" in capsys.readouterr().err
 
 
-def test_a_missing_premise_is_named_with_what_would_give_it(
+def test_a_missing_condition_is_named_with_what_would_give_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dpsgd = of_cell(GRID1, tmp_path / "run.json", trainer="dpsgd", batch_size=8, seq_len=256)

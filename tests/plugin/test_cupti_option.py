@@ -87,8 +87,8 @@ def test_beside_ncu_times_come_from_the_process_that_counts(suite: RunSuite) -> 
     assert started() == ["dpsgd cupti", "standard cupti"]
     assert instruments("run.json") == {"cupti", "ncu"}
     document = json.loads(Path("run.json").read_text())
-    premises = {rate["instrument"] for rate in document["throughputs"]}
-    assert premises == {"ncu bytes / cupti seconds", "cupti bytes / cupti seconds"}
+    sources = {rate["instrument"] for rate in document["throughputs"]}
+    assert sources == {"ncu bytes / cupti seconds", "cupti bytes / cupti seconds"}
 
 
 def test_with_both_values_are_those_of_ncu(suite: RunSuite, pytester: pytest.Pytester) -> None:

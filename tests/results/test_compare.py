@@ -84,7 +84,7 @@ def test_ratio_without_its_baseline_is_not_shown_as_if_it_were_gone() -> None:
     assert set(found.metric) == {"dram_bytes", "dram_read_bytes", "dram_write_bytes"}
 
 
-# --- different premises ----------------------------------------------------------------------
+# --- different sources ----------------------------------------------------------------------
 
 
 def test_different_devices_and_instruments_are_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import GRIDS
 from dpbench.instruments.ncu.ncu import Ncu
-from dpbench.results.conditions import automatic_name, begun, premise_differences, resumed
+from dpbench.results.conditions import automatic_name, begun, differing_conditions, resumed
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
@@ -70,8 +70,8 @@ def test_parts_that_differ_are_named_beside_another_run() -> None:
         "2.11.0",
         "2.12.0",
     ]
-    assert premise_differences(under(), merged) == ["torch 2.11.0 -> 2.11.0 and 2.12.0"]
-    assert premise_differences(merged, Run.merge([merged, other])) == []
+    assert differing_conditions(under(), merged) == ["torch 2.11.0 -> 2.11.0 and 2.12.0"]
+    assert differing_conditions(merged, Run.merge([merged, other])) == []
 
 
 def test_a_run_that_another_session_has_completed_is_not_resumed() -> None:
@@ -116,9 +116,9 @@ def test_what_a_document_does_not_say_is_no_difference() -> None:
     full.session["grid"]["batch_size"] = [4]
     assert {outcome.case.batch_size for outcome in older.outcomes} == {8, 16}
     assert not older.session
-    assert premise_differences(full, older) == []
+    assert differing_conditions(full, older) == []
 
 
 def test_changes_to_committed_code_are_a_difference() -> None:
     changed = under(code={**CODE, "dirty": True, "changes": "ab"})
-    assert premise_differences(BEFORE, changed) == ["uncommitted changes none -> ab"]
+    assert differing_conditions(BEFORE, changed) == ["uncommitted changes none -> ab"]

@@ -208,7 +208,7 @@ def test_document_has_the_summary_by_trainer() -> None:
     assert saved(*outcomes)["summary"] == trainer_summary(outcomes)
 
 
-def test_document_has_throughputs_with_their_premise() -> None:
+def test_document_has_throughputs_with_their_source() -> None:
     rates = {rate["metric"]: rate for rate in saved(ok())["throughputs"]}
     assert {metric: rate["value"] for metric, rate in rates.items()} == {
         "dram_read_throughput": 10e9,

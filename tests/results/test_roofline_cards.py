@@ -50,7 +50,7 @@ def test_every_figure_has_a_source_of_nvidias() -> None:
     document = tomllib.loads(text)
     assert {card["source"] for card in document["cards"].values()} == set(document["sources"])
     assert all("nvidia.com/" in source["url"] for source in document["sources"].values())
-    assert [card.premise for card in CARDS.values()] == [
+    assert [card.source for card in CARDS.values()] == [
         document["sources"][card["source"]]["title"] for card in document["cards"].values()
     ]
 

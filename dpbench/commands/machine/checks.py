@@ -115,7 +115,7 @@ def torch(settings: Settings) -> Iterator[Finding]:
 
 
 def ncu(settings: Settings) -> Iterator[Finding]:
-    """Check that Nsight Compute is installed, and not newer than ncu-report."""
+    """Check that Nsight Compute is installed, in a version not newer than ncu-report's."""
     path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"

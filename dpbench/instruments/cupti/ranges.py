@@ -259,7 +259,7 @@ class StepCounter:
         }
 
     def _check_alike(self, steps: Sequence[ByPhase]) -> None:
-        """Raise if the steps of a round moved different DRAM bytes, so that they are not equal.
+        """Raise if the steps of a round differ in DRAM bytes: then their counts cannot be joined.
 
         A round of one step is not checked. A difference between rounds is spread, not an error.
         """

@@ -9,7 +9,7 @@ import pandas as pd
 
 from dpbench.core.files import printable
 from dpbench.results.changes import kernel_changes, operator_changes
-from dpbench.results.conditions import premise_differences
+from dpbench.results.conditions import differing_conditions
 from dpbench.results.gate import Gate
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount, comparison_tables
@@ -41,7 +41,7 @@ def _changes(before: Run, after: Run) -> Changes | None:
     verdict = Gate(before, after).judge()
     if verdict.changes.empty:
         return None
-    differences = [printable(each) for each in premise_differences(before, after)]
+    differences = [printable(each) for each in differing_conditions(before, after)]
     title = f"{before.name} → {after.name}"
     return Changes(title, _grown(before, after), comparison_tables(verdict), differences)
 

@@ -125,7 +125,7 @@ def trainers(runs: Sequence[Run]) -> Table:
 
 
 def steps(material: PageData) -> Table:
-    """Whole steps, one line per case and premise."""
+    """Whole steps, one line per case and instrument."""
     step = material.summary[material.summary.phase == STEP]
     wide = pivot(step, "metric")
     numbers: dict[str, Shown] = {}
