@@ -82,9 +82,9 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Take the GPU's lock while this process uses the GPU."""
-    from dpbench.core.gpu import exclusive, visible_gpus
+    from dpbench.core.gpu import lock_gpu, visible_gpus
 
-    with exclusive(visible_gpus()[0], request.node.name):
+    with lock_gpu(visible_gpus()[0], request.node.name):
         yield
         import torch
 

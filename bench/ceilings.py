@@ -21,7 +21,7 @@ from torch.utils.benchmark import Timer
 
 from dpbench import ConfigurationError
 from dpbench.child.build import pick_device
-from dpbench.child.step import alone
+from dpbench.child.step import with_gpus_locked
 from dpbench.core import gpu
 from dpbench.results.rows import SCHEMA
 
@@ -55,7 +55,7 @@ def measure_ceilings(
     """
     target = pick_device(device)
     card = gpu.visible_gpus()[0] if target.type == "cuda" else None
-    with alone(target, "ceilings"):
+    with with_gpus_locked(target, "ceilings"):
         if card:
             copy_bytes = min(copy_bytes, torch.cuda.mem_get_info()[0] // 4)
         return {

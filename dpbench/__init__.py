@@ -38,7 +38,7 @@ _HOMES = {
     "dpbench.instruments.cupti.ranges": ("count_ranges",),
     "dpbench.instruments.in_process": ("InProcessInstrument",),
     "dpbench.child.recorder": ("Recorder",),
-    "dpbench.core.options": ("option",),
+    "dpbench.core.option_fields": ("option",),
     "dpbench.instruments.observe": ("observe",),
     "dpbench.results.rows": ("Measurement",),
     "dpbench.results.report": ("CaseReport",),

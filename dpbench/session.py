@@ -128,7 +128,7 @@ class Session:
     @cached_property
     def begun(self) -> Run:
         """The run before its first case; computed only if needed, because it calls git."""
-        from dpbench.results.conditions import begun, environment
+        from dpbench.results.conditions import environment, new_run
 
         tools = {name: version for i in self.instruments for name, version in i.versions.items()}
         on_hardware = any(instrument.hardware for instrument in self.instruments)
@@ -139,7 +139,7 @@ class Session:
         )
         self._on_environment(described)
         shard = self.settings.shard
-        return begun(described, self.grid.as_json(), self.instruments, self.workers, shard)
+        return new_run(described, self.grid.as_json(), self.instruments, self.workers, shard)
 
     @property
     def run(self) -> Run:

@@ -24,8 +24,8 @@ from dpbench.core.files import (
     write_text,
 )
 from dpbench.core.subject import Subject, subject_from
-from dpbench.results.conditions import automatic_name, resumed
-from dpbench.results.outcome import Outcome, each_once
+from dpbench.results.conditions import automatic_name, merge_interrupted
+from dpbench.results.outcome import Outcome, merge_duplicates
 from dpbench.results.outcome import document as as_document
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
@@ -185,7 +185,7 @@ class SessionStore:
         # A test says what it asks for before that is measured, which may never end.
         asked = [each for each in self.requests if (each.case, each.instruments) in there]
         of_tests = [each.as_outcome() for each in asked if each.params is not None]
-        return [*each_once([*measured, *of_tests])]
+        return [*merge_duplicates([*measured, *of_tests])]
 
     def close(self) -> None:
         """Remove the directory, unless this is a fork of the process that made it."""
@@ -244,7 +244,7 @@ class RunWriter:
             if path is not None:
                 check_writable(path.parent)
                 held.enter_context(storage.writing(path))  # before it is read
-                begun = resumed(Run.load(path), begun)
+                begun = merge_interrupted(Run.load(path), begun)
             elif settings.save is None and not settings.autosave:
                 raise ConfigurationError(f"no interrupted run in {storage.directory} to resume")
             else:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.advice.floor import of_rank
 from dpbench.advice.footprint import Footprint, footprints
+from dpbench.advice.least_bytes import of_rank
 from dpbench.advice.memory import largest_batch, needed
 from dpbench.advice.predict import predict
 from dpbench.core.case import BASELINE_TRAINER, Case

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from dpbench.advice.floor import read_by_norms
+from dpbench.advice.least_bytes import norm_reads
 from dpbench.child.failures import CaseRefused
 from dpbench.child.messages import POLL_SECONDS
 from dpbench.child.task import Task
@@ -180,7 +180,7 @@ class Counts(Logical):
             [(*what, times, *cost) for (*what, cost), times in alike.items()],
             [*((*at, *sizes) for at, sizes in counter.live.items()), *([] if layers else peaks)],
             counter.memory.largest,
-            read_by_norms(case) if case.trainer == BASELINE_TRAINER else 0,
+            norm_reads(case) if case.trainer == BASELINE_TRAINER else 0,
             in_graphs,
             ways,
         )

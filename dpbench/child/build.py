@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpbench.child.parts import enforce_micro_batches
+from dpbench.child.micro_batch_check import enforce_micro_batches
 from dpbench.core import gpu
 from dpbench.core.case import MIXED, TRANSFORMER, Case
 from dpbench.core.errors import ConfigurationError

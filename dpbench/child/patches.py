@@ -183,9 +183,9 @@ class _Watching:
         def called(module: Any, /, *args: Any, **options: Any) -> Any:
             if compiles():
                 return call(module, *args, **options)
-            if finder.settled and module._compiled_call_impl is None:
+            if finder.inside and module._compiled_call_impl is None:
                 return module._call_impl(*args, **options)  # as the original does
-            if finder.settled or not finder.begins_forward(module):
+            if finder.inside or not finder.begins_forward(module):
                 return call(module, *args, **options)
             with finder.forward():
                 return finder.calls.forward(call, module, args, options)

@@ -105,10 +105,10 @@ class Recorder(StepListener):
     def outcome(self, case: Subject) -> Outcome:
         """The outcome of the steps, in the same form as that of a case."""
         rows = tuple(self.rows(case)) if self.heard else ()
-        came = Counter(phase for step in self.phases[: self.heard] for phase in step)
+        present = Counter(phase for step in self.phases[: self.heard] for phase in step)
         some = [
-            f"{phase} came in {times} of {self.heard} steps"
-            for phase, times in sorted(came.items())
+            f"{phase} is present in {times} of {self.heard} steps"
+            for phase, times in sorted(present.items())
             if times < self.heard
         ]
         outcome = Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dpbench.child.elsewhere import watch_elsewhere
 from dpbench.child.hang_report import STACK
 from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
+from dpbench.child.other_threads import watch_elsewhere
 from dpbench.child.patches import watch
 from dpbench.child.program import end, print_error, run_program
 from dpbench.child.recorder import Recorder
@@ -98,7 +98,7 @@ def _lock_gpus(case: Subject, held: ExitStack) -> None:
     def say(_: gpu.Gpu, holder: str) -> None:
         print(f"dpbench: {WAITING} the GPU, held by {holder}", file=sys.stderr, flush=True)
 
-    held.enter_context(gpu.all_exclusive(cards, case.id, say))
+    held.enter_context(gpu.lock_gpus(cards, case.id, say))
     if rank:
         write_text(rank.locked, "")
 

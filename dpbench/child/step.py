@@ -204,7 +204,7 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
     import_module("torch._dynamo")  # the first optimizer would import it
     spent = PhaseTimes(torch.device("cpu"))
     spent.start_step("waiting")
-    with alone(device, case.id):  # before the first CUDA call
+    with with_gpus_locked(device, case.id):  # before the first CUDA call
         spent.switch("building")
         try:
             yield spent
@@ -222,7 +222,7 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
 
 
 @contextmanager
-def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]:
+def with_gpus_locked(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]:
     """Lock the first ``number`` GPUs against other dpbench processes; report any that holds one.
 
     The ranks of a case take no locks: the process that started them holds all locks.
@@ -241,7 +241,7 @@ def alone(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]
 
     if cards:
         say(" and ".join(card.uuid for card in cards))
-    with gpu.all_exclusive(cards, purpose, lambda card, by: say(f"{card.uuid}, held by {by}")):
+    with gpu.lock_gpus(cards, purpose, lambda card, by: say(f"{card.uuid}, held by {by}")):
         append_record({MEASURING: purpose})
         yield
 

@@ -98,7 +98,7 @@ class StepFinder:
         self.failure: Exception | None = None  # once set, the recorder is not called again
         self.notes: list[str] = []  # for the reader of the numbers
         self.turns = AlternatingOptimizers()
-        self.settled = False  # inside a module, backward or batch, where no step begins
+        self.inside = False  # inside a module, backward or batch, where no step begins
         self.undo = ExitStack()  # run by `close`
         self._thread = threading.get_ident()
         self._children = page_faults_of_children()
@@ -222,21 +222,21 @@ class StepFinder:
             return
         if begins and not self._in_backward:
             self._border()
-        step, before = self._step, (self.settled, self._in_backward)
-        if self._forward and not self.settled:
+        step, before = self._step, (self.inside, self._in_backward)
+        if self._forward and not self.inside:
             step.leave(self._forward)
             self._forward = None
         else:
             resumes = False
         entered = step.enter(phase) if phase != step.phase else None
-        self.settled = self.settled or begins
+        self.inside = self.inside or begins
         if phase == "backward" and not self._in_backward:
             self._in_backward = True
             self._tell(self.calls.backward)
         try:
             yield
         finally:
-            self.settled, self._in_backward = before
+            self.inside, self._in_backward = before
             if entered:
                 step.leave(entered)
             if resumes:
@@ -264,11 +264,11 @@ class StepFinder:
             else:
                 self.evaluations += self.counts
                 evaluation = self._step.enter(OUTSIDE) if self._step.phase != OUTSIDE else None
-        step, self.settled = self._step, True
+        step, self.inside = self._step, True
         try:
             yield
         finally:
-            self.settled = False
+            self.inside = False
             if evaluation:
                 step.leave(evaluation)
 

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from dpbench.commands.options import add_case, chosen_case, saved_run
+from dpbench.commands.case_arguments import add_case, chosen_case, saved_run
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.options import axis_help
+from dpbench.core.option_fields import axis_help
 from dpbench.core.registry import TRAINERS, resolve
 from dpbench.core.settings import declare
 

@@ -16,7 +16,7 @@ from dpbench.core import gpu
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import Locked, check_writable, locked, write_text
 from dpbench.core.settings import Settings
-from dpbench.results.conditions import begun, environment, resumed
+from dpbench.results.conditions import environment, merge_interrupted, new_run
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, document_text
 from dpbench.results.run import Run
 
@@ -103,7 +103,7 @@ def _begin(settings: Settings, file: Path, shards: int) -> bool:
     Refused if
     they are of something else.
     """
-    asked = begun(
+    asked = new_run(
         environment(project=settings.directory.absolute()), settings.chosen_grid().as_json()
     )
     measuring = {name: str(value) for name, value in vars(_of_a_job(settings)).items()}
@@ -112,7 +112,7 @@ def _begin(settings: Settings, file: Path, shards: int) -> bool:
     asked = Run.of("this session", (), asked.environment, session)
     resumes = settings.resume and file.exists()
     if resumes:
-        resumed(Run.load(file), asked)
+        merge_interrupted(Run.load(file), asked)
     empty = document((), asked.environment, session)
     write_text(file, document_text(empty))
     return resumes

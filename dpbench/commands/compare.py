@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpbench.commands.options import saved_run
+from dpbench.commands.case_arguments import saved_run
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import in_words, printable, write_bytes
 from dpbench.core.metrics import METRICS

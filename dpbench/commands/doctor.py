@@ -21,8 +21,8 @@ import argparse
 import json
 
 from dpbench.commands.machine import checks
-from dpbench.commands.machine.calibration import FAILED, Finding, table
-from dpbench.core.options import own_values
+from dpbench.commands.machine.calibration import FAILED, Diagnosis, table
+from dpbench.core.option_fields import own_values
 from dpbench.core.settings import Settings, declare
 from dpbench.instruments import declare_built_in
 from dpbench.instruments.cupti.chip import describe
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def as_line(finding: Finding) -> str:
+def as_line(finding: Diagnosis) -> str:
     """A finding for a terminal, its remedy below."""
     start = f"{finding.status:8}{finding.check:21}"
     remedy = f"\n{'> ':>{len(start)}}{finding.remedy}" if finding.remedy else ""

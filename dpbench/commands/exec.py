@@ -41,7 +41,7 @@ from dataclasses import replace
 
 from dpbench.child.failures import InstrumentError, ScriptInterrupted
 from dpbench.child.script_ranks import Rank
-from dpbench.commands.options import saved_run
+from dpbench.commands.case_arguments import saved_run
 from dpbench.commands.run import show
 from dpbench.commands.script_checks import ScriptChecks
 from dpbench.commands.step import write_report
@@ -63,7 +63,7 @@ from dpbench.results.run import Run
 from dpbench.runner import measure
 from dpbench.session import Session, sources
 from dpbench.session_store import reporting
-from dpbench.verify.check import NOT_JUDGED, Check
+from dpbench.verify.check_result import NOT_JUDGED, Check
 
 COMMON = (
     *("--instrument", "--skip", "--steps", "--batch-size", "--baseline", "--verify", "--output"),

@@ -17,7 +17,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dpbench.commands.options import saved_run
+from dpbench.commands.case_arguments import saved_run
 from dpbench.commands.shards import joined
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS

@@ -46,7 +46,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpbench.commands.options import saved_run
+from dpbench.commands.case_arguments import saved_run
 from dpbench.core import gpu
 from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError
@@ -73,7 +73,7 @@ from dpbench.results.roofline import (
 from dpbench.results.rows import NO_HARDWARE, NUMBER
 from dpbench.results.run import Run
 from dpbench.results.summary import own_values, summary, to_frame
-from dpbench.results.times import account
+from dpbench.results.times import time_breakdown
 from dpbench.show.export import summary_tables
 from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
@@ -226,7 +226,7 @@ def _times(runs: Sequence[Run], options: argparse.Namespace, view: TableOptions)
         raise ConfigurationError(f"the baselines of these runs are {names}: show them one by one")
     for device in dict.fromkeys(summary[timed].device):
         roofs = view.ceilings or find_ceilings(device)
-        times = account(summary[counted | (summary.device == device)], roofs)
+        times = time_breakdown(summary[counted | (summary.device == device)], roofs)
         yield from time_tables(times, roofs, *baselines)
 
 

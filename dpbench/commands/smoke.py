@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dpbench.commands.options import add_case, chosen_case
+from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.core.names import joined, parted
-from dpbench.core.options import axis_help
+from dpbench.core.option_fields import axis_help
 from dpbench.core.registry import TRAINERS
 from dpbench.core.settings import declare
 

@@ -28,11 +28,11 @@ from typing import Any
 from dpbench.child.failures import CaseOutOfMemory, CaseRefused
 from dpbench.child.messages import hand_over
 from dpbench.child.task import Task
-from dpbench.commands.options import add_case, chosen_case
+from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
-from dpbench.core.options import own_values
+from dpbench.core.option_fields import own_values
 from dpbench.core.settings import Settings, declare
 from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.logical.logical import Logical
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", type=Path, metavar="FILE", help="take the steps of this task")
 
 
-MEANT: dict[type[Exception], type[Exception]] = {
+ERRORS_FOR_PARENT: dict[type[Exception], type[Exception]] = {
     ConfigurationError: CaseRefused,
     OutOfMemory: CaseOutOfMemory,
 }
@@ -91,7 +91,9 @@ def run(options: argparse.Namespace) -> int:
             first_line = message.partition("\n")[0]  # PyTorch appends its C++ stack
             message = f"{type(error).__name__}: {first_line}{own_line(error.__traceback__)}"
         message = message.removeprefix(f"{case.id}: ")  # the parent adds the case
-        kind = next((to for of, to in MEANT.items() if isinstance(error, of)), type(error))
+        kind = next(
+            (to for of, to in ERRORS_FOR_PARENT.items() if isinstance(error, of)), type(error)
+        )
         hand_over(error={"kind": name_of(kind), "message": message})
         raise
     hand_over(**record)

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from dpbench.commands.options import add_case, chosen_case
+from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
@@ -38,7 +38,7 @@ from dpbench.core.subject import Subject
 from dpbench.show.layout import Table
 
 if TYPE_CHECKING:
-    from dpbench.verify.check import Check
+    from dpbench.verify.check_result import Check
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
 WIDTH = 300
@@ -63,13 +63,13 @@ def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     """Run the checks; any error of the trainer becomes a `DpbenchError` with the trainer's name."""
     from dpbench.child.build import pick_device
     from dpbench.training.refusals import CannotTrain
-    from dpbench.verify.checks import verify  # which imports torch
+    from dpbench.verify.trainer_checks import verify  # which imports torch
 
     on_gpu = pick_device(device).type == "cuda"
     card = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None  # ranks take their own
     try:
         # A process that measures this GPU would count our work.
-        with gpu.exclusive(card, f"verify {case.id}") if card else nullcontext():
+        with gpu.lock_gpu(card, f"verify {case.id}") if card else nullcontext():
             return verify(case, device, processes=processes)
     except CannotTrain as error:
         raise ConfigurationError(str(error)) from error

@@ -196,7 +196,7 @@ POLL_SECONDS = 0.05
 
 
 @contextmanager
-def exclusive(
+def lock_gpu(
     gpu: Gpu, purpose: str = "", waiting: Callable[[str], object] = lambda holder: None
 ) -> Iterator[None]:
     """Lock a GPU against other dpbench processes on this machine.
@@ -232,15 +232,15 @@ def exclusive(
 
 
 @contextmanager
-def all_exclusive(
+def lock_gpus(
     gpus: Iterable[Gpu], purpose: str, waiting: Callable[[Gpu, str], object]
 ) -> Iterator[None]:
-    """Lock several GPUs, each as `exclusive` does; ``waiting`` is called with the GPU as well.
+    """Lock several GPUs, each as `lock_gpu` does; ``waiting`` is called with the GPU as well.
 
     Every process takes its locks in the same order, so that no two wait for each other.
     """
     with ExitStack() as held:
         once = {gpu.uuid: gpu for gpu in gpus}  # two slices may share a GPU
         for _, gpu in sorted(once.items()):
-            held.enter_context(exclusive(gpu, purpose, partial(waiting, gpu)))
+            held.enter_context(lock_gpu(gpu, purpose, partial(waiting, gpu)))
         yield

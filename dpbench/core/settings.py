@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from dpbench.core import options
+from dpbench.core import option_fields
 from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.files import check_distinct_files, check_writable_file, is_standard_output
 from dpbench.core.grid import GRIDS, Grid
-from dpbench.core.options import SHORT_FORMS, below, output_of, own_values
+from dpbench.core.option_fields import SHORT_FORMS, below, output_of, own_values
 from dpbench.core.registry import INSTRUMENTS, OUTPUTS
 
 Options = TypeVar("Options")
@@ -33,67 +33,69 @@ class Settings:
     """The directory of relative paths."""
 
     # what is measured
-    ncu: bool = options.of_pytest("measure cases under NVIDIA Nsight Compute")
-    cupti: bool = options.of_pytest(
+    ncu: bool = option_fields.of_pytest("measure cases under NVIDIA Nsight Compute")
+    cupti: bool = option_fields.of_pytest(
         "measure cases by CUPTI in the process that trains; with --ncu as well, times are its own",
         pytest="--cupti",
     )
-    only: bool = options.of_pytest(
+    only: bool = option_fields.of_pytest(
         "skip tests that take none of dpbench's fixtures; overrides --dpbench-skip"
     )
-    skip: bool = options.of_pytest("skip tests that take one of dpbench's fixtures")
-    disable: bool = options.of_pytest(
+    skip: bool = option_fields.of_pytest("skip tests that take one of dpbench's fixtures")
+    disable: bool = option_fields.of_pytest(
         "run each step once and measure, save and write nothing; a test is skipped where it reads "
         "a number"
     )
-    grid: str = options.option(
+    grid: str = option_fields.option(
         f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID"
     )
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values along axes of `Case` that replace the grid's; each axis is an option."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """The values of options that instruments declare, by field."""
-    baseline: str | None = options.option(
+    baseline: str | None = option_fields.option(
         "the trainer whose numbers ratios divide by, measured along the same axes: a name or "
         "package.module:Class (default standard)",
         metavar="TRAINER",
     )
 
-    shard: str | None = options.option(
+    shard: str | None = option_fields.option(
         "measure part K of N of the grid, a cell with all its trainers; dpbench merge joins them",
         pytest="",
         metavar="K/N",
     )
 
     # how it is measured
-    instrument: tuple[str, ...] | None = options.option(
+    instrument: tuple[str, ...] | None = option_fields.option(
         f"what measures: {', '.join(INSTRUMENTS)}, or package.module:Class; repeatable; default "
         "timing and ncu, without a GPU logical; for pytest's ncu and counters fixtures it comes on "
         "top of --ncu and --cupti",
         action="append",
         metavar="NAME",
     )
-    device: str = options.option("for timing and torch_profiler", "cuda", choices=("cuda", "cpu"))
-    no_timing: bool = options.of_pytest(
+    device: str = option_fields.option(
+        "for timing and torch_profiler", "cuda", choices=("cuda", "cpu")
+    )
+    no_timing: bool = option_fields.of_pytest(
         "count bytes only: no second, unprofiled process for step time and peak memory"
     )
-    ncu_dir: Path = options.option(
+    ncu_dir: Path = option_fields.option(
         "where .ncu-rep reports and logs go", Path("ncu_reports"), metavar="DIR"
     )
-    kernels: bool = options.option(
+    kernels: bool = option_fields.option(
         "profile each kernel as well, in one more process, tens of ms a kernel",
         False,
         pytest="--ncu-kernels",
     )
-    kernels_phase: tuple[str, ...] | None = options.option(
+    kernels_phase: tuple[str, ...] | None = option_fields.option(
         "profile the kernels of these phases only, e.g. clip; separated by commas",
         pytest="--ncu-kernels-phase",
         action="append",
         metavar="PHASES",
     )
-    warmup: int = options.option("warmup steps without ncu", 3, metavar="N")
-    active: int = options.option("active steps without ncu", 5, metavar="N")
-    timeout: float = options.option(
+    warmup: int = option_fields.option("warmup steps without ncu", 3, metavar="N")
+    active: int = option_fields.option("active steps without ncu", 5, metavar="N")
+    timeout: float = option_fields.option(
         "end a measured process after this long on the GPU, and stop waiting for another "
         "session's process after as long",
         1800.0,
@@ -101,59 +103,59 @@ class Settings:
     )
 
     # what is shown
-    columns: str | None = options.option(
+    columns: str | None = option_fields.option(
         "columns to show, separated by commas: metrics (dram_bytes, step_time_seconds, …), their "
         "ratio to standard, spread over the steps, or measured over logical (dram_ratio, "
         "dram_spread, dram_over_logical, …), ncu counters",
         metavar="LABELS",
     )
-    sort: str | None = options.option(
+    sort: str | None = option_fields.option(
         "sort each table by a column, an axis of the case, or name; ascending", metavar="COL"
     )
-    group_by: str | None = options.option(
+    group_by: str | None = option_fields.option(
         f"what shares a table, separated by commas: cell, device, phase, {', '.join(AXES)}; name, "
         "fullname, func, fullfunc, param or param:NAME of the test (default cell)",
         metavar="LABEL",
     )
-    expect: tuple[str, ...] = options.option(
+    expect: tuple[str, ...] = option_fields.option(
         "the expected range of a ratio to standard, e.g. dram_ratio:2-5 (the default; for the L2 "
         "1.5-3); cases outside are named beside the tables; none: no range; repeatable",
         (),
         action="append",
         metavar="RATIO:LOW-HIGH",
     )
-    top: int = options.option(
+    top: int = option_fields.option(
         "how many kernels a table shows", 10, pytest="--ncu-kernels-top", metavar="N"
     )
 
     # what is written
-    output: tuple[Path, ...] = options.file(
+    output: tuple[Path, ...] = option_fields.file(
         f"the run as the file's ending says ({', '.join(OUTPUTS)}; others register; repeatable)",
         default=(),
         action="append",
     )
-    json: Path | None = options.file("every row, and what follows from them,")
-    markdown: Path | None = options.file("the tables")
-    csv: Path | None = options.file("every row as CSV")
-    html: Path | None = options.file("a page of charts and tables (needs plotly and jinja2)")
+    json: Path | None = option_fields.file("every row, and what follows from them,")
+    markdown: Path | None = option_fields.file("the tables")
+    csv: Path | None = option_fields.file("every row as CSV")
+    html: Path | None = option_fields.file("a page of charts and tables (needs plotly and jinja2)")
 
     # what is saved, and compared with
-    save: str | None = options.option("save the run in the storage as NAME", metavar="NAME")
-    autosave: bool = options.option("save the run under the commit and the time", False)
-    resume: bool = options.option(
+    save: str | None = option_fields.option("save the run in the storage as NAME", metavar="NAME")
+    autosave: bool = option_fields.option("save the run under the commit and the time", False)
+    resume: bool = option_fields.option(
         "go on with the latest interrupted run on this device, if versions, code and grid are the "
         "same; with save the latest of that name; with save or autosave, begin one if there is "
         "none",
         False,
     )
-    compare: str | None = options.option(
+    compare: str | None = option_fields.option(
         "compare with a saved run; without a value with the latest complete one on the same "
         "device that has what this one measures and passed its own comparison",
         nargs="?",
         const="",
         metavar="NUM|NAME|FILE",
     )
-    compare_fail: tuple[str, ...] = options.option(
+    compare_fail: tuple[str, ...] = option_fields.option(
         "fail if something got worse by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB "
         "(beyond both), METRIC:±5%% (either way); a metric's ratio to standard is dram_ratio, "
         "l2_served_ratio, logical_ratio, …; repeatable",
@@ -161,13 +163,13 @@ class Settings:
         action="append",
         metavar="SPEC",
     )
-    compare_first_run_ok: bool = options.option(
+    compare_first_run_ok: bool = option_fields.option(
         "pass what a limit cannot judge because nothing like it was saved before", False
     )
-    compare_across: bool = options.of_pytest(
+    compare_across: bool = option_fields.of_pytest(
         "compare also what another device measured; it is labelled"
     )
-    storage: Path = options.option(
+    storage: Path = option_fields.option(
         "where runs are saved and references found", Path(".dpbench"), metavar="DIR"
     )
 
@@ -212,7 +214,11 @@ class Settings:
 
     def own_of(self, instrument: type) -> dict[str, Any]:
         """The values of an instrument's own options, by its fields."""
-        return {name: self.own[name] for name in options.own_fields(instrument) if name in self.own}
+        return {
+            name: self.own[name]
+            for name in option_fields.own_fields(instrument)
+            if name in self.own
+        }
 
     @property
     def files(self) -> dict[str, tuple[str, Path]]:
@@ -251,7 +257,7 @@ class Settings:
     def phases(self) -> tuple[str, ...]:
         """The phases whose kernels are profiled; empty for all phases."""
         option = self.option("kernels_phase")
-        return options.listed(self.kernels_phase, option, "phase, such as clip")
+        return option_fields.listed(self.kernels_phase, option, "phase, such as clip")
 
     def check(self) -> None:
         """Refuse settings that contradict each other, and files that cannot be written."""
@@ -278,14 +284,14 @@ class Settings:
 
 
 OPTIONS: dict[str, Mapping[str, Any]] = {
-    **{axis: options.axis(axis).metadata for axis in AXES},
+    **{axis: option_fields.axis(axis).metadata for axis in AXES},
     **{declared.name: declared.metadata for declared in fields(Settings) if declared.metadata},
 }
 
 
 def _name(option: str, of_pytest: bool) -> str:
     """The name of an option in pytest or the commands; empty if they lack it."""
-    return options.spelled(option, OPTIONS[option], of_pytest=of_pytest)
+    return option_fields.spelled(option, OPTIONS[option], of_pytest=of_pytest)
 
 
 def declare(

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from dpbench.child.messages import Steps
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.options import declare_own
+from dpbench.core.option_fields import declare_own
 from dpbench.core.registry import INSTRUMENTS
 from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-from dpbench.child.elsewhere import watch_elsewhere
 from dpbench.child.failures import CaseFailed
 from dpbench.child.imported import imported_files
 from dpbench.child.messages import Steps
+from dpbench.child.other_threads import watch_elsewhere
 from dpbench.child.patches import watch
 from dpbench.child.recorder import Recorder, on_cuda
 from dpbench.child.step_finder import StepFinder
@@ -122,12 +122,12 @@ class PendingFunction(PendingMeasurement):
     def rows(self) -> list[Measurement]:
         import torch
 
-        from dpbench.child.step import alone
+        from dpbench.child.step import with_gpus_locked
 
         instrument, steps = self.instrument.instrument, self.instrument.steps
         device = torch.device("cuda" if on_cuda() else "cpu")
         taken = observe(instrument, name=self.case.id, skip=steps.warmup, steps=steps.active)
-        with alone(device, self.case.id), taken as seen:
+        with with_gpus_locked(device, self.case.id), taken as seen:
             while not seen.recorder.finished:
                 with seen.step():
                     self._take()

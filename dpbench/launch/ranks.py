@@ -31,7 +31,7 @@ from dpbench.child.agreement import FOR_EVER, all_gather, leave_group
 from dpbench.child.build import pick_device
 from dpbench.child.hang_report import ASKED, STACK, place
 from dpbench.child.messages import LOST
-from dpbench.child.step import alone
+from dpbench.child.step import with_gpus_locked
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory
 
@@ -61,9 +61,9 @@ def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
     device = pick_device(device_name)
     check_backend(device)
     if distributed.is_torchelastic_launched():  # the user has started the ranks
-        with alone(device, case.id, 0 if int(os.environ["LOCAL_RANK"]) else case.gpus):
+        with with_gpus_locked(device, case.id, 0 if int(os.environ["LOCAL_RANK"]) else case.gpus):
             return _as_rank(work, case, device)
-    with alone(device, case.id, case.gpus):
+    with with_gpus_locked(device, case.id, case.gpus):
         records = _launch(work, case, device)
     return {**records[0], "ranks": [records[rank] for rank in range(case.gpus)]}
 

@@ -18,7 +18,7 @@ from dpbench.session import read_limits
 
 if TYPE_CHECKING:
     from dpbench.results.compare import Threshold
-    from dpbench.verify.check import Check
+    from dpbench.verify.check_result import Check
 
 DEFINED_IN = "dpbench.plugin.each_test"
 """The module of dpbench's fixtures."""
@@ -51,7 +51,7 @@ def verify() -> Callable[..., list[Check]]:
 def _verify(
     asked: Any, *, device: str = "auto", processes: bool = False, **axes: Any
 ) -> list[Check]:
-    from dpbench.commands.options import chosen_case
+    from dpbench.commands.case_arguments import chosen_case
     from dpbench.commands.verify import SMALL, as_text, found
 
     if wrong := [name for name in axes if name not in AXES]:

@@ -31,7 +31,7 @@ ACCOUNT_COLUMNS = {
 """The columns of the table, each with the metrics of one instrument that it sums."""
 
 
-def account(summary: pd.DataFrame) -> pd.DataFrame | None:
+def reconcile_kernels(summary: pd.DataFrame) -> pd.DataFrame | None:
     """The account of one case on one device, in bytes of one step: a row for each phase and STEP.
 
     Columns are `ACCOUNT_COLUMNS`, then ``remainder`` (range less kernels less copies) and

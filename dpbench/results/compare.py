@@ -38,8 +38,8 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     Returns:
         Every number of either run, with the columns `CHANGES` (``before`` or ``after`` is NaN where
         that run has no such number); ``shared``, whether both have the case by that instrument;
-        and ``steps``, ``came`` and ``ranks`` of the summary, for the run after as ``steps_new``,
-        ``came_new`` and ``ranks_new``.
+        and ``steps``, ``steps_present`` and ``ranks`` of the summary, for the run after as
+        ``steps_new``, ``steps_present_new`` and ``ranks_new``.
     """
     which = [name for name in (*AXES, *NUMBER[1:]) if not (across and name == "device")]
     keys, measured = [*which, "of", "unit"], [n for n in which if n not in ("metric", "phase")]
@@ -66,7 +66,17 @@ def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
     """The numbers of a run that can have a limit. The baseline's own ratio, always 1, cannot."""
     rows = run.summary
     is_ratio = (rows.kind == "ratio") & (rows.trainer != rows.baseline) & ratios
-    columns = [*AXES, *NUMBER[1:], "of", "unit", "value", "spread", "steps", "came", "ranks"]
+    columns = [
+        *AXES,
+        *NUMBER[1:],
+        "of",
+        "unit",
+        "value",
+        "spread",
+        "steps",
+        "steps_present",
+        "ranks",
+    ]
     return rows.loc[(rows.kind == "value") | is_ratio, columns]
 
 

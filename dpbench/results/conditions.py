@@ -24,7 +24,7 @@ _NOT_SETTINGS = {"directory", "path", "timeout", "active"}
 """Fields of instruments that do not change what they measure."""
 
 
-def begun(
+def new_run(
     environment: Mapping[str, Any],
     grid: Mapping[str, Any],
     instruments: Sequence[object] = (),
@@ -56,7 +56,7 @@ def automatic_name(run: Run) -> str:
     return f"{code['commit'][:7]}{'-dirty' if code['dirty'] else ''}_{time}"
 
 
-def resumed(run: Run, begun: Run) -> Run:
+def merge_interrupted(run: Run, begun: Run) -> Run:
     """A new session, merged with the interrupted run that it resumes.
 
     Refused if versions, code, grid or settings differ.

@@ -183,7 +183,7 @@ class Gate:
                 or self._fewer_steps(case, row)
                 or self._not_counted(case, row)
             )
-        if self.first_run_ok and not row["came"] < row["steps"]:
+        if self.first_run_ok and not row["steps_present"] < row["steps"]:
             return ""
         devices = self.before.places.get((case, row["instrument"]), ())
         if not devices or not (self.across or row["device"] in devices):
@@ -201,9 +201,13 @@ class Gate:
         if not self.across and row["device"] not in devices:
             return f"on {listed(devices)} in {run.name}, not on {row['device']}"
         where = "" if phase == STEP else f" in phase {phase}"
-        steps, came = (row[f"{name}{'_new' * (run is self.after)}"] for name in ("steps", "came"))
-        if came < steps:
-            return f"only {came:.0f} of {steps:.0f} steps have {metric}{where} in {run.name}"
+        steps, steps_present = (
+            row[f"{name}{'_new' * (run is self.after)}"] for name in ("steps", "steps_present")
+        )
+        if steps_present < steps:
+            return (
+                f"only {steps_present:.0f} of {steps:.0f} steps have {metric}{where} in {run.name}"
+            )
         if row["of"]:
             needed = case.with_trainer(run.baseline).id
             return f"no {row['of']}{where} of its baseline {needed} to divide by in {run.name}"

@@ -96,7 +96,7 @@ class Outcome:
         return cls(subject_from(data), **known)
 
 
-def each_once(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+def merge_duplicates(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
     """Merge outcomes, so that each number occurs once.
 
     If several outcomes have the same case and instruments, the first that did not fail is kept (or

@@ -16,7 +16,7 @@ from dpbench.core.subject import Subject
 from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
-from dpbench.results.summary import of_one_instrument, over, own_values, summary, to_frame
+from dpbench.results.summary import divided, of_one_instrument, own_values, summary, to_frame
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class CaseReport:
                 f"{self.case.id} and {baseline.case.id} were measured on different devices, "
                 f"{' and '.join(sorted((row.device, other.device)))}"
             )
-        ratio = over(pd.Series([row.value]), pd.Series([other.value]))
+        ratio = divided(pd.Series([row.value]), pd.Series([other.value]))
         if ratio.hasnans:
             raise ConfigurationError(
                 f"{baseline.case.id}: {metric!r} is 0 for {phase!r}, so nothing is a ratio to it"

@@ -24,7 +24,7 @@ from dpbench.results.outcome import (
     derived,
     document,
     document_text,
-    each_once,
+    merge_duplicates,
 )
 from dpbench.results.rows import COLUMNS
 from dpbench.results.schema import check_rows, naming, parsed
@@ -80,7 +80,7 @@ class Run:
         session: Mapping[str, Any] | None = None,
     ) -> Run:
         """A session so far, which need not have a file."""
-        listed = tuple(each_once(outcomes))
+        listed = tuple(merge_duplicates(outcomes))
         whole = document(listed, environment or {}, session)
         return cls(Path(name), whole, measured=listed)
 

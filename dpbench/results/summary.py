@@ -54,8 +54,8 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
           lack it, and for ratios without a baseline.
         - ``of`` and ``kind``: for a derived number, the base metric and how it is derived.
         - ``least`` and ``most``: the smallest and the largest of a step.
-        - ``steps``: how many steps there were; ``came``: how many have it; ``ranks``: how many
-          processes ran the case; ``imbalance``: the largest rank's ÷ their mean.
+        - ``steps``: how many steps there were; ``steps_present``: how many have it; ``ranks``: how
+          many processes ran the case; ``imbalance``: the largest rank's ÷ their mean.
         - ``ratio`` to the trainer ``baseline``; ``spread``, (largest - smallest) / value;
           ``logical``, the count for an unfused step; ``over_logical``; ``over_one_gpu``, with the
           same batch. NaN where not measured or 0.
@@ -169,8 +169,8 @@ def _of_timed_steps(
     """
     timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
     medians = timed.groupby(on, sort=False).value.median()
-    times = _beside(steps, medians.reset_index(), on)
-    times = times.mask(is_poisson(steps.case), _beside(steps, timed, [*on, "repeat"]))
+    times = _lookup(steps, medians.reset_index(), on)
+    times = times.mask(is_poisson(steps.case), _lookup(steps, timed, [*on, "repeat"]))
     # Counted and timed steps differ, so a GPU that is always busy can come out slightly above 1.
     of_timed = (shares * spans / times.where(times > 0)).clip(upper=1.0)
     return of_timed.fillna(shares.where(steps.phase != STEP))
@@ -233,19 +233,19 @@ def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
 def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
     """One row for all steps: value, spread, number of steps, and how many of these have it."""
     _check_unique(rows, [*NUMBER, "repeat"])
-    reduced = _reduced(rows, [*NUMBER, "unit"], "repeat").rename(columns={"count": "came"})
+    reduced = _reduced(rows, [*NUMBER, "unit"], "repeat").rename(columns={"count": "steps_present"})
     # Steps and phases apart: whole steps can be counted more often.
     like = [*(reduced[c] for c in (*OF_CASE, "instrument", "metric")), reduced.phase == STEP]
-    steps = reduced.came.groupby(like, sort=False).transform("max")
+    steps = reduced.steps_present.groupby(like, sort=False).transform("max")
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
-    partial = (reduced.came < steps) & ~reduced.metric.isin(whole)
+    partial = (reduced.steps_present < steps) & ~reduced.metric.isin(whole)
     of_script = each_case(reduced.case, lambda case: isinstance(case, Script)).astype(bool)
-    scaled = reduced["mean"] * reduced.came / steps
+    scaled = reduced["mean"] * reduced.steps_present / steps
     value = reduced.value.mask(partial, scaled)
     spread = (reduced["max"] - reduced["min"].mask(partial, 0.0)) / value
-    steps = steps.where(of_script | partial, reduced.came)
+    steps = steps.where(of_script | partial, reduced.steps_present)
     every = reduced.groupby([*OF_CASE, "instrument"], sort=False).ranks.transform("max")
-    return reduced[[*NUMBER, "unit", "came", "imbalance"]].assign(
+    return reduced[[*NUMBER, "unit", "steps_present", "imbalance"]].assign(
         ranks=every,
         value=value.mask(partial & ~of_script),
         spread=spread.fillna(0.0).where(steps > 1),  # one step has no spread
@@ -259,15 +259,15 @@ def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Add ``ratio``: the value over that of the same cell's ``baseline``."""
     cell = rows.assign(case=each_case(rows.case, lambda case: case.cell))
     of_baseline = cell[each_case(rows.case, lambda case: case.trainer == baseline).astype(bool)]
-    its_steps = _beside(cell, of_baseline.assign(value=of_baseline.steps), NUMBER)
+    its_steps = _lookup(cell, of_baseline.assign(value=of_baseline.steps), NUMBER)
     return rows.assign(
-        ratio=over(rows.value, _beside(cell, of_baseline, NUMBER)),
+        ratio=divided(rows.value, _lookup(cell, of_baseline, NUMBER)),
         baseline=baseline,
         ratio_steps=rows.steps.where(~(its_steps < rows.steps), its_steps),
     )
 
 
-def over(values: pd.Series[float], divisors: pd.Series[float]) -> pd.Series[float]:
+def divided(values: pd.Series[float], divisors: pd.Series[float]) -> pd.Series[float]:
     """Values divided by others; NaN where these are 0 or missing."""
     return values / divisors.where(divisors != 0)
 
@@ -284,11 +284,11 @@ def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
     wanted = rows.metric.map(said).where(by_hardware).astype(object)
     counted = of_one_instrument(rows[~by_hardware])
     on = [column for column in (*PLACE, "metric") if column != "device"]
-    logical = _beside(rows.assign(metric=wanted), counted, on)
+    logical = _lookup(rows.assign(metric=wanted), counted, on)
     together = [name for name, metric in METRICS.items() if metric.over("rank") == "sum"]
     gpus = each_case(rows.case, lambda case: case.gpus)
     logical *= gpus.where(rows.metric.isin(together), 1)
-    return rows.assign(logical=logical, over_logical=over(rows.value, logical))
+    return rows.assign(logical=logical, over_logical=divided(rows.value, logical))
 
 
 def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
@@ -296,8 +296,8 @@ def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
     gpus = each_case(rows.case, lambda case: case.gpus)
     several = rows[gpus > 1]
     alone = each_case(several.case, _on_one_gpu)
-    by_one = _beside(several.assign(case=alone), rows[gpus == 1], NUMBER).reindex(rows.index)
-    return over(rows.value, by_one)
+    by_one = _lookup(several.assign(case=alone), rows[gpus == 1], NUMBER).reindex(rows.index)
+    return divided(rows.value, by_one)
 
 
 def _on_one_gpu(case: Subject) -> Subject:
@@ -334,10 +334,10 @@ def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     counters, timers = instruments_of("dram_bytes"), instruments_of("step_time_seconds")
     counted = step[(step.unit == "B") & ~step.metric.isin(whole) & step.instrument.isin(counters)]
-    seconds = _beside(counted.assign(metric=""), times, NUMBER)
+    seconds = _lookup(counted.assign(metric=""), times, NUMBER)
     by = counted.instrument.where(seconds.notna(), "")
     for timer in timers:
-        other = _beside(counted.assign(metric="", instrument=timer), times, NUMBER)
+        other = _lookup(counted.assign(metric="", instrument=timer), times, NUMBER)
         by = by.mask(seconds.isna() & other.notna(), timer)
         seconds = seconds.fillna(other)
     names = counted.metric.map(lambda metric: derived_name(metric, "throughput"))
@@ -353,7 +353,7 @@ def _largest(rows: pd.DataFrame) -> pd.DataFrame:
     return largest.assign(metric=LARGEST_SPREAD.name, of="").drop_duplicates(PLACE)
 
 
-def _beside(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series[float]:
+def _lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series[float]:
     """For each row the value of the other with the same keys; NaN where there is none."""
     _check_unique(others, on)
     both = rows[on].merge(others[[*on, "value"]], "left", on)

@@ -21,7 +21,7 @@ PARTS = ("arithmetic", "bytes", "idle", "left")
 """The parts of time; each is a column of seconds, e.g. ``idle_seconds``."""
 
 
-def account(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
+def time_breakdown(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
     """The time of each phase and step of a summary of one card, and its parts.
 
     Logical bytes bound no time, since caches keep some of them; only DRAM bytes that were measured
@@ -42,7 +42,7 @@ def account(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
 
 
 def additional(times: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
-    """How much longer each step of an `account` takes than its baseline's, and why.
+    """How much longer each step of a `time_breakdown` takes than its baseline's, and why.
 
     Returns:
         One row per case and device that takes longer than the ``baseline`` of its cell, with the

@@ -8,7 +8,12 @@ from dataclasses import replace
 
 import pandas as pd
 
-from dpbench.results.account import ACCOUNT_COLUMNS, TOLERANCE, account, dram_bytes_of_step
+from dpbench.results.account import (
+    ACCOUNT_COLUMNS,
+    TOLERANCE,
+    dram_bytes_of_step,
+    reconcile_kernels,
+)
 from dpbench.results.kernels import KernelCount, category, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import LAUNCH_BOUND, Roofs, known_roofs
@@ -28,7 +33,7 @@ def case_kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> lis
         return []
     of_case = summary[(summary.case == outcome.case) & summary.instrument.isin(outcome.by)]
     device = next((row.device for row in outcome.rows if row.device != NO_HARDWARE), "")
-    accounted, whole = account(of_case), dram_bytes_of_step(of_case)
+    accounted, whole = reconcile_kernels(of_case), dram_bytes_of_step(of_case)
     return [
         *([] if accounted is None else [account_table(outcome.case.id, accounted)]),
         *kernel_tables(outcome.kernels, outcome.case.id, device, whole, top),

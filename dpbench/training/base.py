@@ -123,7 +123,7 @@ class TrainerBase(ABC):
                 where = "" if parallel == "none" else f" under parallel={parallel}"
                 raise ConfigurationError(f"{type(self).__name__} adds no banded noise{where}")
             self.labels = {**self.labels, "noise correlated over": f"{bands} steps"}
-        self.model = self.spread(model.train())
+        self.model = self.distribute(model.train())
         if compile:
             if not self.compiles:
                 raise ConfigurationError(
@@ -135,10 +135,10 @@ class TrainerBase(ABC):
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.plain_optimizer = optimizer(trained, lr=learning_rate)
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module) -> nn.Module:
         """Return the model spread over the ranks as ``parallel`` says; here, only one rank."""
         if self.parallel != "none":
-            raise self.refusal("its spread(model) must say how ranks share a model")
+            raise self.refusal("its distribute(model) must say how ranks share a model")
         return model
 
     def refusal(self, why: str) -> ConfigurationError:
@@ -160,7 +160,7 @@ class TrainerBase(ABC):
 
     def example_losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The loss of each example, ``[B]``; ``model`` is the model or a wrapper of it."""
-        with self.mixed():
+        with self.autocast_context():
             losses = self.workload.losses(model, batch)
         return checked_losses(losses, self.workload, batch)
 
@@ -168,10 +168,10 @@ class TrainerBase(ABC):
         """The mean loss over the batch, a scalar; ``model`` is the model or a wrapper of it."""
         if type(self.workload).loss is Workload.loss:
             return self.example_losses(model, batch).mean()
-        with self.mixed():
+        with self.autocast_context():
             return self.workload.loss(model, batch)
 
-    def mixed(self) -> AbstractContextManager[object]:
+    def autocast_context(self) -> AbstractContextManager[object]:
         """The context in which losses are computed: autocast, if it was asked for."""
         if self.autocast is None:
             return nullcontext()

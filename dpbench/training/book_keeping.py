@@ -26,7 +26,7 @@ from dpbench.training.gradient_sums import Buffer, Factors, scaled
 from dpbench.training.kept_gradients import KeptGradients
 from dpbench.training.norm_ways import GRADIENT, KEPT, PRODUCTS
 from dpbench.training.parallel import sharded
-from dpbench.training.per_layer import PairRule, Rule, Seen, rule_of
+from dpbench.training.per_layer import KeptOfLayer, PairRule, Rule, rule_of
 from dpbench.training.phases import phase
 
 
@@ -58,7 +58,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         check_untied(model)
         self._listening = False
         self._uses_are_checked = False  # before the first step
-        self.seen: dict[nn.Module, Seen] = {}
+        self.seen: dict[nn.Module, KeptOfLayer] = {}
         self.rules: dict[nn.Module, Rule[Any]] = {}
         self.ways: dict[str, str] = {}
         for name, layer in list(model.named_modules()):
@@ -66,9 +66,9 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 rule = self.rules[layer] = self.rule_of(layer, name)
                 layer.register_forward_hook(partial(self._keep, rule), with_kwargs=True)
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel != "fsdp2":
-            return super().spread(model)
+            return super().distribute(model)
         self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
         return sharded(model, self.workload)
 
@@ -140,7 +140,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         returned.register_hook(keep_gradient)
         return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
 
-    def _put_aside(self, rule: Rule[Any], seen: Seen, x: Tensor, g: Tensor) -> None:
+    def _put_aside(self, rule: Rule[Any], seen: KeptOfLayer, x: Tensor, g: Tensor) -> None:
         """Keep what clipping needs from a call; the layer's first call decides the way."""
         if not seen:
             alone = self.part_size == self.micro_batches == 1
@@ -175,9 +175,9 @@ class BookKeepingTrainer(ClippedSumTrainer):
             if layer in seen and isinstance(rule, PairRule):
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
             if early:
-                yield from self.sums.close(rule.trained)
+                yield from self.sums.finish(rule.trained)
 
-    def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
+    def squared_norms(self, seen: dict[nn.Module, KeptOfLayer]) -> list[Tensor]:
         """Squared norms of the gradients that are not kept, each ``[B]``, float32 or wider.
 
         Args:

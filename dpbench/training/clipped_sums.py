@@ -13,7 +13,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
 from dpbench.training.correlated_noise import KeptNoise
 from dpbench.training.gradient_sums import Buffer, Sums, in_buffers
-from dpbench.training.known_model import ModelSnapshot
+from dpbench.training.model_snapshot import ModelSnapshot
 from dpbench.training.norm_bounds import clipping_factors, total
 from dpbench.training.parallel import broadcast_parameters, own_generator, own_part, rank_and_ranks
 from dpbench.training.phases import phase
@@ -55,7 +55,7 @@ class ClippedSumTrainer(TrainerBase):
         together = self.parallel != "none"
         self.generator = own_generator(self.trained[0].device) if together else None
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel == "fsdp2":
             raise self.refusal(ONLY_GHOST)
         if self.parallel == "none":
@@ -101,7 +101,7 @@ class ClippedSumTrainer(TrainerBase):
 
     def all_reductions(self) -> list[Reduction]:
         """Reduce the remaining buffers; return the reductions of all buffers."""
-        for buffer in self.take_sums().close():
+        for buffer in self.take_sums().finish():
             self.reduce(buffer)
         reductions, self._reductions = self._reductions, []
         return reductions

@@ -83,11 +83,11 @@ class OpacusTrainer(TrainerBase):
             correlate_noise(self.optimizer, KeptNoise(self.noise_weights))
         mark_phases(self.optimizer)
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel == "fsdp2":
             raise self.refusal(ONLY_GHOST)
         if self.parallel == "none" or self.mode is None:
-            return super().spread(model)
+            return super().distribute(model)
         self.labels = {**self.labels, DRAWN_BY: "rank 0"}
         self.optimizer_class = self.distributed_optimizer(self.mode)
         replica: nn.Module = DifferentiallyPrivateDistributedDataParallel(model)

@@ -72,9 +72,9 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
 
     use_ghost_clipping = True
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel != "fsdp2":
-            return super().spread(model)
+            return super().distribute(model)
         self.module_class = GradSampleModuleFastGradientClippingFSDP
         self.optimizer_class = self.distributed_optimizer("ghost_fsdp")
         self.labels = {**self.labels, DRAWN_BY: "each rank, for all shards"}

@@ -24,16 +24,16 @@ from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.gradient_sums import in_buffers
 from dpbench.training.graphs import StepGraphs, recorded_step, signature
 from dpbench.training.kernels import layer_norm_samples, scaled
-from dpbench.training.known_model import ModelSnapshot
+from dpbench.training.model_snapshot import ModelSnapshot
 from dpbench.training.noisy_updates import Numbers, noisy_mean, noisy_update
 from dpbench.training.norm_ways import PRODUCTS
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.per_layer import (
     Gradients,
+    KeptOfLayer,
     PairRule,
     Rule,
     SampledRule,
-    Seen,
     rule_of,
     three_dimensional,
 )
@@ -125,7 +125,7 @@ class FusedTrainer(BookKeepingTrainer):
         usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
         return LayerNormRule(layer, name) if usual else rule_of(layer, name)
 
-    def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
+    def squared_norms(self, seen: dict[nn.Module, KeptOfLayer]) -> list[Tensor]:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
         rest = {n: calls for n, calls in seen.items() if self.ways[self.rules[n].name] != PRODUCTS}
         for layer, rule in self.rules.items():
@@ -157,14 +157,14 @@ class FusedTrainer(BookKeepingTrainer):
             return super().train_step(batch)
         loss = self._graphs.replay(parts)
         reductions, self._reductions = self._reductions, []
-        self._descend(reductions)
+        self._add_noise_and_update(reductions)
         return loss
 
     def update(self) -> None:
-        self._descend(self.all_reductions())
+        self._add_noise_and_update(self.all_reductions())
 
     @torch.no_grad()
-    def _descend(self, reductions: Sequence[Reduction]) -> None:
+    def _add_noise_and_update(self, reductions: Sequence[Reduction]) -> None:
         """Add noise and update the parameters, if possible in one merged pass."""
         deviation = self.noise_multiplier * self.max_grad_norm * self.noise_weights[0]
         self.seeds += self._seeds_of_a_step  # only correlated noise reuses seeds
@@ -182,7 +182,7 @@ class FusedTrainer(BookKeepingTrainer):
         if self.parallel == "fsdp2" and is_plain(self.plain_optimizer):
             with phase("optimizer"):
                 for each in reductions:
-                    self._descend_shards(each, seeds[each.number], deviation)
+                    self._update_shards(each, seeds[each.number], deviation)
         elif isinstance(updates, str):
             if updates and updates not in self._warned:
                 self._warned.add(updates)
@@ -202,7 +202,7 @@ class FusedTrainer(BookKeepingTrainer):
                 for each in reductions:
                     updates[each.number](each.wait(), seeds[each.number], weights)
 
-    def _descend_shards(self, reduction: Reduction, seed: Tensor, deviation: float) -> None:
+    def _update_shards(self, reduction: Reduction, seed: Tensor, deviation: float) -> None:
         """Update this rank's shards by plain SGD with noise."""
         rate = self.plain_optimizer.param_groups[0]["lr"]
         numbers = Numbers(deviation, 1 / self.joint_batch_size, rate)

@@ -86,7 +86,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         for layer, rule in self.rules.items():
             layer.register_forward_hook(partial(self._hear, rule), with_kwargs=True)
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module) -> nn.Module:
         check_layers(model)
         check_untied(model)
         # Make the rules now, before FSDP2 replaces the layers' classes.
@@ -96,7 +96,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
             if any(p.requires_grad for p in layer.parameters(recurse=False))
         }
         if self.parallel != "fsdp2":
-            return super().spread(model)
+            return super().distribute(model)
         self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
         try:
             model = sharded(model, self.workload, [nn.Embedding])

@@ -154,7 +154,7 @@ class Sums:
         self._filled.add(parameter)
         return first
 
-    def close(self, parameters: Iterable[Tensor] | None = None) -> Iterator[Buffer]:
+    def finish(self, parameters: Iterable[Tensor] | None = None) -> Iterator[Buffer]:
         """Finish the sums of some parameters; yield each buffer all of whose sums are finished.
 
         Args:

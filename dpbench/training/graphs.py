@@ -178,7 +178,7 @@ class StepGraphs:
 
     def _sum_clipped(self) -> Iterator[Buffer]:
         yield from self.trainer.clipped(last=True)
-        yield from self.trainer.take_sums().close()
+        yield from self.trainer.take_sums().finish()
 
     def _add_clipped(self) -> None:
         for _ in self.trainer.clipped(last=False):
@@ -208,7 +208,7 @@ class StepGraphs:
         least = REDUCED_TOGETHER if self.trainer.parallel == "ddp" else math.inf
         graphs = []
         while left:
-            graphs.append(self._captured(partial(taken, buffers, least)))
+            graphs.append(self._captured(partial(next_buffers, buffers, least)))
             left -= len(graphs[-1][1])
         return graphs
 
@@ -273,7 +273,7 @@ def signature(trainer: Any, part: Batch) -> tuple[object, ...]:
     return structure, trainer.max_grad_norm, kinds, [layer.training for layer in trainer.layers]
 
 
-def taken(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
+def next_buffers(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
     """Take the next buffers until they have ``least`` bytes in total; fewer at the end."""
     some: list[Buffer] = []
     for buffer in buffers:

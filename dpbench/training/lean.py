@@ -67,7 +67,7 @@ class ClippedMeanTrainer(ClippedSumTrainer):
         """Under DDP, begin to reduce the noisy means of parameters that share a buffer."""
         with phase("noise"):
             self.take_means(parameters)
-        self._works.append(distributed.all_reduce(in_one(parameters), async_op=True))
+        self._works.append(distributed.all_reduce(joined_gradient(parameters), async_op=True))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -215,7 +215,7 @@ def _become_parameters(
         returned.requires_grad_()  # else backward would end before this layer's hook
 
 
-def in_one(parameters: Sequence[Any]) -> Tensor:
+def joined_gradient(parameters: Sequence[Any]) -> Tensor:
     """The gradient of one parameter, or a new buffer of which those of several become views."""
     only, *others = parameters
     if not others:

@@ -29,7 +29,7 @@ from dpbench.training.parallel import kind_of
 
 Gradients = Mapping[Tensor, Tensor]
 """Per-sample gradients ``[B, …]``, by parameter."""
-Seen = list[Any]
+KeptOfLayer = list[Any]
 """What a rule keeps from backward to clip for a layer: one pair of activations and output gradients
 per call, or one `Gradients` of all calls."""
 
@@ -90,7 +90,7 @@ class Rule(ABC, Generic[L]):
         """Choose the way to the norms, by `dpbench.training.norm_ways.cheapest`."""
         return KEPT
 
-    def keep(self, seen: Seen, x: Tensor, g: Tensor, way: str) -> None:
+    def keep(self, seen: KeptOfLayer, x: Tensor, g: Tensor, way: str) -> None:
         """Store the activations and output gradients of a call, or its per-sample gradients."""
         if way != KEPT:
             seen.append((x, g))
@@ -109,11 +109,11 @@ class PairRule(Rule[L]):
     """A rule that can clip from activations and output gradients, without per-sample gradients."""
 
     @abstractmethod
-    def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
+    def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
         """Concatenate all calls: inputs ``[B, T, K]`` or ``[B, T]``, gradients ``[B, T, N]``."""
 
     @abstractmethod
-    def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
+    def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
         """Add the sum over examples of factor × gradient."""
 
 
@@ -133,7 +133,7 @@ class LinearRule(PairRule[Any]):
         made = {"weight": lambda: torch.bmm(a.mT, b), "bias": lambda: g.sum(1)}
         return {parameter: made[name]() for name, parameter in self._trained.items()}
 
-    def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
+    def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
         if self.layer.weight.requires_grad:
             # The factors scale the narrower of x and g.
@@ -146,7 +146,7 @@ class LinearRule(PairRule[Any]):
             by_token = factors.by_token(g.dtype, g.shape[1])
             sums.put(self.layer.bias, torch.mv(g.flatten(0, 1).t(), by_token))
 
-    def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
+    def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
         pairs = [(three_dimensional(x), three_dimensional(g)) for x, g in seen]
         x, g = (
             pairs[0]
@@ -179,12 +179,12 @@ class EmbeddingRule(PairRule[nn.Embedding]):
         add_rows(made, ids.flatten(), g.flatten(0, 1))
         return {self._trained["weight"]: made.view(examples, rows, -1)}
 
-    def weighted_sums(self, seen: Seen, factors: Factors, sums: Sums) -> None:
+    def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
         ids, g = self.joined(seen)
         weighted = factors.times(g).flatten(0, 1)
         sums.put_rows(self.layer.weight, ids.flatten(), weighted)
 
-    def joined(self, seen: Seen) -> tuple[Tensor, Tensor]:
+    def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
         # Rows at the padding index have no gradient.
         ids = torch.cat([ids.reshape(len(ids), -1) for ids, _ in seen], 1).long()
         g = torch.cat([three_dimensional(g) for _, g in seen], 1)

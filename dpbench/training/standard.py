@@ -13,10 +13,12 @@ from dpbench.training.phases import phase
 class StandardTrainer(TrainerBase):
     """Minibatch gradient descent without privacy."""
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel == "ddp":
             return DistributedDataParallel(model)
-        return sharded(model, self.workload) if self.parallel == "fsdp2" else super().spread(model)
+        return (
+            sharded(model, self.workload) if self.parallel == "fsdp2" else super().distribute(model)
+        )
 
     def train_step(self, batch: Batch) -> Tensor:
         losses = []

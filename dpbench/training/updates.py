@@ -14,7 +14,7 @@ from dpbench.training.noisy_updates import Numbers, noisy_update
 MERGED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """The optimizers that `MergedUpdate` supports; not their subclasses."""
 
-OTHERWISE = ("amsgrad", "capturable", "differentiable")
+UNSUPPORTED_OPTIONS = ("amsgrad", "capturable", "differentiable")
 """Options that change their step in ways that `MergedUpdate` does not support."""
 
 
@@ -35,7 +35,7 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"the step of {name} has hooks"
     for group in optimizer.param_groups:
-        for option in OTHERWISE:
+        for option in UNSUPPORTED_OPTIONS:
             if group.get(option):
                 return f"{name} has {option}=True"
         numbers = group["lr"], group["weight_decay"], *group.get("betas", ())
@@ -171,11 +171,11 @@ class MergedUpdate:
             self._counts[parameter] = step, step._version, count + 1
 
 
-Made = tuple[str, Sequence[str], Numbers]
+UpdateRule = tuple[str, Sequence[str], Numbers]
 """The rule of `noisy_update`, the keys of the optimizer's state that it needs, its numbers."""
 
 
-def sgd_numbers(group: Mapping[str, Any], noise: Numbers, has_momentum: float) -> Made:
+def sgd_numbers(group: Mapping[str, Any], noise: Numbers, has_momentum: float) -> UpdateRule:
     """The update of ``torch.optim.SGD``. Its first step applies no dampening."""
     numbers = noise._replace(rate=group["lr"], decay=group["weight_decay"])
     if not group["momentum"]:
@@ -185,7 +185,7 @@ def sgd_numbers(group: Mapping[str, Any], noise: Numbers, has_momentum: float) -
     return "nesterov" if group["nesterov"] else "momentum", ("momentum_buffer",), numbers
 
 
-def adam_numbers(group: Mapping[str, Any], noise: Numbers, taken: float) -> Made:
+def adam_numbers(group: Mapping[str, Any], noise: Numbers, taken: float) -> UpdateRule:
     """The update of ``torch.optim.Adam`` and ``AdamW``."""
     (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
     decoupled = group["decoupled_weight_decay"]

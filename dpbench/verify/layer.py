@@ -18,7 +18,7 @@ from dpbench.child.build import workload_of
 from dpbench.core.case import Case
 from dpbench.core.registry import resolve
 from dpbench.training.base import Batch
-from dpbench.verify.check import IN_RANK_0, NOT_JUDGED, Check
+from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import Gradients
 from dpbench.verify.verification import SIGMA, Verification

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dpbench.verify.check import NOT_JUDGED, Check
+from dpbench.verify.check_result import NOT_JUDGED, Check
 from dpbench.verify.reference import Gradients
 
 FALSE_ALARM = 1e-6
@@ -95,7 +95,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Finding:
+class NoiseTest:
     """One comparison of a test: the log probability of its result, and a message about it.
 
     ``name`` is the parameter; it is empty for all parameters together.
@@ -155,11 +155,11 @@ def log_chance_of_count(k: int, n: int, least: float, most: float) -> float:
     return math.log(2) - n * divergence
 
 
-Comparisons = tuple[list[Finding], int]
+Comparisons = tuple[list[NoiseTest], int]
 """The findings of a test, and how many comparisons it made."""
 
 
-def _test(check: str, findings: Sequence[Finding], comparisons: int) -> Check:
+def _test(check: str, findings: Sequence[NoiseTest], comparisons: int) -> Check:
     """Make a check that fails if any finding is too unlikely; it names each parameter once."""
     limit = math.log(FALSE_ALARM / TESTS / max(comparisons, 1))
     wrong: dict[str, str] = {}
@@ -167,7 +167,7 @@ def _test(check: str, findings: Sequence[Finding], comparisons: int) -> Check:
         if not each.log_chance >= limit and (each.name or not wrong):
             name = each.name or "all parameters"
             wrong.setdefault(name, f"{name}: {each.words}")
-    worst = min(findings, key=lambda each: each.log_chance, default=Finding(0.0, "", ""))
+    worst = min(findings, key=lambda each: each.log_chance, default=NoiseTest(0.0, "", ""))
     return Check.judged(check, [*wrong.values()], worst.name, worst.how_far)
 
 
@@ -201,7 +201,7 @@ def _deviations(draws: Sequence[Draw]) -> Comparisons:
         words = "no noise"
         if not times**2 < NO_NOISE:
             words = f"{times:.4g} times the deviation σC/B" + f" ({run})" * bool(run)
-        found.append(Finding(chance, name, words, f"{times:.4g} σC/B"))
+        found.append(NoiseTest(chance, name, words, f"{times:.4g} σC/B"))
     return found, len(found)
 
 
@@ -214,14 +214,14 @@ def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
         far, chance = _distance(values[:: -(-values.numel() // DISTRIBUTION_ELEMENTS)], eps)
         where = f" ({run})" * bool(run)
         words = f"its distribution is off the normal one by {far:.2g}{where}"
-        found.append(Finding(chance, name, words, f"{far:.2g}"))
+        found.append(NoiseTest(chance, name, words, f"{far:.2g}"))
         sizes, n = values.abs(), values.numel()
         for beyond in TAILS:
             k = int((sizes > beyond).sum())
             least, most = (math.erfc(beyond * (1 + off) / 2**0.5) for off in (eps, -eps))
             chance = log_chance_of_count(k, n, least, most)
             words = f"{k} of {n} elements are beyond {beyond:g} σ{where}, not {n * most:.3g}"
-            found.append(Finding(chance, name, words, f"{k} beyond {beyond:g} σ"))
+            found.append(NoiseTest(chance, name, words, f"{k} beyond {beyond:g} σ"))
     return found, len(found)
 
 
@@ -248,7 +248,7 @@ def _repeated_values(draws: Sequence[Draw]) -> Comparisons:
             close = int((ranks.diff() <= SAME_RANK).sum())
             chance = log_chance_of_count(close, n, 0.0, min(1.02 * (n + 1) * SAME_RANK, 1.0))
             words = f"of {n + 1} values {close} come again{where}, in another place or step"
-            found.append(Finding(chance, name, words, f"{close} of {n + 1} close"))
+            found.append(NoiseTest(chance, name, words, f"{close} of {n + 1} close"))
     return found, len(found)
 
 
@@ -269,7 +269,7 @@ def _repeats(draws: Sequence[Draw]) -> Comparisons:
             chance = float(log_chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
             of = f"r = {r:.2g} of {n}"
             words = f"its noise repeats {words} in {where} ({of})"
-            found.append(Finding(chance, name, words, of))
+            found.append(NoiseTest(chance, name, words, of))
     return found, 4 * sum(len(piece) for _, piece, _ in pieces)
 
 
@@ -350,7 +350,7 @@ def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
         which = "that" if other == name else f"that of {other}"
         of = f"r = {float(r[i, j]):.2g} of {int(n[i, j])}"
         words = f"its noise in {where} is {which} in {there_too} ({of})"
-        found.append(Finding(float(worst[i]), name, words, of))
+        found.append(NoiseTest(float(worst[i]), name, words, of))
     return found, len(named) ** 2 // 2
 
 
@@ -364,5 +364,7 @@ def _along(draws: Sequence[Draw]) -> Comparisons:
             slack = sum(draw.slack for draw in known) / count
             beyond = max(abs(far) - slack, 0.0) if math.isfinite(far) else math.inf
             words = f"beside noise, the clipped gradient is off by {far:.3g} deviations ({run})"
-            found.append(Finding(math.log(2) - beyond**2 / 2, name, words, f"{far:.2g} deviations"))
+            found.append(
+                NoiseTest(math.log(2) - beyond**2 / 2, name, words, f"{far:.2g} deviations")
+            )
     return found, len(found)

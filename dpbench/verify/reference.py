@@ -117,7 +117,7 @@ class Examples:
         mean: Tensor = torch.tensordot(of_examples.to(gradients.dtype), gradients, 1)
         return mean.double()
 
-    def known(self, clips: str, threshold: float, parts: int) -> dict[str, Tensor]:
+    def candidate_means(self, clips: str, threshold: float, parts: int) -> dict[str, Tensor]:
         """Factors by the name of their mean: first the correct one, then common mistakes."""
         [other] = {*CLIPS} - {clips}
         return {
@@ -128,7 +128,7 @@ class Examples:
             "the mean of micro-batches' gradients, clipped": self.mean_factors(threshold, parts),
         }
 
-    def explained(self, name: str, seen: Tensor, known: Mapping[str, Tensor], near: float) -> str:
+    def diagnose(self, name: str, seen: Tensor, known: Mapping[str, Tensor], near: float) -> str:
         """Name the known mean of which a wrong gradient is a multiple; "" if there is none."""
         if not seen.isfinite().all():
             return "not finite"

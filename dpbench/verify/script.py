@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpbench.child.step_finder import Calls
-from dpbench.verify.check import FAILED, NOT_JUDGED, Check
+from dpbench.verify.check_result import FAILED, NOT_JUDGED, Check
 from dpbench.verify.reference import NEGLIGIBLE, Examples, Gradients, distances
-from dpbench.verify.subject import without_dropout
+from dpbench.verify.trained_model import without_dropout
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.05
 """Largest allowed relative error of a parameter's gradient, with 32 and with 16 bits."""
@@ -62,13 +62,13 @@ class Call:
 
 
 @dataclass
-class Known:
+class ParameterHistory:
     """What steps have shown so far of one parameter of a called module."""
 
     start: Tensor
     trained: bool
     chosen = False  # whether an optimizer that steps has it
-    gradient = pushed = False  # whether it had a gradient, and one large enough to move it
+    gradient = should_move = False  # whether it had a gradient, and one large enough to move it
     moved = False
 
 
@@ -83,8 +83,8 @@ class StepChecks(Calls):
         self.clips: dict[str, None] = {}  # how they were clipped
         self.bypassed = ""  # which optimizer steps in place of the private one
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
-        self.known: dict[str, Known] = {}
-        self.strays: dict[int, tuple[Tensor, bool]] = {}  # of no module; had a gradient
+        self.known: dict[str, ParameterHistory] = {}
+        self.unowned: dict[int, tuple[Tensor, bool]] = {}  # of no module; had a gradient
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
         self._passes = self._since = self._in_last_part = 0  # backward passes
@@ -100,7 +100,7 @@ class StepChecks(Calls):
         if id(module) not in self._models:
             self._models[id(module)] = without_dropout(module)
             for name, p in self.parameters().items():
-                self.known.setdefault(name, Known(p.detach().clone(), p.requires_grad))
+                self.known.setdefault(name, ParameterHistory(p.detach().clone(), p.requires_grad))
         out = call(module, *args, **options)
         outputs = [each for each in _tensors(out) if each.requires_grad]
         device = outputs[0].device.type if outputs else "cpu"
@@ -192,9 +192,9 @@ class StepChecks(Calls):
         for group, p, norm in norms:
             if known := self.known.get(names.get(id(p), "")):
                 known.chosen, known.gradient = True, known.gradient or norm > 0
-                known.pushed |= norm > rounding and bool(group.get("lr", 1))
+                known.should_move |= norm > rounding and bool(group.get("lr", 1))
             else:
-                self.strays[id(p)] = p, norm > 0 or self.strays.get(id(p), (p, False))[1]
+                self.unowned[id(p)] = p, norm > 0 or self.unowned.get(id(p), (p, False))[1]
 
     def _compare(self, optimizer: Any, private: Any, calls: Sequence[Call]) -> None:
         """Compare an optimizer's gradients with those of a loop over the examples."""
@@ -242,7 +242,7 @@ class StepChecks(Calls):
         for name in (name for name, distance in far.items() if distance > tolerance):
             what = STALE
             if private is not None:
-                what = examples.explained(name, seen[name], known, 10 * tolerance) or f"not {RIGHT}"
+                what = examples.diagnose(name, seen[name], known, 10 * tolerance) or f"not {RIGHT}"
             self.wrong.setdefault(what, {})[name] = None
 
     # --- checks ----------------------------------------------------------------------------------
@@ -252,22 +252,26 @@ class StepChecks(Calls):
         known, steps = self.known, f"in {self.steps} steps"
         trained = [name for name, each in known.items() if each.trained]
         chosen = [name for name in trained if known[name].chosen]
-        strays = [parameter for parameter, used in self.strays.values() if not used]
-        made = f"; it has {len(strays)} that no called module has, the first {_shape(strays)}"
+        unowned = [parameter for parameter, used in self.unowned.values() if not used]
+        made = f"; it has {len(unowned)} that no called module has, the first {_shape(unowned)}"
         yield _all_but(
             "optimizer has the parameters",
-            [*known] if strays and not trained else [n for n in trained if n not in chosen],
-            "trainable, and in no optimizer that steps" + made * bool(strays),
+            [*known] if unowned and not trained else [n for n in trained if n not in chosen],
+            "trainable, and in no optimizer that steps" + made * bool(unowned),
             f"{len(chosen)} of {len(trained)} trainable",
         )
         idle = [name for name in chosen if not known[name].gradient]
         how = f"{len(chosen) - len(idle)} {steps}"
         yield _all_but("parameters get gradients", idle, f"no gradient {steps}", how)
-        pushed = [name for name in chosen if known[name].pushed]
-        stuck = [name for name in pushed if not known[name].moved]
-        how = f"{len(pushed) - len(stuck)} {steps}" if pushed else "no learning rate is above 0"
+        should_move = [name for name in chosen if known[name].should_move]
+        stuck = [name for name in should_move if not known[name].moved]
+        how = (
+            f"{len(should_move) - len(stuck)} {steps}"
+            if should_move
+            else "no learning rate is above 0"
+        )
         moving = _all_but("parameters move", stuck, f"has a gradient, no change {steps}", how)
-        yield moving if pushed else Check(moving.name, NOT_JUDGED, "", how)
+        yield moving if should_move else Check(moving.name, NOT_JUDGED, "", how)
         frozen = [name for name, each in known.items() if not each.trained]
         thawed = [name for name in frozen if known[name].moved]
         how = f"{len(frozen)} frozen"
@@ -337,7 +341,7 @@ def _known(
     last = clipped * (len(clipped) / sizes[-1])
     last[: -sizes[-1]] = 0
     words = f"the mean over the last of {len(sizes)} backward passes alone, without the others"
-    common = examples.known("flat", float(limit.norm()), 1)
+    common = examples.candidate_means("flat", float(limit.norm()), 1)
     return {RIGHT: clipped} | ({words: last} if len(sizes) > 1 else {}) | common
 
 

@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from dpbench.core.case import Case
 from dpbench.training.correlated_noise import INDEPENDENT, whitening
 from dpbench.training.parallel import rank_and_ranks
-from dpbench.verify.check import IN_RANK_0, NOT_JUDGED, Check
+from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import Draw, check_noise
 from dpbench.verify.reference import Examples, Gradients, distances, thresholds
-from dpbench.verify.subject import ALONE, Subject
+from dpbench.verify.trained_model import ALONE, TrainedModel
 from dpbench.workloads.base import Batch
 
 STEPS = 2
@@ -68,7 +68,7 @@ class Verification:
     """The checks of one trainer.
 
     Args:
-        case: see `dpbench.verify.checks.verify`.
+        case: see `dpbench.verify.trainer_checks.verify`.
         device: the device to train on.
         clips: the trainer's label: ``flat`` or ``per layer``.
         weights: the trainer's ``noise_weights``; one weight if noise is independent.
@@ -82,7 +82,7 @@ class Verification:
         weights: Sequence[float] = INDEPENDENT,
     ) -> None:
         self.case, self.clips, self.weights = case, clips, weights
-        self.subject = Subject(case, device, STEPS)
+        self.subject = TrainedModel(case, device, STEPS)
         self.examples = self.subject.examples()
         self.half, self.below_all, self.above_all = thresholds(self.examples, clips)
         batches = self.subject.batches
@@ -156,12 +156,12 @@ class Verification:
         tolerance = self.tolerance(batching.words, threshold)
         near = 1e-3 if case.precision == "fp32" else 0.05
         parts = case.micro_batches * case.gpus
-        known = cache(lambda i: batching.examples[i].known(self.clips, threshold, parts))
+        known = cache(lambda i: batching.examples[i].candidate_means(self.clips, threshold, parts))
         wrong = []
         for name in self.subject.trained:
             if off := [i for i, step in enumerate(far) if step[name] > tolerance]:
                 i = off[0]
-                is_what = batching.examples[i].explained(name, steps[i][name], known(i), near)
+                is_what = batching.examples[i].diagnose(name, steps[i][name], known(i), near)
                 is_what = is_what or f"off by {far[i][name]:.2g} of its norm"
                 wrong.append(f"{name}: {f'from step {i + 1} on, ' if i else ''}{is_what}")
         most = _largest(far)
@@ -294,7 +294,7 @@ class Verification:
 
 
 def noisy_steps(
-    subject: Subject,
+    subject: TrainedModel,
     case: Case,
     batches: Sequence[Batch],
     steps: int,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dpbench.advice.choice import advise
-from dpbench.advice.floor import read_by_norms
+from dpbench.advice.least_bytes import norm_reads
 from dpbench.core.case import Case
 
 LINEAR = Case("dpsgd", 4, workload="layer", set="layer=linear,width=16,length=0")
@@ -15,25 +15,23 @@ TINY = Case("dpsgd", 2, 8, model_size="99x16x1x2")
 
 
 def test_norms_of_a_linear_layer_read_its_input_and_its_outputs_gradient() -> None:
-    assert read_by_norms(LINEAR) == (4 * 16 + 4 * 16) * 4
+    assert norm_reads(LINEAR) == (4 * 16 + 4 * 16) * 4
 
 
 @pytest.mark.parametrize("options", [{"micro_batches": 2}, {"activation_checkpointing": "on"}])
 def test_norms_read_each_layer_once_however_it_is_trained(options: dict[str, Any]) -> None:
-    assert read_by_norms(Case("dpsgd", 2, 8, model_size="99x16x1x2", **options)) == read_by_norms(
-        TINY
-    )
+    assert norm_reads(Case("dpsgd", 2, 8, model_size="99x16x1x2", **options)) == norm_reads(TINY)
 
 
 def test_a_frozen_layer_has_no_norm() -> None:
     one = Case("dpsgd", 2, 8, model_size="99x16x1x2", trainable="*head*")
-    assert 0 < read_by_norms(one) < read_by_norms(TINY)
+    assert 0 < norm_reads(one) < norm_reads(TINY)
 
 
 def test_norms_read_each_examples_gradient_where_that_is_less() -> None:
     """A layer norm has 2 · 16 parameters, and 16 positions of 16 numbers go in and come out."""
     case = Case("dpsgd", 4, workload="layer", set="layer=layernorm,width=16,length=16")
-    assert read_by_norms(case) == 4 * (2 * 16) * 4
+    assert norm_reads(case) == 4 * (2 * 16) * 4
 
 
 AXES: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from dpbench.core.errors import DpbenchError
 from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.observe import observe
-from dpbench.verify.check import Check
+from dpbench.verify.check_result import Check
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "50x16x1x2"}

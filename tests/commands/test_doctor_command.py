@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.commands.cli import main
-from dpbench.commands.machine.calibration import OK, Finding
+from dpbench.commands.machine.calibration import OK, Diagnosis
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_without_a_gpu_it_fails_and_says_what_works(
 def test_no_failure_is_exit_code_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fine = Finding("gpu", OK, "there"), Finding("ncu", "warning", "new", "upgrade")
+    fine = Diagnosis("gpu", OK, "there"), Diagnosis("ncu", "warning", "new", "upgrade")
     monkeypatch.setattr("dpbench.commands.machine.checks.examine", lambda _: iter(fine))
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines() == [

@@ -13,7 +13,7 @@ from dpbench.commands.shards import Shard, cells, joined
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import GRIDS, Grid
-from dpbench.results.conditions import begun
+from dpbench.results.conditions import new_run
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.rows import NO_HARDWARE, Measurement
 from dpbench.results.run import Run
@@ -82,7 +82,7 @@ def run_of(
     **environment: Any,
 ) -> Run:
     """A complete run in which each case has one number."""
-    run = begun({"gpu": {"name": "NVIDIA H200"}, **environment}, grid.as_json(), shard=shard)
+    run = new_run({"gpu": {"name": "NVIDIA H200"}, **environment}, grid.as_json(), shard=shard)
     outcomes = [Outcome(case, (number(case),), instruments=("logical",)) for case in cases]
     session = run.session | {"status": COMPLETE, "cases_asked": len(cases)}
     return Run.of(name, outcomes, run.environment, session)

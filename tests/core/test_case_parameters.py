@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpbench.commands.case_arguments import chosen_case
 from dpbench.commands.cli import build_parser
-from dpbench.commands.options import chosen_case
 from dpbench.core.case import PRECISIONS, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.names import joined, parted

@@ -23,10 +23,10 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import Locked, locked
 from dpbench.core.gpu import (
     Gpu,
-    all_exclusive,
     child_environment,
     chip_of,
-    exclusive,
+    lock_gpu,
+    lock_gpus,
     require_gpu,
     select,
     visible_gpus,
@@ -156,7 +156,7 @@ def test_gpu_has_one_holder_at_a_time() -> None:
 
     def measure() -> None:
         for _ in range(5):
-            with exclusive(GPUS[0]):
+            with lock_gpu(GPUS[0]):
                 inside[0] += 1
                 crowds[0] += inside[0] != 1
                 threading.Event().wait(0.001)
@@ -171,21 +171,21 @@ def test_gpu_has_one_holder_at_a_time() -> None:
 
 
 def test_gpus_do_not_wait_for_each_other(locks: Path) -> None:
-    with exclusive(GPUS[0]), exclusive(GPUS[1]):
+    with lock_gpu(GPUS[0]), lock_gpu(GPUS[1]):
         assert len(list(locks.iterdir())) == 2
 
 
 @pytest.mark.usefixtures("locks")
 def test_gpu_is_free_again_after_an_interrupt() -> None:
-    with pytest.raises(KeyboardInterrupt), exclusive(GPUS[0]):
+    with pytest.raises(KeyboardInterrupt), lock_gpu(GPUS[0]):
         raise KeyboardInterrupt
-    with exclusive(GPUS[0]):
+    with lock_gpu(GPUS[0]):
         pass
 
 
 HOLDER = """
-from dpbench.core.gpu import Gpu, exclusive
-with exclusive(Gpu({uuid!r}, "", 0, "")):
+from dpbench.core.gpu import Gpu, lock_gpu
+with lock_gpu(Gpu({uuid!r}, "", 0, "")):
     print("held", flush=True)
     input()
 """
@@ -204,7 +204,7 @@ def test_gpu_is_held_across_processes_and_free_when_the_holder_is_killed(locks: 
         finally:
             holder.kill()
     assert _is_free(path)
-    with exclusive(GPUS[0]):
+    with lock_gpu(GPUS[0]):
         assert not _is_free(path)
 
 
@@ -212,7 +212,7 @@ def test_gpu_is_held_across_processes_and_free_when_the_holder_is_killed(locks: 
 def test_whoever_waits_is_told_who_holds_the_gpu_for_what_and_since_when() -> None:
     told: list[str] = []
     with ThreadPoolExecutor() as pool:
-        with exclusive(GPUS[0], "dpsgd-bs8"):
+        with lock_gpu(GPUS[0], "dpsgd-bs8"):
             waiting = pool.submit(_wait_for, GPUS[0], told)
             while not told:
                 time.sleep(0.01)
@@ -222,7 +222,7 @@ def test_whoever_waits_is_told_who_holds_the_gpu_for_what_and_since_when() -> No
 
 
 def _wait_for(gpu: Gpu, told: list[str]) -> None:
-    with exclusive(gpu, waiting=told.append):
+    with lock_gpu(gpu, waiting=told.append):
         pass
 
 
@@ -232,7 +232,7 @@ def test_a_folder_that_cannot_hold_the_lock_is_named(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with (
         pytest.raises(ConfigurationError, match="set TMPDIR to another folder"),
-        exclusive(GPUS[0]),
+        lock_gpu(GPUS[0]),
     ):
         pass
 
@@ -299,14 +299,14 @@ def test_a_slice_has_the_memory_of_the_slice(
 
 def test_two_slices_of_a_gpu_lock_it_once(locks: Path) -> None:
     slices = [Gpu("GPU-0", "NVIDIA A100", memory, "580") for memory in (10, 20)]
-    with all_exclusive(slices, "two", lambda gpu, holder: pytest.fail("it waits for itself")):
+    with lock_gpus(slices, "two", lambda gpu, holder: pytest.fail("it waits for itself")):
         assert [path.name for path in locks.iterdir()] == ["dpbench-GPU-0.lock"]
 
 
 def test_a_gpus_lock_that_is_a_link_is_an_error_and_truncates_nothing(locks: Path) -> None:
     (locks / "victim").write_text("content")
     (locks / "dpbench-GPU-0.lock").symlink_to(locks / "victim")
-    with pytest.raises(ConfigurationError, match="cannot be locked"), exclusive(whole_card()):
+    with pytest.raises(ConfigurationError, match="cannot be locked"), lock_gpu(whole_card()):
         pass
     assert (locks / "victim").read_text() == "content"
 

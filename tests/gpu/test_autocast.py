@@ -11,7 +11,7 @@ import torch
 
 from dpbench import Case
 from dpbench.child.build import build
-from dpbench.instruments.logical.counter import RunningCounter
+from dpbench.instruments.logical.counter import RealTensorCounter
 from dpbench.instruments.logical.logical import Logical
 from dpbench.results.kernels import OperatorCount
 from dpbench.training.phases import observed_step
@@ -42,7 +42,7 @@ def test_casts_and_products_are_those_that_cuda_runs(
     case = Case(trainer, 4, 64, "512x64x2x2", precision=precision, activation_checkpointing=kept)
     trained, (first, second) = build(case, torch.device("cuda"), 2)
     trained.train_step(first)
-    with RunningCounter() as counter, observed_step(counter):
+    with RealTensorCounter() as counter, observed_step(counter):
         trained.train_step(second)
 
     def said(operators: Sequence[OperatorCount]) -> dict[Hashable, tuple[int, ...]]:

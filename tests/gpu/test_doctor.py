@@ -8,7 +8,7 @@ import pytest
 
 from bench.ceilings import measure_ceilings
 from dpbench.commands.machine import checks
-from dpbench.commands.machine.calibration import OK, READ, WORK, WRITTEN, Finding
+from dpbench.commands.machine.calibration import OK, READ, WORK, WRITTEN, Diagnosis
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.gpu import visible_gpus
 from dpbench.core.settings import Settings
@@ -24,7 +24,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     return Settings(ncu_dir=tmp_path, own={"ncu_path": request.config.getoption("--ncu-path")})
 
 
-def all_is_right(found: list[Finding]) -> None:
+def all_is_right(found: list[Diagnosis]) -> None:
     """Both findings are, and they are about every metric of every work, the L2's too."""
     assert [finding.status for finding in found] == [OK] * 2, found
     judged = {(line["work"], line["metric"]) for line in found[1].counted}

@@ -18,7 +18,7 @@ from dpbench.child.build import build
 from dpbench.child.step import held_by_graphs, peak_memory
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.model_size import ModelSize
-from dpbench.instruments.logical.counter import RunningCounter
+from dpbench.instruments.logical.counter import RealTensorCounter
 from dpbench.training.base import Batch, Momentum
 from dpbench.training.gradient_sums import Sums
 from dpbench.training.phases import observed_step
@@ -273,7 +273,7 @@ def test_a_step_whose_operators_are_counted_runs_them() -> None:
     trainer = made("fused")
     [batch] = batches_of(40)
     trainer.train_step(batch)
-    with RunningCounter() as counter:
+    with RealTensorCounter() as counter:
         with observed_step(counter):
             trainer.train_step(batch)
         operators = {count.operator for count in counter.operators}

@@ -80,9 +80,9 @@ def test_phases_that_come_and_go_are_noted() -> None:
                 torch.ones(3).clone()
                 accumulates or step()
     [*_, backward, forward, optimizer] = seen.report.notes
-    assert backward == "backward came in 1 of 3 steps"
-    assert forward == "forward came in 1 of 3 steps"
-    assert optimizer == "optimizer came in 1 of 3 steps"
+    assert backward == "backward is present in 1 of 3 steps"
+    assert forward == "forward is present in 1 of 3 steps"
+    assert optimizer == "optimizer is present in 1 of 3 steps"
 
 
 def test_sparse_gradients_are_named_as_not_counted() -> None:

@@ -18,7 +18,7 @@ from torch import distributed
 
 from dpbench.child.failures import CaseOutOfMemory, CaseTimedOut, InstrumentError
 from dpbench.child.messages import Steps
-from dpbench.child.step import alone
+from dpbench.child.step import with_gpus_locked
 from dpbench.core import gpu
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
@@ -229,7 +229,7 @@ def take_both(order: list[int], done: Path) -> None:
     cards = [Gpu(f"GPU-{number}", "NVIDIA H200", None, "580") for number in order]
     gpu.visible_gpus = lambda: cards
     for _ in range(20):
-        with alone(torch.device("cuda"), "a case", 2):
+        with with_gpus_locked(torch.device("cuda"), "a case", 2):
             done.write_text("alone")
             time.sleep(0.01)
             assert done.read_text() == "alone"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpbench.instruments.logical.counter import ByteCounter  # noqa: F401  # loads torch
+from dpbench.instruments.logical.counter import OperatorCounter  # noqa: F401  # loads torch
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import saved
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dpbench.instruments.logical.counter import ByteCounter  # noqa: F401  # loads torch
+from dpbench.instruments.logical.counter import OperatorCounter  # noqa: F401  # loads torch
 from tests.plugin.conftest import RunSuite
 
 SUITE = """

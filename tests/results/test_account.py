@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dpbench import Case
 from dpbench.core.metrics import METRICS
-from dpbench.results.account import ACCOUNT_COLUMNS, account
+from dpbench.results.account import ACCOUNT_COLUMNS, reconcile_kernels
 from dpbench.results.kernels import KernelCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
@@ -44,7 +44,7 @@ def frame(phases: dict[str, dict[tuple[str, str], float]]) -> pd.DataFrame:
 
 def accounted(rows: pd.DataFrame) -> pd.DataFrame:
     """The account of rows that have all its numbers."""
-    found = account(summary(rows))
+    found = reconcile_kernels(summary(rows))
     assert found is not None
     return found
 
@@ -127,14 +127,14 @@ def test_without_one_of_its_numbers_there_is_no_account(missing: dict[str, str])
     whole = frame({"forward": phase(dram_read_bytes=1.0), "clip": phase(dram_read_bytes=1.0)})
     lacking = whole[~(whole[list(missing)] == pd.Series(missing)).all(axis="columns")]
     assert len(lacking) < len(whole)
-    assert account(summary(whole)) is not None
-    assert account(summary(lacking)) is None
+    assert reconcile_kernels(summary(whole)) is not None
+    assert reconcile_kernels(summary(lacking)) is None
 
 
 def test_rows_of_two_devices_have_none() -> None:
     whole = frame({"forward": phase(dram_read_bytes=1.0)})
     on_cpu = whole.device.where(whole.instrument != "torch_profiler", "cpu")
-    assert account(summary(whole.assign(device=on_cpu))) is None
+    assert reconcile_kernels(summary(whole.assign(device=on_cpu))) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,12 @@ import pytest
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import GRIDS
 from dpbench.instruments.ncu.ncu import Ncu
-from dpbench.results.conditions import automatic_name, begun, differing_conditions, resumed
+from dpbench.results.conditions import (
+    automatic_name,
+    differing_conditions,
+    merge_interrupted,
+    new_run,
+)
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
@@ -26,7 +31,7 @@ NCU = Ncu(Path("reports"))
 
 
 def under(grid: str = "grid1", ncu: Ncu = NCU, **environment: Any) -> Run:
-    return begun({**ENVIRONMENT, **environment}, GRIDS[grid].as_json(), [ncu])
+    return new_run({**ENVIRONMENT, **environment}, GRIDS[grid].as_json(), [ncu])
 
 
 def broken_off(now: Run, **session: Any) -> Run:
@@ -59,7 +64,7 @@ def test_what_json_does_not_know_is_text_as_in_a_file() -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_time_and_the_cases_that_were_asked_for() -> None:
-    now = resumed(BEFORE, under())
+    now = merge_interrupted(BEFORE, under())
     assert (now.session["seconds"], now.cases_asked) == (5.0, 3)
 
 
@@ -76,7 +81,7 @@ def test_parts_that_differ_are_named_beside_another_run() -> None:
 
 def test_a_run_that_another_session_has_completed_is_not_resumed() -> None:
     with pytest.raises(ConfigurationError, match="completed by another session"):
-        resumed(broken_off(under(), status=COMPLETE), under())
+        merge_interrupted(broken_off(under(), status=COMPLETE), under())
 
 
 @pytest.mark.parametrize(
@@ -100,14 +105,14 @@ def test_a_run_that_another_session_has_completed_is_not_resumed() -> None:
 )
 def test_run_is_not_resumed_under_other_conditions(now: Run, words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        resumed(BEFORE, now)
+        merge_interrupted(BEFORE, now)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_another_card_of_the_same_model_is_the_same() -> None:
     gpu = {**ENVIRONMENT["gpu"], "uuid": "GPU-9"}
-    resumed(BEFORE, under(ncu=replace(NCU, path="/opt/ncu"), gpu=gpu))
+    merge_interrupted(BEFORE, under(ncu=replace(NCU, path="/opt/ncu"), gpu=gpu))
 
 
 def test_what_a_document_does_not_say_is_no_difference() -> None:

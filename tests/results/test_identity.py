@@ -39,7 +39,7 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.schema import check_rows
 from dpbench.results.run import Run
 from dpbench.results.rows import Measurement, as_rows
-from dpbench.results.times import account, additional
+from dpbench.results.times import time_breakdown, additional
 from dpbench.results.roofline import find_ceilings
 from dpbench.show.tables import tables
 
@@ -71,7 +71,7 @@ assert [line[0] for line in table.cells] == [
     f"{trainer} bs8 seq256 host {host}" .replace(" bs8 seq256", "")
     for trainer in ("standard", "dpsgd") for host in "ab"
 ], table.cells
-times = account(before.summary, find_ceilings("NVIDIA H200"))
+times = time_breakdown(before.summary, find_ceilings("NVIDIA H200"))
 assert [*additional(times).more_seconds] == [1.0, 2.0]
 """
 

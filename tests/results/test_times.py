@@ -16,7 +16,7 @@ from dpbench.results.roofline import Roofs, find_ceilings, read_ceilings
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.summary import summary, to_frame
-from dpbench.results.times import PARTS, account, additional
+from dpbench.results.times import PARTS, additional, time_breakdown
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"
@@ -58,7 +58,7 @@ def step(case: Case, *without: str, **phases: tuple[float, float, float, float])
 
 
 def by_phase(frame: pd.DataFrame, ceilings: Roofs = CEILINGS) -> pd.DataFrame:
-    return account(frame, ceilings).set_index("phase")
+    return time_breakdown(frame, ceilings).set_index("phase")
 
 
 def seconds(times: pd.DataFrame, phase: str) -> list[float]:
@@ -81,7 +81,9 @@ def test_a_steps_longer_bounds_are_those_of_its_phases() -> None:
 def test_the_additional_time_is_explained_by_what_is_additional() -> None:
     standard = step(STANDARD, forward=(10e12, 0.5e12, 2.0, 2.0))
     private = step(DPSGD, forward=(30e12, 1.5e12, 6.0, 5.0))
-    [found] = additional(account(pd.concat([standard, private]), CEILINGS)).to_dict("records")
+    [found] = additional(time_breakdown(pd.concat([standard, private]), CEILINGS)).to_dict(
+        "records"
+    )
     assert found["more_seconds"] == pytest.approx(4.0)
     shares = [found[f"{part}_share"] for part in PARTS]
     assert shares == pytest.approx([2 / 4, 1 / 4, 1 / 4, 1 / 4])
@@ -89,8 +91,8 @@ def test_the_additional_time_is_explained_by_what_is_additional() -> None:
 
 def test_a_step_that_takes_no_more_than_the_baselines_has_nothing_to_explain() -> None:
     both = [step(case, forward=(1e12, 1e11, 2.0, 2.0)) for case in (STANDARD, DPSGD)]
-    assert additional(account(pd.concat(both), CEILINGS)).empty
-    assert additional(account(both[1], CEILINGS)).empty
+    assert additional(time_breakdown(pd.concat(both), CEILINGS)).empty
+    assert additional(time_breakdown(both[1], CEILINGS)).empty
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_no_precision_takes_the_ceiling_of_another() -> None:
 
 def test_the_ceilings_of_one_card_are_not_those_of_another() -> None:
     with pytest.raises(ConfigurationError, match="measured on Card, not on NVIDIA H200"):
-        account(step(DPSGD, forward=(1, 1, 1, 1)), find_ceilings("NVIDIA H200"))
+        time_breakdown(step(DPSGD, forward=(1, 1, 1, 1)), find_ceilings("NVIDIA H200"))
     with pytest.raises(ConfigurationError, match="no measured ceilings of NVIDIA H20"):
         find_ceilings("NVIDIA H20")
 
@@ -162,7 +164,7 @@ def recorded(*names: str) -> pd.DataFrame:
     """What private steps of recorded runs take more than standard ones."""
     h200 = find_ceilings("NVIDIA H200")
     runs = [Run.load(RESULTS / f"h200-{name}.json") for name in names]
-    found = pd.concat([additional(account(run.summary, h200)) for run in runs])
+    found = pd.concat([additional(time_breakdown(run.summary, h200)) for run in runs])
     found = found[found.trainer.isin(OF_OPACUS)]
     return found.drop_duplicates([*AXES])  # a cell is in two grids
 
@@ -188,7 +190,7 @@ def test_arithmetic_explains_more_than_bytes_at_fp32() -> None:
 def test_bounds_stay_within_the_recorded_times() -> None:
     files = (RESULTS / "h200-methods-256.json", COUNTED)
     every = pd.concat([Run.load(path).summary for path in files])
-    times = account(every[every.precision == "fp32"], find_ceilings("NVIDIA H200"))
+    times = time_breakdown(every[every.precision == "fp32"], find_ceilings("NVIDIA H200"))
     known = times[times.left_seconds.notna()]
     assert len(known) >= 4 * 4
     longer = known[["arithmetic_seconds", "bytes_seconds"]].max(axis="columns")
@@ -198,7 +200,7 @@ def test_bounds_stay_within_the_recorded_times() -> None:
 
 def test_private_short_steps_are_idle_for_more_of_their_time_at_bf16_than_at_fp32() -> None:
     run = Run.load(RESULTS / "h200-methods-256.json")
-    found = additional(account(run.summary, find_ceilings("NVIDIA H200")))
+    found = additional(time_breakdown(run.summary, find_ceilings("NVIDIA H200")))
     found = found[found.trainer.isin(OF_OPACUS)].set_index("trainer")
     short, at_fp32 = (found[found.precision == precision] for precision in ("bf16", "fp32"))
     assert (short.idle_share > 2 * at_fp32.idle_share).all()

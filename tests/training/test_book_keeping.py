@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from dpbench import TRAINERS, Batch, Case, Workload
 from dpbench.core.errors import DpbenchError
 from dpbench.training.base import Momentum
-from dpbench.verify.checks import verify
 from dpbench.verify.reference import Examples
+from dpbench.verify.trainer_checks import verify
 
 BOTH = ("book_keeping", "fused")
 BY_EXAMPLE = ("micro_batch", "micro_batch:vmap=true")

@@ -27,7 +27,7 @@ def test_at_bf16_a_row_named_a_thousand_times_has_the_sum() -> None:
     sums = Sums([[weight]])
     for _ in range(2):
         sums.put_rows(weight, torch.ones(1000, dtype=torch.long), torch.ones(1000, 2).bfloat16())
-    [buffer] = sums.close()
+    [buffer] = sums.finish()
     assert buffer.places[weight].tolist() == [[0, 0], [2000, 2000], [0, 0]]
 
 
@@ -54,7 +54,7 @@ def test_kept_gradients_are_summed_with_the_whole_factor_and_rounded_once(
     )
     assert (norms >= exact).all()
     assert (norms <= exact * (1 + 4 * torch.finfo(dtype).eps + 5e-3)).all()
-    places = {p: place for buffer in sums.close() for p, place in buffer.places.items()}
+    places = {p: place for buffer in sums.finish() for p, place in buffer.places.items()}
     for weight, samples in zip(weights, made, strict=True):
         expected = 2 * torch.tensordot(factors.double(), samples.double(), 1)
         off = torch.finfo(dtype).eps * expected.abs().clamp(min=1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase, Workload
 from dpbench.training.base import mean_of
 from dpbench.training.norm_ways import PRODUCTS
-from dpbench.training.per_layer import LinearRule, Seen
+from dpbench.training.per_layer import KeptOfLayer, LinearRule
 from dpbench.workloads.base import examples_in, parts_of
 
 Gradients = dict[str, Tensor]
@@ -104,7 +104,7 @@ class GhostThatDiffers(BookKeepingTrainer):
 
     known_ways = (PRODUCTS,)
 
-    def squared_norms(self, seen: dict[nn.Module, Seen]) -> list[Tensor]:
+    def squared_norms(self, seen: dict[nn.Module, KeptOfLayer]) -> list[Tensor]:
         linear = {layer: calls for layer, calls in seen.items() if isinstance(layer, nn.Linear)}
         norms = super().squared_norms({n: calls for n, calls in seen.items() if n not in linear})
         for layer, calls in linear.items():

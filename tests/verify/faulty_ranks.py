@@ -17,7 +17,7 @@ from tests.verify.faulty import Gradients, Looped
 class OverRanks(Looped):
     """A right trainer under DDP: rank 0 draws the noise."""
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module) -> nn.Module:
         return model
 
     def noise(self, parameter: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ from dpbench.launch.pending import PendingMeasurement
 from dpbench.training import gradient_sums
 from dpbench.training.fused import FusedTrainer
 from dpbench.training.lean import LeanTrainer
-from dpbench.verify.checks import verify_here
 from dpbench.verify.reference import distances
-from dpbench.verify.subject import Subject
+from dpbench.verify.trained_model import TrainedModel
+from dpbench.verify.trainer_checks import verify_here
 from dpbench.verify.verification import STEPS
 
 CPU = pick_device("cpu")
@@ -162,7 +162,7 @@ def second_step(case: Case, trainer: str, parallel: str) -> dict[str, Any]:
 
 def unclipped(case: Case) -> Wrong:
     """What is wrong with the standard trainer's gradients, which must be means over the batch."""
-    subject = Subject(case, CPU, STEPS)
+    subject = TrainedModel(case, CPU, STEPS)
     examples = subject.examples()
     means = [each.mean(each.norms.new_ones(each.norms.shape)) for each in examples]
     seen = subject.steps(case, STEPS, subject.batches)

@@ -16,7 +16,7 @@ from dpbench.commands.cli import main
 from dpbench.commands.script_checks import ScriptChecks
 from dpbench.core.subject import Script
 from dpbench.instruments.script import ScriptRun
-from dpbench.verify.check import FAILED, NOT_JUDGED, OK, Check
+from dpbench.verify.check_result import FAILED, NOT_JUDGED, OK, Check
 from tests.verify import scripts
 
 Checks = dict[str, Check]

@@ -13,7 +13,7 @@ from dpbench.commands.verify import found
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.registry import resolve
-from dpbench.verify.check import Check
+from dpbench.verify.check_result import Check
 
 FAULTY = "tests.verify.faulty"
 TINY: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "50x64x1x2"}

@@ -8,7 +8,7 @@ import pytest
 
 from dpbench.core.case import Case
 from dpbench.core.registry import resolve
-from dpbench.verify.checks import verify
+from dpbench.verify.trainer_checks import verify
 from tests.verify import wrong
 
 SMALL = "tests.verify.over_ranks:Small"

@@ -20,7 +20,7 @@ OK, WARNING, FAILED = "ok", "warning", "failed"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """The result of a check; ``counted`` has its rows of the calibration table, see `judge`."""
 
     check: str
@@ -30,7 +30,7 @@ class Finding:
     counted: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
-    def from_error(cls, check: str, error: Exception) -> Finding:
+    def from_error(cls, check: str, error: Exception) -> Diagnosis:
         """The finding of a check that raised an error."""
         if isinstance(error, InstrumentError):
             log = f" (log: {error.log})" if error.log else ""
@@ -86,7 +86,7 @@ def work_that_fits() -> Case:
     return Case(TRAINER, examples, 1, "tiny")
 
 
-def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, float]]) -> Finding:
+def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, float]]) -> Diagnosis:
     """Judge whether each metric counted the bytes of the work within `TOLERANCE`.
 
     Args:
@@ -98,13 +98,13 @@ def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, flo
     lines = tuple(_compared(instrument, size, counted))
     judged = [line for line in lines if line["metric"] not in BOTH]
     if not judged:
-        return Finding(check, WARNING, "not tried: this GPU counts none of the bytes")
+        return Diagnosis(check, WARNING, "not tried: this GPU counts none of the bytes")
     of = f"a copy, a fill and a read of {gigabytes(size)} GB"
     wrong = [line for line in judged if abs(line["off"]) > TOLERANCE]
     if not wrong:
         most = max(abs(line["off"]) for line in judged)
         names = ", ".join(dict.fromkeys(line["metric"] for line in judged))
-        return Finding(check, OK, f"{of}: at most {most:.2%} off in {names}", counted=lines)
+        return Diagnosis(check, OK, f"{of}: at most {most:.2%} off in {names}", counted=lines)
     said = "; ".join(
         f"{line['metric']} of the {line['work']} {gigabytes(line['counted'])} GB, "
         f"{line['off']:+.2%}"
@@ -112,12 +112,12 @@ def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, flo
     )
     if examples < DRAM_SIZED and all(line["metric"].startswith("dram_") for line in wrong):
         remedy = "free the GPU's memory: data this small partly stays in the L2 cache"
-        return Finding(check, WARNING, f"{of}: {said}", remedy, lines)
+        return Diagnosis(check, WARNING, f"{of}: {said}", remedy, lines)
     remedy = (
         "end everything else that uses the GPU and try again; if this remains, do not trust these "
         "bytes on this card"
     )
-    return Finding(check, FAILED, f"{of}: {said}", remedy, lines)
+    return Diagnosis(check, FAILED, f"{of}: {said}", remedy, lines)
 
 
 def _compared(
@@ -143,7 +143,7 @@ def _line(
     }
 
 
-def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) -> Finding:
+def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) -> Diagnosis:
     """Judge whether NVML counted a message on NVLink, from the metrics of both GPUs."""
     size = MESSAGE_EXAMPLES * EXAMPLE_BYTES
     known = {SENT: sender, RECEIVED: receiver, **dict.fromkeys(WITH_PROTOCOL, sender)}
@@ -156,14 +156,14 @@ def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) ->
     said = ", ".join(f"{line['metric']} {gigabytes(line['counted'])} GB" for line in lines)
     judged = [line["off"] for line in lines if line["metric"] not in WITH_PROTOCOL]
     if not judged:
-        return Finding("links", WARNING, f"{of}: {said}", counted=lines)
+        return Diagnosis("links", WARNING, f"{of}: {said}", counted=lines)
     if max(map(abs, judged)) <= TOLERANCE:
-        return Finding("links", OK, f"{of}: {said}", counted=lines)
+        return Diagnosis("links", OK, f"{of}: {said}", counted=lines)
     remedy = "where GPUs exchange data by PCIe nothing crosses NVLink; else end what uses them"
-    return Finding("links", WARNING, f"{of}: {said}", remedy, lines)
+    return Diagnosis("links", WARNING, f"{of}: {said}", remedy, lines)
 
 
-def table(findings: Iterable[Finding]) -> Table | None:
+def table(findings: Iterable[Diagnosis]) -> Table | None:
     """A table of known bytes and the bytes that each instrument counted."""
     counted: dict[tuple[str, str, float], dict[str, tuple[str, str]]] = defaultdict(dict)
     for line in (line for finding in findings for line in finding.counted):

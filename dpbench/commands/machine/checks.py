@@ -26,7 +26,7 @@ from dpbench.commands.machine.calibration import (
     STEPS,
     TOLERANCE,
     WARNING,
-    Finding,
+    Diagnosis,
     judge,
     judge_message,
     work_that_fits,
@@ -46,7 +46,7 @@ from dpbench.show.layout import gigabytes
 SMALL_CASE = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
 
-def packages(settings: Settings) -> Iterator[Finding]:
+def packages(settings: Settings) -> Iterator[Diagnosis]:
     """Check that all required packages are installed in a required version."""
     installed = [
         f"python {platform.python_version()}",
@@ -62,41 +62,41 @@ def packages(settings: Settings) -> Iterator[Finding]:
             installed.append(f"{package.name} {version}")
             continue
         detail, remedy = f"{package.name} is {version}, not {asked}", f"pip install '{asked}'"
-        yield Finding("packages", FAILED, detail, remedy)
-    yield Finding("packages", OK, ", ".join(installed))
+        yield Diagnosis("packages", FAILED, detail, remedy)
+    yield Diagnosis("packages", OK, ", ".join(installed))
 
 
-def logical_counting(settings: Settings) -> Iterator[Finding]:
+def logical_counting(settings: Settings) -> Iterator[Diagnosis]:
     """Check that logical bytes can be counted; this needs no GPU."""
     from dpbench.instruments.logical.logical import Logical
 
     rows = {(row.phase, row.metric): row.value for row in Logical().count(SMALL_CASE).rows}
     moved = rows[STEP, "logical_read_bytes"] + rows[STEP, "logical_write_bytes"]
-    yield Finding("logical counting", OK, f"{SMALL_CASE.id}: {gigabytes(moved)} GB a step")
+    yield Diagnosis("logical counting", OK, f"{SMALL_CASE.id}: {gigabytes(moved)} GB a step")
 
 
-def directories(settings: Settings) -> Iterator[Finding]:
+def directories(settings: Settings) -> Iterator[Diagnosis]:
     """Check, without creating any, that the folders of reports, logs and locks are writable."""
     place = settings.ncu_dir.absolute()
     check_writable(next(path for path in (place, *place.parents) if path.exists()))
     check_writable(Path(tempfile.gettempdir()))
-    yield Finding("directories", OK, f"{settings.ncu_dir} and {tempfile.gettempdir()}")
+    yield Diagnosis("directories", OK, f"{settings.ncu_dir} and {tempfile.gettempdir()}")
 
 
-def gpu(settings: Settings) -> Iterator[Finding]:
+def gpu(settings: Settings) -> Iterator[Diagnosis]:
     """Check that there is a GPU and that no other process uses it."""
     if not visible_gpus():
         remedy = "check that nvidia-smi lists one; logical bytes can be counted without a GPU"
-        yield Finding("gpu", FAILED, why_no_gpu(), remedy)
+        yield Diagnosis("gpu", FAILED, why_no_gpu(), remedy)
     for card in visible_gpus():
         size = "" if card.memory_bytes is None else f", {gigabytes(card.memory_bytes)} GB"
-        yield Finding("gpu", OK, f"{card.name}{size}, driver {card.driver}, {card.uuid}")
+        yield Diagnosis("gpu", OK, f"{card.name}{size}, driver {card.driver}, {card.uuid}")
         if others := ", ".join(map(str, card.processes)):
             remedy = "end it: counters are device-wide and would include its bytes"
-            yield Finding("gpu", WARNING, f"{card.uuid} is used by process {others}", remedy)
+            yield Diagnosis("gpu", WARNING, f"{card.uuid} is used by process {others}", remedy)
 
 
-def torch(settings: Settings) -> Iterator[Finding]:
+def torch(settings: Settings) -> Iterator[Diagnosis]:
     """Check that PyTorch can use the GPU, if there is one."""
     import torch
 
@@ -106,30 +106,30 @@ def torch(settings: Settings) -> Iterator[Finding]:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable or not visible_gpus():
-        yield Finding("torch", OK, detail)
+        yield Diagnosis("torch", OK, detail)
         return
     reasons = [str(warning.message).partition("\n")[0] for warning in said]
     detail = "; ".join([f"{detail}, cannot use the GPU", *reasons])
     remedy = "install a build of torch for a CUDA version that the driver serves"
-    yield Finding("torch", FAILED, detail, f"{remedy} (nvidia-smi shows it)")
+    yield Diagnosis("torch", FAILED, detail, f"{remedy} (nvidia-smi shows it)")
 
 
-def ncu(settings: Settings) -> Iterator[Finding]:
+def ncu(settings: Settings) -> Iterator[Diagnosis]:
     """Check that Nsight Compute is installed, in a version not newer than ncu-report's."""
     path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
     if version == "unknown":
         remedy = "name Nsight Compute's ncu with --ncu-path"
-        yield Finding("ncu", FAILED, f"the version of {path} is unknown", remedy)
+        yield Diagnosis("ncu", FAILED, f"the version of {path} is unknown", remedy)
     elif Version(version).release[:2] > Version(reader).release[:2]:  # year and release
         older = f"{detail}; ncu-report {reader}, which reads its reports, is older"
-        yield Finding("ncu", WARNING, older, "pip install --upgrade ncu-report")
+        yield Diagnosis("ncu", WARNING, older, "pip install --upgrade ncu-report")
     else:
-        yield Finding("ncu", OK, detail)
+        yield Diagnosis("ncu", OK, detail)
 
 
-def counters(settings: Settings) -> Iterator[Finding]:
+def counters(settings: Settings) -> Iterator[Diagnosis]:
     """Check that every byte metric of ncu counts known work right."""
     try:
         path = find_ncu(settings.of(CounterOptions).ncu_path)
@@ -137,7 +137,7 @@ def counters(settings: Settings) -> Iterator[Finding]:
         path = ""
     if not path or not visible_gpus():
         reason = f"not tried: there is no {'ncu' if visible_gpus() else 'GPU'}"
-        yield from (Finding(c, WARNING, reason) for c in ("counters", "ncu calibration"))
+        yield from (Diagnosis(c, WARNING, reason) for c in ("counters", "ncu calibration"))
         return
     case, chip = work_that_fits(), chip_here()
     metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
@@ -147,18 +147,18 @@ def counters(settings: Settings) -> Iterator[Finding]:
     rows = instrument.measure(case)
     without = ", ".join(m.name for m in METRICS.counted("ncu") if m.name not in metrics)
     which = f"; {chip or 'this GPU'} has no {without}" if without else ""
-    yield Finding("counters", OK, f"may be read: {', '.join(metrics)}{which}")
+    yield Diagnosis("counters", OK, f"may be read: {', '.join(metrics)}{which}")
     counted: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
         counted[row.phase][row.metric] = row.value
     yield judge("ncu", case.batch_size, counted)
 
 
-def cupti(settings: Settings) -> Iterator[Finding]:
+def cupti(settings: Settings) -> Iterator[Diagnosis]:
     """Check that CUPTI counts known work and an idle GPU right, in the same process."""
     if not visible_gpus():
         reason = "not tried: there is no GPU"
-        yield from (Finding(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
+        yield from (Diagnosis(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
         return
     case = work_that_fits()
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
@@ -166,7 +166,7 @@ def cupti(settings: Settings) -> Iterator[Finding]:
     record = instrument.start(case).record()
     chip, passes = record["chip"], record["passes"]
     names = dict.fromkeys(name for names in record["counters"].values() for name in names)
-    yield Finding(
+    yield Diagnosis(
         "cupti",
         OK,
         f"libcupti {record['cupti']} counts everything on {chip} in {passes} "
@@ -184,7 +184,7 @@ def cupti(settings: Settings) -> Iterator[Finding]:
     yield finding
 
 
-def links(settings: Settings) -> Iterator[Finding]:
+def links(settings: Settings) -> Iterator[Diagnosis]:
     """Check that NVML counts a message to another GPU right, if there is another."""
     if len(visible_gpus()) < 2:
         return
@@ -196,7 +196,7 @@ def links(settings: Settings) -> Iterator[Finding]:
     yield replace(finding, detail=f"{finding.detail}{why}")
 
 
-Check = Callable[[Settings], Iterable[Finding]]
+Check = Callable[[Settings], Iterable[Diagnosis]]
 
 CHECKS: tuple[Check, ...] = (
     packages,
@@ -212,10 +212,10 @@ CHECKS: tuple[Check, ...] = (
 """The checks, each after those that it depends on. Findings have the names of their checks."""
 
 
-def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
+def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Diagnosis]:
     """Yield findings one by one; an error in one check does not stop the others."""
     for check in checks:
         try:
             yield from check(settings)
         except Exception as error:  # a broken machine can raise anything
-            yield Finding.from_error(check.__name__.replace("_", " "), error)
+            yield Diagnosis.from_error(check.__name__.replace("_", " "), error)

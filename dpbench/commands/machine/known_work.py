@@ -58,7 +58,7 @@ class KnownMessage(TrainerBase):
         self.message = torch.rand(batch_size * EXAMPLE_BYTES // 4, device=device)
         self.loss = torch.zeros((), device=device)
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module) -> nn.Module:
         return model
 
     def train_step(self, batch: Batch) -> Tensor:

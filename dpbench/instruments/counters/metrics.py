@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dpbench.child.messages import Steps
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.metrics import METRICS, Counters, Metric
-from dpbench.core.options import listed, option
+from dpbench.core.option_fields import listed, option
 
 ALWAYS = ("dram_read_bytes", "dram_write_bytes")
 """Metrics that are always counted if the chip has them."""

@@ -1,8 +1,8 @@
 """Runs operators on tensors without data, and counts their bytes, FLOPs and live memory.
 
 `FakeTensorMode` gives every result a shape and a dtype but no memory, so a model of any size runs
-on any machine. `ByteCounter` sits above it and below autograd, and sees every operator that PyTorch
-dispatches in forward, backward and optimizer.
+on any machine. `OperatorCounter` sits above it and below autograd, and sees every operator that
+PyTorch dispatches in forward, backward and optimizer.
 
 Why fake tensors are on the CPU
     A build without CUDA can make a fake ``cuda`` tensor, but its autograd engine then ends the
@@ -68,7 +68,7 @@ NOT_WORK = ("prim", "profiler")
 """Namespaces of operators that move no data, such as ``prim::device``."""
 
 
-class ByteCounter(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     """Counts a step by phase and operator, above a mode of fake tensors; a `PhaseListener`.
 
     It keeps the counts of the latest step. Between steps it tracks memory only.
@@ -224,7 +224,7 @@ class ByteCounter(TorchDispatchMode):
             self.notes[f"{NO_FLOPS}: {label(func)} multiplies, and has no formula"] += 1
 
 
-class RunningCounter(ByteCounter):
+class RealTensorCounter(OperatorCounter):
     """Counts operators on tensors with data as they run, on any device.
 
     PyTorch chooses attention, dropout and others for that device.
@@ -276,13 +276,13 @@ class RunningCounter(ByteCounter):
 
 
 @contextmanager
-def without_data() -> Iterator[ByteCounter]:
+def without_data() -> Iterator[OperatorCounter]:
     """Make tensors without data within this context; the counter sees every operator.
 
     Real tensors may be used too; only their shapes count.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with as_on_cuda(), fake, ByteCounter(fake) as counter, resizing_seen(counter.memory):
+    with as_on_cuda(), fake, OperatorCounter(fake) as counter, resizing_seen(counter.memory):
         yield counter
 
 

@@ -40,7 +40,7 @@ from dpbench.results.rows import Measurement
 from dpbench.training.phases import observed_step
 
 if TYPE_CHECKING:
-    from dpbench.instruments.logical.counter import ByteCounter
+    from dpbench.instruments.logical.counter import OperatorCounter
     from dpbench.training.base import TrainerBase
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class Logical(Instrument):
 
     def counted(
         self, case: Case, read: Callable[[TrainerBase], T]
-    ) -> tuple[ByteCounter, T, list[Counted]]:
+    ) -> tuple[OperatorCounter, T, list[Counted]]:
         """Count a case; return the counter, the result of ``read(trainer)``, and the counts.
 
         Raises:
@@ -164,7 +164,7 @@ class Logical(Instrument):
                 f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
             ) from error
 
-    def _run(self, case: Case, counter: ByteCounter) -> tuple[TrainerBase, list[Counted]]:
+    def _run(self, case: Case, counter: OperatorCounter) -> tuple[TrainerBase, list[Counted]]:
         """Train until a step is steady; return the trainer, and what was counted.
 
         That is the steady step and, of Poisson batches, each of the sampled steps.
@@ -238,7 +238,7 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {words}{own_line(error.__traceback__)}"
 
 
-def live_bytes(counter: ByteCounter) -> int:
+def live_bytes(counter: OperatorCounter) -> int:
     """Live bytes between two steps, after garbage collection of reference cycles."""
     gc.collect()
     return counter.memory.now

@@ -16,7 +16,7 @@ from dpbench.results.kernels import OperatorCount
 from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:
-    from dpbench.instruments.logical.counter import RunningCounter
+    from dpbench.instruments.logical.counter import RealTensorCounter
 
 
 class NothingCounted(InstrumentError):
@@ -35,13 +35,13 @@ class LogicalRecorder(Recorder):
         self._assumed = Counter[str]()
 
     @cached_property
-    def listener(self) -> RunningCounter:
+    def listener(self) -> RealTensorCounter:
         import torch
 
-        from dpbench.instruments.logical.counter import RunningCounter
+        from dpbench.instruments.logical.counter import RealTensorCounter
         from dpbench.instruments.logical.memory import resizing_seen
 
-        counter = RunningCounter()
+        counter = RealTensorCounter()
         if not gc.get_freeze_count():  # so that cycles are found among new objects, in no time
             gc.collect()
             gc.freeze()

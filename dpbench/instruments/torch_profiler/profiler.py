@@ -16,7 +16,7 @@ from dpbench.child.messages import Schedule, Steps
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import check_writable
-from dpbench.core.options import option
+from dpbench.core.option_fields import option
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Subject
 from dpbench.instruments.in_process import InProcessInstrument

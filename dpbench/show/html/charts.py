@@ -34,14 +34,14 @@ IN_CACHE = (
 
 def ratios(material: PageData) -> Chart | None:
     """Bytes, time and peak memory of a step as multiples of the baseline's; the page's answer."""
-    premise, baseline = material.premise, material.baseline
+    basis, baseline = material.basis, material.baseline
     names = {
-        BYTES[premise]: f"{material.bytes_name} bytes",
+        BYTES[basis]: f"{material.bytes_name} bytes",
         "step_time_seconds": "time",
         "peak_memory_bytes": "peak memory",
     }
     rows = material.summary[(material.summary.phase == STEP) & material.summary.ratio.notna()]
-    rows = rows[(rows.trainer != rows.baseline) & (rows.premise == premise)]
+    rows = rows[(rows.trainer != rows.baseline) & (rows.basis == basis)]
     wide = pivot(rows.assign(value=rows.ratio), "metric").rename(columns=names)
     colours = {
         name: c for name, c in zip(names.values(), RATIO_COLOURS, strict=True) if name in wide
@@ -51,7 +51,7 @@ def ratios(material: PageData) -> Chart | None:
     return figures.bar_chart(
         "ratios",
         f"A step's bytes, time and memory ÷ {baseline}'s",
-        BY_OPERATOR if premise == COUNTED else "measured",
+        BY_OPERATOR if basis == COUNTED else "measured",
         wide.assign(end=wide[[*colours]].max(axis="columns"), label=""),
         colours,
         f"÷ {baseline}",
@@ -90,7 +90,7 @@ def phases(material: PageData) -> Chart | None:
     A phase is left out if no case moves `SHOWN_SHARE` of its step there. A case that failed before
     any was counted keeps its place.
     """
-    step = material.step_bytes(material.premise)
+    step = material.step_bytes(material.basis)
     wide = pivot(material.summary[material.summary.metric.isin(step.metric)], "phase")
     shown = [n for n in ALL_PHASES if n in wide and (wide[n] > SHOWN_SHARE * wide[STEP]).any()]
     if not shown:
@@ -103,10 +103,10 @@ def phases(material: PageData) -> Chart | None:
     return figures.bar_chart(
         "phases",
         f"{name[0].upper()}{name[1:]} by trainer and phase",
-        BY_OPERATOR if material.premise == COUNTED else "measured by hardware counters",
+        BY_OPERATOR if material.basis == COUNTED else "measured by hardware counters",
         wide.assign(end=wide[STEP], label=list(map(_end_of_bar, wide.to_dict("records")))),
         {name: PHASE_COLOURS[name] for name in shown},
-        f"{material.bytes_name} GB per step ({material.premise})",
+        f"{material.bytes_name} GB per step ({material.basis})",
         columns={
             f"{STEP}, GB": (STEP, gigabytes),
             f"÷ {material.baseline}": ("ratio", times),
@@ -126,13 +126,13 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
 
 def _about_ratios(material: PageData) -> Iterator[str]:
     """The notes on ratios of these bytes."""
-    baseline, step = material.baseline, material.step_bytes(material.premise)
+    baseline, step = material.baseline, material.step_bytes(material.basis)
     yield f"At the end of a bar: GB of the whole step, and how many times {baseline}'s."
     limits = material.expected.get(step.metric.iloc[0])
     if limits and len(material.ratios):
         low, high = limits
         yield f"Expected range: {low:g} to {high:g} times {baseline}'s bytes."
-    if material.premise == MEASURED and (step.value < IN_CACHE_BYTES).any():
+    if material.basis == MEASURED and (step.value < IN_CACHE_BYTES).any():
         yield IN_CACHE
 
 
@@ -144,10 +144,10 @@ def memory(material: PageData) -> Chart | None:
     return figures.bar_chart(
         "memory",
         "Peak memory by trainer",
-        BY_OPERATOR if material.premise == COUNTED else "measured by PyTorch's allocator",
+        BY_OPERATOR if material.basis == COUNTED else "measured by PyTorch's allocator",
         peaks.rename(columns={"value": "peak memory"}).assign(end=peaks.value, label=""),
         {"peak memory": COLOUR},
-        f"peak memory, GB ({material.premise})",
+        f"peak memory, GB ({material.basis})",
     )
 
 

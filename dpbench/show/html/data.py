@@ -23,12 +23,12 @@ MEASURED, COUNTED = "measured", "counted"
 """Where a number comes from; measured and counted bytes never share a chart."""
 
 BYTES = {MEASURED: "dram_bytes", COUNTED: "logical_bytes"}
-"""The metric that is drawn, by premise."""
+"""The metric that is drawn, by basis."""
 
 CASE = ["batch_size", "seq_len", "title", "trainer"]
 """The columns that identify a case in a chart; its other non-default options are in the title."""
 
-KEYS = ["run", "device", "premise", *CASE]
+KEYS = ["run", "device", "basis", *CASE]
 """The columns that identify a case on the page."""
 
 
@@ -62,7 +62,7 @@ class PageData:
     def summary(self) -> pd.DataFrame:
         """One row per run, case, instrument, phase and metric, in the order of reading.
 
-        The values and ratios of each run's summary, with ``run``, its name; ``premise``; and
+        The values and ratios of each run's summary, with ``run``, its name; ``basis``; and
         ``title``, which configuration it is.
         """
         runs = [run for run in self.runs if not run.frame.empty] or self.runs[:1]
@@ -72,7 +72,7 @@ class PageData:
             parts.append(in_order(rows[rows.value.notna()]).assign(run=run.name))
         summary = pd.concat(parts, ignore_index=True)
         counted = summary.device == NO_HARDWARE
-        summary["premise"] = counted.map({True: COUNTED, False: MEASURED})
+        summary["basis"] = counted.map({True: COUNTED, False: MEASURED})
         return summary.assign(title=titles(summary, summary))
 
     @cached_property
@@ -93,23 +93,23 @@ class PageData:
         return failed.assign(title=titles(failed, self.summary))
 
     @cached_property
-    def premise(self) -> str:
+    def basis(self) -> str:
         """Whether the page is about measured bytes, or counted ones if there are no others."""
-        return _premise(self.summary)
+        return _basis(self.summary)
 
     @property
     def bytes_name(self) -> str:
         """The name of the bytes on the page's axes."""
-        return METRICS[BYTES[self.premise]].short_header
+        return METRICS[BYTES[self.basis]].short_header
 
-    def step_bytes(self, premise: str) -> pd.DataFrame:
+    def step_bytes(self, basis: str) -> pd.DataFrame:
         """The bytes of whole steps that were measured, or those that were counted."""
-        return self.summary[(self.summary.metric == BYTES[premise]) & (self.summary.phase == STEP)]
+        return self.summary[(self.summary.metric == BYTES[basis]) & (self.summary.phase == STEP)]
 
     @cached_property
     def ratios(self) -> pd.DataFrame:
         """Whole-step rows of all trainers but the baseline, where there is a ratio."""
-        rows = self.step_bytes(self.premise)
+        rows = self.step_bytes(self.basis)
         return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
 
     @cached_property
@@ -121,9 +121,9 @@ class PageData:
 
     @cached_property
     def peaks(self) -> pd.DataFrame:
-        """Peak memory of each case, by the same premise as the bytes."""
+        """Peak memory of each case, by the same basis as the bytes."""
         rows = self.summary[self.summary.metric == "peak_memory_bytes"]
-        rows = rows[(rows.phase == STEP) & (rows.premise == self.premise)]
+        rows = rows[(rows.phase == STEP) & (rows.basis == self.basis)]
         return rows.drop_duplicates(KEYS)
 
 
@@ -136,14 +136,14 @@ def pivot(rows: pd.DataFrame, columns: str) -> pd.DataFrame:
     return unique[KEYS].drop_duplicates().join(wide, on=KEYS).reset_index(drop=True)
 
 
-def _premise(summary: pd.DataFrame) -> str:
+def _basis(summary: pd.DataFrame) -> str:
     there = set(summary.metric)
     return COUNTED if BYTES[COUNTED] in there and BYTES[MEASURED] not in there else MEASURED
 
 
 def _subject(summary: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the premise of the page's bytes."""
-    return summary[summary.premise == _premise(summary)]
+    """The rows with the basis of the page's bytes."""
+    return summary[summary.basis == _basis(summary)]
 
 
 def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:

@@ -69,13 +69,13 @@ RANK_COLOURS = ("#7F8790", "#EE6677", "#4F86BB", "#BB4A93", "#228833", "#B8A522"
 class Chart:
     """A section of the page: a table that is drawn as well.
 
-    ``premise`` is where its numbers come from, ``panels`` are plotly's figures by title, to which
+    ``basis`` is where its numbers come from, ``panels`` are plotly's figures by title, to which
     the page adds what they have in common, ``colours`` is their legend. If there is nothing to
     draw, the table has no lines, and its notes say why.
     """
 
     id: str
-    premise: str
+    basis: str
     table: Table
     panels: Mapping[str, Json] = field(default_factory=dict)
     colours: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Chart:
 def bar_chart(
     id: str,
     title: str,
-    premise: str,
+    basis: str,
     rows: pd.DataFrame,
     colours: Mapping[str, str],
     scale: str,
@@ -127,7 +127,7 @@ def bar_chart(
     numbers = {f"{name}, {unit}": (name, write) for name in colours} | dict(columns or {})
     known = rows.dropna(subset=[name for name, _ in numbers.values()], how="all")
     table = Table.of(title, known, {**NAMES, **numbers}, notes)
-    return Chart(id, premise, table, panels, colours if len(colours) > 1 else {})
+    return Chart(id, basis, table, panels, colours if len(colours) > 1 else {})
 
 
 def _names(names: list[str], height: int) -> Json:

@@ -103,8 +103,8 @@ def draw(material: PageData) -> list[Chart]:
 
 def headline(material: PageData) -> list[str]:
     """Sentences on how many cases were measured, counted, and failed."""
-    cases = material.summary.drop_duplicates(["run", "case", "premise"])
-    measured = cases[cases.premise == MEASURED]
+    cases = material.summary.drop_duplicates(["run", "case", "basis"])
+    measured = cases[cases.basis == MEASURED]
     counts = {
         f"measured on {', '.join(sorted(set(measured.device)))}": len(measured),
         "counted without hardware": len(cases) - len(measured),
@@ -138,7 +138,7 @@ def steps(material: PageData) -> Table:
         write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, usual)
         numbers[f"{header}, GB" if shown.unit == "B" else header] = (shown.name, write)
     run: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
-    both: dict[str, Shown] = {"premise": ("premise", str)} if wide.premise.nunique() > 1 else {}
+    both: dict[str, Shown] = {"basis": ("basis", str)} if wide.basis.nunique() > 1 else {}
     columns: dict[str, Shown] = {**run, **NAMES, **both, **numbers}
     known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
     title = "One step of each case: means over the steps, medians of times; exact when pointed at"

@@ -45,7 +45,7 @@ def waits(material: PageData) -> Chart | None:
     rows = rows[(rows.metric == "communication_seconds") & (rows.phase == STEP)]
     if rows.empty:
         return None
-    rows = rows.assign(premise=MEASURED, title=titles(rows, material.summary))
+    rows = rows.assign(basis=MEASURED, title=titles(rows, material.summary))
     names = {rank: f"rank {rank}" for rank in sorted(rows["rank"].unique())}
     means = rows.groupby([*KEYS, "rank"], sort=False, as_index=False).value.mean()
     wide = pivot(means.assign(rank=means["rank"].map(names)), "rank")

@@ -20,7 +20,7 @@ from dpbench.results.roofline import (
 )
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, PLACE, STEP
 from dpbench.results.run import Run
-from dpbench.results.times import account, additional
+from dpbench.results.times import additional, time_breakdown
 from dpbench.show.groups import CONFIGURATION, ordered
 from dpbench.show.html import figures
 from dpbench.show.html.data import MEASURED, PageData, pivot, titles
@@ -34,20 +34,20 @@ from dpbench.show.times import ABOUT_SHARES, ADDED_COLUMNS, HOW_TO_READ, TIME_CO
 def roofline(material: PageData) -> Chart | None:
     """What each phase reaches of the roof it is under, of the card that ran it."""
     table, notes = _accounts(material, _under_roofs)
-    premise = (
+    basis = (
         "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
         "operations counted without hardware"
     )
     if table.empty:
         nothing = Table("Roofline by phase", [], [], tuple(notes))
-        return Chart("roofline", premise, nothing) if notes else None
+        return Chart("roofline", basis, nothing) if notes else None
     table = table[table.phase != STEP]
-    placed = table[table.flops > 0].assign(premise=MEASURED)
+    placed = table[table.flops > 0].assign(basis=MEASURED)
     present = set(placed.phase)
     chart = figures.bar_chart(
         "roofline",
         "Roofline: how much of its roof each phase reaches",
-        premise,
+        basis,
         pivot(placed.assign(value=placed.share), "phase").assign(end=1.0, label=""),
         {name: colour for name, colour in PHASE_COLOURS.items() if name in present},
         "% of the roof, which is arithmetic or bytes",
@@ -128,20 +128,20 @@ TIME_COLOURS = {
 def time(material: PageData) -> Chart | None:
     """Each step's least time for its arithmetic and for its bytes, and its idle time."""
     table, notes = _accounts(material, partial(_time_of, ceilings=material.ceilings))
-    premise = (
+    basis = (
         "times of steps that are not counted; the least time for counted operations and measured "
         "DRAM bytes at measured ceilings, two bounds, which overlap; idle by hardware counters"
     )
     if table.empty:
         nothing = Table("What time is made of", [], [], tuple(notes))
-        return Chart("time", premise, nothing) if notes else None
+        return Chart("time", basis, nothing) if notes else None
     steps = table[table.phase == STEP]
     bars = {part: steps[f"{part}_seconds"] for part in TIME_COLOURS if part != STEP}
     bars[STEP] = steps.seconds
     chart = figures.bar_chart(
         "time",
         "What time is made of",
-        premise,
+        basis,
         steps.assign(**bars, end=pd.DataFrame(bars).max(axis="columns"), label=""),
         TIME_COLOURS,
         "ms",
@@ -161,6 +161,6 @@ def _time_of(
     if not {"step_time_seconds", "dram_read_bytes"} <= measured:
         return None
     roofs = ceilings or find_ceilings(device)
-    table = account(summary, roofs)
+    table = time_breakdown(summary, roofs)
     added = additional(table, run.baseline).assign(phase=STEP).drop(columns=[*AXES])
     return table.merge(added, "left", PLACE), roofs

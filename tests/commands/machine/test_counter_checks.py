@@ -24,7 +24,7 @@ from dpbench.commands.machine.calibration import (
     WARNING,
     WORK,
     WRITTEN,
-    Finding,
+    Diagnosis,
     judge,
     table,
     work_that_fits,
@@ -72,7 +72,7 @@ def under(tmp_path: Path, text: str, timeout: float = 20.0) -> Settings:
     return Settings(ncu_dir=tmp_path / "reports", own={"ncu_path": str(path)}, timeout=timeout)
 
 
-def found_by(setup: Settings) -> dict[str, Finding]:
+def found_by(setup: Settings) -> dict[str, Diagnosis]:
     return {finding.check: finding for finding in checks.counters(setup)}
 
 
@@ -191,7 +191,7 @@ def test_one_table_has_what_each_instrument_counted() -> None:
     assert "served" not in found[1].detail
     assert len(lines) == 3 * 7
     assert max(map(len, made.as_text().splitlines())) <= 80
-    assert table([Finding("gpu", OK, "there")]) is None
+    assert table([Diagnosis("gpu", OK, "there")]) is None
 
 
 def test_a_gpu_that_counts_none_of_the_bytes_is_calibrated_by_nothing() -> None:

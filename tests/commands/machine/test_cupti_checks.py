@@ -18,7 +18,7 @@ from dpbench.commands.machine.calibration import (
     REST,
     WARNING,
     WORK,
-    Finding,
+    Diagnosis,
 )
 from dpbench.core import gpu
 from dpbench.core.gpu import Gpu
@@ -48,7 +48,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in (checks, calibration, gpu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
 
-    def run(printed: dict[str, Any]) -> list[Finding]:
+    def run(printed: dict[str, Any]) -> list[Diagnosis]:
         text = (
             "import json, sys; from dpbench.child.messages import hand_over; "
             "assert json.load(open(sys.argv[-1]))['instrument'].endswith(':Cupti'); "

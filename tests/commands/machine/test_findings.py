@@ -9,21 +9,21 @@ import pytest
 
 from dpbench import ConfigurationError
 from dpbench.child.failures import CaseFailed, CaseTimedOut
-from dpbench.commands.machine.calibration import FAILED, OK, Finding
+from dpbench.commands.machine.calibration import FAILED, OK, Diagnosis
 from dpbench.commands.machine.checks import CHECKS, examine
 from dpbench.core.settings import Settings
 
 
-def works(setup: Settings) -> Iterator[Finding]:
-    yield Finding("works", OK, "fine")
+def works(setup: Settings) -> Iterator[Diagnosis]:
+    yield Diagnosis("works", OK, "fine")
 
 
-def falls_over(setup: Settings) -> Iterator[Finding]:
-    yield Finding("falls over", OK, "so far")
+def falls_over(setup: Settings) -> Iterator[Diagnosis]:
+    yield Diagnosis("falls over", OK, "so far")
     raise ZeroDivisionError("in a driver")
 
 
-def is_interrupted(setup: Settings) -> Iterator[Finding]:
+def is_interrupted(setup: Settings) -> Iterator[Diagnosis]:
     yield from ()
     raise KeyboardInterrupt
 
@@ -51,11 +51,11 @@ def test_every_check_has_a_name_and_says_what_it_is_about() -> None:
 
 def test_the_finding_of_an_error_keeps_its_remedy_apart() -> None:
     error = CaseTimedOut("ncu did not finish within 9 s", log=Path("dir/x.log"))
-    found = Finding.from_error("profiling", error)
+    found = Diagnosis.from_error("profiling", error)
     assert found.detail == "ncu did not finish within 9 s (log: dir/x.log)"
     assert found.remedy == CaseTimedOut.remedy
 
 
 def test_an_error_without_a_remedy_is_told_whole() -> None:
-    assert Finding.from_error("x", CaseFailed("it fell over")).detail == "it fell over"
-    assert Finding.from_error("x", ConfigurationError("no; not so")).detail == "no; not so"
+    assert Diagnosis.from_error("x", CaseFailed("it fell over")).detail == "it fell over"
+    assert Diagnosis.from_error("x", ConfigurationError("no; not so")).detail == "no; not so"

@@ -18,7 +18,7 @@ from dpbench.commands.machine.calibration import (
     OK,
     SENT_IN,
     WARNING,
-    Finding,
+    Diagnosis,
     judge_message,
     table,
 )
@@ -63,7 +63,7 @@ def test_the_table_has_each_source_and_says_which_are_not_judged() -> None:
 
 def found_by(
     folder: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str], *ranks: dict[str, float]
-) -> list[Finding]:
+) -> list[Diagnosis]:
     """What is found where a case's process counts this in its ranks."""
     for module in (checks, gpu):
         cards = [H200, replace(H200, uuid="GPU-1")]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dpbench.commands.machine import checks
-from dpbench.commands.machine.calibration import FAILED, OK, WARNING, Finding
+from dpbench.commands.machine.calibration import FAILED, OK, WARNING, Diagnosis
 from dpbench.commands.machine.checks import Check
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
@@ -24,7 +24,7 @@ from tests.programs import program
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
 
 
-def only(check: Check, setup: Settings | None = None) -> Finding:
+def only(check: Check, setup: Settings | None = None) -> Diagnosis:
     [finding] = check(setup or Settings())
     return finding
 

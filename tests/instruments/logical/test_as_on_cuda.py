@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from dpbench.child.failures import CaseFailed
-from dpbench.instruments.logical.counter import ByteCounter, without_data
+from dpbench.instruments.logical.counter import OperatorCounter, without_data
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 from dpbench.training.base import Batch
 from dpbench.training.phases import observed_step
@@ -36,7 +36,9 @@ SEEDS = 2 * 8
 Step = Callable[..., Tensor]
 
 
-def forward_and_backward(step: Step, *inputs: tuple[int, ...], **like: Any) -> list[ByteCounter]:
+def forward_and_backward(
+    step: Step, *inputs: tuple[int, ...], **like: Any
+) -> list[OperatorCounter]:
     """The counts of a function of tensors with these shapes, and of its backward pass."""
     counters = []
     with without_data() as counter:
@@ -50,7 +52,7 @@ def forward_and_backward(step: Step, *inputs: tuple[int, ...], **like: Any) -> l
     return [*counters, counter]
 
 
-def operators(counter: ByteCounter) -> set[str]:
+def operators(counter: OperatorCounter) -> set[str]:
     return {name for _, name in counter.counts}
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dpbench.core.case import Case
 from dpbench.instruments.logical.as_on_cuda import LOWER, SUMS, WIDEST
-from dpbench.instruments.logical.counter import ByteCounter, without_data
+from dpbench.instruments.logical.counter import OperatorCounter, without_data
 from dpbench.instruments.logical.logical import Logical
 from dpbench.results.rows import STEP
 from dpbench.training.base import Batch
@@ -59,7 +59,7 @@ def test_operators_of_other_libraries_are_left_as_they_are() -> None:
         library._destroy()
 
 
-def counted(step: object, *shapes: tuple[int, ...], dtype: torch.dtype) -> ByteCounter:
+def counted(step: object, *shapes: tuple[int, ...], dtype: torch.dtype) -> OperatorCounter:
     with without_data() as counter:
         tensors = [torch.empty(shape, requires_grad=True) for shape in shapes]
         with observed_step(counter), torch.autocast("cuda", dtype=dtype):

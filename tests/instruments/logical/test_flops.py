@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from dpbench.core.case import Case
 from dpbench.core.subject import Script
 from dpbench.instruments.logical.counter import (
-    ByteCounter,
-    RunningCounter,
+    OperatorCounter,
+    RealTensorCounter,
     is_composite,
     without_data,
 )
@@ -34,22 +34,22 @@ from tests.instruments.logical.cases import count, values
 Work = Callable[[], Any]
 
 
-def running(work: Work) -> ByteCounter:
+def running(work: Work) -> OperatorCounter:
     """Counts operators on the CPU."""
-    counter = RunningCounter()
+    counter = RealTensorCounter()
     with new_objects_collected(), counter, observed_step(counter):
         work()
     return counter
 
 
-def imagined(work: Work) -> ByteCounter:
+def imagined(work: Work) -> OperatorCounter:
     """Counts operators without data."""
     with without_data() as counter, observed_step(counter):
         work()
     return counter
 
 
-def flops(counter: ByteCounter) -> int:
+def flops(counter: OperatorCounter) -> int:
     return sum(count["flops"] for count in counter.counts.values())
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpbench.instruments.logical.counter import RunningCounter, without_data
+from dpbench.instruments.logical.counter import RealTensorCounter, without_data
 from dpbench.instruments.logical.logical import new_objects_collected
 from dpbench.training.phases import observed_step
 from dpbench.workloads.axes import choose_trainable
@@ -83,7 +83,7 @@ def counted(
 ) -> list[Moved]:
     asks_input, asks_weight = ASKED[where]
     steps = []
-    counting = without_data() if fake else RunningCounter()
+    counting = without_data() if fake else RealTensorCounter()
     with new_objects_collected(), counting as counter:
         layer = make().requires_grad_(asks_weight)
         x = torch.zeros(shape, requires_grad=asks_input)

@@ -30,7 +30,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.model_size import MODEL_SIZES
 from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical import collectives, one_rank
-from dpbench.instruments.logical.counter import RunningCounter, without_data
+from dpbench.instruments.logical.counter import RealTensorCounter, without_data
 from dpbench.instruments.logical.logical import Counting, Logical, new_objects_collected
 from dpbench.instruments.logical.memory import resizing_seen
 from dpbench.results.compare import Threshold
@@ -298,7 +298,7 @@ def test_who_sends_reads_and_who_receives_writes(rank: int) -> None:
             "broadcast_": lambda: distributed.broadcast(x, 0),
             "reduce_": lambda: distributed.reduce(x, 0),
         }.items():
-            counter = RunningCounter()
+            counter = RealTensorCounter()
             with counter, observed_step(counter):
                 work()
             count = counter.counts["outside", f"c10d.{name}"]

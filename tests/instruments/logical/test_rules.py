@@ -16,7 +16,7 @@ from opacus.grad_sample.linear import compute_linear_grad_sample, compute_linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpbench.instruments.logical.counter import ByteCounter, without_data
+from dpbench.instruments.logical.counter import OperatorCounter, without_data
 from dpbench.instruments.logical.memory import region_of
 from dpbench.training.phases import observed_step
 
@@ -35,7 +35,7 @@ class Moved(NamedTuple):
     write: int
 
 
-def moved(counter: ByteCounter, operator: str | None = None) -> Moved:
+def moved(counter: OperatorCounter, operator: str | None = None) -> Moved:
     counts = [
         c for (_, name), c in counter.counts.items() if operator in (None, name.split(".")[1])
     ]

@@ -219,7 +219,7 @@ def cases_are_means_of_their_rows(browser: Chrome, rows: list[dict[str, Any]]) -
 
     found = table(browser, "table-steps")
     lines = [dict(zip(found["headers"], cells, strict=True)) for cells in found["values"]]
-    lines = [line for line in lines if line["premise"] == "measured"]
+    lines = [line for line in lines if line["basis"] == "measured"]
     assert len(lines) == 16
     for line in lines:
         cell = int(line["batch"]), int(line["sequence"])

@@ -106,14 +106,14 @@ def test_a_phase_that_no_case_of_a_cell_has_is_not_drawn_there() -> None:
 
 def test_measured_and_counted_bytes_never_mix() -> None:
     both = material(a=dram("standard", 4e9) + logical("standard", 3e9))
-    assert both.premise == data.MEASURED
+    assert both.basis == data.MEASURED
     assert both.step_bytes(data.MEASURED).value.tolist() == [4e9]
     assert both.step_bytes(data.COUNTED).value.tolist() == [3e9]
 
 
 def test_counted_bytes_are_shown_where_nothing_was_measured() -> None:
-    assert material(a=logical("standard", 3e9)).premise == data.COUNTED
-    assert material(a=[]).premise == data.MEASURED
+    assert material(a=logical("standard", 3e9)).basis == data.COUNTED
+    assert material(a=[]).basis == data.MEASURED
 
 
 def test_ratio_needs_a_baseline_in_the_same_run() -> None:
@@ -126,7 +126,7 @@ def test_ratio_to_nothing_is_left_out() -> None:
     assert material(a=dram("standard", 0) + dram("dpsgd", 6e9)).ratios.empty
 
 
-def test_peak_memory_is_of_the_premise_of_the_bytes() -> None:
+def test_peak_memory_is_of_the_basis_of_the_bytes() -> None:
     counted = [
         *logical("standard", 3e9),
         row("standard", "peak_memory_bytes", 6e9, instrument="logical", device=NOWHERE),

@@ -88,7 +88,7 @@ def test_bytes_that_stay_in_the_cache_come_with_a_warning() -> None:
 def test_counted_runs_say_so_in_every_chart() -> None:
     chart = drawn(charts.phases, material(COUNTED))
     assert chart.table.title.startswith("Logical bytes")
-    assert "not measured" in chart.source
+    assert "not measured" in chart.basis
     assert figures_of(chart)[0]["layout"]["xaxis"]["title"]["text"] == (
         "logical GB per step (counted)"
     )

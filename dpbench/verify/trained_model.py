@@ -35,7 +35,7 @@ INITIAL_DEVIATION = 0.02
 of a pair were zero, the other would have no gradient, and its clipping could not be checked."""
 
 
-class Subject:
+class TrainedModel:
     """A case's model, initial parameters, batches and reference gradients."""
 
     def __init__(self, case: Case, device: torch.device, steps: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from dpbench.core import registry
 from dpbench.core.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
 from dpbench.core.names import joined, parted
-from dpbench.core.options import axis_help
+from dpbench.core.option_fields import axis_help
 from dpbench.core.settings import declare
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage

@@ -14,7 +14,7 @@ def of_rank(case: Case) -> Case:
     return replace(case, batch_size=case.batch_size // case.gpus, parallel="none", gpus=1)
 
 
-def read_by_norms(case: Case) -> int:
+def norm_reads(case: Case) -> int:
     """The minimum bytes that norms of all modules with trained parameters read.
 
     All norms must be known before any gradient is weighted, so one read cannot serve both. For each

@@ -22,10 +22,10 @@ from dpbench.launch.fork_server import postpone
 from dpbench.launch.ranks import Work, on_all_ranks
 from dpbench.training.correlated_noise import INDEPENDENT
 from dpbench.training.standard import StandardTrainer
-from dpbench.verify.check import Check
+from dpbench.verify.check_result import Check
 from dpbench.verify.layer import check_layer
 from dpbench.verify.reference import CLIPS, Gradients
-from dpbench.verify.subject import Subject
+from dpbench.verify.trained_model import TrainedModel
 from dpbench.verify.verification import SIGMA, STEPS, THRESHOLD, Verification, noisy_steps
 
 CHOSEN_HERE = ("learning_rate", "noise_multiplier", "max_grad_norm")
@@ -115,7 +115,7 @@ def _take_noisy_steps(case: Case, device: str) -> list[dict[str, Any]]:
 
 
 def _noise_of_rank(device: str, case: Case) -> dict[str, Any]:
-    subject, whole = Subject(case, pick_device(device), STEPS), replace(case, micro_batches=1)
+    subject, whole = TrainedModel(case, pick_device(device), STEPS), replace(case, micro_batches=1)
     steps = noisy_steps(subject, whole, subject.batches, STEPS, SIGMA, THRESHOLD, SEED_ELSEWHERE)
     arrays = [{name: g.float().cpu().numpy() for name, g in step.items()} for step in steps]
     return {"noise": arrays}
