@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from dpbench.advice.footprint import Footprint
 from dpbench.core.case import ALL_PHASES
+from dpbench.core.names import parted, read_parameters
 from dpbench.results.roofline import Roofs
 
 OPERATOR_SECONDS = 25e-6
@@ -28,6 +29,10 @@ BANDWIDTH_SHARE = 0.8
 
 CONVOLUTION_SHARE = 0.5
 """The rate of fp32 convolutions ÷ that of large matrix products, from `h200-resnet-64.json`."""
+
+DRAWN_OPERATIONS = 69
+"""A normal number takes as long as so many float32 operations of large products: 1.8 ms for the
+1.34e9 numbers of each further band of ``fused``, in `h200-banded-256.json`."""
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16-amp"}
 """The precision of products by their operands' type; other types multiply as float32 does."""
@@ -50,6 +55,8 @@ class Seconds:
 
 def predict(footprint: Footprint, card: Roofs) -> Seconds:
     """The times of a step on a card, without collectives."""
+    bands = read_parameters(parted(footprint.case.trainer)[1]).get("bands", 1)
+    draws = int(bands) / (2 if footprint.case.precision == "bf16" else 4)  # for a gradient's byte
 
     def of_call(
         phase: str, operator: str, read: int, written: int, flops: int, sent: int, dtype: str
@@ -57,6 +64,8 @@ def predict(footprint: Footprint, card: Roofs) -> Seconds:
         precision = TYPES.get(dtype) or _of_float32(footprint, operator)
         share = CONVOLUTION_SHARE if "convolution" in operator else 1.0
         arithmetic = flops / card.flops[precision]
+        if "noisy_" in operator:  # see `dpbench.training.noisy_updates`
+            arithmetic = draws * (read - written or written) * DRAWN_OPERATIONS / card.flops["fp32"]
         moving = (read + written) / card.bandwidth
         return {
             ("roofline", phase): max(arithmetic, moving),

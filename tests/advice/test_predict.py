@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from dpbench.advice.footprint import Count, Footprint
-from dpbench.advice.predict import BANDWIDTH_SHARE, KERNEL_SECONDS, OPERATOR_SECONDS, predict
+from dpbench.advice.predict import (
+    BANDWIDTH_SHARE,
+    DRAWN_OPERATIONS,
+    KERNEL_SECONDS,
+    OPERATOR_SECONDS,
+    predict,
+)
 from dpbench.core.case import Case
 from dpbench.results.roofline import CARDS, find_card, reachable
 
@@ -56,6 +62,20 @@ def test_each_call_is_bound_by_the_longer_of_the_two() -> None:
     apart = [call(size=10**12), call(flops=10**14, dtype="float32")]
     together = call(size=10**12, flops=10**14, dtype="float32")
     assert predict(step(*apart), H200).roofline > predict(step(together), H200).roofline
+
+
+@pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
+def test_each_band_of_noise_takes_the_time_to_draw_it_once_more(precision: str, size: int) -> None:
+    numbers, operator = 10**9, "dpbench.noisy_update"
+    update = "optimizer", operator, 1, 2 * numbers * size, numbers * size, 0, 0, ""
+
+    def seconds(trainer: str) -> float:
+        counts = [Count(2, 0, [update], [], 0, 0, True, {})]
+        return predict(Footprint(Case(trainer, 2, 8, precision=precision), counts), H200).predicted
+
+    many, fewer = (seconds(f"fused:bands={n},noise=banded") for n in (32, 31))
+    assert many - fewer == pytest.approx(numbers * DRAWN_OPERATIONS / H200.flops["fp32"])
+    assert many - seconds("fused") < 31 * (many - fewer)
 
 
 def test_many_small_calls_wait_for_python_unless_they_are_in_graphs() -> None:
