@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.training.correlated_noise import INDEPENDENT, noise_weights
+from dpbench.training.correlated_noise import INDEPENDENT, mechanism
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.workloads.base import (
     Batch,
@@ -63,8 +63,8 @@ class TrainerBase(ABC):
             ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
         micro_batches: the number of equal parts of a batch; gradients accumulate over them.
         compile: compile the model and its loss as one function.
-        noise: ``independent`` in each step, or ``banded``: correlated over steps.
-        bands: see `dpbench.training.correlated_noise.noise_weights`.
+        noise: ``independent`` in each step, or ``banded`` or ``blt``: correlated over steps.
+        bands: see `dpbench.training.correlated_noise.mechanism`, also for ``buffers``.
         noise_steps: the ``steps`` of the same function.
         sampling: ``fixed``, or ``poisson``: batches have any number of examples, 0 included.
         autocast: the 16-bit type of ``torch.autocast`` for the losses, if any. With float16 a
@@ -80,8 +80,8 @@ class TrainerBase(ABC):
     """Whether the last step replayed CUDA graphs, so that Python did not call the model."""
     compiles: bool = True
     """Whether model and loss can be compiled."""
-    correlates = False
-    """Whether it can add correlated noise, with `noise_weights`."""
+    noises: tuple[str, ...] = ("independent",)
+    """The kinds of noise that it can add, see `dpbench.training.correlated_noise.NOISES`."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class TrainerBase(ABC):
         compile: bool = False,
         noise: str = "independent",
         bands: int = 1,
+        buffers: int = 0,
         noise_steps: int = 1000,
     ) -> None:
         check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm, learning_rate)
@@ -117,12 +118,14 @@ class TrainerBase(ABC):
         self.joint_batch_size = batch_size * ranks
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
-        self.noise_weights = noise_weights(noise, bands, noise_steps)
+        self.mechanism = mechanism(noise, bands, buffers, noise_steps)
+        self.noise_weights = self.mechanism.weights
         if self.noise_weights != INDEPENDENT:
-            if not self.correlates or parallel != "none":
+            if noise not in self.noises or parallel != "none":
                 where = "" if parallel == "none" else f" under parallel={parallel}"
-                raise ConfigurationError(f"{type(self).__name__} adds no banded noise{where}")
-            self.labels = {**self.labels, "noise correlated over": f"{bands} steps"}
+                raise ConfigurationError(f"{type(self).__name__} adds no {noise} noise{where}")
+            over = f"{bands} steps" if bands > 1 else f"all steps, by {buffers} buffers"
+            self.labels = {**self.labels, "noise correlated over": over}
         self.model = self.distribute(model.train())
         if compile:
             if not self.compiles:

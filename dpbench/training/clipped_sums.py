@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
-from dpbench.training.correlated_noise import KeptNoise
+from dpbench.training.correlated_noise import NOISES, KeptNoise
 from dpbench.training.gradient_sums import Buffer, Sums, in_buffers
 from dpbench.training.model_snapshot import ModelSnapshot
 from dpbench.training.norm_bounds import clipping_factors, total
@@ -32,7 +32,7 @@ class ClippedSumTrainer(TrainerBase):
 
     labels = PRIVATE
     compiles = False
-    correlates = True
+    noises: tuple[str, ...] = NOISES
     sums_in: torch.dtype | None = None
     """The dtype of the sums, if it differs from the parameters'."""
     draws_in_update = False
@@ -49,7 +49,7 @@ class ClippedSumTrainer(TrainerBase):
         check_alike(self.trained)
         self.sharing = in_buffers(self.trained)
         self.known = ModelSnapshot(self.model)
-        self.kept_noise = KeptNoise(self.noise_weights)
+        self.kept_noise = KeptNoise(self.mechanism)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []
         together = self.parallel != "none"

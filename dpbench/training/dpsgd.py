@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import DRAWN_BY, PRIVATE, Batch, TrainerBase, mean_of
-from dpbench.training.correlated_noise import KeptNoise
+from dpbench.training.correlated_noise import NOISES, KeptNoise
 from dpbench.training.phases import in_phase, phase
 from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
 
@@ -64,7 +64,7 @@ class OpacusTrainer(TrainerBase):
 
     labels = PRIVATE
     compiles = False
-    correlates = True
+    noises: tuple[str, ...] = NOISES
     clip = "flat"
     mode: str | None = None  # Opacus's grad_sample_mode, if one does the same
     optimizer_class: type[DPOptimizer] = DPOptimizer
@@ -80,7 +80,7 @@ class OpacusTrainer(TrainerBase):
         self.grad_sample_module = self.wrapped()
         self.optimizer = self.private_optimizer()
         if len(self.noise_weights) > 1:
-            correlate_noise(self.optimizer, KeptNoise(self.noise_weights))
+            correlate_noise(self.optimizer, KeptNoise(self.mechanism))
         mark_phases(self.optimizer)
 
     def distribute(self, model: nn.Module) -> nn.Module:

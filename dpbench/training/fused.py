@@ -76,6 +76,7 @@ class FusedTrainer(BookKeepingTrainer):
     draws_in_update = True
     has_kernel = True
     in_graphs = True
+    noises = ("independent", "banded")  # it keeps nothing, and draws again what is reused
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)

@@ -14,29 +14,70 @@ from torch import Tensor, nn
 
 from dpbench import StandardTrainer
 from dpbench.core.errors import ConfigurationError
-from dpbench.training.correlated_noise import INDEPENDENT, KeptNoise, noise_weights, whitening
+from dpbench.training import correlated_noise
+from dpbench.training.correlated_noise import (
+    INDEPENDENT,
+    KeptNoise,
+    Mechanism,
+    mechanism,
+    whitening,
+)
 from tests.instruments.logical.cases import count, moved, parameters, tiny
 
 
 @given(bands=st.integers(1, 40), steps=st.integers(1, 200))
 def test_weights_are_those_of_a_square_root_of_differences(bands: int, steps: int) -> None:
-    weights = (
-        np.array(noise_weights("banded", bands, steps)) / noise_weights("banded", bands, steps)[0]
-    )
+    weights = np.array(mechanism("banded", bands, steps=steps).weights)
+    weights /= weights[0]
     twice = np.convolve(weights, weights)[:bands]
     np.testing.assert_allclose(twice, [1.0, -1.0, *[0.0] * bands][:bands], atol=1e-12)
 
 
-@given(bands=st.integers(1, 40), steps=st.integers(1, 200))
+NUMBERS = [("banded", 1), ("banded", 2), ("banded", 32), ("blt", 1), ("blt", 4)]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 57, 200])
+@pytest.mark.parametrize(("noise", "number"), NUMBERS)
 def test_an_example_of_one_step_moves_whitened_noise_by_no_more_than_independent_noise(
-    bands: int, steps: int
+    noise: str, number: int, steps: int
 ) -> None:
-    weights = noise_weights("banded", bands, steps)
-    assert math.isclose(math.hypot(*whitening(weights, steps)), 1.0)
+    chosen = {"bands" if noise == "banded" else "buffers": number}
+    weights = mechanism(noise, steps=steps, **chosen).weights
+    assert math.isclose(math.hypot(*whitening(weights, steps)), 1.0, rel_tol=1e-9)
+
+
+def loss(mechanism: Mechanism, steps: int) -> float:
+    """The largest deviation of a sum of noise over steps, in units of σC."""
+    weights = np.zeros(steps)
+    weights[: len(mechanism.weights)] = mechanism.weights
+    return math.hypot(*np.cumsum(weights))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 100, 1000])
+def test_four_buffers_are_nearly_as_good_as_any_number_of_bands(steps: int) -> None:
+    best = loss(mechanism("banded", steps, steps=steps), steps)
+    assert 1 - 1e-6 < loss(mechanism("blt", buffers=4, steps=steps), steps) / best < 1.0002
+
+
+def test_eight_bands_have_2_8_times_the_error_of_four_buffers() -> None:
+    bands, buffers = mechanism("banded", 8), mechanism("blt", buffers=4)
+    assert round(loss(bands, 1000) / loss(buffers, 1000), 1) == 2.8
+
+
+@pytest.mark.parametrize(("buffers", "steps"), [(1, 1000), (4, 100), (4, 1000)])
+def test_buffers_are_as_good_as_those_of_jax_privacy(buffers: int, steps: int) -> None:
+    jax = pytest.importorskip("jax")
+    toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.buffered_toeplitz")
+    with jax.enable_x64(True):
+        best = toeplitz.optimize(n=steps, min_buffers=buffers, max_buffers=buffers)
+        theirs = float(toeplitz.max_loss(best, steps)) ** 0.5
+    assert loss(mechanism("blt", buffers=buffers, steps=steps), steps) == pytest.approx(
+        theirs, 1e-6
+    )
 
 
 def test_one_band_is_independent_noise() -> None:
-    assert noise_weights("banded", 1, 1000) == noise_weights("independent", 1, 1000) == INDEPENDENT
+    assert mechanism("banded", 1).weights == mechanism("independent").weights == INDEPENDENT
 
 
 @pytest.mark.parametrize(("bands", "steps"), [(2, 10), (8, 1000), (32, 1000)])
@@ -45,13 +86,14 @@ def test_weights_are_those_of_jax_privacy(bands: int, steps: int) -> None:
     noising = toeplitz.optimal_max_error_noising_coefs(bands)
     sensitivity = toeplitz.sensitivity_squared(toeplitz.inverse_coef(noising, steps)) ** 0.5
     expected = np.asarray(noising * sensitivity)
-    np.testing.assert_allclose(noise_weights("banded", bands, steps), expected, atol=1e-6)
+    weights = mechanism("banded", bands, steps=steps).weights
+    np.testing.assert_allclose(weights, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kept_noise_adds_the_last_ones_with_their_weights(dtype: torch.dtype) -> None:
     weights = (1.0, -0.5, 0.25)
-    kept, generator = KeptNoise(weights), torch.Generator().manual_seed(0)
+    kept, generator = KeptNoise(Mechanism(weights)), torch.Generator().manual_seed(0)
     again = torch.Generator().manual_seed(0)
     drawn: list[Tensor] = []
     for _ in range(7):
@@ -62,6 +104,28 @@ def test_kept_noise_adds_the_last_ones_with_their_weights(dtype: torch.dtype) ->
         for weight, each in zip(weights, drawn, strict=False):
             noise += weight * each
         torch.testing.assert_close(total, (1 + noise).to(dtype).view(3, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_make_the_noise_of_all_weights(dtype: torch.dtype, monkeypatch: Any) -> None:
+    monkeypatch.setattr(correlated_noise, "AT_ONCE", 15)
+    chosen = mechanism("blt", buffers=3, steps=7)
+    kept, generator, again = KeptNoise(chosen), *(torch.Generator().manual_seed(0) for _ in "ab")
+    drawn: list[Tensor] = []
+    for _ in range(7):
+        total = torch.ones(3, 5, dtype=dtype)
+        kept.add_to(total, 2.0, "one", generator)
+        drawn.insert(0, torch.empty(15).normal_(std=2.0, generator=again))
+        noise = sum((w * z for w, z in zip(chosen.weights, drawn, strict=False)), torch.zeros(15))
+        torch.testing.assert_close(total, (1 + noise).to(dtype).view(3, 5))
+
+
+def test_parts_of_a_tensor_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correlated_noise, "AT_ONCE", 4)
+    kept, total = KeptNoise(mechanism("banded", 3)), torch.zeros(10)
+    for _ in range(4):
+        kept.add_to(total, 1.0, "one", torch.Generator().manual_seed(0))
+    assert len({*total.tolist()}) == 10
 
 
 @pytest.mark.parametrize("bands", [3, 5])
@@ -86,7 +150,11 @@ def resolve_model() -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"noise": "pink"}, "unknown noise 'pink'; choose from independent, banded"),
+        ({"noise": "pink"}, "unknown noise 'pink'; choose from independent, banded, blt"),
+        ({"noise": "blt"}, "buffers is 0, and must be a whole number from 1 on"),
+        ({"buffers": 3}, "buffers has no meaning without noise=blt"),
+        ({"noise": "blt", "buffers": 2, "bands": 2}, "bands has no meaning without noise=banded"),
+        ({"noise": "blt", "buffers": 2}, "StandardTrainer adds no blt noise"),
         ({"noise": "banded", "bands": 0}, "bands is 0, and must be a whole number from 1 on"),
         ({"noise": "banded", "bands": 2, "noise_steps": 0}, "noise_steps is 0"),
         ({"bands": 3}, "bands has no meaning without noise=banded"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase, Workload
 from dpbench.training.base import mean_of
+from dpbench.training.correlated_noise import NOISES, Mechanism, whitening
 from dpbench.training.norm_ways import PRODUCTS
 from dpbench.training.per_layer import KeptOfLayer, LinearRule
 from dpbench.workloads.base import examples_in, parts_of
@@ -275,7 +276,7 @@ class NoiseOfProcesses(Looped):
 class Banded(Looped):
     """A right trainer whose noise is correlated over steps."""
 
-    correlates = True
+    noises = NOISES
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -315,6 +316,32 @@ class WeightsShifted(Banded):
         super().__init__(model, **options)
         newest, *others = self.noise_weights
         self.used = (newest, 0.0, *others)
+
+
+def of_buffers(mechanism: Mechanism, shares: Sequence[float], decays: Sequence[float]) -> Any:
+    """The weights of ``blt`` with other buffers than it says, and its sensitivity."""
+    powers = [
+        sum(s * d ** (k - 1) for s, d in zip(shares, decays, strict=True)) for k in range(1, 300)
+    ]
+    return [mechanism.weights[0] * weight for weight in whitening([1.0, *powers], 300)]
+
+
+class BufferDropped(Banded):
+    """The buffer with the largest share is missing."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        _, decays, shares = self.mechanism
+        left = [i for i, share in enumerate(shares) if share < max(shares)]
+        few = [[of[i] for i in left] for of in (shares, decays)]
+        self.used = of_buffers(self.mechanism, *few)
+
+
+class DecaysSwapped(Banded):
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        _, decays, shares = self.mechanism
+        self.used = of_buffers(self.mechanism, shares, decays[::-1])
 
 
 class OneSeedForAllSteps(Banded):

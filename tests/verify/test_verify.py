@@ -298,6 +298,22 @@ def test_other_weights_than_a_trainer_says_are_named(name: str, check: str, said
     assert said in "\n".join(wrong(checks)[check])
 
 
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ("lean", ""),
+        *slow(("dpsgd", ""), (f"{FAULTY}:Banded", "")),
+        (f"{FAULTY}:BufferDropped", "in step 2"),
+        *slow((f"{FAULTY}:DecaysSwapped", "in step"), (f"{FAULTY}:OneSeedForAllSteps", "in step")),
+    ],
+)
+def test_other_buffers_than_a_trainer_says_are_found(trainer: str, said: str) -> None:
+    checks = checks_of(f"{trainer}:noise=blt,buffers=3", micro_batches=1)
+    found = wrong(checks) if said else dict(unexpected(trainer, checks))
+    assert bool(found) == bool(said)
+    assert said in "\n".join(found.get("noise: parameters, steps, runs", []))
+
+
 def test_what_cannot_be_judged_is_no_pass() -> None:
     [check] = [each for each in own("HalfTheNoise") if each.name == "noise: distribution"]
     assert (check.verdict, check.passed) == ("not judged", False)
