@@ -33,6 +33,14 @@ PRIVATE = [
 QUICK = ["dpsgd", "dpsgd_ghost", "fused"]
 
 
+CORRELATED = (
+    "fused:noise=banded,bands=4",
+    "lean:noise=banded,bands=4",
+    "lean:noise=blt,buffers=3",
+    "dpsgd:noise=blt,buffers=3",
+)
+
+
 def slow(*cases: Any) -> list[Any]:
     """Parameters that only ``--slow`` tries; each tuple is one."""
     several = (case if isinstance(case, tuple) else (case,) for case in cases)
@@ -93,7 +101,7 @@ def test_they_pass_on_a_resnet(trainer: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("trainer", [*PRIVATE, "fused:noise=banded,bands=4"])
+@pytest.mark.parametrize("trainer", [*PRIVATE, *CORRELATED])
 def test_they_pass_on_a_gpu(trainer: str, precision: str) -> None:
     assert not unexpected(trainer, checks_of(trainer, precision=precision, device="cuda"))
 

@@ -102,7 +102,7 @@ class LiveMemory:
 Origin: TypeAlias = tuple[str, str, int, str]
 """Where an allocation was made: phase, file, line, and function with autograd node."""
 
-BEFORE = "made before the counted steps: "
+BEFORE = "made before the counted steps"
 
 
 class ScriptMemory(LiveMemory):
@@ -141,7 +141,7 @@ class ScriptMemory(LiveMemory):
             for tensor in tensors(values):
                 with suppress(RuntimeError, ValueError):  # sparse, or not initialized yet
                     local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a DTensor
-                    self.see(local, (OUTSIDE, BEFORE + what, 0, ""))
+                    self.see(local, (OUTSIDE, f"{what} {BEFORE}", 0, ""))
 
     def start_step(self) -> None:
         """Forget the last step's peak, and collect its tensors that only reference cycles hold."""
@@ -155,7 +155,7 @@ class ScriptMemory(LiveMemory):
         if phase != OUTSIDE or any(known for _, known in given):
             for tensor, known in given:
                 if not known:
-                    self.see(tensor, (OUTSIDE, f"{BEFORE}others", 0, ""))
+                    self.see(tensor, (OUTSIDE, f"others {BEFORE}", 0, ""))
             for tensor in tensors(made):
                 self.see(tensor)
 

@@ -44,7 +44,7 @@ def lines(seen: Observation) -> dict[tuple[str, str], int]:
 
 
 def before(what: str) -> tuple[str, str]:
-    return "outside", f"made before the counted steps: {what}"
+    return "outside", f"{what} made before the counted steps"
 
 
 @pytest.mark.repeats
