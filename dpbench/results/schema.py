@@ -128,7 +128,11 @@ def _schema() -> type[Any]:
                 declared = Count
             optional = part in SEEN and each.default is not MISSING
             own.append((each.name, declared, each.default) if optional else (each.name, declared))
-        lists[part] = list[msgspec.defstruct(part, [*_AXES, *own], kw_only=True)]  # type: ignore[misc]
+        strict = part != "kernels"  # those have derived names as well
+        entry: Any = msgspec.defstruct(
+            part, [*_AXES, *own], kw_only=True, forbid_unknown_fields=strict
+        )
+        lists[part] = list[entry]
     case: Any = msgspec.defstruct(
         "case",
         [
@@ -145,6 +149,7 @@ def _schema() -> type[Any]:
             ("imported", dict[str, str], {}),
         ],
         kw_only=True,
+        forbid_unknown_fields=True,
     )
     parts: list[Any] = [
         ("environment", Environment, msgspec.field(default_factory=Environment)),

@@ -256,6 +256,7 @@ def test_counters_and_metrics_of_others_are_read_as_they_are(saved: Path) -> Non
         ("cases", {}, "dpsgd-bs8-seq256-1b-fp32 by ncu is there twice"),
         ("rows", {"phase": "noise", "metric": "my_bytes"}, "ncu has an undefined metric for my_by"),
         ("rows", {}, "ncu has a second value, 5.0, for dram_read_bytes@step"),
+        ("rows", {"paralel": "ddp"}, "Object contains unknown field `paralel` - at `$.rows["),
         (
             "metrics",
             {"name": "x", "how": {"kind": "Guess"}},
