@@ -5,11 +5,11 @@ dpbench run --json, of pytest --dpbench-json, or in the storage. With --html FIL
 HTML page that opens offline: charts, each with its numbers as a table, and every row. --output FILE
 writes what the ending says: .html that page, .md the tables, .csv the rows, .json the run.
 
-With --roofline the operations and bytes of each phase are held against the roofs of the card that
+With --roofline the operations and bytes of each phase are compared with the roofs of the card that
 they were measured on, of a CARD, or measured ones of a FILE. One of the runs must have counted
 the operations: dpbench run --instrument logical.
 
-With --time the time of each phase is held against the least time for its arithmetic and for its
+With --time the time of each phase is compared with the least time for its arithmetic and for its
 bytes, and the part in which the GPU was idle; and of a private step, the time that it takes more
 than the standard one. The ceilings are measured ones, of this card or of a FILE, also with --html.
 

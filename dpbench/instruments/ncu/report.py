@@ -100,7 +100,7 @@ def read(
 
 
 def write_description(report: Path, case: Subject, settings: Mapping[str, Any]) -> None:
-    """Write a JSON file beside a report that says its case and settings."""
+    """Write a JSON file beside a report, with its case and settings."""
     write_text(report.with_suffix(".json"), json.dumps({"case": {**case.columns}, **settings}))
 
 
