@@ -1,15 +1,15 @@
 """Find the commit, or the version of a package, that made a metric worse.
 
-COMMAND writes a run: dpbench run or dpbench exec, which get a --json, or any with {json} in place
-of the run's file. LIMIT is METRIC[@PHASE]:1%, as for dpbench compare. GOOD and BAD are measured
-first. Of the numbers that BAD makes worse the one that grew most is followed: the range is halved
-until the first commit is found where it exceeds LIMIT against GOOD.
+COMMAND writes a run. It is dpbench run or dpbench exec, to which --json is added, or any command
+with {json} in place of the run's file. LIMIT is METRIC[@PHASE]:1%, as for dpbench compare. GOOD and
+BAD are measured first. The number that grew most from GOOD to BAD is followed: the range is halved
+until the first commit is found where that number exceeds LIMIT, compared with GOOD.
 
-COMMAND runs in a temporary git worktree of each commit, which comes first on PYTHONPATH, as does
-its folder src. Files that are not committed are not there. With --package, released versions are
-tried instead: pip installs each into a temporary folder that comes first on PYTHONPATH, with what
-it needs that this environment lacks. Where no run with that number is written, the commit or
-version is skipped.
+COMMAND runs in a temporary git worktree of each commit. The worktree and its folder src are first
+on PYTHONPATH. Uncommitted files are missing there. With --package, released versions are tried
+instead: pip installs each into a temporary folder, which is first on PYTHONPATH, with those of its
+dependencies that this environment lacks. A commit or version that writes no run with that number
+is skipped.
 
 Bytes and operations are taken from one run. Times, powers and shares vary: COMMAND is repeated
 until the 95 % intervals of the means decide whether LIMIT is exceeded, at most --repeat times. The

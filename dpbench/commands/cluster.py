@@ -24,10 +24,10 @@ REFUSED = ("shard", "autosave", "compare", "compare_fail")
 """Options of ``dpbench run`` that belong to one session."""
 
 MINUTES = 24 * 60
-"""How long a job may take, unless it is said: submitit's default is 5."""
+"""The default time limit of a job. Submitit's own is 5 minutes."""
 
 ASKED = "asked.json"
-"""In the directory of shards, what they are of."""
+"""A file in the directory of shards: the run that they are parts of."""
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
@@ -98,10 +98,9 @@ def _checked(options: argparse.Namespace) -> Settings:
 
 
 def _begin(settings: Settings, file: Path, shards: int) -> bool:
-    """Write what the shards are of; returns whether those that are there are resumed.
+    """Write the run that the shards are parts of; returns whether existing shards are resumed.
 
-    Refused if
-    they are of something else.
+    Raises if existing shards are parts of another run.
     """
     asked = new_run(
         environment(project=settings.directory.absolute()), settings.chosen_grid().as_json()

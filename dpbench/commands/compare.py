@@ -1,14 +1,14 @@
-"""Compare saved runs: what changed, and whether by more than it may.
+"""Compare saved runs: what changed, and whether a change exceeds a limit.
 
-A run is the number or the name of a saved one (dpbench list shows them; of several with one name
-the newest), or a file that --json or --dpbench-json wrote. The first is what the others are
-compared with. The exit code is 1 if a change exceeds a --fail, if a --fail could not be checked for
-all cases of the first run, or if one of these cases failed in another run.
+A run is the number or the name of a saved one (dpbench list shows them; of several with one name,
+the newest), or a file that --json or --dpbench-json wrote. The others are compared with the first.
+The exit code is 1 if a change exceeds a --fail, if a --fail could not be checked for all cases of
+the first run, or if one of these cases failed in another run.
 
-A limit is METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (only what is beyond both fails), or
-METRIC:±5% (either way; +- is the same). Units are SI, a plain number is in the metric's own.
-The ratio of any metric to the standard trainer is a metric too: dram_ratio,
-l2_served_ratio, logical_ratio, peak_memory_ratio.
+A limit is METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (fails beyond both), or METRIC:±5%
+(either way; +- is the same). Units are SI; a plain number is in the metric's own unit. The ratio of
+any metric to the standard trainer is a metric too: dram_ratio, l2_served_ratio, logical_ratio,
+peak_memory_ratio.
 
 Examples:
   dpbench compare 1 2

@@ -1,15 +1,16 @@
 """Measure the steps of a training script, unmodified, by phase.
 
 The script runs as Python would run it, with its arguments, once for each instrument. Its steps
-and their phases are found from outside; what belongs to no phase (batches, logs, evaluation) is
-outside. After --skip steps as many as --steps says are heard, and then the script is ended where
-its next step would begin, or goes on with --continue. Options of the script come after its name.
+and their phases are found from outside. What belongs to no phase (batches, logs, evaluation) is
+called outside. The first --skip steps are not recorded, the next --steps are. Then the script is
+ended where its next step would begin, or goes on with --continue. Options of the script follow its
+name.
 
-By timing are times; by logical the bytes that each operator must read and write, counted on the
-tensors as they pass; by cupti DRAM bytes by hardware counters, on a GPU; by ncu all that Nsight
-Compute counts, for which it runs the script several times; by torch_profiler operators by CPU and
-GPU time, and traces. --baseline names a saved run of another script, by whose numbers these are
-divided, phase by phase.
+Instruments: timing records times. logical counts the bytes that each operator reads and writes, on
+the real tensors. cupti counts DRAM bytes by hardware counters, on a GPU. ncu records what Nsight
+Compute counts, and runs the script several times. torch_profiler records operators by CPU and GPU
+time, and traces. --baseline names a saved run of another script; numbers are divided by its, phase
+by phase.
 
 Ranks that torchrun starts on one machine each record their own steps, by timing, logical, cupti or
 torch_profiler; the first prints one table and writes the files.
@@ -17,7 +18,7 @@ torch_profiler; the first prints one table and writes the files.
 --verify checks a private script instead: whether the optimizer has the model's parameters, each
 trainable one gets a clipped gradient and moves, and the gradients are those of a loop over the
 examples. The exit status is 1 if something is wrong, or if gradients could not be compared. The
-noise of checked steps is taken off again, so the script always ends after them.
+noise of checked steps is removed again, so the script always ends after them.
 
 Examples:
   dpbench exec plain.py --batch-size 64

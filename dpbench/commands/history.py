@@ -1,11 +1,11 @@
 """List one number over saved runs, and mark where it changed.
 
-A table for each case has a line for each run with METRIC: its value, and the change since the last
-line that is marked. A change of bytes or operations above the --tolerance is marked as changed. A
-time has changed if the ranges of the steps do not overlap; otherwise it is ambiguous. Below a table
-stands what differs between the runs: versions, machine, settings.
+Each case has a table with a line for each run that has METRIC: its value, and the change since the
+last marked line. A change of bytes or operations above the --tolerance is marked as changed. A
+time has changed if the ranges of the steps do not overlap; otherwise it is ambiguous. Notes below a
+table list what differs between the runs: versions, machine, settings.
 
-With --commits, the runs are what the commits of a range have as --file, in each that changes it.
+With --commits, the runs are read from --file in each commit of a range that changes it.
 
 Examples:
   dpbench history
@@ -41,7 +41,7 @@ from dpbench.show.comparison import amount
 from dpbench.show.layout import ABSENT, Table
 
 USUAL = ("dram_bytes", "logical_bytes", "step_time_seconds")
-"""Unless a metric is named, the first of these that a run has."""
+"""The default metric: the first of these that a run has."""
 
 VERDICTS = {False: ABSENT, True: "changed", None: "ambiguous"}
 

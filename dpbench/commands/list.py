@@ -1,10 +1,10 @@
 """List the saved runs.
 
-One line a run: its number, by which the other commands know it, name, device, when, how many of
-the cases that were asked for succeeded, and whether it is complete: a session that still writes it
-is running, one that ended before its time was interrupted. Files that cannot be read are named and
-skipped. A run that is regressed (something got worse by more than a limit), unjudged (a limit could
-not judge all) or interrupted is a reference only if it is named.
+Each run has a line: its number, which other commands take; its name, device and date; how many of
+the requested cases succeeded; and its state. A run is running while its session writes it, and
+interrupted if the session ended early. Unreadable files are named and skipped. A run that is
+interrupted, regressed (a limit was exceeded) or unjudged (a limit could not judge all cases) is a
+reference only if you name it.
 
 Examples:
   dpbench list
