@@ -123,7 +123,10 @@ class TrainerBase(ABC):
         if self.noise_weights != INDEPENDENT:
             if noise not in self.noises or parallel != "none":
                 where = "" if parallel == "none" else f" under parallel={parallel}"
-                raise ConfigurationError(f"{type(self).__name__} adds no {noise} noise{where}")
+                has = "independent" if where else " or ".join(self.noises)
+                raise ConfigurationError(
+                    f"{type(self).__name__} adds no {noise} noise{where}; use noise={has}"
+                )
             over = f"{bands} steps" if bands > 1 else f"all steps, by {buffers} buffers"
             self.labels = {**self.labels, "noise correlated over": over}
         self.model = self.distribute(model.train())

@@ -154,7 +154,10 @@ def resolve_model() -> nn.Module:
         ({"noise": "blt"}, "buffers is 0, and must be a whole number from 1 on"),
         ({"buffers": 3}, "buffers has no meaning without noise=blt"),
         ({"noise": "blt", "buffers": 2, "bands": 2}, "bands has no meaning without noise=banded"),
-        ({"noise": "blt", "buffers": 2}, "StandardTrainer adds no blt noise"),
+        (
+            {"noise": "blt", "buffers": 2},
+            "StandardTrainer adds no blt noise; use noise=independent",
+        ),
         ({"noise": "banded", "bands": 0}, "bands is 0, and must be a whole number from 1 on"),
         ({"noise": "banded", "bands": 2, "noise_steps": 0}, "noise_steps is 0"),
         ({"bands": 3}, "bands has no meaning without noise=banded"),
