@@ -196,6 +196,7 @@ GRIDS = {
         ("grid2", (4, 8), (512, 1024)),
     )
 }
+"""Grids by name, as ``--grid`` takes them."""
 GRIDS["opacus-layers"] = Grid(  # as ``benchmarks/`` of Opacus's repository does
     "opacus-layers",
     {

@@ -51,6 +51,7 @@ MODEL_SIZES = {
     "medium": ModelSize(16_000, 512, 8, 8),
     "1b": ModelSize(32_000, 2_048, 24, 32),
 }
+"""Sizes of the transformer by name."""
 
 
 def lora_rank(trainable: str) -> int | None:

@@ -72,12 +72,6 @@ def observe(
 ) -> Iterator[Observation]:
     """Measure the steps of your own training loop.
 
-    >>> with observe("timing", skip=3, steps=5) as seen:  # doctest: +SKIP
-    ...     for batch in loader:
-    ...         with seen.step():
-    ...             train_step(batch)
-    >>> seen.report.value("step_time_seconds", "clip")  # doctest: +SKIP
-
     Phases are found as ``dpbench exec`` finds them. The loop may go on after the last step.
 
     Args:
@@ -86,6 +80,13 @@ def observe(
         skip: number of first steps that do not count.
         steps: number of steps that count; by default all, with ``cupti`` 5. ``cupti`` takes three
             times as many: timed, counted by phase, and counted as a whole.
+
+    Examples:
+        >>> with observe("timing", skip=3, steps=5) as seen:  # doctest: +SKIP
+        ...     for batch in loader:
+        ...         with seen.step():
+        ...             train_step(batch)
+        >>> seen.report.value("step_time_seconds", "clip")  # doctest: +SKIP
     """
     if skip < 0 or (steps is not None and steps < 1):
         raise ConfigurationError(f"observe needs skip >= 0 and steps >= 1, not {skip} and {steps}")

@@ -294,13 +294,6 @@ def count_ranges(
 ) -> Iterator[ByPhase]:
     """Count what the GPU does in a block of PyTorch code, by ``phase()`` and as a whole.
 
-    >>> with count_ranges() as counts:  # doctest: +SKIP
-    ...     with phase("forward"):
-    ...         loss = model(batch)
-    ...     with phase("backward"):
-    ...         loss.backward()
-    >>> counts["backward"]["dram_bytes"], counts["step"]["gpu_busy_share"]  # doctest: +SKIP
-
     The GPU is synchronized at each border of a phase. Run the block once before, so that one-time
     work is not counted. Let no other process use the GPU, because the DRAM counters are those of
     the whole device.
@@ -314,6 +307,14 @@ def count_ranges(
 
     Yields:
         The metrics by phase, and of the whole block as ``"step"``; filled when the block ends.
+
+    Examples:
+        >>> with count_ranges() as counts:  # doctest: +SKIP
+        ...     with phase("forward"):
+        ...         loss = model(batch)
+        ...     with phase("backward"):
+        ...         loss.backward()
+        >>> counts["backward"]["dram_bytes"], counts["step"]["gpu_busy_share"]  # doctest: +SKIP
     """
     counter = StepCounter(metrics, target or Target.of_torch(), [by_phase], max_ranges)
     with closing(counter):
