@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages of the top folder, and links and blocks as Python-Markdown takes them."""
+"""Hooks of MkDocs: pages of the top folder, the Python API, and links and blocks of documents."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path, PurePosixPath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+import dpbench
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,6 +23,27 @@ TOP = {
 }
 """Pages of the site that stand in the repository's top folder."""
 
+API = {
+    "Cases and metrics": ("core",),
+    "Trainers": ("training",),
+    "Workloads": ("workloads",),
+    "Instruments and results": ("instruments", "child", "launch", "results"),
+    "Advice": ("advice",),
+}
+"""Sections of the page about the Python API, and the packages whose public names each has."""
+
+LONG = ("GRIDS", "METRICS")
+"""Names whose values are too long to show as they are written."""
+
+OBJECT = """\
+::: {module}.{name}
+    options:
+      heading: dpbench.{name}
+      toc_label: {name}
+      show_attribute_values: {value}
+"""
+"""What mkdocstrings replaces by the docstring of a public object."""
+
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 """The target of a link or picture, without what follows ``#``; none of other sites."""
 
@@ -29,13 +52,29 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Link to the repository that GitHub builds, or to a placeholder as in the guide."""
     config.repo_name = os.environ.get("GITHUB_REPOSITORY", "YOU/dpbench")
     config.repo_url = f"https://github.com/{config.repo_name}"
+    owner, _, name = config.repo_name.partition("/")
+    config.site_url = f"https://{owner}.github.io/{name}/"
     return config
 
 
+def api_page() -> str:
+    """The page that names each public object where mkdocstrings is to put its docstring."""
+    lines = ["# Python API", "Everything here is imported from `dpbench`."]
+    for section, packages in API.items():
+        lines.append(f"## {section}")
+        for module, names in dpbench._HOMES.items():
+            if module.split(".")[1] in packages:
+                for name in names:
+                    value = name not in LONG
+                    lines.append(OBJECT.format(module=module, name=name, value=value))
+    return "\n\n".join(lines)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the top folder."""
-    for page, source in TOP.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
+    """Add the pages of the top folder and that of the Python API."""
+    contents = {page: (ROOT / source).read_text("utf-8") for page, source in TOP.items()}
+    for page, content in {**contents, "api.md": api_page()}.items():
+        files.append(File.generated(config, page, content=content))
     return files
 
 

@@ -1,4 +1,4 @@
-"""The documents as a site: each page is built, and each link leads somewhere."""
+"""The site: each document and public name is on a page, and each link leads somewhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("material", reason="mkdocs-material is not installed")
+pytest.importorskip("material", reason="the extra docs is not installed")
+pytest.importorskip("mkdocstrings_handlers.python", reason="the extra docs is not installed")
 
+import dpbench
 from bench.site import ROOT, TOP
 
 
@@ -26,6 +28,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return into
 
 
+def folder_of(document: str) -> str:
+    return re.sub(r"(?:(?<=/)README|^index|(?<=[^/]))\.md$", "", document)
+
+
 def text_of(site: Path, page: str) -> str:
     return (site / page / "index.html").read_text(encoding="utf-8")
 
@@ -33,8 +39,21 @@ def text_of(site: Path, page: str) -> str:
 def test_each_document_is_a_page(site: Path) -> None:
     documents = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("**/*.md")}
     for document in {*documents, *TOP}:
-        folder = re.sub(r"(?:(?<=/)README|^index|(?<=[^/]))\.md$", "", document)
-        assert "<h1" in text_of(site, folder)
+        assert "<h1" in text_of(site, folder_of(document))
+
+
+def test_each_page_of_the_navigation_is_built(site: Path) -> None:
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert len(listed) == len({*listed}) > len(TOP)
+    for document in listed:
+        assert "<h1" in text_of(site, folder_of(document))
+
+
+def test_each_public_name_is_on_the_page_of_the_python_api(site: Path) -> None:
+    api = text_of(site, "api")
+    named = re.findall(r"<h3[^>]*>\s*dpbench\.(\w+)", api)
+    assert sorted(named) == sorted(name for name in dpbench.__all__ if name != "__version__")
+    assert "the noise added to the summed gradient has deviation σ·C" in api
 
 
 def test_links_to_other_files_lead_to_the_repository(site: Path) -> None:
@@ -52,3 +71,5 @@ def test_tables_behind_a_comment_are_tables(site: Path) -> None:
 
 def test_committed_runs_are_not_copied(site: Path) -> None:
     assert [*(site / "results").glob("*")] == [site / "results/index.html"]
+    runs = {path.name for path in (ROOT / "docs/results").iterdir()}
+    assert not runs & {path.name for path in site.rglob("*")}
