@@ -19,9 +19,10 @@ from dpbench.results.rows import NUMBER, STEP
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, three_digits, written
 
 MOST_LINES = 40
-"""The headers of a list of what exceeded its limit."""
+"""The most lines in a list of numbers that exceeded their limit."""
 
 HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
+"""The headers of the cells that `change_cells` makes."""
 
 
 def comparison_tables(
@@ -32,10 +33,16 @@ def comparison_tables(
     shown: Sequence[tuple[str, str]] = (),
     largest_first: bool = False,
 ) -> list[Table]:
-    """The step's main metrics, and all that limits were applied to, by cell.
+    """Tables of what changed, one for each cell, instrument and device.
 
-    A table's title begins with ``title``, and ends with the reference it is ``against``. ``shown``
-    are metrics and phases in place of the main ones; ``largest_first`` orders by relative change.
+    They show the main metrics of the step, and every number that a limit judged.
+
+    Args:
+        verdict: the changes, and the numbers that limits judged.
+        title: the beginning of each table's title.
+        against: the name of the reference, for the end of each title.
+        shown: metrics and phases to show in place of the main metrics.
+        largest_first: whether the largest relative change comes first.
     """
     changes, judged = verdict.changes, verdict.judged
     keys = [*AXES, *NUMBER[1:]]
@@ -68,7 +75,7 @@ def comparison_tables(
 
 
 def _rank(names: pd.Series[str]) -> pd.Series[int]:
-    """Sort keys: trainers by registration, or metrics with default ones first."""
+    """Sort keys: trainers in the order of registration, metrics with the main ones first."""
     if names.name == "trainer":
         return names.map(TRAINERS.rank)
     shown = _shown()
@@ -76,12 +83,12 @@ def _rank(names: pd.Series[str]) -> pd.Series[int]:
 
 
 def _shown() -> list[str]:
-    """Metrics of the step that are shown without a threshold."""
+    """The main metrics of the step, which are shown even if no limit judged them."""
     return [name for name, metric in METRICS.every().items() if "change" in metric.shown]
 
 
 def change_cells(row: Mapping[Any, Any]) -> list[str]:
-    """One line of a comparison or of a verdict, under `HEADERS`."""
+    """The cells of one changed number, under `HEADERS`."""
     limit = written(row.get("threshold"), lambda limit: str(limit).rpartition(":")[2])
     return [
         str(row["metric"]),
@@ -94,7 +101,7 @@ def change_cells(row: Mapping[Any, Any]) -> list[str]:
 
 
 def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
-    """The regressions that failed a test, by case, for the report of the test."""
+    """The regressions that failed a test, with a table for each case, for the test's report."""
     by_case: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in regressions:
         by_case[f"{subject_from(row).id}, against {row['reference']}"].append(row)
@@ -105,7 +112,10 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
 
 
 def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Numbers that exceeded their limit, the largest change first; then how many more there are."""
+    """A line for each number that exceeded its limit, the largest change first.
+
+    There are at most `MOST_LINES` lines. If some numbers have no line, the last line counts them.
+    """
     worst = sorted(regressions, key=lambda row: -abs(row["relative"] or math.inf))
     lines = []
     for row in worst:
@@ -122,10 +132,10 @@ def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
 def grown_text(
     regressions: Iterable[Mapping[str, Any]], memory: Iterable[Mapping[str, Any]] = ()
 ) -> str:
-    """The largest changes, one line per operator or kernel, with the module and line it is from.
+    """The largest changes, one line for each operator or kernel, with its module and source line.
 
-    E.g. ``dpsgd clip: aten.clone +85.9 GB, in blocks.*.mlp (model.py:24 forward)``. Those of
-    ``memory`` come last, by the function that allocated it.
+    E.g. ``dpsgd clip: aten.clone +85.9 GB, in blocks.*.mlp (model.py:24 forward)``. The changes of
+    ``memory`` come last, each with the function that allocated it.
     """
     changes = [change for row in regressions for change in row.get("largest_changes", ())]
     changes += [{**each, "name": f"memory of {each['name']}"} for each in memory]
@@ -134,7 +144,7 @@ def grown_text(
 
 
 def change_text(change: Mapping[str, Any]) -> str:
-    """An operator, by how much it grew, and where it is from, as far as that is known."""
+    """An operator or kernel, the change of its bytes, and its module and line if known."""
     sign = "-" if change["bytes"] < 0 else "+"
     module = f", in {change['module']}" if change["module"] else ""
     line = f" ({change['line']})" if change["line"] else ""
@@ -142,7 +152,11 @@ def change_text(change: Mapping[str, Any]) -> str:
 
 
 def amount(value: float, unit: str, beside: float = 0.0) -> str:
-    """A value in kB, MB or GB, in ms, or in its own unit; one ``beside`` it has the same."""
+    """A value in kB, MB or GB, in ms, or in its own unit.
+
+    The larger of ``value`` and ``beside`` chooses the unit of bytes. So two numbers that stand side
+    by side have the same unit.
+    """
     if pd.isna(value):
         return ABSENT
     if unit == "B":

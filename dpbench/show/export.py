@@ -1,4 +1,4 @@
-"""Every table of a whole run, and GitHub's step summary of them."""
+"""Every table of a run, and their copy in GitHub's summary of a workflow step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from dpbench.show.tables import tables
 from dpbench.show.view import TableOptions
 
 LINE_WIDTH = 40
-"""Characters of a source line's name, after which it is broken."""
+"""The width in characters at which the name of a source line is wrapped."""
 
 SMALL = 0.01
-"""The share of the peak below which a source line is not shown."""
+"""A source line that holds less than this share of the peak is not shown."""
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
 
 def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
-    """Every table of a run; last, how many cases of each trainer succeeded, and why not.
+    """Every table of a run. The last one counts the successful cases of each trainer.
 
-    Its notes say what logical counting assumed where a step depends on values of tensors.
+    Below it are the reasons of failures and the notes of cases. Such a note says, for example, what
+    logical counting assumed where a step depends on the values of tensors.
     """
     if not (outcomes := run.outcomes):
         return []
@@ -44,7 +45,7 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
     listed = tables(summary, view, outcomes)
     guessed = [
         f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, counted by "
-        f"its schema, because nothing is known of its kernels."
+        f"its schema, because dpbench does not know its kernels."
         for outcome in outcomes
         for operator, part in guesses(outcome.operators).items()
     ]
@@ -60,7 +61,7 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
 
 
 def memory_table(outcome: Outcome, top: int) -> Table:
-    """The ``top`` source lines by what they held at the peak of the last step's memory."""
+    """The ``top`` source lines that hold the most memory at the peak of the last step."""
     lines = pd.DataFrame(map(asdict, outcome.memory_lines))
     lines["share"] = lines.held_bytes / lines.held_bytes.sum()
     peaks = [row for row in outcome.rows if row.metric == "peak_memory_bytes"]
@@ -78,9 +79,9 @@ def memory_table(outcome: Outcome, top: int) -> Table:
 
 
 def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:
-    """`trainer_summary` for people; reasons of failures follow below, then the notes.
+    """The table of a `trainer_summary`. Below it are the reasons of failures, then the notes.
 
-    Peak memory that was only predicted has a column of its own.
+    Peak memory that was counted without hardware has a column of its own.
     """
     if not summary:
         return Table("Cases by trainer", [], [])
@@ -102,9 +103,10 @@ def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) 
 
 
 def append_step_summary(tables: Sequence[Table]) -> str | None:
-    """Append tables to GitHub's summary of a workflow step, where there is one.
+    """Append tables to GitHub's summary of a workflow step, if this process runs in one.
 
-    Returns a warning if it cannot be written, which does not affect the measurement.
+    Returns:
+        A warning if the summary cannot be written, else None. The measurement goes on either way.
     """
     name = os.environ.get(STEP_SUMMARY)
     if not name or not tables:

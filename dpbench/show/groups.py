@@ -1,4 +1,4 @@
-"""Which cases share a table, in which order they come, and what the table is called."""
+"""Groups the cases that share a table, orders them, and makes the title of the table."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, gigabytes, thre
 from dpbench.show.view import NAME, OF_TESTS, PARAM, TableOptions, column
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
-"""The columns that a case shares with its baseline."""
+"""The axes whose values a case shares with its baseline: all axes but the trainer."""
 
 
 WIDE_SPREAD = 0.1
-"""A time whose steps spread by more is shown as the range from the shortest to the longest."""
+"""If the spread of a time over its steps is larger, the shortest and longest time are shown."""
 
 
 @dataclass(frozen=True)
 class Group:
     """Cases that share a table.
 
-    ``frame`` has their rows in the order of the view, with a ``label`` that tells cases apart.
-    ``phase`` is what the first table shows: whole steps, or the group's phase.
+    ``frame`` has their rows in the order that the view asks for. Its column ``label`` tells the
+    cases apart. ``phase`` is the phase of the first table: `STEP`, or the group's own phase.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Group:
 
     @cached_property
     def numbers(self) -> dict[tuple[str, str], dict[str, tuple[Any, ...]]]:
-        """By phase and metric, the value, unit, spread, least and most of each label."""
+        """For each phase and metric: the value, unit, spread, least and most by label."""
         numbers: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = defaultdict(dict)
         columns = ["phase", "metric", "label", "value", "unit", "spread", "least", "most"]
         for phase, metric, label, *number in self.frame[columns].itertuples(index=False):
@@ -55,19 +55,19 @@ class Group:
 
     @cached_property
     def unit(self) -> str:
-        """The unit of bytes in this group's tables."""
+        """The unit of bytes in this group's tables: kB, MB or GB."""
         rows = self.shown[(self.shown.unit == "B") & self.shown.kind.isin(["value", "logical"])]
         return byte_unit(rows.value.max()) if len(rows) else "GB"
 
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
-        """The cells of a column by label; cases without a number are left out."""
+        """The texts of a column by label. Cases without a number are left out."""
         numbers = self.numbers.get((phase or self.phase, shown.name), {})
         return {label: self._written(shown, *number) for label, number in numbers.items()}
 
     def _written(
         self, shown: Metric, value: float, unit: str, spread: float, least: float, most: float
     ) -> str:
-        """A number of a column, for people."""
+        """A number as text, in the form of its column."""
         if unit == "B" and shown.form == "giga":
             return three_digits(value / BYTES[self.unit])
         if shown.form == "ms" and shown.kind == "value" and spread > WIDE_SPREAD:
@@ -81,7 +81,14 @@ class Group:
         notes: Iterable[str] = (),
         labels: Iterable[str] | None = None,
     ) -> list[Table]:
-        """A table with columns by header and a line for each label, by default each with a cell."""
+        """A table with a line for each label, as a list; empty without columns or lines.
+
+        Args:
+            title: what follows the group's title.
+            columns: by header, the texts of the column by label.
+            notes: the lines below the table.
+            labels: the cases to show; by default those with a text in some column.
+        """
         cases = self.frame.label.unique()
         if labels is None:
             labels = [case for case in cases if any(case in texts for texts in columns.values())]
@@ -102,12 +109,12 @@ _WRITERS: dict[str, Callable[[float], str]] = {
 
 
 def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
-    """The rows by cell, and within a cell by trainer, the baseline first; phases stay in order."""
+    """Rows sorted by cell and device, then by trainer as registered. Phases keep their order."""
     return ordered(summary, [*configuration, "device", "trainer"])
 
 
 def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Rows by these columns: trainers as registered, phases as they come in a step."""
+    """Rows sorted by these columns: trainers as registered, phases as they follow in a step."""
     phases = [*ALL_PHASES, STEP]
 
     def places(column: pd.Series[Any]) -> pd.Series[Any]:
@@ -121,14 +128,14 @@ def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 def titled(
     rows: pd.DataFrame, shared: Sequence[str] = CONFIGURATION
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Groups of rows with the same axes and device, each with its title."""
+    """Groups of rows that share these axes and the device, each with its title."""
     keys = [*shared, "device"]
     for values, group in rows.groupby(keys, sort=False):
         yield title_of(dict(zip(keys, values, strict=True))), group
 
 
 def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
-    """The groups of a summary, in order, the cases of each in the order of the view."""
+    """The groups of a summary in order. The view says how the cases of a group are ordered."""
     named = [k for name in view.group_by for k in (CONFIGURATION if name == "cell" else [name])]
     keys = list(dict.fromkeys([*(name for name in named if name != "device"), "device"]))
     always = ("trainer", "batch_size", "seq_len")
@@ -138,7 +145,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
         if axis not in keys and (axis in always or summary[axis].nunique() > 1)
     ] or ["trainer"]
     rows = ordered(in_order(summary), keys)
-    # As in `Case.id`; other columns are named.
+    # Axes are written as in `Case.id`; other columns have their name as prefix.
     prefixes = {"batch_size": "bs", "seq_len": "seq"} | {
         column: f"{column} " for column in labels if column not in AXES
     }
@@ -157,7 +164,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
             group = ordered(group, [view.sort])
         elif view.sort == NAME:
             group = group.sort_values("label", kind="stable")
-        elif view.sort is not None:  # NaN goes last
+        elif view.sort is not None:  # cases without this number come last
             by = column(view.sort)
             sorting = group[(group.metric == by.name) & (group.phase == phase)]
             places = group.label.map(sorting.set_index("label").value)
@@ -166,13 +173,13 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
 
 
 def title_of(shared: Mapping[str, Any]) -> str:
-    """A title that says which axes, tests, phase and device rows have in common."""
+    """A title that names what rows have in common: axes, tests, phase and device."""
     parts = title_parts(shared)
     return ", ".join([*parts, shared["device"] or "unknown device"])
 
 
 def title_parts(shared: Mapping[Any, Any]) -> list[str]:
-    """The parts of that title, without the device."""
+    """The parts of the title of such rows, without the device."""
     if shared.get("workload") == SCRIPT:
         batch = f"batch {shared['batch_size']}" if shared.get("batch_size") else ""
         return [*filter(None, (shared.get("trainer"), batch))]

@@ -1,4 +1,4 @@
-"""Tables of a case's kernels, and of its phases under the roofline of the card."""
+"""Tables of a case's kernels, and of its phases compared with the roofline of the card."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dpbench.show.layout import Shown, Table, gigabytes, milliseconds, step_mill
 from dpbench.show.tables import SHOWN_SHARE
 
 NAME_WIDTH = 24
-"""The width of the column of kernels; with it a table fits 80 columns."""
+"""The width of the column of kernels, in characters. With it a table fits 80 characters."""
 
 
 def case_kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Table]:
@@ -43,10 +43,17 @@ def case_kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> lis
 def kernel_tables(
     counts: Sequence[KernelCount], name: str, device: str, step_bytes: float | None, top: int
 ) -> list[Table]:
-    """The ``top`` kernels, categories and operators of a case by DRAM bytes.
+    """Tables of the kernels, categories and operators of a case, most DRAM bytes first.
 
-    Shares refer to the step's DRAM bytes if these are known (ranges were measured), bandwidths to
-    the peak of its card.
+    Shares are of the step's DRAM bytes if ranges measured them, else of the bytes of all kernels.
+    Bandwidths are compared with the peak of the card.
+
+    Args:
+        counts: the kernels.
+        name: the case, for the titles.
+        device: the card, for the titles; its data sheet has the peak.
+        step_bytes: DRAM bytes of the step; None if ranges did not measure it.
+        top: how many kernels and operators are shown; categories are all shown.
     """
     roofs = known_roofs(device)
     groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
@@ -80,15 +87,15 @@ def _notes(
     counts: Sequence[KernelCount], step_bytes: float | None, roofs: Roofs | None
 ) -> Iterator[str]:
     total = sum(count.dram_bytes for count in counts) / len({count.repeat for count in counts})
-    of = f"{gigabytes(total)} GB of all kernels profiled; the step itself was not measured"
+    of = f"{gigabytes(total)} GB of all profiled kernels; the step itself was not measured"
     if step_bytes:
-        of = f"step's {gigabytes(step_bytes)} GB by its ranges; all kernels profiled move "
+        of = f"step's {gigabytes(step_bytes)} GB, measured by ranges; all profiled kernels move "
         of += f"{total / step_bytes:.1%} of it"
-    yield f"Share of the {of}. Copies and memsets are no kernels."
+    yield f"Share of the {of}. Copies and memsets are not kernels."
     yield "ms: the kernels' own time under the profiler, without the gaps between them."
     if roofs:
         yield (
-            f"Of peak: DRAM bytes ÷ that time, of the {roofs.bandwidth / 1e9:.4g} GB/s of "
+            f"Of peak: DRAM bytes ÷ ms, as a share of the {roofs.bandwidth / 1e9:.4g} GB/s of "
             f"{roofs.name} ({roofs.source})."
         )
     strangers = {count.kernel for count in counts if category(count.name) is None}
@@ -97,7 +104,7 @@ def _notes(
 
 
 def account_table(title: str, accounted: pd.DataFrame) -> Table:
-    """DRAM bytes of kernels, copies and ranges in GB by phase, with the remainder."""
+    """DRAM bytes by phase in GB: of kernels, of copies, of ranges, and what is left over."""
     step = accounted.loc[STEP]
     small = step.range_read + step.range_written < IN_CACHE_BYTES
     write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")
@@ -105,9 +112,9 @@ def account_table(title: str, accounted: pd.DataFrame) -> Table:
     parts = dict(zip([*ways, "left\nover"], [*ACCOUNT_COLUMNS, "remainder"], strict=True))
     columns: dict[str, Shown] = {header: (name, write) for header, name in parts.items()}
     columns = {"phase": ("phase", str), **columns, "%": ("share", "{:.2%}".format)}
-    notes = ["Left over: range less kernels less copies; % of the step's range."]
+    notes = ["Left over: range minus kernels minus copies; %: its share of the step's range."]
     if small:
-        notes.append("WARNING: at this size copies stay in the L2 cache; nothing can add up.")
+        notes.append("WARNING: at this size copies stay in the L2 cache; bytes cannot add up.")
     elif abs(step.share) > TOLERANCE:
         notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
     lines = accounted.rename_axis("phase").reset_index()
@@ -115,7 +122,7 @@ def account_table(title: str, accounted: pd.DataFrame) -> Table:
 
 
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
-    """A table for each cell and kind of bytes, from what `results.roofline.under` returned."""
+    """A table for each cell and kind of bytes. `results.roofline.under` makes its numbers."""
     return [
         _roofline(f"{title}: roofline of {bytes_are}", rows, roofs)
         for bytes_are, group in table.groupby("bytes_are", sort=False)
@@ -132,15 +139,15 @@ ROOFLINE_COLUMNS: dict[str, Shown] = {
     "time\nms": ("seconds", step_milliseconds),
     "% of\nroof": ("share", "{:.0%}".format),
 }
-"""Columns of a phase under the roofline; the last two only if it was timed."""
+"""The columns of a roofline table. The last two have numbers only if the phase was timed."""
 
 
 def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
-    """Each trainer's step, and below it the phases whose least time is long enough."""
+    """The step of each trainer, and below it the phases whose least time is long enough."""
     known = {h: shown for h, shown in ROOFLINE_COLUMNS.items() if rows[shown[0]].notna().any()}
     notes = [
-        f"{roofs_in_words(roofs, rows.precision)} FLOP are counted: matrix products and "
-        f"attention. The step's least time is the sum of its phases'.",
+        f"{roofs_in_words(roofs, rows.precision)} FLOP are counted, for matrix products and "
+        f"attention. The least time of a step is the sum of its phases' least times.",
         *launch_bound_notes(rows),
     ]
     return phase_lines(title, rows, rows.least_seconds, known, notes)
@@ -153,7 +160,10 @@ def phase_lines(
     columns: Mapping[str, Shown],
     notes: Iterable[str],
 ) -> Table:
-    """Each trainer's step, and below it the phases that have enough weight in any trainer."""
+    """The step of each trainer, and below it the phases that matter.
+
+    A phase matters if some trainer gives it at least `SHOWN_SHARE` of the largest weight.
+    """
     matters = rows.phase[weights >= SHOWN_SHARE * weights.max()]
     lines = rows[rows.phase.isin([*matters, STEP])]
     lines = ordered(lines.assign(of_phase=lines.phase != STEP), ["trainer", "of_phase", "phase"])
@@ -162,7 +172,7 @@ def phase_lines(
 
 
 def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
-    """Notes on phases that are launch-bound, and on trainers for which this is unknown."""
+    """Notes: some phases are launch-bound, or for some trainers this is unknown."""
     if (rows.busy < LAUNCH_BOUND).any():
         yield (
             f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time (in "
@@ -171,7 +181,7 @@ def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
     timed = rows[(rows.phase == STEP) & rows.seconds.notna()]
     if unknown := [*dict.fromkeys(timed[timed.busy.isna()].trainer)]:
         yield (
-            f"How busy the GPU was with {', '.join(unknown)} is not known: some of it may be "
+            f"How busy the GPU was with {', '.join(unknown)} is not known: some phases may be "
             f"launch-bound. --instrument cupti measures it."
         )
 

@@ -1,4 +1,4 @@
-"""Formats tables, for a terminal's width or as Markdown, and their numbers."""
+"""Writes tables, as text for a terminal or as Markdown, and the numbers in them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ABSENT = "-"
 """Shown in place of a number that was not measured."""
 
 Shown = tuple[str, Callable[[Any], str]]
-"""A column of a frame by name, and how its values are written."""
+"""A column: its name in a frame, and the function that writes its values."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Text cells under a title, with notes below; ``exact`` are the values of the cells."""
+    """A title, text cells, and notes below. ``exact`` has the value behind each cell, if known."""
 
     title: str
     headers: list[str]
@@ -41,7 +41,7 @@ class Table:
     def of(
         cls, title: str, rows: pd.DataFrame, columns: Mapping[str, Shown], notes: Iterable[str] = ()
     ) -> Table:
-        """A line for each row; columns by header: the name in the frame, and how it is written."""
+        """A table with a line for each row of a frame. ``columns`` are the columns by header."""
         writers = [write for _, write in columns.values()]
         exact = rows[[name for name, _ in columns.values()]].to_numpy(object).tolist()
         cells = [list(map(written, line, writers)) for line in exact]
@@ -49,14 +49,14 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """The columns with numbers."""
+        """For each column, whether it has numbers."""
         return [
             any(isinstance(v := line[place], Number) and v == v for line in self.exact)
             for place in range(len(self.headers))
         ]
 
     def as_text(self, width: int = WIDTH) -> str:
-        """The table for a terminal; columns that do not fit follow below it."""
+        """The table as text. Columns that do not fit into the width follow below it."""
         blocks = [self._render(block, "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
         lines = [_fill(self.title, width), "", "\n\n".join(blocks), *notes]
@@ -64,14 +64,14 @@ class Table:
 
     def as_markdown(self) -> str:
         """The table as a heading and a GitHub table."""
-        # Line breaks in a cell only fit a name to a terminal's width.
+        # A cell has line breaks only so that a long name fits a terminal.
         cells = [[escaped(cell.replace("\n", "")) for cell in line] for line in self.cells]
         plain = Table("", list(map(escaped, self.headers)), cells)
         body = plain._render(range(len(self.headers)), "github")
         return "\n\n".join([f"### {escaped(self.title)}", body, *map(escaped, self.notes)])
 
     def _blocks(self, width: int) -> Iterator[list[int]]:
-        """Columns that fit side by side: the first one in every block, the others once."""
+        """Blocks of columns that fit side by side. Each begins with the first column."""
         block = [0]
         for index in range(1, len(self.headers)):
             lines = self._render([*block, index], "simple").splitlines()
@@ -88,7 +88,7 @@ class Table:
 
 
 def terminal_width() -> int:
-    """How wide the terminal is, or `WIDTH` where there is none."""
+    """The width of the terminal in characters, or `WIDTH` without a terminal."""
     return shutil.get_terminal_size(fallback=(WIDTH, 24)).columns
 
 
@@ -97,16 +97,16 @@ def _fill(text: str, width: int) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line: names come from outside.
+    """Text on one line, escaped so that Markdown shows it unchanged: names come from outside.
 
-    Underscores inside a word mean nothing to GitHub and stay as they are.
+    Underscores inside a word mean nothing to GitHub, so they are not escaped.
     """
     one_line = printable(" ".join(text.split()))
     return re.sub(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_line)
 
 
 def written(value: Any, write: Callable[[Any], str]) -> str:
-    """A value for people, or `ABSENT` for None and NaN."""
+    """A value as text; `ABSENT` for None and NaN."""
     return ABSENT if value is None or value != value else write(value)
 
 
@@ -116,26 +116,26 @@ def milliseconds(seconds: float) -> str:
 
 
 def step_milliseconds(seconds: float) -> str:
-    """Seconds in milliseconds, with one digit after the point or three in all."""
+    """Seconds as milliseconds: one digit after the point, or below 0.1 ms three digits in all."""
     return f"{seconds * 1e3:.1f}" if abs(seconds) >= 1e-4 else f"{seconds * 1e3:.3g}"
 
 
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
-"""Bytes in each unit."""
+"""The size of each unit, in bytes."""
 
 
 def byte_unit(largest: float) -> str:
-    """The unit for numbers up to ``largest`` bytes."""
+    """The unit in which to write numbers of which the largest is ``largest`` bytes."""
     return "kB" if largest < 1e6 else "MB" if largest < 1e9 else "GB"
 
 
 def gigabytes(value: float) -> str:
-    """Bytes (or bytes per second) in units of 10⁹, with three digits or more."""
+    """Bytes (or bytes per second) in units of 10⁹, as `three_digits` writes them."""
     return three_digits(value / 1e9)
 
 
 def three_digits(value: float) -> str:
-    """A number with three digits or more, and without an exponent down to 0.0001."""
+    """A number with three significant digits or more. From 0.0001 on it has no exponent."""
     if value < 0.1:
         return f"{value:.3g}"
     digits = 1 if value >= 10 else 2 if value >= 1 else 4

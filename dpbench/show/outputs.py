@@ -1,7 +1,7 @@
-"""Writes runs: an output for each file extension, found in `OUTPUTS`.
+"""Writes runs to files. `OUTPUTS` has an output for each file extension.
 
-An output is a function of the runs and of the `TableOptions`; it returns text or bytes.
-A session has one run; ``dpbench show`` may have several, which some outputs refuse.
+An output is a function of runs and `TableOptions` that returns text or bytes. A session writes one
+run. ``dpbench show`` can write several runs to a file; some outputs refuse that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ Output = Callable[[Sequence[Run], "TableOptions"], str | bytes]
 
 
 def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions) -> None:
-    """Write a file, whole or not at all; a `ConfigurationError` says why it could not be."""
+    """Write runs to a file, whole or not at all.
+
+    Raises:
+        ConfigurationError: the file cannot be written, or the output failed.
+    """
     output: Output = OUTPUTS[kind]
     try:
         made = output(runs, view)
@@ -39,7 +43,7 @@ def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions)
 
 
 def json_document(runs: Sequence[Run], view: TableOptions) -> str:
-    """The document of one run, as it is saved."""
+    """The saved document of one run. Several runs are refused."""
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
         raise ConfigurationError(f"a JSON file holds one run, not {names}: name one")
@@ -47,7 +51,7 @@ def json_document(runs: Sequence[Run], view: TableOptions) -> str:
 
 
 def markdown_tables(runs: Sequence[Run], view: TableOptions) -> str:
-    """The tables of each run; for an interrupted one, how many cases are missing."""
+    """The tables of each run. For an interrupted run, a line says how many cases are missing."""
     from dpbench.show.export import summary_tables
     from dpbench.show.layout import as_markdown
 
@@ -66,11 +70,11 @@ def labels_text(labels: Mapping[str, str]) -> str:
 
 
 def csv_rows(runs: Sequence[Run], view: TableOptions) -> str:
-    """The long table, exact, in bytes and seconds, with what each trainer's labels say it clips.
+    """The long table with exact numbers in bytes and seconds, and each trainer's labels.
 
-    Ratios are not in it: they are between means over the steps, and a line is one step. A text that
-    a spreadsheet would take for a formula has an apostrophe before it, as OWASP's "CSV Injection"
-    advises.
+    It has no ratios, because a line is a number of one step, and a ratio is between numbers of all
+    steps. A text that a spreadsheet would take for a formula gets an apostrophe in front, as
+    OWASP's "CSV Injection" advises.
     """
     import pandas as pd
 

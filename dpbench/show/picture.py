@@ -1,4 +1,4 @@
-"""Pictures as SVG, without a browser: bars of each step's ratios, or of its bytes by phase."""
+"""Draws pictures as SVG, without a browser: bars of a step's ratios, or of its bytes by phase."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dpbench.show.html.figures import Chart
 from dpbench.show.view import TableOptions
 
 WIDTH = 9.0
-"""Of a picture, in inches of 72 pixels."""
+"""The width of a picture, in inches; an inch is 72 units of the SVG."""
 
 ROW, FRAME = 0.17, 1.15
-"""Heights of a bar, and of a panel's title and axis, in inches."""
+"""The height of a bar, and that of a panel's title and axis together, in inches."""
 
 TEXT, LINE = "#010203", "#040506"
-"""Stand-ins, for which `STYLE` has a colour on light pages and one on dark ones."""
+"""Placeholders of colours. `STYLE` has the colours in their place, for light and dark pages."""
 
 STYLE = """<style>
 :root { --text: #1b1f24; --line: #9aa1aa; }
@@ -49,10 +49,10 @@ SETTINGS: Any = {
 
 
 def svg(runs: Sequence[Run], view: TableOptions) -> str:
-    """The output for ``.svg``: ratios to the baseline, or bytes by phase if grouped by that.
+    """The output for ``.svg``: ratios to the baseline, or bytes by phase if the view groups by it.
 
-    The same runs make the same text, by one version of Matplotlib. Its colours are for light and
-    dark pages.
+    With one version of Matplotlib, the same runs give the same text. The picture has colours for
+    light pages and for dark pages.
     """
     named = labelled((run.name, run.document) for run in runs)
     data = PageData(named, view.expected)
@@ -85,14 +85,14 @@ def _drawn(chart: Chart) -> Figure:
 
 
 def _bars(figure: Any) -> int:
-    """How many bars of a panel stand below each other."""
+    """The height of a panel's bars and of the gaps between trainers, in bars."""
     bars = [trace for trace in figure["data"] if trace["type"] == "bar"]
     names = len(figure["layout"]["yaxis"]["categoryarray"])
     return names * (2 if figure["layout"]["barmode"] == "stack" else len(bars) + 1)
 
 
 def _draw(axes: Axes, title: str, figure: Any) -> None:
-    """Draw a panel of the page: its bars, and the texts beside them."""
+    """Draw a panel of a chart: its bars, and the texts beside them."""
     layout, names = figure["layout"], figure["layout"]["yaxis"]["categoryarray"]
     stacked = layout["barmode"] == "stack"
     bars = [trace for trace in figure["data"] if trace["type"] == "bar"]
@@ -122,7 +122,7 @@ def _draw(axes: Axes, title: str, figure: Any) -> None:
 
 
 def _text(figure: Figure) -> str:
-    """The SVG, with the style that adapts it to the page."""
+    """The SVG, with a style that adapts its colours to the page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()

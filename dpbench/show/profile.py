@@ -27,13 +27,15 @@ WAITED = (
 )
 
 REPORT_WIDTH = 120
-"""The width of a report in characters; it is a file, not a terminal."""
+"""The width of a report, in characters. A report is a file, so no terminal limits it."""
 
 
 def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
-    """For each case that a profiler recorded, a table with a line for each phase.
+    """The tables of all cases that a profiler recorded: by phase, then by rank.
 
-    The long table has the numbers of each rank.
+    Args:
+        summary: the summary of the run, for the tables by phase.
+        frame: the long table of the run, which has the numbers of each rank.
     """
     tables = []
     for name in (PROFILER, TIMELINE):
@@ -46,7 +48,7 @@ def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
 
 
 def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
-    """For each case that was profiled over ranks, how long each was in collectives."""
+    """For each case of several ranks, a table of the time that each rank was in collectives."""
     steps = frame[frame.phase == STEP]
     spent = frame[(frame.metric == "communication_seconds") & (frame.phase != STEP)]
     without_rank, without_phase = ([c for c in IDENTITY if c != lost] for lost in ("rank", "phase"))
@@ -68,7 +70,7 @@ def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
 
 
 def _by_phase(title: str, wide: pd.DataFrame, table: str) -> Table:
-    """A line for each phase; the columns are the tool's metrics that are not all zero."""
+    """A table with a line for each phase. Metrics of the tool that are all zero have no column."""
     columns: dict[str, Shown] = {"phase": ("phase", str)}
     writers = {"giga": gigabytes, "ms": milliseconds, "percent": "{:.0%}".format}
     for metric in METRICS.in_table(table):
@@ -78,7 +80,7 @@ def _by_phase(title: str, wide: pd.DataFrame, table: str) -> Table:
     notes = []
     if "device_time_seconds" in wide:
         ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
-        notes = [f"CPU time ÷ GPU time: {ratio:.2f}. GPU time is counted where it was launched."]
+        notes = [f"CPU time ÷ GPU time: {ratio:.2f}. GPU time counts in the phase of its launch."]
     elif "timeline_seconds" in wide and len(wide) > 1:
         notes = [SYNCHRONIZED]
     wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
@@ -97,11 +99,11 @@ def profile_report(rows: Sequence[Measurement], schedule: Mapping[str, int], ope
 # --- Nsight Systems --------------------------------------------------------------------------
 
 LINES = 10
-"""The number of lines in a table of statistics."""
+"""The most lines in a table of statistics."""
 
 SYNCHRONIZED = (
-    "Phases: from a step with synchronization between phases. Step: from other steps, without it, "
-    "so phases do not add up to the step."
+    "Phases are from a step that synchronizes between phases. The step is from other steps, which "
+    "do not synchronize, so phases do not add up to the step."
 )
 
 NO_STATISTICS = (
@@ -112,7 +114,13 @@ NO_STATISTICS = (
 def timeline_tables(
     usages: Sequence[dict[str, Any]], statistics: Mapping[str, str], title: str
 ) -> list[Table]:
-    """A timeline by phase, and the statistics of nsys: the CSV of each of its reports, by name."""
+    """A table of a timeline by phase, then a table for each report of ``nsys stats``.
+
+    Args:
+        usages: the metrics of each phase and step, as a timeline's ``usages`` returns them.
+        statistics: the CSV of each report by the report's name; empty if nsys cannot be used.
+        title: the beginning of each table's title.
+    """
     frame = pd.DataFrame(usages)
     frame["timeline_busy_share"] = frame.timeline_busy_seconds / frame.timeline_seconds
     by_phase = _by_phase(f"{title}: per step", frame.groupby("phase").median(), TIMELINE)
@@ -122,11 +130,11 @@ def timeline_tables(
 
 
 def _name(name: str) -> str:
-    return wrapped(short_name(name) if "(" in name else name)  # a kernel's name has its parameters
+    return wrapped(short_name(name) if "(" in name else name)  # only kernels have parameters
 
 
 def _statistics(title: str, text: str) -> Table:
-    """One report of ``nsys stats``, with the names in the first column."""
+    """The table of one report of ``nsys stats``, with the names in the first column."""
     lines = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False).head(LINES)
     names = {name: (name, _name) for name in ("Name", "Operation", "Range") if name in lines}
     columns: dict[str, Shown] = names | {name: (name, str) for name in lines.columns.drop([*names])}

@@ -1,4 +1,4 @@
-"""The tables of a run: for each group of cases its step, phases and throughput, with notes."""
+"""The tables of a run: for each group of cases its steps, phases and throughput, with notes."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from dpbench.show.layout import Table
 from dpbench.show.view import TableOptions, column, shown_by_default
 
 SHOWN_SHARE = 1e-3
-"""A phase gets a column if it moves at least this share of the step."""
+"""A phase is shown if it has more than this share of the largest phase or step."""
 
 EVEN_SHARE = 0.05
-"""Ranks are even if the largest exceeds their mean by no more than this; smaller phases are
-ignored."""
+"""Ranks are even if the largest exceeds their mean by at most this share. Phases with at most this
+share of the largest value are ignored."""
 
 BUSY_OF = (
-    "Of the time that the step or phase takes when it is not counted and the CPU runs ahead; of "
-    "phases that were not timed, of the time between synchronizations."
+    "Busy: the share of the time that a step or phase takes unprofiled. Of a phase that was not "
+    "timed: the share of the time between synchronizations."
 )
 
-OF_ONE_RANK = "What one rank has of it: 1 ÷ ranks if they share it all, 1 if each does it all."
+OF_ONE_RANK = "One rank ÷ one GPU: 1 ÷ ranks if the ranks share all of it, 1 if each does all."
 
 AGAINST_LOGICAL = (
-    "Logical: counted without hardware, each operator reading its inputs and writing its "
-    "outputs once.",
-    "Above 1 the hardware reads them again, below 1 the L2 cache keeps some of them.",
+    "Logical bytes are counted without hardware: each operator reads its inputs once and writes "
+    "its outputs once.",
+    "Above 1, DRAM moves some bytes more than once. Below 1, the L2 cache keeps some bytes.",
 )
 
 
 def tables(
     summary: pd.DataFrame, view: TableOptions | None = None, outcomes: Iterable[Outcome] = ()
 ) -> list[Table]:
-    """Every table of a summary: by cell, the step and its phases; then throughput, and the rest.
+    """Every table of a summary: of each group the steps, phases and throughput; then the rest.
 
-    A view with columns gets one table a group, of these columns and nothing else; ``outcomes`` tell
-    which tests asked for what, if it groups by them, and trainers' labels.
+    A view that names columns gets one table for each group, with these columns and no others.
+    ``outcomes`` have the labels of trainers, and the tests by which a view may group the cases.
     """
     elsewhere = [metric.name for metric in METRICS.values() if metric.table]
     summary = summary[~summary.metric.isin(elsewhere) & ~summary.of.isin(elsewhere)]
@@ -79,13 +79,13 @@ def tables(
 def _columns(group: Group, view: TableOptions) -> list[Metric]:
     """The columns that were asked for, or else the default ones.
 
-    Columns without a number are left out of groups of one phase, and of groups without bytes. A
-    group that has no number in any of the columns that were asked for gets no column. By default
-    ratios come first: they are the answer, and the rest is its evidence.
+    A group gets no column if it has no number in the columns that were asked for. Of the default
+    columns, those without a number are left out if the view groups by phase, or if the group has no
+    bytes. Otherwise ratios come first: they are the answer, and the other columns its evidence.
     """
     logical = bool((group.shown.device == NO_HARDWARE).any())
     chosen = view.columns or shown_by_default(logical=logical)
-    if not view.columns:  # a sum that is not there is shown by the parts that are
+    if not view.columns:  # the known parts of a sum are shown if the sum is unknown
         parts = [METRICS[p] for c in chosen if not group.texts(c) for p in c.parts]
         chosen = [*(part for part in parts if group.texts(part)), *chosen]
     filled = [shown for shown in chosen if group.texts(shown)]
@@ -93,15 +93,15 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
         return list(chosen) if filled else []
     if "phase" in view.group_by or not any(c.unit == "B" and c.adds_up for c in filled):
         return filled
-    # Some chips and instruments lack busy shares or others' metrics, and a single rank sends
-    # nothing.
+    # These may be missing: some chips and instruments lack busy shares or metrics from outside
+    # dpbench, and a single rank sends nothing.
     usual = METRICS.built_in - {BUSY, "collective_bytes"}
     kept = [c for c in chosen if c in filled or (c.of or c.name) in usual]
     return sorted(kept, key=lambda shown: shown.kind != "ratio")
 
 
 def _header(shown: Metric, view: TableOptions) -> str:
-    """A column's header, with the baseline's name if its ratio is to an unusual trainer."""
+    """A column's header. If ratios divide by another trainer than standard, it names this one."""
     if view.baseline == BASELINE_TRAINER:
         return shown.heading
     return shown.heading.replace(STANDARD, f"÷ {view.baseline}")
@@ -113,7 +113,10 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
     known = rows.groupby("label", sort=False).has_baseline.any()
     said = f"the {view.baseline!r} trainer was not measured for"
     if ratios and not known.any() and (rows.workload == SCRIPT).all():
-        yield "No ratio: dpbench exec --baseline NUM divides a script by the saved run of another."
+        yield (
+            "No ratio: dpbench exec --baseline NUM divides by the saved run of another script. "
+            "In a test, report.ratio_to(other) divides."
+        )
     elif ratios and not known.any():
         one_cell = len(rows[CONFIGURATION].drop_duplicates()) == 1
         yield f"No ratio: {said} {'this cell' if one_cell else 'these cells'}."
@@ -128,10 +131,10 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
                 name = METRICS[metric].short_header
                 yield f"{name}: above the expected {high:g} × {view.baseline}: {listed}."
     if (ranks := rows.ranks.max()) > 1:
-        how = "counts are the sum, times and peaks the largest, shares and what one sends the mean"
-        yield f"Of {ranks:.0f} ranks: {how}."
+        how = "counts are sums, times and peaks the largest, shares and bytes sent by a rank means"
+        yield f"Over {ranks:.0f} ranks: {how}."
     elif ((rows.device == NO_HARDWARE) & (rows.gpus > 1)).any():
-        yield "Counted is one rank of each case, the first; no number is a sum over ranks."
+        yield "Only the first rank of each case is counted; no number is a sum over ranks."
     if uneven := [*_uneven(group, columns)]:
         yield f"Ranks differ, largest ÷ mean: {', '.join(uneven)}."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
@@ -147,7 +150,7 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
 
 
 def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
-    """The step divided by that of the same trainer with the same batch on one GPU."""
+    """The step divided by the step of the same trainer with the same batch on one GPU."""
     values = [each for each in columns if each.kind == "value"]
     texts = {c.heading: group.texts(column(derived_name(c.name, "over_one_gpu"))) for c in values}
     notes = [OF_ONE_RANK] if (group.frame.device == NO_HARDWARE).any() else []
@@ -155,7 +158,7 @@ def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
 
 
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """A line for each label in which the cases of a table differ."""
+    """A note for each label of trainers in which the cases of a table differ."""
     rows = group.shown
     shown = dict(zip(rows.case, rows.label, strict=True))
     said: dict[str, dict[str, list[str]]] = {}
@@ -180,7 +183,7 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
-    """The phase (or step) of each column in which ranks differ most, if they do."""
+    """For each column the phase (or step) in which ranks differ most, if they are not even."""
     for shown in (each for each in columns if each.kind == "value"):
         rows = group.frame[group.frame.metric == shown.name]
         rows = rows[rows.value > EVEN_SHARE * rows.value.max()]
@@ -195,7 +198,7 @@ def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
-    """The phases that have more than `SHOWN_SHARE` of the largest value in some case."""
+    """The phases in which some case has more than `SHOWN_SHARE` of the largest value."""
     most = _most_by_phase(group, metric)
     return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
@@ -205,7 +208,7 @@ def _most_by_phase(group: Group, metric: str) -> pd.Series[float]:
 
 
 def _phase_table(group: Group, metric: str, name: str, view: TableOptions) -> list[Table]:
-    """Bytes by case and phase, with the ratio to the same phase of the baseline."""
+    """A metric by case and phase, with the ratio to the same phase of the baseline."""
     columns, most = {}, _most_by_phase(group, metric)
     shown = _phases_shown(group, metric)
     small = [name for name in ALL_PHASES if name not in shown and most.get(name, 0.0) > 0]
@@ -225,9 +228,9 @@ def _busy_table(group: Group) -> list[Table]:
 
 
 def against_logical(group: Group) -> list[Table]:
-    """Measured DRAM bytes divided by logical bytes, where both are known.
+    """Measured DRAM bytes divided by logical bytes, for cases where both are known.
 
-    By case: both numbers of the step, and their quotient by phase and for the step.
+    The line of a case has both numbers of the step, and their quotient for each phase and the step.
     """
     dram, over = column("dram_bytes"), column("dram_over_logical")
     phases = (*_phases_shown(group, "dram_bytes"), STEP)
@@ -248,12 +251,12 @@ def _throughput_table(group: Group) -> list[Table]:
     rates = [rate for rate in every if rate.kind == "throughput" and METRICS[rate.of].throughput]
     shown = {rate: texts for rate in rates if (texts := group.texts(rate, STEP))}
     columns = {METRICS[rate.of].heading: texts for rate, texts in shown.items()}
-    notes = ["Counted bytes ÷ step time of the unprofiled process."]
+    notes = ["Bytes that hardware counted ÷ time of unprofiled steps."]
     return group.table("GB/s", columns, notes)
 
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
-    """Counters that were asked for by their own names, as the tool gives them."""
+    """The counters that were asked for by ncu's own names, in the units of the tool."""
     own = summary[summary.metric.str.contains("__") & (summary.phase == STEP)]
     cells = [
         [row["case"].id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]

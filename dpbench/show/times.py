@@ -1,4 +1,4 @@
-"""Tables of the time breakdown: of each phase, and of what privacy adds to a step."""
+"""Tables of the time breakdown: of each phase, and of the time that privacy adds to a step."""
 
 from __future__ import annotations
 
@@ -33,25 +33,32 @@ ADDED_COLUMNS: dict[str, Shown] = {
     "more\nms": ("more_seconds", _tenths),
     **{part: (f"{part}_share", lambda x: f"{round(x, 2) + 0.0:.0%}") for part in PARTS},  # no -0%
 }
-"""The columns of a step: how much longer it takes than the baseline's, and which shares explain
-it."""
+"""The columns of a private step: by how much it exceeds the baseline's step, and the share of the
+excess that each part of time explains."""
 
 HOW_TO_READ = (
-    "Arithmetic, bytes: the least time for each at these roofs; two bounds, which overlap. Idle: "
-    "the GPU did nothing. Left: the time less idle less the longer bound, of a step the sum of its "
-    "phases' longer ones. Times are medians, so phases do not add up exactly."
+    "Arithmetic, bytes: the least time for each at these roofs. They are two bounds, which "
+    "overlap. Idle: the time in which the GPU did nothing. Left: the time minus idle minus the "
+    "longer bound; of a step, minus the sum of its phases' longer bounds. Times are medians, so "
+    "phases do not add up exactly."
 )
 
 
 ABOUT_SHARES = (
-    "Shares of the time that a step takes more than {}'s: the least time for its additional "
-    "arithmetic and bytes, its additional idle time, what is left. They overlap and need not add "
-    "up to 100%."
+    "More: the time by which a step exceeds the step of {}. The other columns are shares of this "
+    "time: the least time for the additional arithmetic, the least time for the additional bytes, "
+    "the additional idle time, and what is left. Shares overlap, so they need not add up to 100%."
 )
 
 
 def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAINER) -> list[Table]:
-    """What `dpbench.results.times.account` returned: by cell its phases, then what privacy adds."""
+    """Two tables for each cell: the time of its phases, then the time that privacy adds.
+
+    Args:
+        times: what `dpbench.results.times.time_breakdown` returned.
+        roofs: the roofs that it was made with.
+        baseline: the trainer that the steps are compared with.
+    """
     tables: list[Table] = []
     for title, rows in titled(in_order(times)):
         words = f"{roofs_in_words(roofs, rows.precision)} {HOW_TO_READ}"
@@ -66,7 +73,7 @@ def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAI
 
 
 def lacking(rows: pd.DataFrame) -> Iterator[str]:
-    """Notes on what some trainers lack, or what contradicts the rest, and what helps."""
+    """Notes: which numbers trainers lack, what provides these, and which bounds are too high."""
     steps = rows[rows.phase == STEP]
     no_ceiling = steps.arithmetic_seconds.isna() & steps.flops.notna()
     for missing, what, by in (
@@ -85,8 +92,8 @@ def lacking(rows: pd.DataFrame) -> Iterator[str]:
     if len(beyond := rows[(longest > busy_seconds) & (rows.phase != STEP)]):
         places = _names(f"{row.trainer} {row.phase}" for row in beyond.itertuples())
         yield (
-            f"A bound exceeds the time in which the GPU was busy: {places}. The ceiling is too low "
-            f"there, or bytes and time are of different work."
+            f"A bound exceeds the time in which the GPU was busy: {places}. Either the ceiling is "
+            f"too low, or the bytes and the time are those of different work."
         )
 
 

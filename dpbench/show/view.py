@@ -1,4 +1,4 @@
-"""Which columns are shown, in which order and in which tables."""
+"""The options of tables: their columns, the order of their lines, and how cases are grouped."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def columns() -> dict[str, Metric]:
-    """Every column by name. Counters that were asked for by ncu's own names are columns too."""
+    """Every column by name, except counters by ncu's own names, which `column` finds, too."""
     return {name: each for name, each in METRICS.every().items() if not each.table}
 
 
 def column(name: str) -> Metric:
-    """The column with a name."""
+    """The column with this name; an error if there is none."""
     metric = METRICS.find(name)
     if metric and ("__" in name or metric.name in columns()):
         return metric
@@ -34,9 +34,9 @@ def column(name: str) -> Metric:
 
 
 def shown_by_default(*, logical: bool) -> list[Metric]:
-    """The default columns of logical counting, or of counters and times.
+    """The default columns: those of logical counting, or those of counters and times.
 
-    A project's own metrics are among both.
+    Metrics that a project adds are in both.
     """
     shown = [metric for metric in METRICS.every().values() if "value" in metric.shown]
     return [
@@ -48,33 +48,40 @@ def shown_by_default(*, logical: bool) -> list[Metric]:
 
 
 def usual_columns() -> list[Metric]:
-    """The default columns of runs that were measured and counted."""
+    """The default columns of runs with both measured and counted numbers."""
     both = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
     return list(dict.fromkeys(both))
 
 
 NAME = "name"
-"""The sort order by the first column."""
+"""The value of ``sort`` that orders the lines by their first column."""
 
 OF_TESTS = ("name", "fullname", "func", "fullfunc", "param")
 PARAM = "param:"
-"""Labels that group cases by the test that requested them; ``param:NAME`` is one parameter."""
+"""Labels that group cases by the tests that requested them. ``param:NAME`` groups them by one
+parameter of the test."""
 
 NO_TEST = "-"
 
 GROUPS = ("cell", "device", "phase", *AXES)
-"""Other labels: ``cell`` groups cases with the same baseline, an axis those with the same value."""
+"""The other labels: ``cell`` groups cases with the same baseline, and an axis groups cases with the
+same value."""
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Columns, order and grouping of the tables by case, and how many kernels are shown.
+    """What the tables of a run show.
 
-    Without ``columns``, those of `shown_by_default` and all other tables are shown; ``sort`` is a
-    column's name or an axis. Rows of different devices never share a table. ``expected`` has each
-    metric's expected range of its ratio. Ratios are to the trainer ``baseline``; the default ranges
-    are for ratios to the standard trainer. ``ceilings`` are the card's rates, if not those that
-    dpbench knows.
+    Args:
+        columns: the columns of the tables. Without any, tables have the columns of
+            `shown_by_default`, and all other tables are shown, too.
+        sort: the order of the lines: a column's name, an axis, or `NAME`.
+        group_by: the labels that the cases of a table share. They always share the device.
+        top: how many kernels, operators and source lines a table has.
+        expected: by metric, the expected range of its ratio. The defaults are for ratios to the
+            standard trainer.
+        baseline: the trainer that ratios divide by.
+        ceilings: the rates that the card reaches, if not those that dpbench knows.
     """
 
     columns: tuple[Metric, ...] = ()
@@ -87,7 +94,7 @@ class TableOptions:
 
     @classmethod
     def of(cls, asked: Settings | Namespace, baseline: str = BASELINE_TRAINER) -> TableOptions:
-        """The view that was asked for on a command line: names separated by commas."""
+        """The options that were asked for on a command line, where commas separate names."""
         if asked.top < 1:
             raise ConfigurationError(f"a table shows 1 kernel or more, not {asked.top}")
         labels = listed_names(asked.group_by) or ("cell",)
@@ -102,7 +109,10 @@ class TableOptions:
         return cls(chosen, asked.sort, labels, asked.top, expected, baseline)
 
     def under_tests(self, summary: pd.DataFrame, outcomes: Iterable[Outcome]) -> pd.DataFrame:
-        """The summary with labels of tests as columns; a case of several tests is repeated."""
+        """The summary with a column for each label of tests.
+
+        If several tests asked for a case, its rows are repeated for each of them.
+        """
         labels = [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
         rows = [
             {**outcome.case.columns, "counted": name == "logical"}
@@ -121,7 +131,7 @@ class TableOptions:
 
 
 def label_of(test: Mapping[str, Any], label: str) -> str:
-    """The value of a label for a test, as in pytest-benchmark."""
+    """The value of a label for a test. Labels mean the same as in pytest-benchmark."""
     function, bracket, params = str(test["test"]).partition("[")
     name = function.rpartition("::")[2]
     if label.startswith(PARAM):
@@ -133,6 +143,6 @@ def label_of(test: Mapping[str, Any], label: str) -> str:
 
 
 def listed_names(listed: str | None) -> tuple[str, ...]:
-    """The names that commas separate, each once."""
+    """The names in a text that separates them by commas, each once."""
     names = (name.strip() for name in (listed or "").split(","))
     return tuple(dict.fromkeys(name for name in names if name))

@@ -1,1 +1,1 @@
-"""Runs as one HTML page that opens offline: the same numbers, drawn; needs the extra ``report``."""
+"""Draws runs as one HTML page that opens offline. It needs the extra ``report``."""

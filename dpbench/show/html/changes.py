@@ -1,4 +1,4 @@
-"""What changed from the first run of a page to each other: numbers, operators, environment."""
+"""What changed from the first run of a page to each other run: numbers, operators, conditions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from dpbench.show.comparison import amount, comparison_tables
 from dpbench.show.layout import Shown, Table
 
 MOST_LINES = 60
-"""How many operators and kernels the list has."""
+"""The most operators and kernels in a list."""
 
 SMALLEST = 0.001
-"""A change below this share of the largest is left out."""
+"""A change of at most this share of the largest change is left out."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """From one run to another: what grew, the steps' numbers, and what else differs."""
+    """What changed from one run to another.
+
+    Args:
+        title: the names of the two runs.
+        grown: the operators and kernels that changed most.
+        steps: the numbers of the steps in both runs.
+        differences: what else differs, such as versions, settings, code and machine.
+    """
 
     title: str
     grown: Table
@@ -33,7 +40,7 @@ class Changes:
 
 
 def changes(runs: Sequence[Run]) -> list[Changes]:
-    """The changes from the first run to each of the others that has a number in common with it."""
+    """The changes from the first run to each other run that shares a number with it."""
     return [found for after in runs[1:] if (found := _changes(runs[0], after))]
 
 
@@ -53,7 +60,7 @@ def _grown(before: Run, after: Run) -> Table:
     found = found.sort_values("change", key=abs, ascending=False, kind="stable")
     found = found[found.change.abs() > SMALLEST * found.change.abs().max()].head(MOST_LINES)
     if found.empty:
-        why = "No operator and no kernel of a case that both runs have moves more or fewer bytes."
+        why = "No operator or kernel is known to move more or fewer bytes in a case of both runs."
         return Table("What changed most", [], [], (why,))
     found = found.assign(relative=(found.change / found.before).where(found.before > 0))
     columns: dict[str, Shown] = {

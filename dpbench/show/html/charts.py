@@ -19,7 +19,7 @@ from dpbench.show.layout import Shown, gigabytes, step_milliseconds
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE
 
 COLOUR = PHASE_COLOURS["backward"]
-"""The colour of bars that stand for no phase and no trainer."""
+"""The colour of bars that stand neither for a phase nor for a trainer."""
 
 RATIO_COLOURS = ("#0072B2", "#E69F00", "#8C8C8C")
 """The colours of bytes, time and memory."""
@@ -33,7 +33,7 @@ IN_CACHE = (
 
 
 def ratios(material: PageData) -> Chart | None:
-    """Bytes, time and peak memory of a step as multiples of the baseline's; the page's answer."""
+    """A step's bytes, time and peak memory as multiples of the baseline's: the page's answer."""
     basis, baseline = material.basis, material.baseline
     names = {
         BYTES[basis]: f"{material.bytes_name} bytes",
@@ -61,7 +61,7 @@ def ratios(material: PageData) -> Chart | None:
 
 
 def step_times(material: PageData) -> Chart | None:
-    """The time of a step by trainer, stacked by phase; no chart if nothing was timed."""
+    """The time of a step by trainer, stacked by phase. There is no chart if nothing was timed."""
     rows = material.summary[material.summary.metric == "step_time_seconds"]
     wide = pivot(rows, "phase")
     if STEP not in wide:
@@ -74,7 +74,7 @@ def step_times(material: PageData) -> Chart | None:
     return figures.bar_chart(
         "times",
         "Time of a step by trainer and phase",
-        "timed in a process that counts nothing; medians over the steps",
+        "times of unprofiled steps; medians over the steps",
         wide.assign(end=wide[STEP], label=[*map(str.__add__, ends, over)], ratio=steps.ratio),
         {name: PHASE_COLOURS[name] for name in shown} or {STEP: PHASE_COLOURS[STEP]},
         "ms per step (measured)",
@@ -85,10 +85,10 @@ def step_times(material: PageData) -> Chart | None:
 
 
 def phases(material: PageData) -> Chart | None:
-    """Bytes by trainer, stacked by phase; one panel per cell of the grid.
+    """Bytes by trainer, stacked by phase, with a panel for each cell of the grid.
 
-    A phase is left out if no case moves `SHOWN_SHARE` of its step there. A case that failed before
-    any was counted keeps its place.
+    A phase is left out if it has at most `SHOWN_SHARE` of the step's bytes in every case. A case
+    that failed before any bytes were counted has its error in place of a bar.
     """
     step = material.step_bytes(material.basis)
     wide = pivot(material.summary[material.summary.metric.isin(step.metric)], "phase")
@@ -117,7 +117,7 @@ def phases(material: PageData) -> Chart | None:
 
 
 def _end_of_bar(row: Mapping[Any, Any]) -> str:
-    """The label at the end of a bar, or in place of the bar of a failed case."""
+    """The text at the end of a bar. A failed case has its error in place of the bar."""
     if isinstance(row.get("error"), str):
         return f" failed: {figures.plain(row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"
@@ -125,9 +125,9 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
 
 
 def _about_ratios(material: PageData) -> Iterator[str]:
-    """The notes on ratios of these bytes."""
+    """The notes on the ratios of the page's bytes."""
     baseline, step = material.baseline, material.step_bytes(material.basis)
-    yield f"At the end of a bar: GB of the whole step, and how many times {baseline}'s."
+    yield f"At the end of a bar: GB of the whole step, and the ratio to the step of {baseline}."
     limits = material.expected.get(step.metric.iloc[0])
     if limits and len(material.ratios):
         low, high = limits
@@ -137,7 +137,7 @@ def _about_ratios(material: PageData) -> Iterator[str]:
 
 
 def memory(material: PageData) -> Chart | None:
-    """Peak memory by trainer; one panel per cell of the grid."""
+    """Peak memory by trainer, with a panel for each cell of the grid."""
     peaks = material.peaks
     if peaks.empty:
         return None
@@ -152,9 +152,9 @@ def memory(material: PageData) -> Chart | None:
 
 
 def busy(material: PageData) -> Chart | None:
-    """The share of each phase's time in which the GPU was busy; no chart if it is unknown.
+    """The share of each phase's time in which the GPU was busy. There is no chart if it is unknown.
 
-    Phases that take too little to matter are left out.
+    A phase is left out if it takes at most `SHOWN_SHARE` of the GPU cycles of the step.
     """
     summary, keys = material.summary, [*KEYS, "phase"]
     elapsed = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
@@ -181,17 +181,17 @@ def busy(material: PageData) -> Chart | None:
 
 
 def against_logical(material: PageData) -> Chart | None:
-    """Measured beside logical bytes of the same case."""
+    """Measured bytes and logical bytes of the same case, side by side."""
     both = material.beside_logical
     if both.empty:
         return None
     how_to_read = (
-        "At the right: measured ÷ logical. Logical bytes are what operators must move if "
-        "nothing stays in a cache between two of them."
+        "At the right: measured ÷ logical. Logical bytes are those that operators must move if "
+        "nothing stays in a cache from one operator to the next."
     )
     return figures.bar_chart(
         "logical",
-        "Measured against logical bytes",
+        "Measured bytes and logical bytes",
         "DRAM bytes by hardware counters, and logical bytes counted without hardware",
         both.rename(columns={"value": "measured", "logical": "logical (counted)"}).assign(
             end=both[["value", "logical"]].max(axis=1),

@@ -1,4 +1,4 @@
-"""The data of the page as frames: a summary of all runs, and which bytes it is about."""
+"""The data of the page as frames: a summary of all runs, and whether it shows measured bytes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MEASURED, COUNTED = "measured", "counted"
 """Where a number comes from; measured and counted bytes never share a chart."""
 
 BYTES = {MEASURED: "dram_bytes", COUNTED: "logical_bytes"}
-"""The metric that is drawn, by basis."""
+"""The metric of bytes that is drawn, by basis."""
 
 CASE = ["batch_size", "seq_len", "title", "trainer"]
-"""The columns that identify a case in a chart; its other non-default options are in the title."""
+"""The columns that identify a case in a chart. The title has its other axes."""
 
 KEYS = ["run", "device", "basis", *CASE]
 """The columns that identify a case on the page."""
 
 
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
-    """Documents as runs under their names; a repeated name gets a number."""
+    """Runs from documents and their names. A name that occurs again gets a number."""
     runs: list[Run] = []
     for name, document in documents:
         place = 1 + sum(run.path == Path(name) for run in runs)
@@ -43,10 +43,12 @@ def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
 
 @dataclass(frozen=True)
 class PageData:
-    """What the charts of one page have in common: the frames, and which bytes they are about.
+    """The data that the charts of one page share.
 
-    ``expected`` has each metric's expected range of its ratio to standard, ``ceilings`` the card's
-    measured rates, if not the known ones.
+    Args:
+        runs: the runs of the page.
+        expected: by metric, the expected range of its ratio to the standard trainer.
+        ceilings: the measured rates of the card, if not those that dpbench knows.
     """
 
     runs: Sequence[Run]
@@ -55,15 +57,16 @@ class PageData:
 
     @cached_property
     def baseline(self) -> str:
-        """The name of the trainer that ratios divide by."""
+        """The name of the trainer that ratios divide by; if runs differ, all such names."""
         return " or ".join(dict.fromkeys(run.baseline for run in self.runs))
 
     @cached_property
     def summary(self) -> pd.DataFrame:
         """One row per run, case, instrument, phase and metric, in the order of reading.
 
-        The values and ratios of each run's summary, with ``run``, its name; ``basis``; and
-        ``title``, which configuration it is.
+        The rows are the values and ratios of the runs' summaries. They have three more columns:
+        ``run``, the name of the run; ``basis``, `MEASURED` or `COUNTED`; and ``title``, which names
+        the configuration.
         """
         runs = [run for run in self.runs if not run.frame.empty] or self.runs[:1]
         parts = []
@@ -77,9 +80,9 @@ class PageData:
 
     @cached_property
     def failed(self) -> pd.DataFrame:
-        """The cases that failed: ``error``, ``run``, and a ``title`` as in `summary`.
+        """The cases that failed, with ``error``, ``run``, and ``title`` as in `summary`.
 
-        ``device`` is where the others of the run were measured.
+        ``device`` is the device that measured the other cases of the run.
         """
         rows = [
             {**o.case.columns, **vars(o), "run": run.name}
@@ -94,7 +97,7 @@ class PageData:
 
     @cached_property
     def basis(self) -> str:
-        """Whether the page is about measured bytes, or counted ones if there are no others."""
+        """`MEASURED`, or `COUNTED` if the runs have counted bytes and no measured ones."""
         return _basis(self.summary)
 
     @property
@@ -103,34 +106,40 @@ class PageData:
         return METRICS[BYTES[self.basis]].short_header
 
     def step_bytes(self, basis: str) -> pd.DataFrame:
-        """The bytes of whole steps that were measured, or those that were counted."""
+        """The bytes of whole steps with this basis: those measured, or those counted."""
         return self.summary[(self.summary.metric == BYTES[basis]) & (self.summary.phase == STEP)]
 
     @cached_property
     def ratios(self) -> pd.DataFrame:
-        """Whole-step rows of all trainers but the baseline, where there is a ratio."""
+        """The rows of whole steps that have a ratio, without those of the baseline."""
         rows = self.step_bytes(self.basis)
         return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
 
     @cached_property
     def beside_logical(self) -> pd.DataFrame:
-        """Measured steps with the logical bytes of the case, from the first run that has them."""
+        """The measured bytes of each step, with the logical bytes of its case.
+
+        If several runs have logical bytes of the case, those of the first run are taken.
+        """
         counted = self.step_bytes(COUNTED).drop_duplicates(NUMBER)
         both = with_logical(pd.concat([self.step_bytes(MEASURED), counted]))
         return both.dropna(subset="logical")
 
     @cached_property
     def peaks(self) -> pd.DataFrame:
-        """Peak memory of each case, by the same basis as the bytes."""
+        """Peak memory of each case, measured or counted as the bytes of the page are."""
         rows = self.summary[self.summary.metric == "peak_memory_bytes"]
         rows = rows[(rows.phase == STEP) & (rows.basis == self.basis)]
         return rows.drop_duplicates(KEYS)
 
 
 def pivot(rows: pd.DataFrame, columns: str) -> pd.DataFrame:
-    """One row per case in order of appearance; of duplicates the first is kept."""
+    """One row per case, in order of appearance, with a column for each value of ``columns``.
+
+    Of several rows for the same place, the first is kept.
+    """
     unique = rows.drop_duplicates([*KEYS, columns])
-    if unique.empty:  # pandas with pyarrow cannot pivot it
+    if unique.empty:  # pandas with pyarrow cannot pivot an empty frame
         return unique[KEYS]
     wide = unique.pivot(index=KEYS, columns=columns, values="value").rename_axis(columns=None)
     return unique[KEYS].drop_duplicates().join(wide, on=KEYS).reset_index(drop=True)
@@ -142,12 +151,12 @@ def _basis(summary: pd.DataFrame) -> str:
 
 
 def _subject(summary: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the basis of the page's bytes."""
+    """The rows with the same basis as the page's bytes."""
     return summary[summary.basis == _basis(summary)]
 
 
 def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
-    """The title of each row's configuration, without batch size and sequence length."""
+    """The title of each row's configuration. It leaves out batch size and sequence length."""
     axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
     parts = [", ".join(title_parts(row)) or SCRIPT for row in rows[axes].to_dict("records")]
     title = pd.Series(parts, index=rows.index, dtype=object)

@@ -1,8 +1,9 @@
 """The parts of charts: colours, and panels in plotly's JSON.
 
 Phases have the colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), ranks those of Paul
-Tol's "bright" scheme (https://personal.sron.nl/~pault/), some a shade off for contrast on white and
-on black. Both stay apart under the common kinds of colour blindness.
+Tol's "bright" scheme (https://personal.sron.nl/~pault/). Some are a shade lighter or darker, for
+contrast on white and on black. People with a common kind of colour blindness can tell the colours
+of each scheme apart.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NAMES: Mapping[str, Shown] = {
     "sequence": ("seq_len", lambda length: str(length or ABSENT)),
     "trainer": ("trainer", str),
 }
-"""The columns that name a case; the batch size of a script is only known if it was given."""
+"""The columns that name a case. The batch size of a script is known only if it was given."""
 
 UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "GB": (1e9, gigabytes),
@@ -32,24 +33,24 @@ UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "%": (0.01, lambda share: f"{share * 100:.0f}"),
     "×": (1.0, "{:.2f}".format),
 }
-"""Units of bars: their size, and how a value is written."""
+"""The units of bars: the size of a unit, and the function that writes a value."""
 
 ROW, BAR, CHARACTER = 30, 13, 7
-"""Heights of a stacked bar and of a grouped bar, and width of a character, in pixels."""
+"""The heights of a stacked bar and of a grouped bar, and the width of a character, in pixels."""
 
 LONGEST_NUMBER = 6
-"""Characters of a number beside its bar."""
+"""The most characters of a number beside its bar."""
 
 BESIDE = {"textposition": "outside", "cliponaxis": False, "constraintext": "none"}
-"""Where a bar's number stands."""
+"""Plotly's options for a number that stands beside its bar."""
 
 LONGEST = 20
-"""Characters of a name in a chart, to fit a phone; tables have the whole name."""
+"""The most characters of a name in a chart, so that it fits a phone. Tables have whole names."""
 
 Json = dict[str, Any]
-"""A part of a figure, as plotly.js takes it."""
+"""A figure or a part of one, in the form that plotly.js takes."""
 NEUTRAL = "#8C8C8C"
-"""Visible on white and on black."""
+"""A grey that is visible on white and on black."""
 
 
 PHASE_COLOURS = {
@@ -67,11 +68,14 @@ RANK_COLOURS = ("#7F8790", "#EE6677", "#4F86BB", "#BB4A93", "#228833", "#B8A522"
 
 @dataclass(frozen=True)
 class Chart:
-    """A section of the page: a table that is drawn as well.
+    """A section of the page: a table, and figures that draw it.
 
-    ``basis`` is where its numbers come from, ``panels`` are plotly's figures by title, to which
-    the page adds what they have in common, ``colours`` is their legend. If there is nothing to
-    draw, the table has no lines, and its notes say why.
+    Args:
+        id: the identifier of the section.
+        basis: where the numbers come from.
+        table: the numbers. If there is nothing to draw, it has no lines, and its notes say why.
+        panels: plotly's figures by title. The page adds the settings that all figures share.
+        colours: the legend of the figures.
     """
 
     id: str
@@ -95,15 +99,23 @@ def bar_chart(
     stacked: bool = False,
     line: float | None = None,
 ) -> Chart:
-    """A chart with a panel for each cell of the grid, in it bars for each trainer.
+    """A chart with a panel for each cell of the grid, and in each panel bars for each trainer.
 
-    ``rows`` are cases. The columns that ``colours`` names become bars, in one row if ``stacked``,
-    in a ``unit`` of `UNITS`; ``label`` stands at ``end``, and a dashed line at ``line``. Each panel
-    has a scale of its own; its axis says what ``scale`` does. The table has ``columns`` beside the
-    bars.
+    Args:
+        id: the identifier of the section.
+        title: the title of the section and of its table.
+        basis: where the numbers come from.
+        rows: a row for each case. The text in column ``label`` is drawn at the value in ``end``.
+        colours: the columns of ``rows`` that are drawn as bars, each with its colour.
+        scale: the title of the axis. Each panel has a scale of its own.
+        unit: the unit of the bars, from `UNITS`.
+        columns: the columns that the table has in addition to the bars.
+        notes: the notes below the table.
+        stacked: whether the bars of a trainer follow each other in one row.
+        line: the value at which a dashed line is drawn.
     """
     size, write = UNITS[unit]
-    # A label that begins at 0, where nothing was measured, needs no room beside the bars.
+    # The label of a case without bars begins at 0, so it needs no room beside the bars.
     longest = max(map(len, rows.label[rows.end.notna()]), default=0)
     layout: Json = {
         "margin": {"r": 12 + CHARACTER * (longest if stacked else max(longest, LONGEST_NUMBER))},
@@ -131,7 +143,7 @@ def bar_chart(
 
 
 def _names(names: list[str], height: int) -> Json:
-    """The axis of trainers at the left, from the top, each of some height."""
+    """The axis at the left: the trainers from top to bottom, each with this height in pixels."""
     shown = [plain(name) for name in names]
     axis: Json = {"type": "category", "categoryarray": names, "tickvals": names, "ticktext": shown}
     return {"height": 58 + height * len(names), "yaxis": {**axis, "autorange": "reversed"}}
@@ -140,7 +152,7 @@ def _names(names: list[str], height: int) -> Json:
 def _bars(
     rows: pd.DataFrame, colours: Mapping[str, str], unit: str, stacked: bool
 ) -> Iterator[Json]:
-    """The bars of each colour, numbered if side by side, then the labels at their ends."""
+    """The bars of each colour, with numbers unless stacked; then the labels at the ends."""
     size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)
@@ -171,22 +183,22 @@ def _bars(
 
 
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Rows by cell of the grid, in the order in which they come, with the title of each."""
+    """The rows of each cell of the grid, in order of appearance, with the cell's title."""
     for (title, batch, seq), group in rows.groupby(["title", "batch_size", "seq_len"], sort=False):
         size = [f"{name} {n}" for name, n in (("batch", batch), ("sequence", seq)) if n]
         yield ", ".join(filter(None, (str(title), " × ".join(size)))), group
 
 
 def plain(text: str, longest: int = LONGEST) -> str:
-    """A name for plotly: tags and entities are escaped, long names are cut."""
+    """A name that plotly shows unchanged: tags and entities are escaped. A long name is cut."""
     shown = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return html.escape(shown, quote=False)
 
 
 def lines(*texts: object) -> str:
-    """The text of a tooltip, in lines."""
+    """The text of a tooltip with these lines."""
     return "<br>".join(html.escape(str(text), quote=False) for text in texts)
 
 
 times = "{:.2f}×".format
-"""How a ratio is written."""
+"""Writes a ratio, e.g. ``1.07×``."""

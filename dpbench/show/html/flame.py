@@ -14,7 +14,7 @@ from dpbench.show.html.figures import NEUTRAL, PHASE_COLOURS, Chart, Json, plain
 from dpbench.show.layout import Shown, Table, gigabytes
 
 SMALLEST = 0.002
-"""The share of a step's bytes below which a box is not drawn."""
+"""A box with at most this share of the step's bytes is not drawn."""
 
 OUTSIDE_MODULES = "outside of modules"
 
@@ -30,14 +30,15 @@ COLUMNS: dict[str, Shown] = {
 }
 
 HOW_TO_READ = (
-    "A box is as wide as its bytes: below a phase its modules, then their operators, then the "
-    "lines that ran them. A click shows one box alone; a click on the box above goes back. "
-    "Backward has the modules and lines of forward. Room without a box is smaller ones."
+    "The width of a box shows its bytes. Below a phase are its modules, below a module its "
+    "operators, and below an operator the source lines that ran it. Click a box to show it alone; "
+    "click the top box to go up one level. Backward has the modules and lines of forward. Boxes "
+    "that are too small leave an empty space."
 )
 
 
 def flames(material: PageData) -> Chart | None:
-    """A flame graph for each case whose operators have modules or lines."""
+    """A flame graph for each case whose operators have modules or source lines."""
     panels, lines = {}, []
     for run in material.runs:
         for outcome in run.outcomes:
@@ -56,7 +57,7 @@ def flames(material: PageData) -> Chart | None:
 
 
 def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], int]:
-    """Bytes by phase, by phase and module, and so on; the step has the empty place."""
+    """The bytes of each box by its place: (), (phase,), (phase, module), …; () is the step."""
     boxes: dict[tuple[str, ...], int] = defaultdict(int)
     for each in operators:
         place = each.phase, each.module or OUTSIDE_MODULES, each.operator, each.line

@@ -1,4 +1,4 @@
-"""The HTML page: charts and tables in one file that loads nothing else."""
+"""The HTML page: charts and tables in one file, which loads no other file."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from dpbench.show.profile import recorded_tables
 from dpbench.show.view import TableOptions, column, usual_columns
 
 MOST = 20
-"""How many kernels a table has."""
+"""The most kernels in a table."""
 
 NEEDS_LOGICAL = (
-    "These runs hold no logical counts of the measured cases, without which there is no roofline "
-    "and nothing to hold bytes against. dpbench run --instrument logical counts them, in seconds a "
-    "case and without a GPU; draw its run beside these."
+    "The page has no roofline and no comparison with logical bytes, because no run counted the "
+    "measured cases. dpbench run --instrument logical counts a case in seconds, without a GPU; "
+    "draw its run together with these runs."
 )
 
 
 def page(runs: Sequence[Run], view: TableOptions) -> str:
-    """The output for ``.html``: the page of some runs."""
+    """The output for ``.html``: the page of these runs."""
     for run in runs:
         if not run.outcomes:
             raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
@@ -52,10 +52,10 @@ def page(runs: Sequence[Run], view: TableOptions) -> str:
 
 
 def render(material: PageData) -> str:
-    """The page of some runs.
+    """The page as HTML.
 
-    Everything from outside is escaped, and the page's own policy lets a browser run no script
-    but the two that dpbench puts there, and fetch nothing.
+    All text from outside is escaped. The page's content security policy lets a browser run only the
+    two scripts that dpbench puts there, and fetch nothing.
     """
     runs = material.runs
     return _template().render(
@@ -84,7 +84,7 @@ def _template() -> Template:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     templates = resources.files(__package__) / "templates"
     script = (templates / "report.js").read_text(encoding="utf-8")
-    # As a browser reads a script, and its hash: with plain line ends.
+    # A browser reads every line end as \n, and computes the hash of a script from that text.
     scripts = [s.replace("\r\n", "\n").replace("\r", "\n") for s in (get_plotlyjs(), script)]
     environment.globals |= {
         "style": Markup((templates / "report.css").read_text(encoding="utf-8")),
@@ -102,7 +102,7 @@ def draw(material: PageData) -> list[Chart]:
 
 
 def headline(material: PageData) -> list[str]:
-    """Sentences on how many cases were measured, counted, and failed."""
+    """Sentences that say how many cases were measured, counted without hardware, and failed."""
     cases = material.summary.drop_duplicates(["run", "case", "basis"])
     measured = cases[cases.basis == MEASURED]
     counts = {
@@ -117,7 +117,10 @@ def headline(material: PageData) -> list[str]:
 
 
 def trainers(runs: Sequence[Run]) -> Table:
-    """By trainer: the number of cases with a result, why others have none, and what it clips."""
+    """The table of trainers: how many cases of each trainer succeeded, and why others failed.
+
+    Its notes have the labels of the trainers, which say what a trainer clips.
+    """
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
     notes = [f"{name}: {text}." for name, text in labels.items() if text]
@@ -125,7 +128,7 @@ def trainers(runs: Sequence[Run]) -> Table:
 
 
 def steps(material: PageData) -> Table:
-    """Whole steps, one line per case and instrument."""
+    """The table of whole steps, with a line for each run, device, basis and case."""
     step = material.summary[material.summary.phase == STEP]
     wide = pivot(step, "metric")
     numbers: dict[str, Shown] = {}
@@ -141,12 +144,12 @@ def steps(material: PageData) -> Table:
     both: dict[str, Shown] = {"basis": ("basis", str)} if wide.basis.nunique() > 1 else {}
     columns: dict[str, Shown] = {**run, **NAMES, **both, **numbers}
     known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
-    title = "One step of each case: means over the steps, medians of times; exact when pointed at"
+    title = "One step of each case: mean over its steps (times: median). Pointing shows all digits."
     return Table.of(title, known, columns)
 
 
 def recorded(runs: Sequence[Run]) -> list[Table]:
-    """The tables of profilers and of kernels of each case, as in the terminal."""
+    """The tables of profilers and of kernels, as a terminal shows them."""
     return [
         replace(table, title=f"{run.name}: {table.title}" if len(runs) > 1 else table.title)
         for run in runs
@@ -158,7 +161,7 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
 
 
 def every_row(runs: Sequence[Run]) -> Table:
-    """The exact rows of all runs; columns with one value are in the caption instead."""
+    """The exact rows of all runs. A column with a single value is in the caption instead."""
     frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
     names = ["run", *COLUMNS]
     same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]
@@ -171,12 +174,12 @@ def every_row(runs: Sequence[Run]) -> Table:
 
 
 def exact(value: float) -> str:
-    """A number with all its digits and separators of thousands."""
+    """A number with all its digits, and commas between thousands."""
     return f"{value:,}".removesuffix(".0")
 
 
 def environments(runs: Sequence[Run]) -> Table:
-    """Devices, tools and settings of each run, one column per run."""
+    """The table of devices, tools and settings, with a column for each run."""
     about = {run.name: dict(_about(run)) for run in runs}
     columns: dict[str, Shown] = {name: (name, str) for name in ("", *about)}
     table = pd.DataFrame(about, dtype=object).rename_axis("").reset_index()

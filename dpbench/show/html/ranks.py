@@ -14,13 +14,14 @@ from dpbench.show.html.figures import PHASE_COLOURS, RANK_COLOURS, Chart
 from dpbench.show.layout import gigabytes
 
 HOW_TO_READ = (
-    "From when a collective begins in a rank until it ends: moving data, or waiting for ranks that "
-    "come later. The rank that the others wait for has the shortest bar."
+    "A bar is the time from the beginning of a collective on a rank to its end. In this time the "
+    "rank moves data, or waits for ranks that begin later. The rank that the others wait for has "
+    "the shortest bar."
 )
 
 
 def sent(material: PageData) -> Chart | None:
-    """What a rank sends by trainer, stacked by phase; no chart of one rank alone."""
+    """The bytes that a rank sends, by trainer, stacked by phase. One rank alone has no chart."""
     rows = material.summary[material.summary.metric == "collective_bytes"]
     wide = pivot(rows[rows.gpus > 1], "phase")
     shown = [name for name in ALL_PHASES if name in wide and wide[name].any()]
@@ -29,7 +30,7 @@ def sent(material: PageData) -> Chart | None:
     return figures.bar_chart(
         "sent",
         "What a rank sends to others, by trainer and phase",
-        "counted from the sizes of tensors by the ring of each collective, not measured",
+        "counted from the sizes of tensors, for collectives that work as a ring; not measured",
         wide.assign(end=wide[STEP], label=[f" {gigabytes(size)}" for size in wide[STEP]]),
         {name: PHASE_COLOURS[name] for name in shown},
         "GB that a rank sends in a step (counted)",
@@ -39,7 +40,7 @@ def sent(material: PageData) -> Chart | None:
 
 
 def waits(material: PageData) -> Chart | None:
-    """How long each rank was in collectives, a bar for each; no chart if nothing recorded it."""
+    """The time that each rank was in collectives. There is no chart if nothing recorded it."""
     frames = [run.frame.assign(run=run.name) for run in material.runs]
     rows = pd.concat(frames, ignore_index=True)
     rows = rows[(rows.metric == "communication_seconds") & (rows.phase == STEP)]

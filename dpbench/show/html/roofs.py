@@ -1,4 +1,4 @@
-"""The charts of phases under the roofs of their card: roofline and time breakdown."""
+"""The charts that compare phases with the roofs of their card: roofline and time breakdown."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from dpbench.show.times import ABOUT_SHARES, ADDED_COLUMNS, HOW_TO_READ, TIME_CO
 
 
 def roofline(material: PageData) -> Chart | None:
-    """What each phase reaches of the roof it is under, of the card that ran it."""
+    """The share of its roof that each phase reaches, on the card that ran it."""
     table, notes = _accounts(material, _under_roofs)
     basis = (
-        "DRAM bytes by hardware counters, time by phase from an unprofiled process, floating-point "
-        "operations counted without hardware"
+        "DRAM bytes by hardware counters, times of unprofiled steps, floating-point operations "
+        "counted without hardware"
     )
     if table.empty:
         nothing = Table("Roofline by phase", [], [], tuple(notes))
@@ -50,12 +50,12 @@ def roofline(material: PageData) -> Chart | None:
         basis,
         pivot(placed.assign(value=placed.share), "phase").assign(end=1.0, label=""),
         {name: colour for name, colour in PHASE_COLOURS.items() if name in present},
-        "% of the roof, which is arithmetic or bytes",
+        "% of the roof: of arithmetic, or of bytes",
         unit="%",
     )
     how_to_read = (
-        "Operations are those of matrix products and attention. Phases without any have no bar; "
-        "how much of its roof each reaches is in the table, with the roof that it is under."
+        "Operations are those of matrix products and attention. A phase without operations has no "
+        "bar; the table has these phases, too, with the roof of each and the share that it reaches."
     )
     notes += [how_to_read, *launch_bound_notes(table)]
     columns = _in_one_line({"phase": ("phase", str), **ROOFLINE_COLUMNS})
@@ -67,7 +67,7 @@ Account = tuple[pd.DataFrame, Roofs]
 
 
 def _under_roofs(summary: pd.DataFrame, device: str, run: Run) -> Account | None:
-    """Phases with counted operations and measured bytes under the roofs of their card."""
+    """Phases with counted operations and measured bytes, compared with the roofs of their card."""
     rows = phases(summary[summary.precision != ""]).dropna(subset="flops")
     rows = rows[rows.bytes_are == MEASURED_BYTES]
     if rows.empty:
@@ -79,11 +79,12 @@ def _under_roofs(summary: pd.DataFrame, device: str, run: Run) -> Account | None
 def _accounts(
     material: PageData, account_of: Callable[[pd.DataFrame, str, Run], Account | None]
 ) -> tuple[pd.DataFrame, list[str]]:
-    """An account of each run and device, beside what any run has counted.
+    """The accounts of all runs and devices. Each also uses the counted numbers of all runs.
 
     Returns:
-        The phases that take enough of their step to matter, in order, with the titles of their
-        cells; and notes: why a device has no account, and the roofs of the others.
+        The phases that take more than `SHOWN_SHARE` of their step's time, in order, with the titles
+        of their cells; and notes, which say why a device has no account and name the roofs of the
+        others.
     """
     tables, refusals, roofs_said = [], [], []
     everything = pd.concat([run.summary for run in material.runs], ignore_index=True)
@@ -126,11 +127,11 @@ TIME_COLOURS = {
 
 
 def time(material: PageData) -> Chart | None:
-    """Each step's least time for its arithmetic and for its bytes, and its idle time."""
+    """The time of each step, the least times for its arithmetic and bytes, and its idle time."""
     table, notes = _accounts(material, partial(_time_of, ceilings=material.ceilings))
     basis = (
-        "times of steps that are not counted; the least time for counted operations and measured "
-        "DRAM bytes at measured ceilings, two bounds, which overlap; idle by hardware counters"
+        "times of unprofiled steps; least times for counted operations and for measured DRAM bytes "
+        "at measured ceilings, two bounds that overlap; idle time by hardware counters"
     )
     if table.empty:
         nothing = Table("What time is made of", [], [], tuple(notes))
@@ -156,7 +157,7 @@ def time(material: PageData) -> Chart | None:
 def _time_of(
     summary: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None
 ) -> Account | None:
-    """The time breakdown of steps that were timed and whose DRAM bytes were counted."""
+    """The time breakdown of steps that were timed, and whose DRAM bytes were measured."""
     measured = {*summary[summary.device == device].metric}
     if not {"step_time_seconds", "dram_read_bytes"} <= measured:
         return None

@@ -9,8 +9,8 @@
 
   const isDark = () => !printing && (chosen ? chosen === "dark" : system.matches);
 
-  // What all charts have in common. Plotly takes the page's own colours, so that one place says
-  // what light and dark are.
+  // The settings that all charts share. Plotly takes the page's own colours, so that only the style
+  // sheet defines what light and dark are.
   const template = () => {
     const style = getComputedStyle(root);
     const colour = (name) => style.getPropertyValue(name).trim();
@@ -69,7 +69,7 @@
     });
   }
 
-  // Sorting: by the exact value of a cell, numbers by size; what has none comes last.
+  // Sort by the exact values of cells, and numbers by size. Cells without a value come last.
   const valueOf = (cell) => cell.dataset.value ?? cell.textContent;
   const compare = (a, b) => {
     const [x, y] = [Number(a), Number(b)];
