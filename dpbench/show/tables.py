@@ -131,7 +131,7 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
                 name = METRICS[metric].short_header
                 yield f"{name}: above the expected {high:g} × {view.baseline}: {listed}."
     if (ranks := rows.ranks.max()) > 1:
-        how = "counts are sums, times and peaks the largest, shares and bytes sent by a rank means"
+        how = "counts are sums, times and peaks are the largest, shares and sent bytes are means"
         yield f"Over {ranks:.0f} ranks: {how}."
     elif ((rows.device == NO_HARDWARE) & (rows.gpus > 1)).any():
         yield "Only the first rank of each case is counted; no number is a sum over ranks."

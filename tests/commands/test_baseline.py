@@ -59,7 +59,7 @@ def test_ratios_are_to_the_baseline_that_was_named(dpbench: Asked, tmp_path: Pat
     assert "logical MB by phase (÷ OwnTrainer)" in dpbench("show mine.json")[1]
     assert dpbench("show mine.json --html page.html")[0] == 0
     page = Path("page.html").read_text(encoding="utf-8")
-    assert "how many times OwnTrainer" in page
+    assert "the ratio to the step of OwnTrainer" in page
     assert "÷ standard" not in page
 
     differ = "atios of 0001_usual are to standard, those of mine to OwnTrainer, and not compared"

@@ -309,8 +309,7 @@ def test_other_weights_than_a_trainer_says_are_named(name: str, check: str, said
 @pytest.mark.parametrize(
     ("trainer", "said"),
     [
-        ("lean", ""),
-        *slow(("dpsgd", ""), (f"{FAULTY}:Banded", "")),
+        *slow(("lean", ""), ("dpsgd", ""), (f"{FAULTY}:Banded", "")),
         (f"{FAULTY}:BufferDropped", "in step 2"),
         *slow((f"{FAULTY}:DecaysSwapped", "in step"), (f"{FAULTY}:OneSeedForAllSteps", "in step")),
     ],

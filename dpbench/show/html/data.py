@@ -1,4 +1,4 @@
-"""The data of the page as frames: a summary of all runs, and whether it shows measured bytes."""
+"""The data of the page as frames: a summary of all runs, and whether its bytes were measured."""
 
 from __future__ import annotations
 

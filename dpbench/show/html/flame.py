@@ -33,7 +33,7 @@ HOW_TO_READ = (
     "The width of a box shows its bytes. Below a phase are its modules, below a module its "
     "operators, and below an operator the source lines that ran it. Click a box to show it alone; "
     "click the top box to go up one level. Backward has the modules and lines of forward. Boxes "
-    "that are too small leave an empty space."
+    "too small to draw leave an empty space."
 )
 
 

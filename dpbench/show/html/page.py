@@ -144,7 +144,7 @@ def steps(material: PageData) -> Table:
     both: dict[str, Shown] = {"basis": ("basis", str)} if wide.basis.nunique() > 1 else {}
     columns: dict[str, Shown] = {**run, **NAMES, **both, **numbers}
     known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
-    title = "One step of each case: mean over its steps (times: median). Pointing shows all digits."
+    title = "One step of each case: means over the steps, medians for times; point for all digits"
     return Table.of(title, known, columns)
 
 
