@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
-from dpbench.training.correlated_noise import NOISES, KeptNoise
+from dpbench.training.correlated_noise import NOISES
 from dpbench.training.gradient_sums import Buffer, Sums, in_buffers
+from dpbench.training.kept_noise import KeptNoise
 from dpbench.training.model_snapshot import ModelSnapshot
 from dpbench.training.norm_bounds import clipping_factors, total
 from dpbench.training.parallel import broadcast_parameters, own_generator, own_part, rank_and_ranks
@@ -113,7 +114,7 @@ class ClippedSumTrainer(TrainerBase):
         if deviation := self.noise_multiplier * self.max_grad_norm:
             own = own_part(gradient, "ddp") if self.parallel == "ddp" else gradient
             if len(self.noise_weights) > 1:
-                self.kept_noise.add_to(own, deviation, number)
+                self.kept_noise.add_to(own, deviation, number, self.generator)
             else:
                 own.add_(torch.empty_like(own).normal_(std=deviation, generator=self.generator))
         gradient.div_(self.joint_batch_size)

@@ -1,4 +1,4 @@
-"""Noise that is correlated over steps: its weights, and the memory of earlier steps' noise.
+"""Noise that is correlated over steps: its weights.
 
 The noise of a step is ``w[0] × z + w[1] × (z of the step before) + …``. Each z is a new normal
 sample. So later steps cancel part of the noise of earlier steps.
@@ -7,23 +7,21 @@ sample. So later steps cancel part of the noise of earlier steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from dpbench.core.errors import ConfigurationError, unknown
+
+Numbers: TypeAlias = NDArray[np.float64]
 
 INDEPENDENT = (1.0,)
 """The weights of noise that is independent in each step."""
 
 NOISES = ("independent", "banded", "blt")
-
-AT_ONCE = 2**21
-"""So many numbers are made noisy together: they stay in a GPU's L2 cache meanwhile. cuBLAS fails on
-matrices of 2³¹ numbers."""
 
 
 class Mechanism(NamedTuple):
@@ -90,20 +88,20 @@ def whitening(weights: Sequence[float], steps: int) -> list[float]:
 
     They form the inverse of the weights' lower triangular Toeplitz matrix.
     """
-    padded = torch.zeros(steps, dtype=torch.float64)
-    padded[: len(weights)] = torch.tensor(weights[:steps], dtype=torch.float64)
+    padded = np.zeros(steps)
+    padded[: len(weights)] = weights[:steps]
     found: list[float] = _inverse(padded).tolist()
     return found
 
 
-def _inverse(series: Tensor) -> Tensor:
+def _inverse(series: Numbers) -> Numbers:
     """The first coefficients of 1 / a power series, by Newton's method, which doubles them."""
     found = 1 / series[:1]
     while len(found) < len(series):
         length, size = min(2 * len(found), len(series)), 4 * len(found)
-        of_found = torch.fft.rfft(found, size)
-        product = of_found * (2 - torch.fft.rfft(series[:length], size) * of_found)
-        found = torch.fft.irfft(product, size)[:length]
+        of_found = np.fft.rfft(found, size)
+        product = of_found * (2 - np.fft.rfft(series[:length], size) * of_found)
+        found = np.fft.irfft(product, size)[:length]
     return found
 
 
@@ -114,81 +112,34 @@ def _best_buffers(buffers: int, steps: int) -> tuple[list[float], list[float], l
     Returns the coefficients of the strategy matrix, 1 and sums of share × decay^(k - 1); the
     shares; and the decays. The search starts at a quadrature of 1 / √(1 - x).
     """
+    from scipy.optimize import minimize
+    from scipy.signal import fftconvolve
+    from scipy.special import expit, logit
+
     width = math.log(steps + 2) / buffers
-    rates = width * (torch.arange(buffers, dtype=torch.float64) + 0.5)
-    decays = -torch.expm1(-rates)
-    shares = width / math.pi * torch.exp(-rates / 2) * decays.sqrt()
-    chosen = torch.stack([shares.log(), decays.logit()]).requires_grad_()
-    exponents = torch.arange(steps - 1, dtype=torch.float64)
+    rates = width * (np.arange(buffers) + 0.5)
+    decays = -np.expm1(-rates)
+    shares = width / math.pi * np.exp(-rates / 2) * np.sqrt(decays)
+    exponents = np.arange(steps - 1)
 
-    def strategy() -> Tensor:
-        sums = (chosen[0].exp()[:, None] * chosen[1].sigmoid()[:, None] ** exponents).sum(0)
-        return torch.cat([torch.ones(1, dtype=torch.float64), sums])
+    def loss(chosen: Numbers) -> tuple[float, Numbers]:
+        """The logarithm of the square, and its gradient by log shares and logits of decays."""
+        decays = expit(chosen[buffers:])
+        terms = np.exp(chosen[:buffers])[:, None] * decays[:, None] ** exponents
+        strategy = np.concatenate([[1.0], terms.sum(0)])
+        inverse = _inverse(strategy)
+        errors = inverse.cumsum()
+        moved, lost = strategy @ strategy, errors @ errors
+        by_inverse = 2 * errors[::-1].cumsum() / lost  # from the last to the first
+        square = fftconvolve(inverse, inverse)[:steps]
+        by_strategy = 2 * strategy / moved - fftconvolve(by_inverse, square)[:steps][::-1]
+        by_share = terms @ by_strategy[1:]
+        by_decay = (terms * exponents) @ by_strategy[1:] * (1 - decays)
+        return math.log(moved) + math.log(lost), np.concatenate([by_share, by_decay])
 
-    def loss() -> Tensor:
-        search.zero_grad()
-        found = strategy()
-        error = _inverse(found).cumsum(0)
-        lost = found.square().sum().log() + error.square().sum().log()
-        lost.backward()
-        return lost
-
-    search = torch.optim.LBFGS([chosen], max_iter=100, line_search_fn="strong_wolfe")
-    with torch.enable_grad():
-        search.step(loss)
-    return strategy().tolist(), chosen[0].exp().tolist(), chosen[1].sigmoid().tolist()
-
-
-class KeptNoise:
-    """Adds correlated noise to tensors, and keeps in memory what later steps need.
-
-    ``banded`` keeps z of earlier steps, ``blt`` its buffers. They are kept in float32 or wider, as
-    in jax-privacy: bf16 would round them away in the sum.
-
-    Args:
-        mechanism: of noise that is not independent.
-    """
-
-    def __init__(self, mechanism: Mechanism) -> None:
-        self._weights, self._decays, self._shares = mechanism
-        self._rows = len(self._decays) or len(self._weights) - 1
-        self._kept: dict[Hashable, Tensor] = {}
-        self._steps: dict[Hashable, int] = {}
-
-    def add_to(
-        self,
-        total: Tensor,
-        deviation: float,
-        key: Hashable,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """Add the noise of this step, in place.
-
-        Args:
-            total: the sum of clipped gradients; contiguous.
-            deviation: the standard deviation of each z.
-            key: identifies the tensor over steps.
-            generator: draws z; PyTorch's default one if None.
-        """
-        step = self._steps.get(key, 0)
-        self._steps[key] = step + 1
-        wide = torch.promote_types(total.dtype, torch.float32)
-        ages = [(step - row - 1) % self._rows + 1 for row in range(self._rows)]
-        of_row = self._shares or [self._weights[age] for age in ages]
-        weights = torch.tensor(of_row, dtype=wide).to(total.device)
-        decays = torch.tensor(self._decays, dtype=wide).to(total.device)
-        for number, part in enumerate(total.view(-1).split(AT_ONCE)):
-            place = key, number
-            if place not in self._kept:
-                self._kept[place] = part.new_zeros(self._rows, part.numel(), dtype=wide)
-            kept = self._kept[place]
-            noise = kept.mT @ weights
-            if self._decays:
-                newest = torch.empty_like(noise).normal_(std=deviation, generator=generator)
-                newest.sub_(noise)
-                kept.mul_(decays[:, None]).add_(newest)
-                part.add_(newest.mul_(self._weights[0]))
-            else:
-                newest = kept[step % self._rows]  # still the oldest z, which is used once more
-                newest.normal_(std=deviation, generator=generator)
-                part.add_(noise.add_(newest, alpha=self._weights[0]))
+    start = np.concatenate([np.log(shares), logit(decays)])
+    exactly = {"ftol": 1e-12, "gtol": 1e-7, "maxiter": 1000}
+    best = minimize(loss, start, jac=True, method="L-BFGS-B", options=exactly).x
+    shares, decays = np.exp(best[:buffers]), expit(best[buffers:])
+    strategy = np.concatenate([[1.0], shares @ decays[:, None] ** exponents])
+    return strategy.tolist(), shares.tolist(), decays.tolist()

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import DRAWN_BY, PRIVATE, Batch, TrainerBase, mean_of
-from dpbench.training.correlated_noise import NOISES, KeptNoise
+from dpbench.training.correlated_noise import NOISES
+from dpbench.training.kept_noise import KeptNoise
 from dpbench.training.phases import in_phase, phase
 from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
 

@@ -32,8 +32,9 @@ from dpbench.training.refusals import refusals
 class ClippedMeanTrainer(ClippedSumTrainer):
     """Flat clipping whose clipping factors are divided by B, so that sums over examples are means.
 
-    A subclass gives each parameter's clipped mean to `add`. The noise of all parameters is drawn at
-    once and added in place; under DDP, once for each group of parameters that is reduced together.
+    A subclass gives each parameter's clipped mean to `add`. Independent noise
+    of all parameters is drawn at once and added in place; under DDP, once for each group of
+    parameters that is reduced together.
     """
 
     def begin_step(self) -> None:
@@ -53,15 +54,15 @@ class ClippedMeanTrainer(ClippedSumTrainer):
         for parameter in parameters:
             mean = self._means.pop(parameter, None)  # None: an empty batch
             parameter.grad = torch.zeros_like(parameter) if mean is None else mean
-        deviation = self.noise_multiplier * self.max_grad_norm / self.joint_batch_size
-        if deviation:
-            gradients = [own_part(p.grad, self.parallel) for p in parameters]
-            flat, noise, _ = one_buffer(gradients)
+        if deviation := self.noise_multiplier * self.max_grad_norm / self.joint_batch_size:
+            gradients = {p: own_part(p.grad, self.parallel) for p in parameters}
             if len(self.noise_weights) > 1:
-                self.kept_noise.add_to(flat.zero_(), deviation, "all")
+                for parameter, gradient in gradients.items():
+                    self.kept_noise.add_to(gradient, deviation, parameter, self.generator)
             else:
+                flat, noise, _ = one_buffer([*gradients.values()])
                 flat.normal_(std=deviation, generator=self.generator)
-            torch._foreach_add_(gradients, [noise[gradient] for gradient in gradients])
+                torch._foreach_add_([*gradients.values()], [noise[g] for g in gradients.values()])
 
     def reduce_means(self, parameters: Sequence[Tensor]) -> None:
         """Under DDP, begin to reduce the noisy means of parameters that share a buffer."""

@@ -173,6 +173,34 @@ def layer_norm_samples(
 
 
 @triton.jit
+def add_kept_noise(
+    total, z, kept, out, weights, decays, length,
+    rows: tl.constexpr, buffered: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """A block of `dpbench.training.kept_noise.add_banded`, or, if buffered, `add_buffered`."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < length
+    newest = tl.load(z + at, mask=inside)
+    past = tl.zeros((block,), tl.float32)
+    row = kept
+    for i in tl.static_range(rows):
+        past += tl.load(weights + i + 1) * tl.load(row + at, mask=inside)
+        row += length
+    if buffered:
+        newest -= past
+        row = kept
+        for i in tl.static_range(rows):
+            value = tl.load(decays + i) * tl.load(row + at, mask=inside) + newest
+            tl.store(row + at, value, mask=inside)
+            row += length
+        added = tl.load(weights) * newest
+    else:
+        tl.store(out + at, newest, mask=inside)
+        added = tl.load(weights) * newest + past
+    tl.store(total + at, tl.load(total + at, mask=inside).to(tl.float32) + added, mask=inside)
+
+
+@triton.jit
 def normal_pair(a, b):
     """Make two normal numbers from two random words, as cuRAND does (Box and Muller 1958).
 
