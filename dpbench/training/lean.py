@@ -54,15 +54,22 @@ class ClippedMeanTrainer(ClippedSumTrainer):
         for parameter in parameters:
             mean = self._means.pop(parameter, None)  # None: an empty batch
             parameter.grad = torch.zeros_like(parameter) if mean is None else mean
-        if deviation := self.noise_multiplier * self.max_grad_norm / self.joint_batch_size:
-            gradients = {p: own_part(p.grad, self.parallel) for p in parameters}
-            if len(self.noise_weights) > 1:
-                for parameter, gradient in gradients.items():
-                    self.kept_noise.add_to(gradient, deviation, parameter, self.generator)
+        deviation = self.noise_multiplier * self.max_grad_norm / self.joint_batch_size
+        if not deviation:
+            return
+        gradients = [own_part(parameter.grad, self.parallel) for parameter in parameters]
+        if len(self.noise_weights) == 1:
+            flat, noise, _ = one_buffer(gradients)
+            flat.normal_(std=deviation, generator=self.generator)
+            torch._foreach_add_(gradients, [*noise.values()])
+            return
+        for number, sharing in enumerate(in_buffers(gradients)):
+            if len(sharing) == 1:
+                self.kept_noise.add_to(sharing[0], deviation, number)
             else:
-                flat, noise, _ = one_buffer([*gradients.values()])
-                flat.normal_(std=deviation, generator=self.generator)
-                torch._foreach_add_([*gradients.values()], [noise[g] for g in gradients.values()])
+                flat, noise, _ = one_buffer(sharing)
+                self.kept_noise.add_to(flat.zero_(), deviation, number)
+                torch._foreach_add_(sharing, [*noise.values()])
 
     def reduce_means(self, parameters: Sequence[Tensor]) -> None:
         """Under DDP, begin to reduce the noisy means of parameters that share a buffer."""
