@@ -35,7 +35,7 @@ def what_is_wrong(
     if finder.steps_elsewhere:
         return (
             f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
-            f"outside the main thread, where none can be found; let it train there"
+            f"outside the main thread, the only one that is watched; let it train in that"
         )
     if finder.started_processes:
         return (
