@@ -111,7 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="end_after",
         type=float,
         metavar="SECONDS",
-        help="end the script after this long on the GPU, and say where it was (default: never)",
+        help="end the script after this long, without its wait for the GPU, and say where it was "
+        "(default: never)",
     )
     measuring.add_argument(
         "--continue",
