@@ -6,10 +6,10 @@ outside. The first --skip steps are not recorded, the next --steps are. Then the
 where its next step would begin; with --continue it runs on. Options of the script follow its name.
 
 Instruments: timing records times. logical counts the bytes that each operator reads and writes, on
-the real tensors. cupti counts DRAM bytes by hardware counters, on a GPU. ncu reads Nsight Compute's
-counters, for which it runs the script several times. torch_profiler records traces, and the CPU and
-GPU time of each operator. --baseline names a saved run of another script: ratios divide by its
-numbers, phase by phase.
+the real tensors. cupti counts DRAM bytes by hardware counters, on a GPU. ncu reads the counters of
+Nsight Compute, which runs the script again for each further pass that they need. torch_profiler
+records traces, and the CPU and GPU time of each operator. --baseline names a saved run of another
+script: ratios divide by its numbers, phase by phase.
 
 If torchrun starts several ranks on one machine, each records its own steps, by timing, logical,
 cupti or torch_profiler. The first rank prints one table and writes the files.
