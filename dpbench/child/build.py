@@ -224,7 +224,11 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
 
 
 def smoke_test(case: Case, *, device: str = "cpu") -> None:
-    """Train two steps of a case; raise an AssertionError if the loss or parameters are wrong."""
+    """Train two steps of a case.
+
+    Raises:
+        AssertionError: a loss is not finite, or no parameter has changed.
+    """
     trainer, batches = build(case, pick_device(device), num_batches=2)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     losses = [float(trainer.train_step(batch)) for batch in batches]

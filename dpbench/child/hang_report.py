@@ -30,7 +30,7 @@ def place(stack: str) -> tuple[bool, str]:
     """
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:
-        return True, "left no word of where it was"
+        return True, "left no stack"
     if any(file == AGREEMENT for file, *_ in frames):
         return False, "had taken its steps"
     of_torch = str(Path(str(getattr(find_spec("torch"), "origin", ""))).parent)

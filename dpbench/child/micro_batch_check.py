@@ -48,7 +48,7 @@ def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
         examples = examples_in(batch)
         if not seen and examples:
             losses = f"{type(trainer.workload).__name__}.losses"
-            refuse(f"how many examples a forward sees cannot be told: a step never calls {losses}")
+            refuse(f"a step never calls {losses}, so the examples of a forward cannot be counted")
         if sum(seen) < examples:
             refuse("the forwards of a step see fewer examples than the batch has")
         return loss

@@ -26,12 +26,14 @@ class AlternatingOptimizers:
         self.heard = 0  # most turns of any counted step
         self._first: ref[Any] | None = None  # the optimizer that begins training steps
         self._turn: list[ref[Any]] = []  # the optimizers of this turn
-        self._after = 0  # turns since all have stepped, with the turn in which they had
+        self._after = 0  # turns since the last of them stepped, counting that turn
         self._more = 0  # expected turns after the one in which all have stepped
-        self._late: list[WeakSet[Any]] = []  # optimizers of late turns in a row: of an earlier step
+        self._late: list[
+            WeakSet[Any]
+        ] = []  # by late turn in a row (of an earlier step): optimizers
         self._began = True  # whether `_first` stepped in the first turn
         self._whole = False  # whether all awaited ones have stepped
-        self._known = True  # whether no others have
+        self._known = True  # whether only awaited ones have stepped
 
     def add(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped."""

@@ -110,7 +110,7 @@ class _Watching:
                 *owner, function = path.split(".")
                 self.replace(reduce(getattr, owner, module), function, self.phase(phase))
         except (AttributeError, ImportError, KeyError) as error:
-            self.finder.notes.append(f"{name} lacks {error}: not all phases were found")
+            self.finder.notes.append(f"not all phases of {name} were found: {error}")
 
     def replace(self, owner: Any, name: str, made: Replacement) -> None:
         """Replace a function of a module or a class by its wrapper."""

@@ -1,4 +1,4 @@
-"""Explains why fewer steps of a script were observed than asked for, or none."""
+"""Explains why a script failed, or why none of its steps was observed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpbench.child.step_finder import StepFinder
 def what_is_wrong(
     finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
 ) -> str:
-    """One line on why fewer steps were observed than asked for; empty if none are missing."""
+    """One line on why the script failed, or why no step was observed; else empty."""
     kept = f"; {recorder.heard} steps were counted until then" if recorder.heard else ""
     if raised:
         return f"the script failed with {raised}{kept}"
@@ -35,7 +35,7 @@ def what_is_wrong(
     if finder.steps_elsewhere:
         return (
             f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
-            f"outside the main thread, where none can be found; let it train there"
+            f"outside the main thread, the only one that is watched; let it train in that"
         )
     if finder.started_processes:
         return (

@@ -44,8 +44,8 @@ class Rank:
             return None
         if not own.endswith("error.json") or said("LOCAL_WORLD_SIZE") != ranks:
             raise ConfigurationError(
-                f"exec measures ranks that one torchrun starts, all on this machine, and this is "
-                f"one of {ranks} that something else has started (WORLD_SIZE)"
+                f"exec measures ranks that one torchrun starts, all on this machine; this is one "
+                f"of {ranks} (WORLD_SIZE) that are on several machines or were started otherwise"
             )
         return cls(int(os.environ["RANK"]), int(ranks), Path(own).parents[1])
 
@@ -66,7 +66,10 @@ class Rank:
         return 1 if outcome.error else 0
 
     def gather(self, own: Outcome) -> Outcome:
-        """The outcome of all ranks, with rows by rank; after a failure, with the error at fault."""
+        """The outcome of all ranks, with rows by rank.
+
+        If ranks failed, it has no rows, and the error of the rank that probably failed first.
+        """
         deadline = time.monotonic() + (CAUSE_SECONDS if own.error else PATIENCE_SECONDS)
         every = [own, *(self._of(number, own, deadline) for number in range(1, self.ranks))]
         failed = [(rank, outcome) for rank, outcome in enumerate(every) if outcome.error]
@@ -78,7 +81,10 @@ class Rank:
         notes = dict.fromkeys(note for outcome in every for note in outcome.notes)
         steps = [len({row.repeat for row in outcome.rows}) for outcome in every]
         if len({*steps}) > 1:
-            notes[f"ranks took {', '.join(map(str, steps))} steps: those of all count"] = None
+            notes[
+                f"ranks took {', '.join(map(str, steps))} steps: only those that every rank took "
+                f"count"
+            ] = None
         rows = [
             replace(row, rank=rank)
             for rank, outcome in enumerate(every)
@@ -100,7 +106,7 @@ class Rank:
 
 
 def _is_effect(outcome: Outcome) -> int:
-    """How likely a rank failed only because another did; 0 if it failed by itself."""
+    """How probable it is that a rank failed only because another did; 0 if by itself."""
     if outcome.error == ScriptInterrupted.__name__:
         return 3
     if LOST.search(outcome.message) or WAITED in outcome.message:

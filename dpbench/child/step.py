@@ -232,7 +232,7 @@ def with_gpus_locked(device: torch.device, purpose: str, number: int = 1) -> Ite
     if locks and len(cards) < number:
         raise ConfigurationError(
             f"{purpose} needs {number} GPUs, and {len(cards)} are visible; CUDA_VISIBLE_DEVICES "
-            f"says which, and --device cpu trains on as many processes without any"
+            f"chooses them, and --device cpu trains in as many processes without GPUs"
         )
 
     def say(what: str) -> None:

@@ -161,7 +161,7 @@ class StepFinder:
             steps = self.turns.start()
             if steps > 1:
                 self.notes.append(
-                    f"an optimizer did not step in {MOST_TURNS} turns of others: steps are theirs"
+                    f"an optimizer did not step in {MOST_TURNS} turns of others: it is ignored"
                 )
             self.steps += steps - 1
             self.end_step()
@@ -171,8 +171,8 @@ class StepFinder:
             self.end_step()
         else:
             self.failure = RuntimeError(
-                f"not the same optimizers step in step {self.steps + 1} as before it: choose "
-                f"--skip and --steps so that it does not count"
+                f"other optimizers step in step {self.steps + 1} than in the steps before it: "
+                f"choose --skip and --steps so that it does not count"
             )
             self.give_up_step()
 
@@ -273,13 +273,18 @@ class StepFinder:
                 step.leave(evaluation)
 
     def begin_update(self, optimizer: Any = None, outer: Any = None) -> Any:
-        """Begin an update. Steps of Opacus and of scalers, which call an optimizer, pass none."""
+        """Begin an optimizer's step.
+
+        Args:
+            optimizer: None for a wrapper's step, Opacus's or a scaler's, which calls an optimizer.
+            outer: the wrapper, if it is Opacus's.
+        """
         if not self._hears():
             self.steps_elsewhere += optimizer is not None and not self._closed
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
-            self._border()  # it steps again without a call since: its closure calls the model
+            self._border()  # it steps again with no call in between: its closure calls the model
         within = self.within("optimizer")
         within.__enter__()
         self._updating += 1
@@ -322,8 +327,8 @@ class StepFinder:
             yield f"optimizers take turns: a step is a round, of at most {self.turns.heard} turns"
         if skipped := self._skipped + sum(bool(infinite) for infinite in self._infinite):
             yield (
-                f"updates that GradScaler skipped, for gradients that were inf or nan: {skipped}, "
-                f"whose work the steps that count lack"
+                f"updates that GradScaler skipped because gradients were inf or nan: {skipped}; "
+                f"the steps that count lack their work"
             )
         if self.evaluations:
             yield (

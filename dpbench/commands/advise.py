@@ -1,10 +1,13 @@
-"""Say which method to use for a case, and why, without a GPU.
+"""Recommend a method for a case, and say why; needs no GPU.
 
 Each method's step is counted on tensors without data: bytes, arithmetic, launches and memory. From
-these follow the least times that a card and Python need, a predicted time, and the largest batch
-that fits. The method with the least predicted time of those that fit is the one to use. With RUN,
-a saved run's number or a file of --json, the cases are the run's, and what was measured of them
-stands beside what is predicted; other options then choose among its cases.
+these counts follow the least time that the card needs, the least time that Python needs, a
+predicted time, and the largest batch that fits. Of the methods that fit, the one with the least
+predicted time is recommended.
+
+RUN is the number or name of a saved run, or a file that --json wrote. With it, the cases are those
+of the run, and its measured numbers stand beside the predicted ones. Options such as --precision
+then select some of its cases.
 
 Examples:
   dpbench advise
@@ -37,27 +40,29 @@ if TYPE_CHECKING:
     from dpbench.show.layout import Table
 
 DEFAULT_CARD = "h200"
-"""The card that is asked about where there is no GPU."""
+"""The card to advise for if none is named and no GPU that dpbench knows is found."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("run", nargs="?", metavar="RUN", help="what was measured: number or file")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="a saved run, to advise on its cases")
     parser.add_argument(
         "--gpu",
         metavar="NAME",
         help="a card that dpbench knows, such as h200, h100, a100, l4, t4 or rtx4090; by default "
-        f"this machine's GPU, or else {DEFAULT_CARD}",
+        f"the GPU of RUN, or this machine's, or else {DEFAULT_CARD}",
     )
-    parser.add_argument("--memory", metavar="SIZE", help="of the GPU, such as 80GB or 79.6GiB")
-    help = f"{axis_help('trainer')}; repeatable (default: all that train the case)"
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="the memory of the GPU, such as 80GB or 79.6GiB"
+    )
+    help = f"{axis_help('trainer')}; repeatable (default: those of RUN, or all)"
     declare(parser.add_argument, "trainer", help=help, dest="trainers")
     add_case(parser, AXES[1:], device="cpu")
     declare(parser.add_argument, "storage")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the advice; the exit status is 1 if a method that was named cannot be counted."""
+    """Print the advice; the exit status is 1 if a named method cannot be counted."""
     from dpbench.advice.memory import parse_memory
     from dpbench.results.roofline import find_card
     from dpbench.show.layout import as_text, terminal_width
@@ -78,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Advice:
-    """Advice on a case, with a line on a terminal that says what was counted."""
+    """Advice on a case. A terminal shows the progress, method by method."""
     from dpbench.advice.choice import advise
 
     number = len(names or TRAINERS)
@@ -92,7 +97,11 @@ def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Ad
 
 
 def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | None]:
-    """The card that was named, measured on or is here, and the memory of that GPU if known."""
+    """The card to advise for, and its memory if it is a GPU of this machine.
+
+    It is the card that --gpu names, else that of the run, else a GPU of this machine, else
+    `DEFAULT_CARD`.
+    """
     from dpbench.results.roofline import known_roofs
 
     if options.gpu:
@@ -107,7 +116,7 @@ def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | 
 
 
 def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
-    """The cells of a run that the options do not leave out, and the trainers of each."""
+    """The run's cells that match the options, each as its baseline's case, with its trainers."""
     axes = [axis for axis in AXES if axis != "set"]
     given = {axis: value for axis in axes if (value := getattr(options, axis, None)) is not None}
     cells: dict[Case, list[str]] = {}
@@ -120,7 +129,7 @@ def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
                 print(f"dpbench advise: {error}", file=sys.stderr)
     if not cells:
         raise ConfigurationError(
-            f"{saved.name} has no case that can be counted and is as asked for"
+            f"{saved.name} has no case that matches the options and can be counted"
         )
     return cells
 
@@ -153,7 +162,7 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
     length = f", sequence {case.seq_len}" if case.seq_len else ""
     of = f"{card} with {memory / 1e9:.0f} GB" if memory else card
     title = (
-        f"{case.configuration}, batch {case.batch_size}{length}, {of}: ÷ is to the standard step"
+        f"{case.configuration}, batch {case.batch_size}{length}, {of}; ÷: over the standard step's"
     )
     return Table.of(title, frame, columns, _notes(advice, case))
 
@@ -166,15 +175,15 @@ def _notes(advice: Advice, case: Case) -> Iterator[str]:
         f"{standard.peak_memory_bytes / 1e9:.1f} GB at the peak."
     )
     yield (
-        "Least times: roofline, each operator's bytes or arithmetic at what the card reaches; "
-        "launch, 25 µs of CPU for each operator, none in CUDA graphs."
+        "Least times: roofline is the time for each operator's bytes or arithmetic, at the rates "
+        "that the card reaches; launch is 25 µs of CPU time for each operator, none in CUDA graphs."
     )
     yield (
-        "Floor: a standard step, and what norms must read: each layer's input and output gradient, "
-        "or each example's gradient."
+        "Floor: the bytes of a standard step and those that norms must read: each layer's input "
+        "and output gradient, or each example's gradient."
     )
     if case.gpus > 1:
-        yield "Of one rank; what ranks send takes no time here."
+        yield "Numbers are for one rank; the time of communication between ranks is left out."
     for trainer, ways in advice.ways.items():
         listed = ", ".join(f"{number} {way}" for way, number in ways.items())
         yield f"{trainer}: norms of layers by {listed}."

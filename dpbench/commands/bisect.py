@@ -2,14 +2,15 @@
 
 COMMAND writes a run. It is dpbench run or dpbench exec, to which --json is added, or any command
 with {json} in place of the run's file. LIMIT is METRIC[@PHASE]:1%, as for dpbench compare. GOOD and
-BAD are measured first. The number that grew most from GOOD to BAD is followed: the range is halved
-until the first commit is found where that number exceeds LIMIT, compared with GOOD.
+BAD are measured first. Of the numbers that exceed LIMIT there, the one that changed most is
+followed: the range is halved until the first commit is found where that number exceeds LIMIT,
+compared with GOOD.
 
 COMMAND runs in a temporary git worktree of each commit. The worktree and its folder src are first
 on PYTHONPATH. Uncommitted files are missing there. With --package, released versions are tried
-instead: pip installs each into a temporary folder, which is first on PYTHONPATH, with those of its
-dependencies that this environment lacks. A commit or version that writes no run with that number
-is skipped.
+instead. For each, pip installs the package, and the dependencies that this environment lacks, into
+a temporary folder, which is first on PYTHONPATH. A commit or version that writes no run with that
+number is skipped.
 
 Bytes and operations are taken from one run. Times, powers and shares vary: COMMAND is repeated
 until the 95 % intervals of the means decide whether LIMIT is exceeded, at most --repeat times. The
@@ -49,10 +50,10 @@ from dpbench.results.run import Run
 from dpbench.show.comparison import amount, grown_text
 
 JSON = "{json}"
-"""What stands for the run's file in a command."""
+"""The placeholder for the run's file in a command."""
 
 VERDICTS = {False: "good", True: "bad", None: "ambiguous"}
-"""What it is called whether the limit is exceeded."""
+"""The words for whether the limit is exceeded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,9 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "dpbench bisect [options] LIMIT [GOOD..BAD] -- COMMAND …"
     parser.add_argument("limit", metavar="LIMIT", help="METRIC[@PHASE]:1%%")
     parser.add_argument("commits", nargs="?", metavar="GOOD..BAD", help="a range of commits")
-    parser.add_argument("--package", metavar="NAME==LOW..HIGH", help="versions, without commits")
     parser.add_argument(
-        "--repeat", type=int, default=10, metavar="N", help="at most N runs of each (10)"
+        "--package", metavar="NAME==LOW..HIGH", help="try a package's versions instead of commits"
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=10,
+        metavar="N",
+        help="run each commit or version at most N times (default %(default)s)",
     )
 
 
@@ -78,18 +85,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def with_json(words: Sequence[str]) -> list[str]:
-    """The command with ``{json}``, which ``dpbench run`` and ``dpbench exec`` need not have."""
+    """The command with ``{json}``. To ``dpbench run`` and ``dpbench exec`` it is added."""
     if any(JSON in word for word in words):
         return [*words]
     for place, (program, command) in enumerate(pairwise(words), start=2):
         if Path(program).name == "dpbench" and command in ("run", "exec"):
             return [*words[:place], "--json", JSON, *words[place:]]
-    raise ConfigurationError("end with -- COMMAND: dpbench run or exec, or with {json} for a run")
+    raise ConfigurationError(
+        "end with -- COMMAND: dpbench run, dpbench exec, or any with {json} in place of its run's "
+        "file"
+    )
 
 
 @dataclass
 class Trial:
-    """A commit or version, its runs, and the number of each."""
+    """A commit or version, its runs, and the value of the followed number in each run."""
 
     name: str
     place: Place
@@ -125,9 +135,9 @@ class Bisection:
         while between := self.among.between([trial.name for trial in passed], bad.name):
             if not (left := [name for name in between if name not in skipped]):
                 rest = [f"{name}  {self.among.about(name)}" for name in (*between, bad.name)]
-                _say("\n".join(["\nthe others are skipped; the first bad one is of these:", *rest]))
+                _say("\n".join(["\nall others were skipped; the first bad one is among:", *rest]))
                 return 2
-            # What is beside a skipped one often fails as it does: look farther away each time.
+            # Neighbours of a skipped one often fail for the same reason: look farther each time.
             name = left[(len(between) - len(left)) ** 2 % len(left)]
             try:
                 with self.among.place(name) as place:
@@ -161,7 +171,7 @@ class Bisection:
         return trial.runs[-1]
 
     def _largest(self, good: Run, bad: Run) -> dict[str, Any]:
-        """The number that changed most, of those that exceed the limit if any does."""
+        """The number with the largest relative change, among those that exceed the limit if any."""
         verdict = Gate(good, bad).judge([self.limit])
         if verdict.judged.empty:
             raise ConfigurationError("; ".join(map(str, verdict.unjudged)))
@@ -173,7 +183,11 @@ class Bisection:
         return {str(name): value for name, value in number.items()}
 
     def _value(self, run: Run) -> float:
-        """The number in a run; `DpbenchError` if it lacks it, or cannot be judged by it."""
+        """The followed number in a run.
+
+        Raises:
+            DpbenchError: the run lacks the number, or the limit cannot judge it.
+        """
         verdict = Gate(self.good.runs[0], run).judge([self.limit])
         for unjudged in verdict.unjudged:
             if not unjudged.cases or self.case.id in unjudged.cases:
@@ -186,7 +200,10 @@ class Bisection:
         return mean_interval(trial.values if self.limit.varies else trial.values[:1] * 2)
 
     def _judged(self, trial: Trial) -> bool | None:
-        """Whether one exceeds the limit, printed; repeats the command while that is ambiguous."""
+        """Whether a trial exceeds the limit; None if that stays ambiguous. Prints the verdict.
+
+        While it is ambiguous, the command is repeated.
+        """
         while True:
             (low, high), (least, most) = map(self._interval, (trial, self.good))
             verdict = self.limit.exceeded_between((least, most), (low, high))

@@ -1,4 +1,7 @@
-"""Commits of a repository and released versions of a package: their order, and a place of each."""
+"""What a bisection tries: commits of a repository, or released versions of a package.
+
+`Commits` and `Releases` order them and make a place where a command runs with each.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def git_here(*words: str) -> str:
 
 
 def ends(text: str) -> list[str]:
-    """The hashes of ``GOOD..BAD``, whose empty end is HEAD; GOOD must be an ancestor of BAD."""
+    """The hashes of ``GOOD..BAD``. An empty end is HEAD. GOOD must be an ancestor of BAD."""
     good, _, bad = text.partition("..")
     said = git(Path(), "rev-list", "--no-walk=unsorted", good or "HEAD", bad or "HEAD")
     hashes = (said or b"").decode().split()
@@ -57,7 +60,7 @@ class Commits:
         self.about = about_commit
 
     def between(self, good: Sequence[str], bad: str) -> list[str]:
-        """The ancestors of a bad one that are none of good ones, the best to try first."""
+        """The ancestors of ``bad`` that no ``good`` commit contains, the best to try first."""
         lines = git_here("rev-list", "--bisect-all", bad, "--not", *good).splitlines()
         return [commit for commit in (line.split()[0] for line in lines) if commit != bad]
 
@@ -69,7 +72,7 @@ class Commits:
             git_here("worktree", "add", "--detach", str(tree), name)
             yield tree / self._below, [tree, tree / "src"]
         finally:
-            rmtree(tree, ignore_errors=True)  # git would keep one that was not finished
+            rmtree(tree, ignore_errors=True)  # git does not remove an unfinished worktree
             git(Path(), "worktree", "remove", "--force", "--force", str(tree))
 
 
@@ -85,7 +88,9 @@ class Releases:
         known = sorted(re.findall(r"[^\s,]+", listed.partition("\n")[0]), key=Version)
         self._names = [*asked.specifier.filter(known)]
         if len(self._names) < 2:
-            raise ConfigurationError(f"{text!r} holds no two of the releases {', '.join(known)}")
+            raise ConfigurationError(
+                f"{text!r} must hold at least two of the releases {', '.join(known)}"
+            )
         self.good, self.bad = self._names[0], self._names[-1]
         self._folder, self._package, self._needed = folder, asked.name, dict[str, list[str]]()
 
@@ -96,13 +101,13 @@ class Releases:
         return [self._names[place] for place in places]
 
     def about(self, name: str) -> str:
-        """What was installed, and was not with the good version."""
+        """The packages that were installed with a version and not with the good one."""
         known = [] if name == self.good else self._needed[self.good]
         return " ".join(n for n in self._needed.get(name, ()) if n not in known) or "as installed"
 
     @contextmanager
     def place(self, name: str) -> Iterator[Place]:
-        """A folder with a version and what it needs, unless this environment has it."""
+        """A folder with a version and its dependencies, except those that are installed here."""
         folder, report = self._folder / name, self._folder / "report.json"
         pip("install", "--dry-run", "--report", str(report), f"{self._package}=={name}")
         found = [item["metadata"] for item in json.loads(report.read_bytes())["install"]]

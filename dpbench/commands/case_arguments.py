@@ -27,7 +27,15 @@ def add_case(
     required: bool = True,
     **usual: Any,
 ) -> None:
-    """Declare one case, or these axes of it, with other defaults for some, and a device."""
+    """Declare an option for each of these axes of a case, and one for the device.
+
+    Args:
+        parser: gets the options.
+        axes: the axes, by default all.
+        device: the default device.
+        required: whether an axis without a default must be given.
+        usual: defaults of axes, in place of those of `USUAL` and `Case`.
+    """
     for axis in axes:
         default = {**USUAL, **usual}.get(axis) or getattr(Case, axis, None)
         declare(
@@ -46,7 +54,7 @@ def add_case(
 
 
 def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
-    """The case that the options of `add_case` describe, with its defaults."""
+    """The case that the options of `add_case` describe, with the defaults given there."""
     given = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
     name, text = parted(registry.WORKLOADS.canonical(given.get("workload", TRANSFORMER)))
     given["workload"] = workload = joined(name, [text, *given.pop("set", ())])

@@ -34,15 +34,15 @@ COMMANDS = (
     "advise",
 )
 """Modules of `dpbench.commands`: the docstring is the help, ``add_arguments(parser)`` declares
-the arguments, ``run(options)`` does it and returns the exit code."""
+the arguments, ``run(options)`` runs the command and returns the exit code."""
 
 TAKE_INSTRUMENTS = ("step", "run", "exec")
 """The commands that declare the options of instruments from outside."""
 
 ALL = "--help-all"
 FEW = 5
-"""How many examples the short help has. Commands with many options list in ``COMMON`` those that
-it shows; `ALL` shows all."""
+"""The number of examples in the short help. A command with many options lists in ``COMMON`` those
+that the short help shows; the option `ALL` shows all of them."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -98,7 +98,10 @@ def _parsed(written: Sequence[str]) -> argparse.Namespace:
 
 @contextmanager
 def _ending_signals_as_ctrl_c() -> Iterator[None]:
-    """Handle a batch system's signals as Ctrl-C, to end measured processes too; nohup's stay."""
+    """Handle a batch system's signals as Ctrl-C, so that measured processes end, too.
+
+    A signal that is ignored, as under nohup, stays ignored.
+    """
     heard = [s for s in ENDING_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
     handlers = {s: signal.signal(s, signal.default_int_handler) for s in heard}
     try:
@@ -109,11 +112,11 @@ def _ending_signals_as_ctrl_c() -> Iterator[None]:
 
 
 def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of one command or of all; docstrings are read without importing modules.
+    """The parser of one command, or of all; the others' modules are not imported.
 
     Args:
-        command: its name.
-        words: the command line; the instruments from outside that it names add their options.
+        command: the command's name; empty for all.
+        words: the command line. Instruments from outside that it names add their options.
     """
     parser = argparse.ArgumentParser(
         prog="dpbench",
@@ -145,7 +148,7 @@ def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.Argum
 
 
 def _shorten(parser: argparse.ArgumentParser, common: Collection[str]) -> None:
-    """Leave out of a command's help what few need: options, paragraphs and examples."""
+    """Leave rarely needed options, paragraphs and examples out of a command's help."""
     for action in parser._actions:
         if action.option_strings and not {*action.option_strings} & {*common}:
             action.help = argparse.SUPPRESS

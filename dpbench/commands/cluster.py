@@ -1,4 +1,4 @@
-"""A grid on a cluster, by submitit: one job a shard, each a ``dpbench run`` of its own."""
+"""Measures a grid on a cluster by submitit: each shard is a job, which acts as ``dpbench run``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from dpbench.results.outcome import COMPLETE, INTERRUPTED, document, document_te
 from dpbench.results.run import Run
 
 REFUSED = ("shard", "autosave", "compare", "compare_fail")
-"""Options of ``dpbench run`` that belong to one session."""
+"""Options of ``dpbench run`` that --cluster refuses."""
 
 MINUTES = 24 * 60
 """The default time limit of a job. Submitit's own is 5 minutes."""
 
 ASKED = "asked.json"
-"""A file in the directory of shards: the run that they are parts of."""
+"""The file in --cluster-dir that says what the shards are parts of: grid, settings, environment."""
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declare what ``dpbench run`` takes for a cluster."""
+    """Declare the options of ``dpbench run`` for a cluster."""
     parser.add_argument(
         "--cluster",
         choices=("slurm", "local"),
-        help="submit the grid in shards and wait; local starts processes of this machine",
+        help="submit each shard of the grid as a job, and wait; local starts processes here",
     )
-    parser.add_argument("--shards", type=int, default=2, metavar="N", help="(default %(default)s)")
+    parser.add_argument(
+        "--shards", type=int, default=2, metavar="N", help="number of jobs (default %(default)s)"
+    )
     parser.add_argument(
         "--cluster-set",
         action="append",
@@ -50,13 +52,13 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         type=Path,
         default=Path("dpbench_shards"),
         metavar="DIR",
-        help="where jobs log and write; with --resume, shards complete there are not run again "
+        help="where jobs write logs and runs; --resume keeps the shards that are complete there "
         "(default %(default)s)",
     )
 
 
 def run(options: argparse.Namespace, measured: Callable[[Settings], int]) -> int:
-    """Submit the shards as jobs, wait, and join the runs."""
+    """Submit the shards as jobs, wait, and merge their runs."""
     from dpbench.commands.merge import finish  # loads pandas
 
     settings, directory = _checked(options), options.cluster_dir
@@ -80,7 +82,7 @@ def run(options: argparse.Namespace, measured: Callable[[Settings], int]) -> int
 
 
 def _checked(options: argparse.Namespace) -> Settings:
-    """The settings; those that make no sense on a cluster are refused before submitting jobs."""
+    """The settings. Those that make no sense on a cluster are refused."""
     for name in REFUSED:
         if getattr(options, name):
             raise ConfigurationError(f"--cluster does not take --{name.replace('_', '-')}")
@@ -98,9 +100,10 @@ def _checked(options: argparse.Namespace) -> Settings:
 
 
 def _begin(settings: Settings, file: Path, shards: int) -> bool:
-    """Write the run that the shards are parts of; returns whether existing shards are resumed.
+    """Write what the shards are parts of into a file; return whether complete shards are kept.
 
-    Raises if existing shards are parts of another run.
+    Raises:
+        ConfigurationError: shards are to be kept, and are parts of something else.
     """
     asked = new_run(
         environment(project=settings.directory.absolute()), settings.chosen_grid().as_json()
@@ -123,7 +126,7 @@ def _submit(
     files: Mapping[Shard, Path],
     measured: Callable[[Settings], int],
 ) -> dict[Shard, Any]:
-    """A job for each shard, which measures it as the settings say and writes its file."""
+    """Submit a job for each shard, which measures it as the settings say and writes its file."""
     try:
         import submitit
     except ImportError as error:
@@ -149,7 +152,7 @@ def _parameters(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
-            raise ConfigurationError(f"a parameter of the cluster is NAME=VALUE, not {text!r}")
+            raise ConfigurationError(f"--cluster-set takes NAME=VALUE, not {text!r}")
         given[name] = int(value) if value.isdecimal() else value
     return given
 
@@ -167,7 +170,7 @@ def _wait(jobs: Mapping[Shard, Any]) -> None:
 
 
 def _complete(path: Path) -> bool:
-    with suppress(ConfigurationError):  # damaged, so it is measured again
+    with suppress(ConfigurationError):  # a damaged file is measured again
         return path.exists() and Run.load_head(path).status == COMPLETE
     return False
 

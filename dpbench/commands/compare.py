@@ -1,14 +1,14 @@
 """Compare saved runs: what changed, and whether a change exceeds a limit.
 
-A run is the number or the name of a saved one (dpbench list shows them; of several with one name,
-the newest), or a file that --json or --dpbench-json wrote. The others are compared with the first.
-The exit code is 1 if a change exceeds a --fail, if a --fail could not be checked for all cases of
-the first run, or if one of these cases failed in another run.
+A run is a file that --json or --dpbench-json wrote, or the number or name of a saved run: dpbench
+list shows them. If several runs have the name, the newest is taken. Each of the other runs is
+compared with the first. The exit code is 1 if a change exceeds a limit of --fail, if a limit could
+not be checked for all cases of the first run, or if one of these cases failed in another run.
 
-A limit is METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (fails beyond both), or METRIC:±5%
-(either way; +- is the same). Units are SI; a plain number is in the metric's own unit. The ratio of
-any metric to the standard trainer is a metric too: dram_ratio, l2_served_ratio, logical_ratio,
-peak_memory_ratio.
+A limit is METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB, which only a change beyond both
+exceeds, or METRIC:±5% (or +-), which also limits a change for the better. Units are SI; a plain
+number is in the metric's own unit. The ratio of any metric to the standard trainer is a metric,
+too: dram_ratio, l2_served_ratio, logical_ratio, peak_memory_ratio.
 
 Examples:
   dpbench compare 1 2
@@ -87,7 +87,7 @@ def _judge(before: Run, after: Run, limits: Sequence[Threshold], across: bool) -
     check_comparable(before, after.sources, f"{after.path}", across=across, option="--across")
     verdict = Gate(before, after, across=across).judge(limits)
     if verdict.changes.empty:
-        raise ConfigurationError(f"{before.name} -> {after.name}: the two have no case in common")
+        raise ConfigurationError(f"{before.name} -> {after.name}: the runs have no case in common")
     return verdict
 
 

@@ -1,12 +1,12 @@
-"""Say what works here, before anything is spent on measuring.
+"""Check what works on this machine, before you spend time on measuring.
 
-Looks at packages, directories, GPU and Nsight Compute; reads counters for real, under Nsight
-Compute and by CUPTI; and calibrates both: of a copy, a fill and a read of known size, bytes of
-DRAM, of the L2 and of global loads and stores must be counted within 1 %, as a table shows. Each
-line is ok, a warning or failed, the last two with what would help. The exit code is 1 if anything
-failed. Reports and logs of the measured processes stay in DIR/doctor.
+Checks packages, directories, GPU and Nsight Compute, and reads counters under Nsight Compute and by
+CUPTI. To calibrate them, it copies, fills and reads data of known size: the bytes of DRAM, of L2
+and of global loads and stores must be within 1 %. A table shows them. Each line is ok, warning or
+failed, and often says what would help. The exit code is 1 if anything failed. Reports and logs of
+the measured processes stay in the folder doctor of --ncu-dir.
 
-With --chip it says what CUPTI counts on a kind of GPU, by which counters and in how many steps.
+With --chip it only says what CUPTI counts on that chip, by which counters and in how many steps.
 
 Examples:
   dpbench doctor
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_line(finding: Diagnosis) -> str:
-    """A finding for a terminal, its remedy below."""
+    """A finding as text for a terminal, with its remedy on a second line."""
     start = f"{finding.status:8}{finding.check:21}"
     remedy = f"\n{'> ':>{len(start)}}{finding.remedy}" if finding.remedy else ""
     return f"{start}{finding.detail}{remedy}"

@@ -1,24 +1,24 @@
 """Measure the steps of a training script, unmodified, by phase.
 
-The script runs as Python would run it, with its arguments, once for each instrument. Its steps
-and their phases are found from outside. What belongs to no phase (batches, logs, evaluation) is
-called outside. The first --skip steps are not recorded, the next --steps are. Then the script is
-ended where its next step would begin, or goes on with --continue. Options of the script follow its
-name.
+The script runs as Python would run it, with its arguments, once for each instrument. dpbench finds
+its steps and their phases. Work in no phase (batches, logs, evaluation) is counted as phase
+outside. The first --skip steps are not recorded, the next --steps are. Then the script is ended
+where its next step would begin; with --continue it runs on. Options of the script follow its name.
 
 Instruments: timing records times. logical counts the bytes that each operator reads and writes, on
-the real tensors. cupti counts DRAM bytes by hardware counters, on a GPU. ncu records what Nsight
-Compute counts, and runs the script several times. torch_profiler records operators by CPU and GPU
-time, and traces. --baseline names a saved run of another script; numbers are divided by its, phase
-by phase.
+the real tensors. cupti counts DRAM bytes by hardware counters, on a GPU. ncu reads the counters of
+Nsight Compute, which runs the script again for each further pass that they need. torch_profiler
+records traces, and the CPU and GPU time of each operator. --baseline names a saved run of another
+script: ratios divide by its numbers, phase by phase.
 
-Ranks that torchrun starts on one machine each record their own steps, by timing, logical, cupti or
-torch_profiler; the first prints one table and writes the files.
+If torchrun starts several ranks on one machine, each records its own steps, by timing, logical,
+cupti or torch_profiler. The first rank prints one table and writes the files.
 
---verify checks a private script instead: whether the optimizer has the model's parameters, each
-trainable one gets a clipped gradient and moves, and the gradients are those of a loop over the
-examples. The exit status is 1 if something is wrong, or if gradients could not be compared. The
-noise of checked steps is removed again, so the script always ends after them.
+--verify checks a private script instead of measuring it. The optimizer must have the model's
+parameters. Each trainable parameter must get a gradient and move. The noise must have the right
+deviation, and the clipped gradients must be those of a loop over the examples. The exit status is 1
+if something is wrong, or if no gradient could be compared. Checked steps lose their noise, so the
+script always ends after them.
 
 Examples:
   dpbench exec plain.py --batch-size 64
@@ -80,13 +80,13 @@ DECLARED = {
         *("save", "autosave", "compare", "compare_fail", "compare_first_run_ok", "storage"),
     ),
 }
-"""The options that are those of ``dpbench run``, by group."""
+"""The options shared with ``dpbench run``, by group."""
 
 ALIKE = 0.01
-"""By how much the arithmetic of steps with batches of one size may differ."""
+"""The arithmetic of two steps may differ by this share if their batches have the same size."""
 
 OF_INSTRUMENTS = ("ncu_path", "ncu_metrics", "profile_dir", "profile_threshold")
-"""The options of instruments that apply to scripts, too."""
+"""The options of instruments that apply to scripts."""
 
 
 UNVERIFIED = ("instrument", "baseline", *DECLARED["files"], *DECLARED["saved runs"][:-1])
@@ -101,9 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     usual = "default cupti, without a GPU logical"
     declare(measuring.add_argument, "instrument", help=f"{named}{usual}")
     for name, default, help in (
-        ("--skip", 3, "steps that come before those that count (default %(default)d)"),
-        ("--steps", 5, "steps that count (default %(default)d)"),
-        ("--batch-size", 0, "examples in a step, for samples per second: nothing else says it"),
+        ("--skip", 3, "steps to leave out before recording (default %(default)d)"),
+        ("--steps", 5, "steps to record (default %(default)d)"),
+        ("--batch-size", 0, "examples in a step, to show samples per second"),
     ):
         measuring.add_argument(name, type=int, default=default, metavar="N", help=help)
     measuring.add_argument(
@@ -111,24 +111,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="end_after",
         type=float,
         metavar="SECONDS",
-        help="end the script after this long on the GPU, and say where it was (default: never)",
+        help="end the script after this long, without its wait for the GPU, and say where it was "
+        "(default: never)",
     )
     measuring.add_argument(
         "--continue",
         dest="go_on",
         action="store_true",
-        help="let the script go on after these, instead of ending it",
+        help="let the script run on after the recorded steps, instead of ending it",
     )
     measuring.add_argument(
-        "--verify", action="store_true", help="check what steps do, instead of measuring them"
+        "--verify", action="store_true", help="check clipping and noise, instead of measuring"
     )
     measuring.add_argument(
-        "--name", metavar="NAME", help="what tables and saved runs call it (default: its own)"
+        "--name",
+        metavar="NAME",
+        help="the script's name in tables and saved runs (default: its path, or the module's name)",
     )
     measuring.add_argument(
         "--baseline",
         metavar="NUM|FILE",
-        help="a saved run of another script: what ratios divide by, as the standard trainer",
+        help="a saved run of another script: ratios divide by it, and tables call it standard",
     )
     for title, names in DECLARED.items():
         group = measuring if title == measuring.title else parser.add_argument_group(title)
@@ -188,7 +191,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace, settings: Settings) -> int:
-    """Run the script for its checks, and print them; 1 if one failed or gradients have none."""
+    """Run the script, and print the checks of its steps.
+
+    The exit status is 1 if a check or the script failed, or if no gradient was compared.
+    """
     refused = [name for name in UNVERIFIED if getattr(options, name, None)]
     if refused or options.go_on:
         name = "continue" if options.go_on else refused[0].replace("_", "-")
@@ -209,7 +215,7 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> None:
-    """Run the script once for each instrument, and print why it failed."""
+    """Run the script once for each instrument; if a run fails, print why."""
     for script in scripts:
         outcome = session.measure(case, [script])
         if outcome.error:
@@ -236,7 +242,7 @@ def _chosen(
     name = options.name or (program[0] if options.module else path)
     if name == BASELINE_TRAINER:
         raise ConfigurationError(
-            f"{name!r} is what the baseline of ratios is called; give another --name"
+            f"{name!r} is the name of the baseline of ratios; give another --name"
         )
     case = Script(name, options.batch_size)
     scripts = [
@@ -259,7 +265,17 @@ def _chosen(
 def _standards(
     named: str, run: Run, case: Script, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
-    """The outcomes of a saved run's script on these devices by these instruments."""
+    """The outcomes of a saved run's script, with the rows of these devices and instruments.
+
+    Args:
+        named: the run, as --baseline names it.
+        run: the saved run.
+        case: the script that is measured now.
+        sources: pairs of a device and an instrument's name.
+
+    Raises:
+        ConfigurationError: the run has no such rows, several scripts, or another batch size.
+    """
     scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
     scripts = [o for o in scripts if o.case.trainer != BASELINE_TRAINER]
     shared = [
@@ -275,8 +291,8 @@ def _standards(
         )
     if (there := shared[0].case.batch_size) != case.batch_size:
         raise ConfigurationError(
-            f"--baseline {named}: the batch size of {shared[0].case.id} was said to be "
-            f"{there or 'none'}, here {case.batch_size or 'none'}: say the same for both"
+            f"--baseline {named}: the batch size of {shared[0].case.id} is {there or 'not given'}, "
+            f"here it is {case.batch_size or 'not given'}; pass the same --batch-size to both"
         )
     return shared
 
@@ -293,7 +309,7 @@ def _as_standard(outcome: Outcome) -> Outcome:
 
 
 def _about_sizes(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Notes: which steps differ in arithmetic, as with Poisson sampling."""
+    """Notes on outcomes whose steps differ in arithmetic, as with Poisson sampling."""
     for outcome in outcomes:
         flops = [r.value for r in outcome.rows if (r.metric, r.phase) == ("flops", "forward")]
         if flops and (more := max(flops) / (min(flops) or math.nan) - 1) > ALIKE:
@@ -305,7 +321,7 @@ def _about_sizes(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _about_baseline(baseline: Run, here: Run) -> Iterator[str]:
-    """Notes: the run of the baseline, and how it differs from this one except in its script."""
+    """Notes: the run of the baseline, and what differs from this one besides the script."""
     yield f"baseline: {baseline.name}, {baseline.path}"
     differences = [
         difference

@@ -1,11 +1,13 @@
 """List one number over saved runs, and mark where it changed.
 
 Each case has a table with a line for each run that has METRIC: its value, and the change since the
-last marked line. A change of bytes or operations above the --tolerance is marked as changed. A
-time has changed if the ranges of the steps do not overlap; otherwise it is ambiguous. Notes below a
-table list what differs between the runs: versions, machine, settings.
+last line that is marked as changed, or else since the first line. A change of bytes or operations
+above the --tolerance is marked as changed. Such a change of a time is marked as changed if it is
+above the --tolerance for all steps of both runs, and as ambiguous otherwise. Notes below a table
+list what differs between the runs: versions, machine, settings.
 
-With --commits, the runs are read from --file in each commit of a range that changes it.
+With --commits, the runs are those of --file: in the first commit of a range, and in each that
+changes it.
 
 Examples:
   dpbench history
@@ -51,20 +53,25 @@ HEADERS = ["number", "name", "date", "commit", "value", "change", "verdict"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument(
-        "metric", nargs="?", metavar="METRIC[@PHASE]", help="default: bytes or time"
+        "metric",
+        nargs="?",
+        metavar="METRIC[@PHASE]",
+        help="default: the first of dram_bytes, logical_bytes and step_time_seconds in any run",
     )
     declare(parser.add_argument, "storage")
-    parser.add_argument("--case", default="*", metavar="PATTERN", help="cases by id: 'dpsgd-*'")
-    largest = "the largest change that is none: 1%%, 0.1GB, 1%%+0.1GB (default %(default)s)"
+    parser.add_argument(
+        "--case", default="*", metavar="PATTERN", help="cases whose id matches, such as 'dpsgd-*'"
+    )
+    largest = "the largest change to ignore: 1%%, 0.1GB, 1%%+0.1GB (default %(default)s)"
     parser.add_argument("--tolerance", default="0.5%", metavar="LIMIT", help=largest)
-    parser.add_argument("--commits", metavar="GOOD..BAD", help="read committed runs, of --file")
-    parser.add_argument("--file", type=Path, metavar="PATH", help="the run that is committed")
+    parser.add_argument("--commits", metavar="GOOD..BAD", help="the commits to read --file in")
+    parser.add_argument("--file", type=Path, metavar="PATH", help="the committed file of a run")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print a table for each case."""
     if bool(options.commits) != bool(options.file):
-        raise ConfigurationError("--commits and --file go together: name both, or none")
+        raise ConfigurationError("--commits and --file go together: name both, or neither")
     skipped, where = list[str](), options.file or options.storage
     entries = [*(_committed(options, skipped) if options.commits else _saved(options, skipped))]
     for line in skipped:
@@ -94,7 +101,7 @@ def _saved(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Ru
 
 
 def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
-    """The runs that commits have in a file: the first of a range, and each that changes it."""
+    """The runs in a file: in the first commit of a range, and in each that changes the file."""
     good, bad = ends(options.commits)
     path = f"./{os.path.relpath(options.file)}"
     changing = git_here("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()
@@ -121,14 +128,19 @@ def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Thr
         cells.append([*said, commit, value, change, VERDICTS[verdict]])
         differ = [each for each in differing_conditions(before, run) if each[:7] != "commit "]
         if differ or verdict is not False:
-            notes.append(f"{said[0]}: {'; '.join(differ) or 'nothing else that is known differs'}")
+            notes.append(f"{said[0]}: {'; '.join(differ) or 'no other difference is known'}")
         level, before = row if verdict else level, run
     what = f"{subject_from(level).id}: {limit.written.partition(':')[0]}"
     return Table(f"{what}, {level['instrument']} on {level['device']}", HEADERS, cells, (*notes,))
 
 
 def _verdict(limit: Threshold, *pair: tuple[float, float]) -> bool | None:
-    """Whether a value with a spread changed by more; None if the ranges of the steps overlap."""
+    """Whether a number changed by more than a limit; None if only some of its steps did.
+
+    Args:
+        limit: the limit.
+        pair: before and after, the value and its relative spread over steps.
+    """
     exact = [(value, value) for value, _ in pair]
     steps = [(value * (1 - spread / 2), value * (1 + spread / 2)) for value, spread in pair]
     return limit.exceeded_between(*exact) and (not limit.varies or limit.exceeded_between(*steps))

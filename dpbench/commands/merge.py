@@ -1,9 +1,9 @@
 """Join runs of one measurement: shards of a grid, or what several machines have measured.
 
-A run is the number of a saved one (dpbench list shows them) or a file written by --json. Runs of
-other GPU models, versions, code or settings are refused, and so are two that have measured the
-same case; machines whose CPU or driver differ are named. The exit code is 1 if a shard is missing,
-or a case failed.
+A run is a file that --json wrote, or the number or name of a saved run: dpbench list shows them.
+Runs are refused if they differ in GPU model, versions, code or settings, or if two of them measured
+the same case by the same instrument. CPUs and drivers may differ, and the differences are printed.
+The exit code is 1 if a shard or a case is missing, or if a case failed.
 
 Examples:
   dpbench run --grid grid1 --shard 1/2 --json shard1.json
@@ -32,17 +32,17 @@ from dpbench.show.outputs import write_output
 from dpbench.show.view import TableOptions
 
 WRITTEN = ("output", "json", "markdown", "csv", "html", "save", "storage")
-"""The options that say what is written of the run."""
+"""The options that say where the merged run is written."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="numbers or files")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="numbers, names or files")
     declare(parser.add_argument, *WRITTEN)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Join the runs, show and write the result."""
+    """Merge the runs, then show and write the result."""
     settings = Settings.read(options)
     settings.check()  # before anything is done
     return finish([saved_run(name, options.storage) for name in options.runs], settings, "merge")
@@ -51,7 +51,17 @@ def run(options: argparse.Namespace) -> int:
 def finish(
     runs: Sequence[Run], settings: Settings, command: str, problems: Sequence[str] = ()
 ) -> int:
-    """Join runs, show and write the result; the exit status is 1 if it lacks a part."""
+    """Merge runs, then show and write the result.
+
+    Args:
+        runs: the runs to merge.
+        settings: say where the merged run is written.
+        command: the command's name, for messages.
+        problems: what is already known to be missing.
+
+    Returns:
+        The exit status: 1 if a part is missing or a case failed.
+    """
     with METRICS.including(*(run.metrics for run in runs)):
         merged, notes = joined(runs)
         view = TableOptions(baseline=merged.baseline)

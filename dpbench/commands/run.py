@@ -1,10 +1,10 @@
 """Measure the cases of a grid and print tables.
 
-Bytes come from hardware counters under Nsight Compute, times and peak memory from a second,
-unprofiled process. A case that fails leaves the others running; the exit code is 1 then.
-Without a GPU, or with --instrument logical, nothing is measured: the bytes that each operator
-must move are counted, with neither a GPU nor the memory, in as many cases at once as there are
-cores. The tables say which it was.
+By default bytes come from hardware counters under Nsight Compute, and times and peak memory from a
+second process without it. If a case fails, the others are measured all the same, and the exit code
+is 1. Without a GPU, or with --instrument logical, nothing is measured. Instead, the bytes that each
+operator must move are counted on tensors without data, for as many cases at once as there are
+cores. The tables say whether numbers were measured or counted.
 
 A grid file is TOML with one key per axis, a value or a list of values:
 
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measured(settings: Settings) -> int:
-    """Measure the cases of a session; the exit status is 1 if one failed or got worse."""
+    """Measure the cases that settings ask for; the exit status is 1 if one failed or got worse."""
     from dpbench.runner import check_named
 
     cases = settings.chosen_grid().cases()
@@ -115,7 +115,10 @@ def measured(settings: Settings) -> int:
 
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
-    """Measure the cases in order, on all cores if without hardware; print why one failed."""
+    """Measure the cases in order; if one fails, print why.
+
+    If no instrument needs hardware, as many cases are counted at once as there are cores.
+    """
     from dpbench.launch.processes import cores
     from dpbench.runner import measure_at_once
 
@@ -139,7 +142,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
 def _instruments_here(
     settings: Settings, card: gpu.Gpu | None, cases: Sequence[Case]
 ) -> tuple[str, ...]:
-    """The default instruments: those of a GPU if there is one or options need one."""
+    """The default instruments: those for a GPU if there is one, or if options need one."""
     if card and any(case.gpus > 1 for case in cases):
         return ("cupti",)
     asked = settings.of(CounterOptions)
@@ -168,6 +171,6 @@ def show(session: Session, command: str) -> None:
         if verdict and (grown := grown_text(verdict.regressions, verdict.memory)):
             print(f"\n{grown}", file=to)
         to.flush()
-    finally:  # at last why the session has failed, if it has; also if nobody reads the tables
+    finally:  # print problems last, and also if the tables could not be printed
         for line in lines:
             print(printable(f"dpbench {command}: {line}"), file=sys.stderr)

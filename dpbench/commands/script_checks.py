@@ -1,4 +1,4 @@
-"""Runs a script for the checks of its steps, for ``dpbench exec --verify``."""
+"""The instrument of ``dpbench exec --verify``: it checks the steps of a script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScriptChecks(Instrument):
-    """Has the recorder of checks in place of an instrument's."""
+    """Checks the steps of a script instead of measuring them."""
 
     name: ClassVar[str] = "verify"
 

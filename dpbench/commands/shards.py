@@ -1,4 +1,4 @@
-"""Parts of a grid that are measured separately, and the run merged from them."""
+"""Divides a grid into shards, which are measured separately, and merges their runs."""
 
 from __future__ import annotations
 
@@ -58,12 +58,16 @@ def cells(cases: Iterable[Case]) -> dict[str, list[Case]]:
 
 
 def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
-    """Merge several runs into one; returns it and notes on it.
+    """Merge several runs into one.
 
-    Refused where numbers are not comparable: other GPU models, versions, code or
-    settings; ratios to different baselines; shards of different grids; and where two runs measured
-    the same number. A run that lacks cases of its shards' grid, by any of its instruments, is
-    interrupted.
+    Returns:
+        The merged run, and notes on it. If it lacks a case of the shards' grid, by any of its
+        instruments, its status is interrupted.
+
+    Raises:
+        ConfigurationError: the runs are not comparable, because they differ in GPU model, versions,
+            code, settings, baseline or grid; or two of them measured the same case by the same
+            instrument.
     """
     first, *others = runs
     notes = []
@@ -112,7 +116,7 @@ def _cases_of(grid: Mapping[str, Any]) -> list[Case]:
 
 
 def _refuse_twice(runs: Sequence[Run]) -> None:
-    """Refuse numbers that two runs have, even equal ones: only one would be kept."""
+    """Refuse two runs with numbers of the same case and instrument: only one would be kept."""
     had: dict[tuple[Subject, str], Run] = {}
     for run in runs:
         for key in {(o.case, name) for o in run.outcomes if o.rows for name in o.instruments}:
@@ -124,11 +128,13 @@ def _refuse_twice(runs: Sequence[Run]) -> None:
 
 
 def _missing(shards: Sequence[Run], merged: Run, cases: Sequence[Case]) -> list[str]:
-    """Which shards lack cases of the grid, by which instrument."""
+    """A note for each shard that lacks cases of the grid, for each instrument."""
     there = [Shard.parse(text) for run in shards if (text := _shard(run))]
     if len(parts := {shard.of for shard in there}) > 1:
         named = " and ".join(sorted(map(str, {*there})))
-        raise ConfigurationError(f"shards of different divisions cannot be one run: {named}")
+        raise ConfigurationError(
+            f"these shards divide the grid into different numbers of parts: {named}"
+        )
     instruments = {name: "" for outcome in merged.outcomes for name in outcome.instruments}
     if len(instruments) > 1:
         instruments = {name: f" by {name}" for name in instruments}

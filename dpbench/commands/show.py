@@ -1,25 +1,28 @@
 """Print tables from saved runs, saved reports or a timeline, or draw a page; needs no GPU.
 
-A run is the number of a saved one (dpbench list shows them) or a JSON file: of
-dpbench run --json, of pytest --dpbench-json, or in the storage. With --html FILE runs become one
-HTML page that opens offline: charts, each with its numbers as a table, and every row. --output FILE
-writes what the ending says: .html that page, .md the tables, .csv the rows, .json the run.
+A run is a JSON file (of dpbench run --json, of pytest --dpbench-json, or in the storage), or the
+number or name of a saved run: dpbench list shows them. --html FILE draws runs as one HTML page that
+opens offline. It has charts, each with its numbers as a table, and every row. --output FILE writes
+what the file's ending says: .html that page, .md the tables, .csv the rows, .json the run.
 
-With --roofline the operations and bytes of each phase are compared with the roofs of the card that
-they were measured on, of a CARD, or measured ones of a FILE. One of the runs must have counted
-the operations: dpbench run --instrument logical.
+--roofline compares the operations and bytes of each phase with the roofs of a card: the one that
+was measured on, a named CARD, or a FILE of measured roofs. One of the runs must have counted the
+operations: dpbench run --instrument logical.
 
-With --time the time of each phase is compared with the least time for its arithmetic and for its
-bytes, and the part in which the GPU was idle; and of a private step, the time that it takes more
-than the standard one. The ceilings are measured ones, of this card or of a FILE, also with --html.
+--time compares the time of each phase with the least time for its arithmetic and for its bytes, and
+shows how long the GPU was idle. For a private step it also shows how much longer it takes than the
+standard one. The ceilings are measured: those known of the card, or those of a FILE, which --html
+uses, too.
 
-The reports are Nsight Compute's. Of ranges, they are those that dpbench made: their case is in the
-JSON file beside them; without that file they are called by their path. Of kernels (in each
-configuration's folder kernels, or of any program profiled in kernel replay with the same metrics),
-they say which kernels move the bytes; what was launched outside dpbench's phases is "outside".
+A report is Nsight Compute's. Reports of ranges are those that dpbench made. Their case is read from
+the JSON file beside them; without that file a report is named by its path. Reports of kernels show
+which kernels move the bytes. They are in the folder kernels of each configuration, or come from any
+program that was profiled in kernel replay with the same metrics. Kernels that were launched in none
+of dpbench's phases are "outside".
 
 A timeline is a report of Nsight Systems (.nsys-rep, which needs nsys) or an SQLite file exported
-from one: how busy the GPU was in each phase, and the statistics of nsys, if it is on PATH.
+from one. It shows how busy the GPU was in each phase, and the statistics of nsys if that is on
+PATH.
 
 Examples:
   dpbench show 3
@@ -96,34 +99,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="runs, reports or timelines")
     declare(parser.add_argument, "columns", "sort", "group_by", "expect", "top", "storage")
-    parser.add_argument("--phase", choices=ALL_PHASES, help="of kernels, those of this phase only")
+    parser.add_argument("--phase", choices=ALL_PHASES, help="show the kernels of this phase only")
     parser.add_argument(
         "--profile",
         type=Path,
         metavar="DIR",
-        help="of kernels, the operators as well, by the PyTorch profile of the same case",
+        help="show the operators of kernels, too, from the PyTorch profile of the same case",
     )
     parser.add_argument(
         "--roofline",
         nargs="?",
         const="",
         metavar="CARD|FILE",
-        help=f"which roof of a card bounds each phase: {', '.join(CARDS)}, its name in nvidia-smi, "
-        "or measured roofs; without a value the card of the rows",
+        help=f"show which roof of a card bounds each phase: {', '.join(CARDS)}, a name as in "
+        "nvidia-smi, or a file of measured roofs (default: the card that was measured on)",
     )
     parser.add_argument(
         "--time",
         nargs="?",
         const="",
         metavar="FILE",
-        help="what time is made of: arithmetic, bytes, idleness; by what the card is known to "
-        "reach, or by a FILE of measured ceilings",
+        help="show what time is spent on: arithmetic, bytes or idling, by the ceilings known of "
+        "the card, or by those of a FILE",
     )
     declare(parser.add_argument, "output", "markdown", "html")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables, or write other outputs; returns the exit code."""
+    """Print the tables, write the outputs, or both; returns the exit code."""
     asked = Settings.read(options)
     asked.check()
     read = {name: Path(name) for name in options.files}
@@ -158,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
-    """The requested view; the usual ranges are for ratios to the standard trainer."""
+    """The requested view. The default ranges apply only to ratios to the standard trainer."""
     baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
     ceilings = read_ceilings(Path(options.time)) if options.time else None
     return replace(TableOptions.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
@@ -167,7 +170,7 @@ def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
 def _tables(
     runs: Sequence[Run], options: argparse.Namespace, view: TableOptions
 ) -> Iterator[Table]:
-    """The one table that was asked for, or those of runs, of timelines and of reports."""
+    """The tables of --roofline or --time, or else those of runs, timelines and reports."""
     if options.roofline is not None and options.time is not None:
         raise ConfigurationError("--roofline and --time are two tables: ask for one")
     if options.roofline is not None:
@@ -193,12 +196,12 @@ def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
     summary = pd.concat([run.summary for run in runs], ignore_index=True)
     if own_values(summary).duplicated(NUMBER).any():
         names = ", ".join(options.files)
-        raise ConfigurationError(f"{names}: the same case is in two of them; name one")
+        raise ConfigurationError(f"{names}: the same case is in two of them; leave one out")
     return summary
 
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
-    """The phases of the runs under the roofs of the card that was named, or of their own."""
+    """The phases of the runs under the roofs of the named card, or of the card measured on."""
     summary = _together(runs, options)
     measured_on = sorted(set(summary[summary.device != NO_HARDWARE].device))
     for device, rows in intensities(summary).groupby("device", sort=False):
@@ -241,7 +244,7 @@ def _card_here() -> str:
 def _of_reports(
     reports: Iterable[Path], view: TableOptions, options: argparse.Namespace
 ) -> Iterator[Table]:
-    """Tables of ranges, all together, then those of each report of kernels."""
+    """The tables of all ranges together, then those of each report of kernels."""
     ranges: dict[Subject, Path] = {}
     of_kernels: list[Table] = []
     for path in reports:
@@ -257,7 +260,7 @@ def _of_reports(
 
 
 def _run_of(reports: Sequence[Path]) -> Run:
-    """Reports of ranges and of kernels as one run, with what they say of each case."""
+    """One run with the numbers of several reports, of ranges and of kernels."""
     outcomes: dict[Subject, Outcome] = {}
     for path in reports:
         check_is_file(path)
@@ -277,9 +280,10 @@ def _run_of(reports: Sequence[Path]) -> Run:
 
 
 def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
-    """Which kernels of a report move the bytes, compared with the step's if its ranges are known.
+    """Tables of the kernels in a report that move the most bytes.
 
-    Ranges are in a report one folder up, see `dpbench.instruments.ncu`.
+    They are compared with the bytes of the step, if there is a report of its ranges one folder up,
+    see `dpbench.instruments.ncu`.
     """
     report = ncu.read_kernels(path)
     launches: Sequence[KernelCount] = report.launches

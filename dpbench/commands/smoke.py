@@ -1,7 +1,7 @@
 """Check that every trainer trains, on a tiny model.
 
-Trains two steps of a tiny model, or of a workload of your own, with each trainer and says whether
-it worked. The exit code is 0 if every trainer did.
+Each trainer takes two steps on a tiny model, or on a workload of your own. A line for each says
+whether that worked. The exit code is 0 if every trainer worked.
 
 Examples:
   dpbench smoke
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train with each trainer, and print how that went."""
+    """Train with each trainer, and print whether it worked."""
     from dpbench.child.build import smoke_test  # which imports torch
 
     failed = 0

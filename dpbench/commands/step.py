@@ -1,14 +1,15 @@
 """Run one case in this process and print one JSON line.
 
-Builds the case, warms up, runs the active steps. This is the process that instruments measure;
-by hand it is the quickest way to try a trainer. The line holds seconds by phase for each active
-step, peak memory in bytes (CUDA only), and what else the process spent its seconds on.
+Builds the case, warms up, and runs the active steps. Instruments measure a process that runs this
+command; by hand it is the quickest way to try a trainer. The line holds the seconds of each active
+step by phase, the peak memory in bytes (CUDA only), and the seconds that building, warm-up and the
+rest of the process took.
 
-With --instrument it measures as that instrument does in a case's process: torch_profiler leaves
-traces for https://ui.perfetto.dev, tables, a memory snapshot (CUDA only) for
-https://docs.pytorch.org/memory_viz and a TensorBoard log in a folder; cupti counts further steps
-after the timed ones; ncu and nsys mark ranges for a profiler that has started this process. With
---task it takes the steps that a file describes, as `dpbench run` leaves them beside logs.
+With --instrument it records what that instrument records in the process of a case. torch_profiler
+writes a folder with tables, traces for https://ui.perfetto.dev, a memory snapshot (CUDA only) for
+https://docs.pytorch.org/memory_viz and a TensorBoard log. cupti counts further steps after the
+timed ones. ncu and nsys only mark ranges, for a profiler that has started this process. With --task
+it runs the case that a task file describes: `dpbench run` writes one beside each log.
 
 Examples:
   dpbench step --trainer dpsgd --batch-size 4 --seq-len 32 --model-size tiny --device cpu
@@ -56,16 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     declare(parser.add_argument, "warmup", "active")
     declare_built_in(parser.add_argument)
     parser.add_argument(
-        "--instrument", metavar="NAME", help="measure as this does in a case's process"
+        "--instrument", metavar="NAME", help="record what this instrument does (default timing)"
     )
-    parser.add_argument("--task", type=Path, metavar="FILE", help="take the steps of this task")
+    parser.add_argument(
+        "--task", type=Path, metavar="FILE", help="run the case and instrument of this task file"
+    )
 
 
 ERRORS_FOR_PARENT: dict[type[Exception], type[Exception]] = {
     ConfigurationError: CaseRefused,
     OutOfMemory: CaseOutOfMemory,
 }
-"""How errors of this process are reported to the one that started it."""
+"""For errors of this process, the errors that the process that started it raises."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     assert isinstance(case, Case)
     try:
         check_ranks(case, [instrument])
-        if case.gpus > 1 and not isinstance(instrument, Logical):  # which counts one of the ranks
+        if case.gpus > 1 and not isinstance(instrument, Logical):  # it counts one rank alone
             from dpbench.launch.ranks import on_all_ranks  # which imports torch
 
             record = on_all_ranks(
@@ -101,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chosen(options: argparse.Namespace) -> Task:
-    """The case and the instrument that were asked for, by default timing."""
+    """The task that the options describe; the default instrument is timing."""
     if options.trainer is None:
         raise ConfigurationError("name a --trainer, or a --task")
     case = chosen_case(options)
@@ -113,10 +116,12 @@ def _chosen(options: argparse.Namespace) -> Task:
     )
     name = options.instrument or Timing.name
     [instrument] = choose([name], settings, "case")
-    # With "cuda", the step itself says so.
+    # With --device cuda, the step itself says that there is no GPU.
     elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
     if elsewhere and instrument.needs_gpu:
-        raise ConfigurationError(f"{name} needs a GPU, and there is none: choose another")
+        raise ConfigurationError(
+            f"{name} needs a GPU, and there is none: choose another --instrument"
+        )
     return Task(case, instrument)
 
 
@@ -139,10 +144,10 @@ def write_report(
     """Write the report of a profile.
 
     Args:
-        directory: the profile's.
-        rows: of all ranks.
-        schedule: the steps that were recorded.
-        operators: the folder that has the tables of operators, that of the first rank.
+        directory: the folder of the profile.
+        rows: the rows of all ranks.
+        schedule: the numbers of steps, from the record of the profile.
+        operators: the folder that has the tables of operators; of several ranks, the first's.
     """
     from dpbench.show.profile import profile_report  # which imports pandas
 

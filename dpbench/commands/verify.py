@@ -1,15 +1,17 @@
 """Check that a trainer clips and adds noise as it says, parameter by parameter.
 
 Without noise, each step must subtract the mean of the examples' clipped gradients. The reference is
-a loop over the examples. Two clipping thresholds are tried, which half and all of the norms exceed:
-with the whole batch, in micro-batches, and with another batch size in micro-batches of one example.
+a loop over the examples. One clipping threshold is exceeded by half of the norms, another by all.
+The second is also tried in micro-batches, and with another batch size in micro-batches of one
+example.
 
 Noise must have the deviation σC/B for several σ, C and B, whatever the gradients are, and be normal
 up to its tails. It must not repeat between elements, parameters, steps, runs and processes, even if
-shifted, mirrored or reordered. Right noise fails with a probability of at most 1e-6.
+shifted, mirrored or reordered. Correct noise fails with a probability of at most 1e-6.
 
 A linear layer is trained for 240 steps with noise. On it, an example must be clipped even if the
-products of its tokens cancel or its norm is NaN. Over ranks all this holds for the joint batch.
+products of its tokens cancel, or if its norm is NaN (tried on one GPU only). With several ranks,
+gradients are compared for the joint batch.
 
 A line for each parameter says what is wrong. The exit code is 1 if anything is wrong, 2 if the case
 is refused. Not found: noise that ends after 240 steps, what the trainer keeps outside its model,
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
 WIDTH = 300
-"""Columns of the table. Names of parameters are long, and each check shall stay on one line."""
+"""The width of the table in characters. Each check stays on one line despite long names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
-    """Run the checks; any error of the trainer becomes a `DpbenchError` with the trainer's name."""
+    """Run the checks. Any error of the trainer becomes a `DpbenchError` with the trainer's name."""
     from dpbench.child.build import pick_device
     from dpbench.training.refusals import CannotTrain
     from dpbench.verify.trainer_checks import verify  # which imports torch

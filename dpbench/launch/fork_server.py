@@ -238,7 +238,7 @@ def become(request: Mapping[str, Any]) -> None:
         if "." not in name and file is not None:
             spec = PathFinder.find_spec(name, folders)
             if spec and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
-                raise ValueError(f"{spec.origin} is another {name} than has been imported")
+                raise ValueError(f"{spec.origin} is not the {name} that was imported")
 
 
 def main() -> NoReturn:

@@ -35,7 +35,7 @@ guard knows the number even if the parent is interrupted while it starts the pro
 
 
 def cores() -> int:
-    """How many processes can run at once; 1 where processes cannot fork."""
+    """The number of cores that this process may use; 1 where the system does not tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 

@@ -247,7 +247,7 @@ def _repeated_values(draws: Sequence[Draw]) -> Comparisons:
         if n > 0:
             close = int((ranks.diff() <= SAME_RANK).sum())
             chance = log_chance_of_count(close, n, 0.0, min(1.02 * (n + 1) * SAME_RANK, 1.0))
-            words = f"of {n + 1} values {close} come again{where}, in another place or step"
+            words = f"of {n + 1} values {close} repeat{where}, in another place or step"
             found.append(NoiseTest(chance, name, words, f"{close} of {n + 1} close"))
     return found, len(found)
 
@@ -349,7 +349,7 @@ def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
         (name, where, _), (other, there_too, _) = named[i], named[j]
         which = "that" if other == name else f"that of {other}"
         of = f"r = {float(r[i, j]):.2g} of {int(n[i, j])}"
-        words = f"its noise in {where} is {which} in {there_too} ({of})"
+        words = f"its noise in {where} correlates with {which} in {there_too} ({of})"
         found.append(NoiseTest(float(worst[i]), name, words, of))
     return found, len(named) ** 2 // 2
 

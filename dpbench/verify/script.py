@@ -37,11 +37,11 @@ NAMED = 3
 
 RIGHT = "the mean of the examples' clipped gradients"
 STALE = "has the last step's gradient, too: nothing sets it to zero"
-UNKNOWN = "taken for granted: the loss is a mean or sum over examples; the sampler draws as it says"
+UNKNOWN = "assumed: the loss is a mean or sum over examples, and the sampler draws as it says"
 
 
 class NotChecked(Exception):
-    """Why a step's gradient cannot be compared."""
+    """A step's gradient cannot be compared. The message says why."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class StepChecks(Calls):
         self.bypassed = ""  # which optimizer steps in place of the private one
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
         self.known: dict[str, ParameterHistory] = {}
-        self.unowned: dict[int, tuple[Tensor, bool]] = {}  # of no module; had a gradient
+        self.unowned: dict[int, tuple[Tensor, bool]] = {}  # no module has it; it had a gradient
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
         self._passes = self._since = self._in_last_part = 0  # backward passes
@@ -130,7 +130,7 @@ class StepChecks(Calls):
             self._in_last_part, self._since = self._since, 0  # earlier ones were virtual steps
         if optimizer is not None:
             calls = self._calls
-            self._calls = [call for call in calls if not call.gradients]  # of a later loss
+            self._calls = [call for call in calls if not call.gradients]  # for a later loss
             self._look_at(optimizer)
             try:
                 self._compare(optimizer, self._private.get(id(optimizer)), calls)
@@ -235,7 +235,7 @@ class StepChecks(Calls):
             if max(distances(rest, wanted, examples.sizes).values()) > tolerance:
                 raise NotChecked(
                     "gradients are not the mean of the examples' own: if the script clips them by "
-                    "its own code, nothing says to what norm"
+                    "its own code, its clipping threshold is not known here"
                 )
         self.clips[clips] = None
         self.worst.append((far[worst], worst, tolerance))
@@ -253,7 +253,10 @@ class StepChecks(Calls):
         trained = [name for name, each in known.items() if each.trained]
         chosen = [name for name in trained if known[name].chosen]
         unowned = [parameter for parameter, used in self.unowned.values() if not used]
-        made = f"; it has {len(unowned)} that no called module has, the first {_shape(unowned)}"
+        made = (
+            f"; optimizers have {len(unowned)} parameters that no called module has, the first "
+            f"{_shape(unowned)}"
+        )
         yield _all_but(
             "optimizer has the parameters",
             [*known] if unowned and not trained else [n for n in trained if n not in chosen],
@@ -290,13 +293,13 @@ class StepChecks(Calls):
 
     def _of_noise(self) -> Check:
         if self.bypassed:
-            line = f"{self.bypassed} itself steps, and not the optimizer that make_private returns"
+            line = f"{self.bypassed} steps instead of the optimizer that make_private returns"
             return Check("clipping and noise", FAILED, "", "none", [line])
         if not self.noise:
             why = "σ is 0" if self._private else "no optimizer of Opacus steps"
             return Check("noise" if self._private else "clipping and noise", NOT_JUDGED, "", why)
         wrong = [
-            f"its deviation is {got:.4g}, and σC is {wanted:.4g}"
+            f"its deviation is {got:.4g}, but σC is {wanted:.4g}"
             for got, wanted, number in self.noise
             if abs(got / wanted - 1) > DEVIATIONS / (2 * number) ** 0.5
         ]
@@ -355,9 +358,11 @@ def _examples(
     sizes = {len(c.outputs[n]) for c in calls for n in c.gradients if c.outputs[n].ndim}
     size = max(sizes, default=0)
     if len(sizes) != 1 or not size:
-        raise NotChecked("the outputs of modules do not have a row for each example, or no row")
+        raise NotChecked("the outputs of modules do not all have one row for each example")
     if (needed := size * sum(p.numel() for p in trained.values()) * 4) > MOST_BYTES:
-        raise NotChecked(f"gradients of {size} examples take {needed / 1e9:.0f} GB: take fewer")
+        raise NotChecked(
+            f"gradients of {size} examples take {needed / 1e9:.0f} GB: use a smaller batch"
+        )
     rows = []
     with _undisturbed([call.module for call in calls]):
         for i in range(size):
@@ -392,8 +397,8 @@ def _again(call: Call, i: int, size: int) -> dict[int, Tensor]:
         before = call.outputs[number][i : i + 1].detach()
         if each.shape != before.shape or (each - before).norm() > near * before.norm():
             raise NotChecked(
-                "a module returns something else for an example alone than in its batch: its "
-                "layers mix examples, or are random"
+                "a module's output for one example differs from that in the batch: its layers mix "
+                "examples, or are random"
             )
     return made
 

@@ -73,7 +73,10 @@ class TrainedModel:
         """The model's buffers after the latest step."""
 
     def examples(self) -> list[Examples]:
-        """The per-sample gradients of each batch, in float64 if the model runs in float64."""
+        """The per-sample gradients of each batch, computed in float64 if the model can run in it.
+
+        `reference` says which precision was used, and why.
+        """
         try:
             return self._examples(torch.float64)
         except RuntimeError as error:
@@ -189,7 +192,8 @@ def _handed(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) 
     for state in optimizer.state.values():
         if (average := _average_in(state)) is not None:
             average.zero_()
-    hook = register_optimizer_step_pre_hook(take)  # global: its own hook would change its step
+    # A global hook, because trainers may step differently if the optimizer itself has hooks.
+    hook = register_optimizer_step_pre_hook(take)
     try:
         trainer.train_step(batch)
     finally:
@@ -199,8 +203,8 @@ def _handed(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) 
         handed = _averaged(optimizer, trained)
     if moved and not handed:
         raise ConfigurationError(
-            f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure, "
-            f"where verify reads gradients if the optimizer is not sgd: use --optimizer sgd"
+            f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure: "
+            f"there verify reads gradients unless the optimizer is sgd; use --optimizer sgd"
         )
     return {name: g * (name in moved) for name, g in handed.items()}
 

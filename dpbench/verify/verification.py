@@ -228,7 +228,7 @@ class Verification:
     def draws(self, batching: Batching, sigma: float, threshold: float, steps: int) -> list[Draw]:
         """Take one run; return its noise, or nothing in a rank that does not judge noise."""
         self._runs += 1
-        # Ranks add their number to even seeds (see `Subject.steps`), so even seeds are far apart.
+        # Ranks add their number to even seeds (`TrainedModel.steps`), so even seeds are far apart.
         seed = self._runs if self._runs % 2 else self._runs * SEED_STRIDE
         case, run = batching.case, f"σ = {sigma:g}, C = {threshold:.3g}{batching.words}"
         self.tolerance(batching.words, self.below_all)  # now, not in the run: it sets the seed

@@ -269,7 +269,7 @@ def test_what_layers_see_does_not_matter(workload: type) -> None:
 
 def test_who_asks_the_workload_for_no_loss_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"cannot be told: a step never calls Images\.losses"
+        ConfigurationError, match=r"a step never calls Images\.losses, so the examples"
     ):
         smoke_test(case_of(WithoutWorkload))
 

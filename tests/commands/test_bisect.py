@@ -93,7 +93,7 @@ def test_no_commit_is_named_if_it_may_be_one_of_those_skipped(
     assert main(["bisect", LIMIT, f"{commits[0]}..main", "--", *repository.writes]) == 2
     out = capsys.readouterr().out
     assert "first bad:" not in out
-    rest = out.partition("the others are skipped; the first bad one is of these:\n")[2]
+    rest = out.partition("all others were skipped; the first bad one is among:\n")[2]
     assert {line.split()[0] for line in rest.splitlines()} == {*commits[2:5]}
 
 

@@ -24,7 +24,7 @@ PATIENCE = 300
     ("arguments", "words"),
     [
         ([LIMIT, "main~1..main", "--"], "end with -- COMMAND"),
-        ([LIMIT, "main~1..main", "--", "pytest"], "with {json} for a run"),
+        ([LIMIT, "main~1..main", "--", "pytest"], "with {json} in place of its run's file"),
         ([LIMIT, "--", "cp", "{json}"], "name either commits, GOOD..BAD, or a --package"),
         ([LIMIT, "a..b", "--package=x==1..2", "--", "{json}"], "name either commits"),
         (["peak_memory:1%", "main~1..main", "--", "{json}"], "unknown metric 'peak_memory'"),

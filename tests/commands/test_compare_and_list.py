@@ -156,7 +156,7 @@ def test_case_that_fails_now_is_exit_code_1(
         (["1", "9"], "no run number 0009 in .dpbench; there is 0001, 0002"),
         (["1", "absent.json"], "no run file absent.json"),
         (["1", "2", "--fail", "dram:5%"], "unknown metric 'dram'"),
-        (["1", str(RESULTS / "h200-ncu-precisions.json")], "the two have no case in common"),
+        (["1", str(RESULTS / "h200-ncu-precisions.json")], "the runs have no case in common"),
     ],
 )
 def test_what_cannot_be_compared_is_exit_code_2(

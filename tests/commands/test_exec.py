@@ -94,7 +94,7 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     words = "no script's steps on logical (no hardware) by logical; it has NVIDIA H200 by logical"
     assert words in capfd.readouterr().err
     assert main([*private[:2], "--batch-size=8", *private[2:]]) == 2
-    refused = "the batch size of training was said to be none, here 8"
+    refused = "the batch size of training is not given, here it is 8"
     assert refused in capfd.readouterr().err
     assert main(private) == 0
     shown = capfd.readouterr()
@@ -284,7 +284,7 @@ def test_what_was_counted_until_the_end_is_kept_however_it_comes(
             "nsys cannot measure a script: choose",
         ),
         (["--steps=0", "training.py"], "needs --skip >= 0 and --steps >= 1, not 3 and 0"),
-        (["--name=standard", "training.py"], "'standard' is what the baseline of ratios is called"),
+        (["--name=standard", "training.py"], "'standard' is the name of the baseline of ratios"),
         (["--baseline=7", "training.py"], "no run number 0007"),
     ],
     ids=str,

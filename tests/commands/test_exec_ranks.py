@@ -209,7 +209,7 @@ def gathered(folder: Path, *outcomes: Outcome | None) -> Outcome:
 def test_steps_that_some_ranks_did_not_take_do_not_count(tmp_path: Path) -> None:
     whole = gathered(tmp_path, outcome(1.0, 2.0, 3.0), outcome(1.5, 2.5))
     assert [(row.rank, row.value) for row in whole.rows] == [(0, 1), (0, 2), (1, 1.5), (1, 2.5)]
-    assert whole.notes == ("ranks took 3, 2 steps: those of all count",)
+    assert whole.notes == ("ranks took 3, 2 steps: only those that every rank took count",)
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_the_rank_at_fault_is_named(
 
 def test_ranks_of_other_launchers_or_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "16")
-    with pytest.raises(ConfigurationError, match="one of 16 that something else has started"):
+    with pytest.raises(ConfigurationError, match=r"one of 16 \(WORLD_SIZE\) that are on several"):
         Rank.here()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/attempt_0/3/error.json")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(ConfigurationError, match="one of 16 that something else has started"):
+    with pytest.raises(ConfigurationError, match=r"one of 16 \(WORLD_SIZE\) that are on several"):
         Rank.here()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     monkeypatch.setenv("RANK", "3")

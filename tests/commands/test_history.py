@@ -100,7 +100,7 @@ def test_what_changed_without_a_known_difference_says_so(
     save(storage, 1e6)
     save(storage, 2e6)
     assert main(["history", "peak_memory_bytes"]) == 0
-    assert capsys.readouterr().out.endswith("\n0002: nothing else that is known differs\n")
+    assert capsys.readouterr().out.endswith("\n0002: no other difference is known\n")
 
 
 def test_a_table_for_each_case_that_a_pattern_names(

@@ -138,8 +138,8 @@ def test_script_without_privacy_passes_and_is_said_not_to_clip(
         (  # as in Opacus #820: it trains, the loss falls, and the adapters stay
             "plain lora new-adapters",
             "optimizer has the parameters",
-            "0.down.weight, 0.up.weight: trainable, and in no optimizer that steps; it has 2 that "
-            "no called module has, the first 2×6",
+            "0.down.weight, 0.up.weight: trainable, and in no optimizer that steps; optimizers "
+            "have 2 parameters that no called module has, the first 2×6",
         ),
         (
             "plain lora idle-adapters",
@@ -170,7 +170,7 @@ def test_script_without_privacy_passes_and_is_said_not_to_clip(
         (
             "hooks bypass",
             "clipping and noise",
-            "SGD itself steps, and not the optimizer that make_private returns",
+            "SGD steps instead of the optimizer that make_private returns",
         ),
         (
             "hooks unclipped",
@@ -198,7 +198,7 @@ def test_noise_that_is_too_small_fails_and_the_gradient_beneath_it_passes(
 ) -> None:
     checks = verified("private.py", "hooks", "little-noise")
     assert verdicts(checks, FAILED) == {"noise: deviation"}
-    assert checks["noise: deviation"].wrong[0].endswith("and σC is 0.1")
+    assert checks["noise: deviation"].wrong[0].endswith("but σC is 0.1")
     assert checks["gradient"].verdict == OK
 
 

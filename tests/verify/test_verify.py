@@ -246,7 +246,11 @@ def test_faults_are_seen_beside_the_rounding_of_16_bits(precision: str) -> None:
         ("OneParameterWithoutNoise", "noise: deviation", "final_norm.bias: no noise"),
         ("UniformNoise", "noise: distribution", "off the normal one by"),
         ("NoiseOfRows", "noise: elements", "head.weight: its noise repeats 64 elements further on"),
-        ("NoiseOfParameters", "noise: parameters, steps, runs", " is that of position_embedding"),
+        (
+            "NoiseOfParameters",
+            "noise: parameters, steps, runs",
+            " correlates with that of position_embedding",
+        ),
         ("NoiseOfSteps", "noise: parameters, steps, runs", "its noise in step 2 (σ = 10000, C"),
         ("NoiseOfRuns", "noise: parameters, steps, runs", "its noise in step 1 (σ = 10000, C"),
         *slow(
@@ -272,7 +276,7 @@ def test_noise_that_repeats_in_another_process_is_named(
     assert main(["verify", f"--trainer={FAULTY}:NoiseOfProcesses", *axes]) == 1
     said = capfd.readouterr().out
     assert "gradient" not in "".join(re.findall("^.*FAILED", said, re.MULTILINE))
-    assert "is that in step" in said
+    assert "correlates with that in step" in said
     assert "noise: parameters, steps, runs, processes: head.weight: its noise in step" in said
 
 

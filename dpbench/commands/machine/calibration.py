@@ -1,4 +1,4 @@
-"""Findings of doctor's checks, and calibration by work and a message of known size."""
+"""The findings of doctor's checks. Judges counters by work and a message of known size."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ BOTH = ("l2_served_bytes",)
 
 
 def work_that_fits() -> Case:
-    """The largest work whose source and copy take at most half of the free memory."""
+    """The largest work, up to `LARGEST`, whose source and copy fit half of the free memory."""
     free = visible_gpus()[0].free_bytes
     examples = (
         DRAM_SIZED if free is None else max(SMALLEST, min(LARGEST, free // 4 // EXAMPLE_BYTES))
@@ -159,7 +159,10 @@ def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) ->
         return Diagnosis("links", WARNING, f"{of}: {said}", counted=lines)
     if max(map(abs, judged)) <= TOLERANCE:
         return Diagnosis("links", OK, f"{of}: {said}", counted=lines)
-    remedy = "where GPUs exchange data by PCIe nothing crosses NVLink; else end what uses them"
+    remedy = (
+        "if these GPUs exchange data by PCIe, nothing crosses NVLink; otherwise end everything "
+        "else that uses them"
+    )
     return Diagnosis("links", WARNING, f"{of}: {said}", remedy, lines)
 
 
@@ -178,7 +181,7 @@ def table(findings: Iterable[Diagnosis]) -> Table | None:
     headers += [f"{name}\n{what}" for name in names for what in ("GB", "off")]
     off = f"Off: relative to the work's size; more than {TOLERANCE:.0%} fails."
     unjudged = (
-        f"Not judged: {', '.join(BOTH)}, which includes traffic that no SM asked for, and of the "
-        f"message {' and '.join(WITH_PROTOCOL)}, which include headers of packets."
+        f"Not judged: {', '.join(BOTH)}, which includes traffic that no SM asked for; of the "
+        f"message, {' and '.join(WITH_PROTOCOL)}, which include headers of packets."
     )
     return Table("Bytes of known work", headers, cells, (off, unjudged)) if cells else None

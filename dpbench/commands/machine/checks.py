@@ -130,7 +130,7 @@ def ncu(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def counters(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that every byte metric of ncu counts known work right."""
+    """Check that ncu can read its counters, and that they count known work right."""
     try:
         path = find_ncu(settings.of(CounterOptions).ncu_path)
     except NcuNotFound:

@@ -41,7 +41,7 @@ class KnownWork(TrainerBase):
 
     def train_step(self, batch: Batch) -> Tensor:
         for name, (work, *_) in WORK.items():
-            self.work[work]()  # so that both runs leave as many dirty bytes in L2
+            self.work[work]()  # L2 has as many dirty bytes before the counted run as after it
             with phase(name):
                 self.work[work]()
         with phase(REST):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cupti(InProcessInstrument):
-    """Runs ``dpbench step --cupti``: timed steps without counters, then counted ones."""
+    """Runs a case in ``dpbench step``: timed steps without counters, then counted ones."""
 
     name: ClassVar[str] = NAME
     needs_gpu: ClassVar[bool] = True

@@ -57,7 +57,9 @@ class StepsDiffer(InstrumentError):
 
 
 _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
-    **dict.fromkeys((27, 33, *range(40, 46)), (CountersUnsupported, "not as this GPU is set up")),
+    **dict.fromkeys(
+        (27, 33, *range(40, 46)), (CountersUnsupported, "this GPU's set-up has no counters")
+    ),
     15: (CuptiUnusable, "libcuda, libnvperf_host or libnvperf_target could not be loaded"),
     26: (CountersBusy, "the performance counters are in use"),
     35: (CountersForbidden, "this user may not read performance counters"),
@@ -71,8 +73,8 @@ _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
 _BY_FUNCTION: dict[tuple[str, int], tuple[type[InstrumentError], str]] = {
     ("cuptiProfilerHostConfigAddMetrics", 1): (CounterUnknown, "a counter does not exist"),
     ("cuptiProfilerHostConfigAddMetrics", 17): (CounterUnknown, "a counter does not exist"),
-    ("cuptiProfilerHostConfigAddMetrics", 27): (CountersDoNotCombine, "not in one pass"),
-    ("cuptiProfilerHostConfigAddMetrics", 999): (CounterUnknown, "not to be read on this machine"),
+    ("cuptiProfilerHostConfigAddMetrics", 27): (CountersDoNotCombine, "more than one pass needed"),
+    ("cuptiProfilerHostConfigAddMetrics", 999): (CounterUnknown, "not readable on this machine"),
     ("cuptiProfilerHostInitialize", 1): (CuptiUnusable, "this GPU is unknown to libcupti"),
 }
 """The same for codes that mean something else when this function returns them."""

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 MOST_ASKED = 10_000
-"""How many values one line may ask for in a step. A line that asks for more loops for ever."""
+"""The most values that one line may ask for in a step. Beyond these it is taken for an endless
+loop."""
 
 PATIENCE = 100  # number of true answers to one line, while a model is built
 NOT_USER_CODE = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")

@@ -45,7 +45,7 @@ def operator_tables(
     ]
     return "\n".join(
         [
-            f"Bottlenecks: operators with {threshold:g} ms of a step or more on the {device}",
+            f"Bottlenecks: operators that take {threshold:g} ms of a step or more on the {device}",
             *(list(_bottlenecks(operators, busiest, steps, threshold)) or ["none"]),
             f"\nSums over {steps} recorded steps.\n",
             *(

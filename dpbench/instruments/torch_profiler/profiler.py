@@ -39,7 +39,7 @@ class ProfilerOptions:
         metavar="NAME=N,…",
     )
     profile_threshold: float = option(
-        "list operators with this many ms of a step or more", 10.0, metavar="MS"
+        "list operators that take this many ms of a step or more", 10.0, metavar="MS"
     )
 
     def __post_init__(self) -> None:

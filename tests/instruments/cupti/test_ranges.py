@@ -203,7 +203,7 @@ def test_links_are_counted_though_a_virtual_machine_calls_their_counters_unavail
 
 def test_other_counters_that_a_machine_calls_unavailable_are_named() -> None:
     gpu = target(FakeCupti(hidden=["dram__bytes_read.sum"]))
-    with pytest.raises(CounterUnknown, match=r"^dram__bytes_read\.sum on GH100: not to be read"):
+    with pytest.raises(CounterUnknown, match=r"^dram__bytes_read\.sum on GH100: not readable"):
         StepCounter(None, gpu)
 
 

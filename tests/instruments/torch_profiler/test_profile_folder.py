@@ -80,7 +80,7 @@ def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> N
     sections = [
         "standard, tiny fp32, batch 4, sequence 64, NVIDIA H200: PyTorch profiler, per step",
         "CPU time ÷ GPU time: 13.",
-        "Bottlenecks: operators with 0.05 ms of a step or more on the GPU",
+        "Bottlenecks: operators that take 0.05 ms of a step or more on the GPU",
         "Sums over 1 recorded steps.",
         "Operators by GPU time",
         "Operators and CUDA calls by CPU time",
