@@ -14,11 +14,12 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from dpbench.child.optimizers import MOST_TURNS, AlternatingOptimizers
-from dpbench.core.case import OUTSIDE, Case
-from dpbench.training.phases import OpenPhase, PhaseListener, Step, set_current_step
+from dpbench.child.recorder import Calls, Recorder
+from dpbench.core.case import OUTSIDE
+from dpbench.training.phases import OpenPhase, Step, set_current_step
 
 
 class Stop(SystemExit):
@@ -26,43 +27,6 @@ class Stop(SystemExit):
 
     A script that catches it goes on unobserved.
     """
-
-
-class Calls:
-    """Is told of the calls that a step consists of; this class ignores them."""
-
-    def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
-        """The loop calls a module; return ``call(module, *args, **options)``."""
-        return call(module, *args, **options)
-
-    def backward(self) -> None:
-        """The loop begins a backward pass."""
-
-    def update(self, optimizer: Any, outer: Any) -> None:
-        """An optimizer begins its step, called by the wrapper ``outer`` (of Opacus), if any."""
-
-
-class StepListener(PhaseListener, Protocol):
-    """Observes training steps in the process that takes them."""
-
-    hears_warmup: bool
-    """Whether it also observes a case's warm-up steps."""
-
-    def prepare(self) -> None:
-        """Do, before this process locks its GPU, what is slow or may fail, such as imports."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether it has observed as many steps as it wanted."""
-
-    def record(self, case: Case) -> dict[str, Any]:
-        """The observations, as plain JSON types; in seconds and bytes."""
-
-    def close(self) -> None:
-        """Release what it has set up in this process, such as modes and counters."""
-
-    def forked(self) -> None:
-        """In a fork of this process, release what it inherited; the parent keeps counters."""
 
 
 IGNORED = Calls()
@@ -82,7 +46,7 @@ class StepFinder:
 
     def __init__(
         self,
-        recorder: StepListener,
+        recorder: Recorder,
         *,
         skip: int = 0,
         go_on: bool = False,
@@ -141,7 +105,7 @@ class StepFinder:
         self.end_step()
 
     def switch(self, phase: str) -> None:
-        """See `PhaseListener`; called in observed steps only."""
+        """See `dpbench.training.phases.PhaseListener`; called in observed steps only."""
         self._tell(self.recorder.switch, phase)
 
     def _tell(self, method: Callable[..., object], *given: Any) -> None:

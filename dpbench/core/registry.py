@@ -334,7 +334,7 @@ def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
 def resolve(case: Measured) -> Measured:
     """The case with short names, whichever spelling it has."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
-    case = replace(case, **names) if names else case  # type: ignore[type-var]
+    case = replace(case, **names) if names else case
     locate([case])
     return case
 
