@@ -10,7 +10,6 @@ other work is outside every phase: batches, logs, evaluation.
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,7 +56,6 @@ class StepFinder:
         self.recorder, self.keep, self._told = recorder, keep, calls
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
         self.steps = 0  # that have ended
-        self.steps_elsewhere = 0  # steps of optimizers in other threads: not observed
         self.evaluations = 0  # calls of modules without gradients, in counted steps
         self.failure: Exception | None = None  # once set, the recorder is not called again
         self.notes: list[str] = []  # for the reader of the numbers
@@ -65,7 +63,6 @@ class StepFinder:
         self.inside = False  # inside a module, backward or batch, where no step begins
         self.undo = ExitStack()  # run by `close`
         self._thread = threading.get_ident()
-        self._children = page_faults_of_children()
         self._closed = False
         self._begun = False  # whether a step has begun
         self._updated = False  # an optimizer has stepped, so the next call begins a new turn
@@ -239,7 +236,6 @@ class StepFinder:
     def begin_update(self, optimizer: Any = None, outer: Any = None) -> Any:
         """Begin an update. Steps of Opacus and of scalers, which call an optimizer, pass none."""
         if not self._hears():
-            self.steps_elsewhere += optimizer is not None and not self._closed
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
@@ -304,19 +300,9 @@ class StepFinder:
             set_current_step(None)
             self.undo.close()
 
-    @property
-    def started_processes(self) -> bool:
-        """Whether this process has started and awaited other processes since recording began."""
-        return page_faults_of_children() > self._children
-
     def forget(self) -> None:
         """Stop recording in this process, a fork of the one that trains."""
         self._closed = True
         set_current_step(None)
         if self.counts:
             self.recorder.forked()
-
-
-def page_faults_of_children() -> int:
-    """The page faults of waited-for child processes: the number grows with each such child."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
