@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dpbench.core.case import AXES, USUAL, Case, file_name_of, for_path
+from dpbench.core.case import AXES, USUAL, Case, file_name_of
 from dpbench.core.model_size import positive
+from dpbench.core.names import quoted
 
 SCRIPT = "script"
 """What the rows of a `Script` have for their workload."""
@@ -67,7 +68,7 @@ class Script:
     @property
     def report_path(self) -> Path:
         """Where its report lies below the report directory."""
-        return Path(SCRIPT) / f"report_{for_path(self.name)}.ncu-rep"
+        return Path(SCRIPT) / f"report_{quoted(self.name)}.ncu-rep"
 
 
 Subject: TypeAlias = Case | Script
