@@ -40,7 +40,6 @@ class StepFinder:
         go_on: whether the loop continues after the recorder has finished; otherwise `Stop` ends it.
         by_hand: whether the caller calls `start_step` and `end_step`; then only phases are found.
         keep: called after each observed step.
-        calls: returns the `Calls` to which the calls of observed steps are reported.
     """
 
     def __init__(
@@ -51,9 +50,8 @@ class StepFinder:
         go_on: bool = False,
         by_hand: bool = False,
         keep: Callable[[], object] = lambda: None,
-        calls: Callable[[], Calls] = Calls,
     ) -> None:
-        self.recorder, self.keep, self._told = recorder, keep, calls
+        self.recorder, self.keep = recorder, keep
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
         self.steps = 0  # that have ended
         self.evaluations = 0  # calls of modules without gradients, in counted steps
@@ -164,7 +162,7 @@ class StepFinder:
     @property
     def calls(self) -> Calls:
         """The object to which calls are reported now."""
-        return self._told() if self.counts else IGNORED
+        return self.recorder.calls if self.counts else IGNORED
 
     # --- phases ------------------------------------------------------------------------------
 
