@@ -141,8 +141,8 @@ def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> I
 
 def main() -> NoReturn:
     """Run the script of the task that the first argument names."""
-    if sys.platform == "linux":  # end when the parent ends, however that happens
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # End when the parent ends, however that happens.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = Task.read(Path(sys.argv[1]))
     assert task.program
     code, stopped = run(task, task.program, os.environ.pop(RECORDS))

@@ -35,8 +35,8 @@ guard knows the number even if the parent is interrupted while it starts the pro
 
 
 def cores() -> int:
-    """How many processes can run at once; 1 where processes cannot fork."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    """How many processes can run at once."""
+    return len(os.sched_getaffinity(0))
 
 
 class ProcessGroup:
