@@ -54,16 +54,12 @@ class Registry(Mapping[str, Any]):
         if not isinstance(target, str):
             target = f"{target.__module__}:{target.__qualname__}"
         module, _, attribute = target.partition(":")
-        if ":" in attribute:
-            example = ":".join(target.split(":")[:2])
-            raise ConfigurationError(
-                f"{self.kind} {target!r}: a parameter is written {example}:NAME=VALUE"
-            )
         parts = f"{module}.{attribute}".split(".")
         if module == "__main__" or not all(part.isidentifier() for part in parts):
             raise ConfigurationError(
                 f"{self.kind} {name!r}: {target!r} cannot be imported by the process that "
-                f"measures it; define it at the top level of a module: package.module:Class"
+                f"measures it; define it at the top level of a module: package.module:Class, and "
+                f"parameters follow as :NAME=VALUE"
             )
         if not name.isidentifier():
             raise ConfigurationError(f"{self.kind} name {name!r} must be a Python identifier")

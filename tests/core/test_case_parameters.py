@@ -128,7 +128,7 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
         ({"workload": "transformer:seq_len=x"}, "seq_len is given twice"),
         (
             {"trainer": "tests.core.test_case_parameters:Own:beta"},
-            "a parameter is written tests.core.test_case_parameters:Own:NAME=VALUE",
+            "parameters follow as :NAME=VALUE",
         ),
         (
             {"trainer": "tests.core.test_case_parameters:Absent"},
