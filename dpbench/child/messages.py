@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dpbench.child.imported import imported_files
-from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.names import parameters_text, read_parameters
+from dpbench.core.parameters import arguments
 
 WAITING, MEASURING = "waiting for", "measuring"
 """Keys of status records: the process waits for its GPU, or has it. All other records are
@@ -97,18 +99,8 @@ class Schedule:
     @classmethod
     def parse(cls, text: str) -> Schedule:
         """Parse a schedule such as ``wait=1,active=3``; missing fields have their defaults."""
-        known = [field.name for field in fields(cls)]
-        values: dict[str, int] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            name, _, value = part.partition("=")
-            if name not in known:
-                raise unknown("part of a profiler schedule", name, known, "as in wait=1,active=3")
-            if not value.isdecimal():
-                raise ConfigurationError(
-                    f"profiler schedule: {name} must be a whole number, not {value!r}"
-                )
-            values[name] = int(value)
-        return cls(**values)
+        given = read_parameters(parameters_text(text))
+        return cls(**arguments("a profiler schedule", cls, given))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in asdict(self).items())

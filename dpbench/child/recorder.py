@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from dpbench.child.step_finder import Calls, StepListener
 from dpbench.core.case import OUTSIDE
 from dpbench.core.subject import Subject
 from dpbench.results.kernels import MemoryLine, OperatorCount
@@ -45,7 +44,21 @@ class NullListener(PhaseListener):
         return
 
 
-class Recorder(StepListener):
+class Calls:
+    """Is told of the calls that a step consists of; this class ignores them."""
+
+    def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
+        """The loop calls a module; return ``call(module, *args, **options)``."""
+        return call(module, *args, **options)
+
+    def backward(self) -> None:
+        """The loop begins a backward pass."""
+
+    def update(self, optimizer: Any, outer: Any) -> None:
+        """An optimizer begins its step, called by the wrapper ``outer`` (of Opacus), if any."""
+
+
+class Recorder(PhaseListener):
     """Observes a number of steps of any training loop.
 
     A subclass overrides `rows`, and either `listener` or `start_step`, `switch` and `end_step`, of
@@ -56,7 +69,7 @@ class Recorder(StepListener):
     """
 
     quick: ClassVar[bool] = True  # whether rows can be made after each step
-    hears_warmup = False
+    hears_warmup: ClassVar[bool] = False  # whether it also observes a case's warm-up steps
 
     calls = Calls()
     more: Mapping[str, Any] = MappingProxyType({})  # further keys of a script's record
@@ -73,10 +86,11 @@ class Recorder(StepListener):
         self.held = ExitStack()  # what `close` releases
 
     def prepare(self) -> None:
-        return
+        """Do, before this process locks its GPU, what is slow or may fail, such as imports."""
 
     @property
     def finished(self) -> bool:
+        """Whether it has observed as many steps as it wanted."""
         return self.wanted is not None and self.heard >= self.wanted
 
     @cached_property
@@ -123,7 +137,7 @@ class Recorder(StepListener):
         self.held.close()
 
     def forked(self) -> None:
-        return  # counters and ranges belong to the parent
+        """In a fork of this process, release what it inherited; the parent keeps counters."""
 
 
 def whole_steps(seconds: float) -> int:

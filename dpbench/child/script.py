@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dpbench.child.hang_report import STACK
 from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
@@ -54,8 +54,7 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
         if recorder.quick and (recorder.finished or heard <= OFTEN or heard % OFTEN == 0):
             _write_down(records, case, finder, recorder, under_way=True)
 
-    how: dict[str, Any] = {"keep": keep, "calls": lambda: recorder.calls}
-    finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, **how)
+    finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, keep=keep)
     with ExitStack() as held:
         _lock_gpus(case, held)
         if script.timeout:
@@ -142,8 +141,8 @@ def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> I
 
 def main() -> NoReturn:
     """Run the script of the task that the first argument names."""
-    if sys.platform == "linux":  # end when the parent ends, however that happens
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # End when the parent ends, however that happens.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = Task.read(Path(sys.argv[1]))
     assert task.program
     code, stopped = run(task, task.program, os.environ.pop(RECORDS))

@@ -32,17 +32,7 @@ def what_is_wrong(
             f"the script ended after {finder.steps} steps, and the first {finder.skip} do not "
             f"count: let it take more, or give --skip {enough}"
         )
-    if finder.steps_elsewhere:
-        return (
-            f"the script trains in a thread: {finder.steps_elsewhere} steps of an optimizer were "
-            f"outside the main thread, the only one that is watched; let it train in that"
-        )
-    if finder.started_processes:
-        return (
-            "the script took no step in its own process, but started others: training in them "
-            "cannot be seen; let it train in its own, as one rank"
-        )
     return (
         "the script took no step that can be found: no torch.optim optimizer stepped after a "
-        "backward in its main thread, outside torch.compile"
+        "backward in the main thread of its own process, outside torch.compile"
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 from dpbench.child.agreement import all_gather
 from dpbench.child.build import about_sizes, build, labels_of, pick_device
 from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
-from dpbench.child.step_finder import StepListener
+from dpbench.child.recorder import Recorder
 from dpbench.core import gpu
 from dpbench.core.case import OUTSIDE, Case
 from dpbench.core.errors import ConfigurationError, OutOfMemory
@@ -84,7 +84,7 @@ class PhaseTimes:
 
 
 def run_case(
-    case: Case, recorder: StepListener, *, device: str = "auto", warmup: int = 3, active: int = 5
+    case: Case, recorder: Recorder, *, device: str = "auto", warmup: int = 3, active: int = 5
 ) -> dict[str, Any]:
     """Run one case in this process.
 
@@ -107,7 +107,7 @@ def run_case(
 
 
 def _active_steps(
-    case: Case, device: torch.device, recorder: StepListener, steps: Steps, spent: PhaseTimes
+    case: Case, device: torch.device, recorder: Recorder, steps: Steps, spent: PhaseTimes
 ) -> dict[str, Any]:
     trainer, batches = build(case, device, steps.warmup + steps.active, sampled=steps.active)
     active = batches[steps.warmup :]
@@ -141,7 +141,7 @@ def _active_steps(
         return record | recorder.record(case)
 
 
-def _one_wants_more(recorder: StepListener) -> bool:
+def _one_wants_more(recorder: Recorder) -> bool:
     """Whether the recorder of any rank wants more steps; all ranks take the same number."""
     return "more" in all_gather("enough" if recorder.finished else "more")
 

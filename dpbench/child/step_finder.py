@@ -10,15 +10,15 @@ other work is outside every phase: batches, logs, evaluation.
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from dpbench.child.optimizers import MOST_TURNS, AlternatingOptimizers
-from dpbench.core.case import OUTSIDE, Case
-from dpbench.training.phases import OpenPhase, PhaseListener, Step, set_current_step
+from dpbench.child.recorder import Calls, Recorder
+from dpbench.core.case import OUTSIDE
+from dpbench.training.phases import OpenPhase, Step, set_current_step
 
 
 class Stop(SystemExit):
@@ -26,43 +26,6 @@ class Stop(SystemExit):
 
     A script that catches it goes on unobserved.
     """
-
-
-class Calls:
-    """Is told of the calls that a step consists of; this class ignores them."""
-
-    def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
-        """The loop calls a module; return ``call(module, *args, **options)``."""
-        return call(module, *args, **options)
-
-    def backward(self) -> None:
-        """The loop begins a backward pass."""
-
-    def update(self, optimizer: Any, outer: Any) -> None:
-        """An optimizer begins its step, called by the wrapper ``outer`` (of Opacus), if any."""
-
-
-class StepListener(PhaseListener, Protocol):
-    """Observes training steps in the process that takes them."""
-
-    hears_warmup: bool
-    """Whether it also observes a case's warm-up steps."""
-
-    def prepare(self) -> None:
-        """Do, before this process locks its GPU, what is slow or may fail, such as imports."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether it has observed as many steps as it wanted."""
-
-    def record(self, case: Case) -> dict[str, Any]:
-        """The observations, as plain JSON types; in seconds and bytes."""
-
-    def close(self) -> None:
-        """Release what it has set up in this process, such as modes and counters."""
-
-    def forked(self) -> None:
-        """In a fork of this process, release what it inherited; the parent keeps counters."""
 
 
 IGNORED = Calls()
@@ -77,23 +40,20 @@ class StepFinder:
         go_on: whether the loop continues after the recorder has finished; otherwise `Stop` ends it.
         by_hand: whether the caller calls `start_step` and `end_step`; then only phases are found.
         keep: called after each observed step.
-        calls: returns the `Calls` to which the calls of observed steps are reported.
     """
 
     def __init__(
         self,
-        recorder: StepListener,
+        recorder: Recorder,
         *,
         skip: int = 0,
         go_on: bool = False,
         by_hand: bool = False,
         keep: Callable[[], object] = lambda: None,
-        calls: Callable[[], Calls] = Calls,
     ) -> None:
-        self.recorder, self.keep, self._told = recorder, keep, calls
+        self.recorder, self.keep = recorder, keep
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
         self.steps = 0  # that have ended
-        self.steps_elsewhere = 0  # steps of optimizers in other threads: not observed
         self.evaluations = 0  # calls of modules without gradients, in counted steps
         self.failure: Exception | None = None  # once set, the recorder is not called again
         self.notes: list[str] = []  # for the reader of the numbers
@@ -101,7 +61,6 @@ class StepFinder:
         self.inside = False  # inside a module, backward or batch, where no step begins
         self.undo = ExitStack()  # run by `close`
         self._thread = threading.get_ident()
-        self._children = page_faults_of_children()
         self._closed = False
         self._begun = False  # whether a step has begun
         self._updated = False  # an optimizer has stepped, so the next call begins a new turn
@@ -141,7 +100,7 @@ class StepFinder:
         self.end_step()
 
     def switch(self, phase: str) -> None:
-        """See `PhaseListener`; called in observed steps only."""
+        """See `dpbench.training.phases.PhaseListener`; called in observed steps only."""
         self._tell(self.recorder.switch, phase)
 
     def _tell(self, method: Callable[..., object], *given: Any) -> None:
@@ -203,7 +162,7 @@ class StepFinder:
     @property
     def calls(self) -> Calls:
         """The object to which calls are reported now."""
-        return self._told() if self.counts else IGNORED
+        return self.recorder.calls if self.counts else IGNORED
 
     # --- phases ------------------------------------------------------------------------------
 
@@ -280,7 +239,6 @@ class StepFinder:
             outer: the wrapper, if it is Opacus's.
         """
         if not self._hears():
-            self.steps_elsewhere += optimizer is not None and not self._closed
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
@@ -345,19 +303,9 @@ class StepFinder:
             set_current_step(None)
             self.undo.close()
 
-    @property
-    def started_processes(self) -> bool:
-        """Whether this process has started and awaited other processes since recording began."""
-        return page_faults_of_children() > self._children
-
     def forget(self) -> None:
         """Stop recording in this process, a fork of the one that trains."""
         self._closed = True
         set_current_step(None)
         if self.counts:
             self.recorder.forked()
-
-
-def page_faults_of_children() -> int:
-    """The page faults of waited-for child processes: the number grows with each such child."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from pkgutil import resolve_name
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
+
+import msgspec
 
 from dpbench.core.files import write_text
 from dpbench.core.registry import folder_of, names_of, resolve
@@ -50,8 +51,8 @@ class Task:
             "case": case,
             "instrument": f"{kind.__module__}:{kind.__qualname__}",
             "folder": str(folder) if folder else None,
-            "fields": plain(self.instrument),
-            "program": self.program and plain(self.program, Program),
+            "fields": _plain(self.instrument, kind),
+            "program": self.program and _plain(self.program, Program),
         }
 
     @classmethod
@@ -63,8 +64,8 @@ class Task:
             kind = resolve_name(task["instrument"])
         finally:
             sys.path[:] = before
-        program = task["program"] and typed(Program, task["program"])
-        return cls(resolve(subject_from(task["case"])), typed(kind, task["fields"]), program)
+        program = task["program"] and _typed(task["program"], Program)
+        return cls(resolve(subject_from(task["case"])), _typed(task["fields"], kind), program)
 
     def write(self, path: Path) -> None:
         """Write the task to a file."""
@@ -76,23 +77,12 @@ class Task:
         return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
-def plain(value: Any, kind: Any = None) -> Any:
-    """Convert a value to plain JSON types; a dataclass to its fields, or those of ``kind``."""
-    if is_dataclass(value):
-        own = [field.name for field in fields(kind or value) if field.metadata != OF_PARENT]
-        return {name: plain(getattr(value, name)) for name in own}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+def _plain(value: Any, kind: Any) -> Any:
+    """The fields of a dataclass ``kind`` as plain JSON types."""
+    own = [field.name for field in fields(kind) if field.metadata != OF_PARENT]
+    return msgspec.to_builtins({name: getattr(value, name) for name in own}, enc_hook=str)
 
 
-def typed(kind: Any, value: Any) -> Any:
-    """Convert plain JSON types back to a value of type ``kind``; the inverse of `plain`."""
-    if get_origin(kind) in (Union, UnionType) and value is not None:
-        kind = next(each for each in get_args(kind) if each is not NoneType)
-    if isinstance(value, dict) and isinstance(kind, type):
-        hints = get_type_hints(kind)
-        return kind(**{name: typed(hints[name], each) for name, each in value.items()})
-    if get_origin(kind) is tuple:
-        return tuple(typed(get_args(kind)[0], each) for each in value)
-    return Path(value) if kind is Path and value is not None else value
+def _typed(given: Any, kind: Any) -> Any:
+    """The inverse of `_plain`; a type that JSON lacks, such as `Path`, is made of a text."""
+    return msgspec.convert(given, kind, dec_hook=lambda kind, text: kind(text))

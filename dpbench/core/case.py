@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +21,6 @@ MIXED = ("bf16-amp", "fp16-amp")
 has a ``GradScaler``."""
 
 PRECISIONS = (*PRODUCTS, *MIXED)
-_PRECISION = "|".join(sorted(PRECISIONS, key=len, reverse=True))
 
 OFF_OR_ON = ("off", "on")
 
@@ -174,20 +172,17 @@ class Case:
     @property
     def configuration(self) -> str:
         """Everything but trainer, batch size and sequence length, e.g. ``1b-fp32``."""
-        return self._configuration(str, str)
-
-    def _configuration(self, written: Callable[[str], str], name: Callable[[str], str]) -> str:
         named = {axis: getattr(self, axis) for axis in ("attention", "model")}
-        rest = [name(said) for axis, said in named.items() if said not in ("", USUAL[axis])]
-        rest += [f"{axis}={written(value)}" for axis, value in unusual(vars(self)).items()]
-        return "-".join([written(trained_in(vars(self))), self.precision, *rest])
+        rest = [name for axis, name in named.items() if name not in ("", USUAL[axis])]
+        rest += [f"{axis}={value}" for axis, value in unusual(vars(self)).items()]
+        return "-".join([trained_in(vars(self)), self.precision, *rest])
 
     @property
     def report_path(self) -> Path:
         """Where this case's report lies below the report directory."""
         length = f"_seq{self.seq_len}" if self.seq_len else ""
-        name = f"report_{_name_for_path(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
-        return Path(self._configuration(for_path, _name_for_path)) / name
+        name = f"report_{quoted(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
+        return Path(quoted(self.configuration)) / name
 
 
 @lru_cache(maxsize=None, typed=True)
@@ -296,17 +291,6 @@ def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:
     """The values along `OPTIONAL_AXES` that are known and not the default."""
     known = {axis: axes[axis] for axis in OPTIONAL_AXES if axes.get(axis)}
     return {axis: str(value) for axis, value in known.items() if value != USUAL[axis]}
-
-
-def for_path(text: str) -> str:
-    """A text as part of a file name, distinct from other parts joined by hyphens."""
-    return re.sub(rf"-(?={_PRECISION}|(?:{'|'.join(OPTIONAL_AXES)})=)", "@2D", quoted(text))
-
-
-def _name_for_path(name: str) -> str:
-    """A name as part of a file's name: itself, then its parameters."""
-    name, parameters = parted(name)
-    return name + (for_path(f":{parameters}").replace("-", "@2D") if parameters else "")
 
 
 def file_name_of(subject: str) -> str:

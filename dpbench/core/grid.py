@@ -22,7 +22,7 @@ from dpbench.core.case import (
 )
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.files import read_file
-from dpbench.core.names import Parameter, combinations, joined, parameter_grid, parted
+from dpbench.core.names import Parameter, joined, parameter_grid, parted
 from dpbench.core.registry import NAMED, TRAINERS
 from dpbench.core.subject import SCRIPT
 
@@ -58,7 +58,6 @@ class Grid:
         trainers, *others = map(self.values, AXES)
         if self.values("workload") == (SCRIPT,):  # of `dpbench exec`
             return []
-        combinations(f"grid {self.name!r}", [trainers, *others])
         every = (dict(zip(outer, values, strict=True)) for values in product(*others))
         left_out = self._left_out()
         cells = [_cell(axes) for axes in every if (axes["parallel"], axes["gpus"]) not in left_out]
@@ -115,10 +114,6 @@ class Grid:
         try:
             table = tomllib.loads(read_file(path).decode())
             baseline = table.pop("baseline", BASELINE_TRAINER)
-            if not isinstance(baseline, str):
-                raise ConfigurationError(
-                    f"baseline must be the name of a trainer, not {baseline!r}"
-                )
             return cls(path.stem, _axes(table), baseline).with_axes()
         except OSError as error:
             raise ConfigurationError(f"grid file {path}: {error.strerror}") from error

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import product
-from math import prod
-from typing import Any
 from urllib.parse import quote
 
 from dpbench.core.errors import ConfigurationError
@@ -63,22 +61,8 @@ def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
     values: dict[str, list[str]] = {}
     for name, value in _pairs(given):
         values.setdefault(name, []).append(value)
-    each_of = combinations("a table of parameters", [*values.values()])
-    combined = [dict(zip(values, each, strict=True)) for each in each_of]
+    combined = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
     return tuple(dict.fromkeys(map(parameters_text, combined)))
-
-
-MOST_COMBINATIONS = 100_000
-"""The most combinations: listing these takes seconds, measuring them weeks."""
-
-
-def combinations(what: str, values: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Every combination of the values along each axis; refused if there are far too many."""
-    if (number := prod(map(len, values))) > MOST_COMBINATIONS:
-        raise ConfigurationError(
-            f"{what} has {number} combinations of values; at most {MOST_COMBINATIONS} can be listed"
-        )
-    return product(*values)
 
 
 def read_parameters(text: str) -> dict[str, Parameter]:

@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
 from typing import Any, TypeVar
 
 from dpbench.core.case import Case
@@ -35,9 +34,8 @@ class Registry(Mapping[str, Any]):
     package; by an import target (``package.module:Class``); or by a target with the short name
     that it shall have (``mine=package.module:Class``). Each can be followed by parameters
     (``dpsgd:clip=per_layer``): arguments of the class, except those that are ``given``, which its
-    caller passes. By the attribute that it ``has``, a class of this kind is told from others.
-    ``check`` is the import target of a function that refuses a spelling and its class, if this must
-    be imported to be located or is PyTorch's.
+    caller passes. ``check`` is the import target of a function that refuses a spelling and its
+    class, if this must be imported to be located or is PyTorch's.
     """
 
     def __init__(
@@ -45,10 +43,9 @@ class Registry(Mapping[str, Any]):
         kind: str,
         targets: Mapping[str, str],
         given: Iterable[str] = (),
-        has: str = "__name__",
         check: str = "",
     ) -> None:
-        self.kind, self.given, self._has, self.check = kind, {*given}, has, check
+        self.kind, self.given, self.check = kind, {*given}, check
         self._targets, self._builtin = dict(targets), dict(targets)
         self._installed: set[str] = set()
 
@@ -57,16 +54,12 @@ class Registry(Mapping[str, Any]):
         if not isinstance(target, str):
             target = f"{target.__module__}:{target.__qualname__}"
         module, _, attribute = target.partition(":")
-        if ":" in attribute:
-            example = ":".join(target.split(":")[:2])
-            raise ConfigurationError(
-                f"{self.kind} {target!r}: a parameter is written {example}:NAME=VALUE"
-            )
         parts = f"{module}.{attribute}".split(".")
         if module == "__main__" or not all(part.isidentifier() for part in parts):
             raise ConfigurationError(
                 f"{self.kind} {name!r}: {target!r} cannot be imported by the process that "
-                f"measures it; define it at the top level of a module: package.module:Class"
+                f"measures it; define it at the top level of a module: package.module:Class, and "
+                f"parameters follow as :NAME=VALUE"
             )
         if not name.isidentifier():
             raise ConfigurationError(f"{self.kind} name {name!r} must be a Python identifier")
@@ -116,24 +109,19 @@ class Registry(Mapping[str, Any]):
         try:
             named = attrgetter(attribute)(imported)
         except AttributeError as error:
-            classes = self._defined_by(imported) or ["none"]
-            raise unknown(f"class of {module}", attribute, classes) from error
+            package = module.partition(".")[0]
+            classes = [
+                name
+                for name, value in vars(imported).items()
+                if isinstance(value, type) and value.__module__.partition(".")[0] == package
+            ]
+            raise unknown(f"class of {module}", attribute, classes or ["none"]) from error
         name, text = parted(self.canonical(spelling))
         if not text:
             return named
         given = read_parameters(text)
         parameters = arguments(f"{self.kind} {name}", named, given, self.given)
         return partial(named, **parameters)
-
-    def _defined_by(self, module: ModuleType) -> list[str]:
-        """The names in a module that are of this kind and from the same package."""
-        package = module.__name__.partition(".")[0]
-        return [
-            name
-            for name, value in vars(module).items()
-            if hasattr(value, self._has)
-            and str(getattr(value, "__module__", "")).partition(".")[0] == package
-        ]
 
     def locate(self, spelling: str) -> None:
         """Refuse a class whose module is missing, or which does not take its parameters.
@@ -242,7 +230,6 @@ TRAINERS = Registry(
         "sampling",
         "compile",
     ),
-    has="train_step",
 )
 """Trainers by short name; the first is the usual baseline of ratios."""
 
@@ -250,7 +237,6 @@ MODELS = Registry(
     "model",
     {"simple": "dpbench.workloads.transformer:SimpleBigModel"},
     ("size", "attention", "max_seq_len"),
-    has="forward",
 )
 """Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
 
@@ -264,7 +250,6 @@ WORKLOADS = Registry(
         "hf-sequence-classification": "dpbench.workloads.huggingface:SequenceClassification",
         "hf-image-classification": "dpbench.workloads.huggingface:ImageClassification",
     },
-    has="losses",
 )
 """Workloads by short name: subclasses of `dpbench.workloads.base.Workload`."""
 
@@ -277,7 +262,6 @@ OPTIMIZERS = Registry(
         "adamw": "torch.optim:AdamW",
     },
     ("params", "lr"),
-    has="step",
     check="dpbench.training.base:check_optimizer",
 )
 """Optimizers by short name; one is called as ``Optimizer(parameters, lr=…)``."""
@@ -293,7 +277,6 @@ INSTRUMENTS = Registry(
         "torch_profiler": "dpbench.instruments.torch_profiler.profiler:TorchProfiler",
         "nsys": "dpbench.instruments.nsys.nsys:Nsys",
     },
-    has="start",
 )
 """Instruments by name, in the order in which they measure. Others are named by import target, or
 by an entry point; see `dpbench.instruments.choose`."""
@@ -307,7 +290,6 @@ OUTPUTS = Registry(
         "html": "dpbench.show.html.page:page",
         "svg": "dpbench.show.picture:svg",
     },
-    has="__code__",
 )
 """Outputs by file extension: functions from runs and a view to text or bytes; see
 `dpbench.show.outputs`."""
@@ -334,7 +316,7 @@ def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
 def resolve(case: Measured) -> Measured:
     """The case with short names, whichever spelling it has."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
-    case = replace(case, **names) if names else case  # type: ignore[type-var]
+    case = replace(case, **names) if names else case
     locate([case])
     return case
 

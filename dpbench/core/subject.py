@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from dpbench.core.case import AXES, USUAL, Case, file_name_of, for_path
+from dpbench.core.case import AXES, USUAL, Case, file_name_of
 from dpbench.core.model_size import positive
+from dpbench.core.names import quoted
 
 SCRIPT = "script"
 """What the rows of a `Script` have for their workload."""
-
-
-class Subject(Protocol):
-    """What is measured: a `Case` or a `Script`."""
-
-    @property
-    def trainer(self) -> str:
-        """The trainer of its rows."""
-
-    @property
-    def batch_size(self) -> int:
-        """The examples in a step; 0 if unknown."""
-
-    @property
-    def gpus(self) -> int:
-        """The GPUs that share a step; 0 if unknown."""
-
-    @property
-    def id(self) -> str:
-        """A name for test ids and messages."""
-
-    @property
-    def columns(self) -> Mapping[str, Any]:
-        """Its columns in rows: a value along each of `AXES`."""
-
-    @property
-    def cell(self) -> Hashable:
-        """The key of its cell: subjects that differ only in the trainer share a cell."""
-
-    @property
-    def file_name(self) -> str:
-        """The id as the name of a file or folder."""
-
-    @property
-    def report_path(self) -> Path:
-        """Where its report lies below the report directory."""
-
-    def with_trainer(self, trainer: str) -> Subject:
-        """What it is compared with: the same with another trainer."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +68,11 @@ class Script:
     @property
     def report_path(self) -> Path:
         """Where its report lies below the report directory."""
-        return Path(SCRIPT) / f"report_{for_path(self.name)}.ncu-rep"
+        return Path(SCRIPT) / f"report_{quoted(self.name)}.ncu-rep"
+
+
+Subject: TypeAlias = Case | Script
+"""What is measured."""
 
 
 def samples_poisson(subject: Subject) -> bool:
@@ -114,7 +80,7 @@ def samples_poisson(subject: Subject) -> bool:
     return isinstance(subject, Case) and subject.sampling == "poisson"
 
 
-def subject_from(row: Mapping[Any, Any]) -> Case | Script:
+def subject_from(row: Mapping[Any, Any]) -> Subject:
     """The case or script that a row is about."""
     if row["workload"] == SCRIPT:
         return Script(row["trainer"], row["batch_size"])

@@ -7,10 +7,12 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import takewhile
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -32,8 +34,9 @@ from dpbench.child.messages import (
 )
 from dpbench.child.task import Task
 from dpbench.core.gpu import child_environment, visible_to_case
+from dpbench.core.registry import is_builtin, names_of
+from dpbench.core.subject import Subject
 from dpbench.launch.fork_server import COMMAND, environment_of_cases
-from dpbench.launch.imports import python_path
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.launch.processes import ProcessGroup
 from dpbench.results.rows import Measurement
@@ -157,19 +160,33 @@ class CaseProcess(PendingMeasurement):
             records = read_records(self.records)
             if len(records) > heard and MEASURING not in last:
                 since, heard, last = time.monotonic(), len(records), records[-1]
-            self._check_time(time.monotonic() - since, last.get(WAITING, ""))
+            if time.monotonic() - since > self.timeout:
+                case, limit = self.case, f"{self.timeout:g} s"
+                if holder := last.get(WAITING):
+                    raise GpuBusy(f"{case.id} waited {limit} for {holder}", log=self.log)
+                raise CaseTimedOut(f"{case.id} did not finish within {limit}", log=self.log)
             time.sleep(POLL_SECONDS)
-
-    def _check_time(self, seconds: float, holder: str) -> None:
-        case, limit = self.case, f"{self.timeout:g} s"
-        if seconds > self.timeout and holder:
-            raise GpuBusy(f"{case.id} waited {limit} for {holder}", log=self.log)
-        if seconds > self.timeout:
-            raise CaseTimedOut(f"{case.id} did not finish within {limit}", log=self.log)
 
     def cancel(self) -> None:
         with self._scratch:
             self.group.end()
+
+
+def python_path(case: Subject) -> str | None:
+    """``PYTHONPATH`` with which a child can import the case's classes; None if all are built in.
+
+    Its entries are the ones of ``sys.path`` before the standard library (pytest adds some there)
+    and the directories from which the case's classes were imported.
+    """
+    if is_builtin(case):
+        return None
+    own = sysconfig.get_paths()
+    added = takewhile(lambda entry: entry != own["stdlib"], sys.path)
+    others = [(known, name) for _, known, name in names_of(case) if not known.is_builtin(name)]
+    imported = [str(path) for known, name in others if (path := known.import_path(name))]
+    entries = [*added, *imported, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    wanted = [e for e in entries if e and e not in own.values() and Path(e).exists()]
+    return os.pathsep.join(dict.fromkeys(wanted))
 
 
 def name_of(kind: type[Exception]) -> str:

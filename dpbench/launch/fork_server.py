@@ -139,10 +139,9 @@ def environment_of_cases() -> dict[str, str]:
 
 @cache
 def fork_server() -> ForkServer | None:
-    """The server, started on first call; None where processes are not forked."""
-    if sys.platform.startswith("linux"):
-        with suppress(OSError):
-            return ForkServer(environment_of_cases())
+    """The server, started on first call; None if it cannot be started."""
+    with suppress(OSError):
+        return ForkServer(environment_of_cases())
     return None
 
 

@@ -35,8 +35,8 @@ guard knows the number even if the parent is interrupted while it starts the pro
 
 
 def cores() -> int:
-    """The number of cores that this process may use; 1 where the system does not tell."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 class ProcessGroup:

@@ -80,7 +80,6 @@ def check_backend(device: torch.device) -> str:
 
 
 def _launch(work: Work, case: Case, device: torch.device) -> Mapping[int, Record]:
-    forks = sys.platform == "linux" and _forks_can_use_cuda()
     with _launcher_effects_undone(), tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         # A store on a free port: the rendezvous for several machines would take seconds.
         store = TCPStore("localhost", 0, is_master=True, multi_tenant=True)
@@ -94,7 +93,7 @@ def _launch(work: Work, case: Case, device: torch.device) -> Mapping[int, Record
             rdzv_configs={"rank": 0},
             run_id=str(os.getpid()),
             max_restarts=0,
-            start_method="fork" if forks else "spawn",
+            start_method="fork" if _forks_can_use_cuda() else "spawn",
         )
         try:
             records: Mapping[int, Record] = elastic_launch(config, _run_rank)(work, case, device)

@@ -43,7 +43,7 @@ def case_kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> lis
 def kernel_tables(
     counts: Sequence[KernelCount], name: str, device: str, step_bytes: float | None, top: int
 ) -> list[Table]:
-    """Tables of the kernels, categories and operators of a case, most DRAM bytes first.
+    """Tables of the kernels and categories of a case, most DRAM bytes first.
 
     Shares are of the step's DRAM bytes if ranges measured them, else of the bytes of all kernels.
     Bandwidths are compared with the peak of the card.
@@ -53,12 +53,11 @@ def kernel_tables(
         name: the case, for the titles.
         device: the card, for the titles; its data sheet has the peak.
         step_bytes: DRAM bytes of the step; None if ranges did not measure it.
-        top: how many kernels and operators are shown; categories are all shown.
+        top: how many kernels are shown; categories are all shown.
     """
     roofs = known_roofs(device)
-    groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
     tables = []
-    for by in groups if any(count.operator for count in counts) else groups[:2]:
+    for by in (["kernel", "phase"], ["category"]):
         bandwidth = roofs.bandwidth if roofs else None
         table = kernel_table(counts, by, step_bytes=step_bytes, bandwidth=bandwidth)
         shown = table if by == ["category"] else table.head(top)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpbench.child.step_finder import Calls
+from dpbench.child.recorder import Calls
 from dpbench.verify.check_result import FAILED, NOT_JUDGED, Check
 from dpbench.verify.reference import NEGLIGIBLE, Examples, Gradients, distances
 from dpbench.verify.trained_model import without_dropout

@@ -40,10 +40,13 @@ def test_all_its_steps_are_those_that_pytorch_needs(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("activ=3", "unknown part of a profiler schedule 'activ'; choose from skip_first, wait"),
-        ("3", "unknown part of a profiler schedule '3'"),
-        ("active=", "active must be a whole number, not ''"),
-        ("active=-1", "active must be a whole number, not '-1'"),
+        (
+            "activ=3",
+            "unknown parameter of a profiler schedule 'activ'; choose from skip_first, wait",
+        ),
+        ("3", "a parameter is NAME=VALUE in printable text without commas, not '3='"),
+        ("active=x", "parameter active of a profiler schedule must be an integer, not 'x'"),
+        ("active=-1", "active must be >= 1, not -1"),
         ("active=0", "active must be >= 1, not 0"),
         ("repeat=0", "repeat must be >= 1, not 0"),
     ],

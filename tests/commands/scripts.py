@@ -68,14 +68,6 @@ thread.start()
 thread.join()
 """
 
-RANKS = """
-import multiprocessing
-if __name__ == "__main__":
-    rank = multiprocessing.get_context("fork").Process(target=print, args=("a rank",))
-    rank.start()
-    rank.join()
-"""
-
 FORK = """
 import os
 if os.fork() == 0:

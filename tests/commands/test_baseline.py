@@ -106,7 +106,7 @@ def test_a_grid_file_names_its_baseline(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("baseline", "said"),
-    [("'nope'", "unknown trainer 'nope'"), ("3", "baseline must be the name of a trainer, not 3")],
+    [("'nope'", "unknown trainer 'nope'"), ("3", "3 is no name")],
 )
 def test_a_baseline_that_is_no_trainer_is_refused(
     dpbench: Asked, tmp_path: Path, baseline: str, said: str

@@ -84,7 +84,6 @@ def test_name_without_parameters_is_in_id_and_report_as_it_was() -> None:
     assert case.id == "dpsgd-bs8-seq256-1b-fp32-optimizer=adamw-trainable=lora:8"
     folder = "1b-fp32-optimizer=adamw-trainable=lora@3A8"
     assert case.report_path == Path(folder, "report_dpsgd_bs8_seq256.ncu-rep")
-    assert Case("größe", 8, 256).report_path.name == "report_größe_bs8_seq256.ncu-rep"
 
 
 def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
@@ -129,7 +128,7 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
         ({"workload": "transformer:seq_len=x"}, "seq_len is given twice"),
         (
             {"trainer": "tests.core.test_case_parameters:Own:beta"},
-            "a parameter is written tests.core.test_case_parameters:Own:NAME=VALUE",
+            "parameters follow as :NAME=VALUE",
         ),
         (
             {"trainer": "tests.core.test_case_parameters:Absent"},

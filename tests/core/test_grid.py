@@ -283,35 +283,3 @@ def test_grid_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, content: 
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
     assert refusal(lambda: Grid.named(str(path))).startswith(f"grid file {path}: ")
-
-
-MANY = tuple(range(1, 201))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: with_values(batch_size=MANY, seq_len=MANY, micro_batches=MANY, gpus=MANY),
-        lambda: with_values(trainer=("standard",) * 10, batch_size=MANY, seq_len=MANY),
-        lambda: GRID1.with_axes(set=[f"{name}={n}" for name in "abcd" for n in MANY]),
-    ],
-)
-def test_a_grid_that_nobody_can_measure_is_refused_at_once(make: Callable[[], Grid]) -> None:
-    with pytest.raises(ConfigurationError, match="combinations of values; at most 100000"):
-        make()
-
-
-def test_parameters_of_a_name_that_nobody_can_measure_are_refused_at_once(tmp_path: Path) -> None:
-    listed = ", ".join(map(str, MANY))
-    each = ", ".join(f"{name} = [{listed}]" for name in "abcd")
-    path = tmp_path / "grid.toml"
-    path.write_text(f"trainer = {{name = 'dpsgd', {each}}}\nbatch_size = 1\nseq_len = 1\n")
-    with pytest.raises(ConfigurationError, match="a table of parameters has 1600000000 comb"):
-        Grid.named(str(path))
-
-
-def test_a_grid_file_that_is_nested_without_end_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "deep.toml"
-    path.write_text(f"trainer = {'[' * 5000}{']' * 5000}\n")
-    with pytest.raises(ConfigurationError, match=r"^grid file .*deep\.toml: maximum recursion"):
-        Grid.named(str(path))

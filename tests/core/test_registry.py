@@ -149,7 +149,7 @@ def test_target_that_cannot_be_imported_is_refused(registry: Registry, spelling:
     target = spelling.partition("=")[2]
     message = refusal(lambda: registry.canonical(spelling))
     assert message.startswith(f"trainer 'mine': {target!r} cannot be imported")
-    assert message.endswith("package.module:Class")
+    assert message.endswith("parameters follow as :NAME=VALUE")
 
 
 @pytest.mark.parametrize("name", ["my-trainer", "1st", "a=b", "../up"])

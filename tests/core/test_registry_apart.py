@@ -17,7 +17,7 @@ from dpbench.core.registry import (
     locate,
     resolve,
 )
-from dpbench.launch.imports import python_path
+from dpbench.launch.case_process import python_path
 from tests.core import test_registry
 from tests.core.test_registry import refusal
 

@@ -27,8 +27,6 @@ from dpbench.launch.fork_server import COMMAND, Forked, ForkServer, environment_
 from dpbench.runner import measure_at_once
 from tests.launch import misbehaving
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
-
 PATIENCE = 300
 """Seconds after which what should have happened will not; on a busy machine all takes long."""
 

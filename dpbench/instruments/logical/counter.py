@@ -118,33 +118,22 @@ class OperatorCounter(TorchDispatchMode):
         self._phase = None
 
     @property
-    def counts(self) -> dict[tuple[str, str], Counter[str]]:
-        """Calls, bytes and FLOPs by phase and operator."""
-        totals: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        for (phase, name, _), count in self._by_place().items():
-            totals[phase, name] += count
-        return totals
-
-    @property
     def operators(self) -> tuple[OperatorCount, ...]:
         """The counts of each operator by phase and place, most bytes first."""
-        counts = [
-            OperatorCount(
-                *(phase, name, count["calls"], count["read_bytes"], count["write_bytes"]),
-                *(count["flops"], rules.is_foreign(name), count["collective_bytes"], *place),
-            )
-            for (phase, name, place), count in self._by_place().items()
-        ]
-        return tuple(sorted(counts, key=lambda count: -count.total_bytes))
-
-    def _by_place(self) -> dict[tuple[str, str, Place], Counter[str]]:
         totals: dict[tuple[str, str, Place], Counter[str]] = defaultdict(Counter)
         for (phase, name, each, place), times in self.calls.items():
             total = totals[phase, name, place]
             total["calls"] += times
             for what, amount in zip(each._fields[:-1], each[:-1], strict=True):
                 total[what] += times * amount
-        return totals
+        counts = [
+            OperatorCount(
+                *(phase, name, count["calls"], count["read_bytes"], count["write_bytes"]),
+                *(count["flops"], rules.is_foreign(name), count["collective_bytes"], *place),
+            )
+            for (phase, name, place), count in totals.items()
+        ]
+        return tuple(sorted(counts, key=lambda count: -count.total_bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_distributed(types):

@@ -31,6 +31,7 @@ from dpbench.core.registry import is_builtin
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
+from dpbench.instruments.logical.recorder import LogicalRecorder, new_objects_collected
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.fork_server import fork_server
 from dpbench.launch.pending import PendingMeasurement
@@ -98,8 +99,6 @@ class Logical(Instrument):
         return CaseProcess(Task(case, self), log=log, timeout=self.timeout, read=_read_outcome)
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
-        from dpbench.instruments.logical.recorder import LogicalRecorder
-
         return LogicalRecorder(steps)
 
     def check_script(self) -> None:
@@ -242,19 +241,6 @@ def live_bytes(counter: OperatorCounter) -> int:
     """Live bytes between two steps, after garbage collection of reference cycles."""
     gc.collect()
     return counter.memory.now
-
-
-@contextmanager
-def new_objects_collected() -> Iterator[None]:
-    """Make the garbage collector skip old objects, PyTorch's above all: it takes half the time."""
-    if gc.get_freeze_count():  # do not unfreeze others' objects
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

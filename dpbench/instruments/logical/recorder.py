@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -42,10 +43,8 @@ class LogicalRecorder(Recorder):
         from dpbench.instruments.logical.memory import resizing_seen
 
         counter = RealTensorCounter()
-        if not gc.get_freeze_count():  # so that cycles are found among new objects, in no time
-            gc.collect()
-            gc.freeze()
-            self.held.callback(gc.unfreeze)
+        gc.collect()
+        self.held.enter_context(new_objects_collected())
         self.held.enter_context(resizing_seen(counter.memory))
         self.held.enter_context(counter)
         # Dynamo cannot compile under a dispatch mode, and raises an error for ``fullgraph``.
@@ -78,3 +77,16 @@ class LogicalRecorder(Recorder):
 
     def forked(self) -> None:
         self.close()
+
+
+@contextmanager
+def new_objects_collected() -> Iterator[None]:
+    """Make the garbage collector skip old objects, PyTorch's above all: it takes half the time."""
+    if gc.get_freeze_count():  # do not unfreeze others' objects
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from dpbench.core.case import Case
 from dpbench.core.registry import MODELS, TRAINERS
+from dpbench.instruments.logical.counter import OperatorCounter
 from dpbench.instruments.logical.logical import Logical
 from dpbench.results.outcome import Outcome
 
@@ -57,3 +59,12 @@ def moved(result: Outcome, where: str) -> tuple[float, float]:
 def guessed(result: Outcome) -> set[str]:
     """Operators whose bytes are guessed from their schema."""
     return {count.operator for count in result.operators if count.general_rule}
+
+
+def totals(counter: OperatorCounter) -> dict[tuple[str, str], Counter[str]]:
+    """Calls, bytes and FLOPs by phase and operator."""
+    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for each in counter.operators:
+        for what in ("calls", "read_bytes", "write_bytes", "flops", "collective_bytes"):
+            found[each.phase, each.operator][what] += getattr(each, what)
+    return found

@@ -22,7 +22,7 @@ from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 from dpbench.training.base import Batch
 from dpbench.training.phases import observed_step
 from dpbench.training.standard import StandardTrainer
-from tests.instruments.logical.cases import count, tiny
+from tests.instruments.logical.cases import count, tiny, totals
 from tests.instruments.logical.test_rules import E, Moved, moved
 
 B, HEADS, T, WIDTH = 2, 3, 32, 8
@@ -53,7 +53,7 @@ def forward_and_backward(
 
 
 def operators(counter: OperatorCounter) -> set[str]:
-    return {name for _, name in counter.counts}
+    return {name for _, name in totals(counter)}
 
 
 class TestDropout:

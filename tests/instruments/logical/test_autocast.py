@@ -18,7 +18,7 @@ from dpbench.results.rows import STEP
 from dpbench.training.base import Batch
 from dpbench.training.phases import observed_step
 from dpbench.training.standard import StandardTrainer
-from tests.instruments.logical.cases import count, tiny
+from tests.instruments.logical.cases import count, tiny, totals
 from tests.instruments.logical.cases import moved as moved_in
 from tests.instruments.logical.test_rules import moved
 
@@ -85,7 +85,7 @@ def test_what_was_cast_is_forgotten_at_the_end_of_a_region() -> None:
             for _ in range(3):
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     weight @ weight.T
-    assert counter.counts["outside", "aten._to_copy"]["calls"] == 6  # weight.T is cast anew
+    assert totals(counter)["outside", "aten._to_copy"]["calls"] == 6  # weight.T is cast anew
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

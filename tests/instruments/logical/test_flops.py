@@ -29,7 +29,7 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.training.phases import observed_step
-from tests.instruments.logical.cases import count, values
+from tests.instruments.logical.cases import count, totals, values
 
 Work = Callable[[], Any]
 
@@ -50,7 +50,7 @@ def imagined(work: Work) -> OperatorCounter:
 
 
 def flops(counter: OperatorCounter) -> int:
-    return sum(count["flops"] for count in counter.counts.values())
+    return sum(count["flops"] for count in totals(counter).values())
 
 
 def both(work: Work) -> int:
@@ -243,7 +243,7 @@ def test_attention_with_a_function_of_its_scores_is_one_kernel_in_each_direction
         q, k, v = (floats(*shape) for _ in range(3))
         flex_attention(q, k, v, score_mod=lambda score, *where: score * 2).sum().backward()
 
-    counts = imagined(work).counts
+    counts = totals(imagined(work))
     forward = counts["outside", "flex_attention"]
     products = 2 * 2 * elements * 128
     assert forward["flops"] == products

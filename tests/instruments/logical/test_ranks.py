@@ -41,7 +41,7 @@ from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 from dpbench.training.phases import observed_step
 from dpbench.workloads.transformer import SimpleBigModel
-from tests.instruments.logical.cases import count
+from tests.instruments.logical.cases import count, totals
 from tests.instruments.logical.ranks import (
     PAIRS,
     Alive,
@@ -301,7 +301,7 @@ def test_who_sends_reads_and_who_receives_writes(rank: int) -> None:
             counter = RealTensorCounter()
             with counter, observed_step(counter):
                 work()
-            count = counter.counts["outside", f"c10d.{name}"]
+            count = totals(counter)["outside", f"c10d.{name}"]
             moved[name] = (count["read_bytes"], count["write_bytes"])
     finally:
         distributed.destroy_process_group()

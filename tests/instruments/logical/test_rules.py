@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from dpbench.instruments.logical.counter import OperatorCounter, without_data
 from dpbench.instruments.logical.memory import region_of
 from dpbench.training.phases import observed_step
+from tests.instruments.logical.cases import totals
 
 E = 4
 INT64 = 8
@@ -37,7 +38,7 @@ class Moved(NamedTuple):
 
 def moved(counter: OperatorCounter, operator: str | None = None) -> Moved:
     counts = [
-        c for (_, name), c in counter.counts.items() if operator in (None, name.split(".")[1])
+        c for (_, name), c in totals(counter).items() if operator in (None, name.split(".")[1])
     ]
     return Moved(sum(c["read_bytes"] for c in counts), sum(c["write_bytes"] for c in counts))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -89,19 +87,3 @@ def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(TimelineUnreadable, match="unable to open"):
         read_timeline(tmp_path / "none.sqlite")
     assert not list(tmp_path.iterdir())
-
-
-ENDLESS = "WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id FROM n) SELECT id, id AS value"
-
-
-@pytest.mark.parametrize(
-    "table", ["StringIds", "stringids", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_KERNEL"]
-)
-def test_a_view_that_never_ends_is_refused(tmp_path: Path, table: str) -> None:
-    path = case_recording().write(tmp_path / "endless.sqlite")
-    with closing(sqlite3.connect(path)) as database:
-        database.execute(f"DROP TABLE {table}")
-        database.execute(f"CREATE VIEW {table} AS {ENDLESS} FROM n")
-        database.commit()
-    with pytest.raises(TimelineUnreadable, match="is a view"):
-        read_timeline(path)
