@@ -15,14 +15,12 @@ from dpbench.core.case import Case
 from dpbench.core.errors import DpbenchError
 from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
-from dpbench.instruments.observe import observe
 from dpbench.verify.check_result import Check
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "50x16x1x2"}
 FASTDP = "bench.peers.fastdp:FastDPTrainer"
 BACKPACK = "bench.peers.backpack:BackPACKTrainer"
-JAX = "bench.peers.jax_transformer:JaxPrivacyTrainer"
 
 
 def needs(module: str) -> pytest.MarkDecorator:
@@ -30,7 +28,7 @@ def needs(module: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"no {module}: bench/peers/README.md installs it")
 
 
-fastdp, backpack, jax_privacy = map(needs, ("fastDP", "backpack", "jax_privacy"))
+fastdp, backpack = map(needs, ("fastDP", "backpack"))
 
 
 @cache
@@ -106,31 +104,10 @@ def test_backpack_compares_ids_with_each_row_of_an_embedding() -> None:
     assert compared.calls == 50 + 1024  # of tokens, of positions
 
 
-@jax_privacy
-def test_jax_privacy_clips_as_it_says() -> None:
-    assert not wrong(JAX, micro_batches=1)
-
-
-@jax_privacy
-def test_steps_in_jax_are_observed() -> None:
-    import jax
-
-    from bench.peers.jax_transformer import PrivateSteps, in_jax
-    from dpbench import ModelSize, SimpleBigModel, get_random_dataloader
-
-    steps = PrivateSteps(SimpleBigModel(ModelSize.parse("50x16x1x2")), batch_size=4)
-    [batch, *_] = get_random_dataloader(batch_size=4, seq_len=8, vocab_size=50)
-    with observe("timing", skip=1, steps=2) as seen:
-        for _ in range(3):
-            with seen.step():
-                jax.block_until_ready(steps.step(*map(in_jax, batch)))
-    assert seen.report.value("step_time_seconds") > 0
-
-
 def test_the_tables_of_the_readme_are_those_that_verify_printed() -> None:
     readme = (ROOT / "bench/peers/README.md").read_text(encoding="utf-8")
     printed = (ROOT / "docs/results/verify-peers.txt").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", readme, re.M | re.S)
     tables = [text for language, text in blocks if not language]
-    assert len(tables) == 3
+    assert len(tables) == 2
     assert [table for table in tables if table not in printed] == []
