@@ -31,7 +31,6 @@ Examples:
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
   dpbench show ncu_reports/1b-fp32/kernels/*.ncu-rep --phase clip --top 20
-  dpbench show ncu_reports/1b-fp32/kernels/report_dpsgd_bs8_seq256.ncu-rep --profile runs/CASE
   dpbench show ncu_reports/1b-bf16/report_dpsgd_bs8_seq256.sqlite
 """
 
@@ -57,9 +56,7 @@ from dpbench.core.settings import Settings, declare
 from dpbench.core.subject import Subject
 from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.nsys import timeline_of
-from dpbench.instruments.torch_profiler.profile_folder import with_operators
-from dpbench.results.account import dram_bytes_of_step
-from dpbench.results.kernels import KernelCount, fold, kernel_rows
+from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import (
     CARDS,
@@ -72,7 +69,7 @@ from dpbench.results.roofline import (
 )
 from dpbench.results.rows import NO_HARDWARE, NUMBER
 from dpbench.results.run import Run
-from dpbench.results.summary import own_values, summary, to_frame
+from dpbench.results.summary import dram_bytes_of_step, own_values, summary, to_frame
 from dpbench.results.times import time_breakdown
 from dpbench.show.export import summary_tables
 from dpbench.show.kernels import kernel_tables, roofline_tables
@@ -97,12 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="runs, reports or timelines")
     declare(parser.add_argument, "columns", "sort", "group_by", "expect", "top", "storage")
     parser.add_argument("--phase", choices=ALL_PHASES, help="of kernels, those of this phase only")
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="DIR",
-        help="of kernels, the operators as well, by the PyTorch profile of the same case",
-    )
     parser.add_argument(
         "--roofline",
         nargs="?",
@@ -282,12 +273,9 @@ def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
     Ranges are in a report one folder up, see `dpbench.instruments.ncu`.
     """
     report = ncu.read_kernels(path)
-    launches: Sequence[KernelCount] = report.launches
-    if options.profile:
-        launches = with_operators(options.profile, launches)
-    chosen = [launch for launch in launches if options.phase in (None, launch.phase)]
+    chosen = [launch for launch in report.launches if options.phase in (None, launch.phase)]
     if not chosen:
-        present = ", ".join(dict.fromkeys(launch.phase for launch in launches))
+        present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
         raise ConfigurationError(
             f"{path}: no kernel in phase {options.phase!r}; there is {present}"
         )

@@ -174,7 +174,6 @@ class KernelCount(Entry):
     write_bytes: float  # to DRAM, B
     l2_bytes: float  # all traffic of the L2 cache's slices, B
     seconds: float  # from its start on the GPU to its end
-    operator: str | None = None  # which launched it, e.g. aten::clone, if that is known
 
     @property
     def kernel(self) -> str:
@@ -193,10 +192,10 @@ class KernelCount(Entry):
 
 
 def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
-    """Launches summed by step, phase, kernel and operator; those with most DRAM bytes first."""
+    """Launches summed by step, phase and kernel; those with most DRAM bytes first."""
     groups: dict[tuple[Any, ...], list[KernelCount]] = defaultdict(list)
     for launch in launches:
-        groups[launch.repeat, launch.phase, launch.name, launch.operator].append(launch)
+        groups[launch.repeat, launch.phase, launch.name].append(launch)
     counts = [
         replace(group[0], **{name: sum(getattr(x, name) for x in group) for name in ADDED_UP})
         for group in groups.values()
@@ -245,7 +244,7 @@ def kernel_table(
     import pandas as pd  # not in processes that only count
 
     frame = pd.DataFrame([count.as_row() for count in counts])
-    table = frame.groupby(list(by), dropna=False)[[*ADDED_UP]].sum() / frame.repeat.nunique()
+    table = frame.groupby(list(by))[[*ADDED_UP]].sum() / frame.repeat.nunique()
     table["dram_bytes"] = table.read_bytes + table.write_bytes
     whole = step_bytes if step_bytes is not None else table.dram_bytes.sum()
     table["share"] = table.dram_bytes / whole if whole else float("nan")

@@ -8,17 +8,11 @@ from dataclasses import replace
 
 import pandas as pd
 
-from dpbench.results.account import (
-    ACCOUNT_COLUMNS,
-    TOLERANCE,
-    dram_bytes_of_step,
-    reconcile_kernels,
-)
 from dpbench.results.kernels import KernelCount, category, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import LAUNCH_BOUND, Roofs, known_roofs
 from dpbench.results.rows import NO_HARDWARE, STEP
-from dpbench.results.summary import IN_CACHE_BYTES
+from dpbench.results.summary import dram_bytes_of_step
 from dpbench.show.groups import in_order, ordered, titled
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds, step_milliseconds
 from dpbench.show.tables import SHOWN_SHARE
@@ -33,17 +27,14 @@ def case_kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> lis
         return []
     of_case = summary[(summary.case == outcome.case) & summary.instrument.isin(outcome.by)]
     device = next((row.device for row in outcome.rows if row.device != NO_HARDWARE), "")
-    accounted, whole = reconcile_kernels(of_case), dram_bytes_of_step(of_case)
-    return [
-        *([] if accounted is None else [account_table(outcome.case.id, accounted)]),
-        *kernel_tables(outcome.kernels, outcome.case.id, device, whole, top),
-    ]
+    whole = dram_bytes_of_step(of_case)
+    return kernel_tables(outcome.kernels, outcome.case.id, device, whole, top)
 
 
 def kernel_tables(
     counts: Sequence[KernelCount], name: str, device: str, step_bytes: float | None, top: int
 ) -> list[Table]:
-    """Tables of the kernels, categories and operators of a case, most DRAM bytes first.
+    """Tables of the kernels and their categories of a case, most DRAM bytes first.
 
     Shares are of the step's DRAM bytes if ranges measured them, else of the bytes of all kernels.
     Bandwidths are compared with the peak of the card.
@@ -53,12 +44,11 @@ def kernel_tables(
         name: the case, for the titles.
         device: the card, for the titles; its data sheet has the peak.
         step_bytes: DRAM bytes of the step; None if ranges did not measure it.
-        top: how many kernels and operators are shown; categories are all shown.
+        top: how many kernels are shown; categories are all shown.
     """
     roofs = known_roofs(device)
-    groups = [["kernel", "phase"], ["category"], ["operator", "phase"]]
     tables = []
-    for by in groups if any(count.operator for count in counts) else groups[:2]:
+    for by in (["kernel", "phase"], ["category"]):
         bandwidth = roofs.bandwidth if roofs else None
         table = kernel_table(counts, by, step_bytes=step_bytes, bandwidth=bandwidth)
         shown = table if by == ["category"] else table.head(top)
@@ -73,8 +63,7 @@ def kernel_tables(
             "of\npeak": ("ceiling", "{:.0%}".format),
         }
         title = f"{', '.join(filter(None, (name, device)))}: bytes by {by[0]}{count}"
-        shown = shown.reset_index().fillna({by[0]: "unknown"})
-        tables.append(Table.of(title, shown, columns))
+        tables.append(Table.of(title, shown.reset_index(), columns))
     return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(counts, step_bytes, roofs)))]
 
 
@@ -101,24 +90,6 @@ def _notes(
     strangers = {count.kernel for count in counts if category(count.name) is None}
     if strangers:
         yield f"No category fits: {', '.join(sorted(strangers))}."
-
-
-def account_table(title: str, accounted: pd.DataFrame) -> Table:
-    """DRAM bytes by phase in GB: of kernels, of copies, of ranges, and what is left over."""
-    step = accounted.loc[STEP]
-    small = step.range_read + step.range_written < IN_CACHE_BYTES
-    write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")
-    ways = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
-    parts = dict(zip([*ways, "left\nover"], [*ACCOUNT_COLUMNS, "remainder"], strict=True))
-    columns: dict[str, Shown] = {header: (name, write) for header, name in parts.items()}
-    columns = {"phase": ("phase", str), **columns, "%": ("share", "{:.2%}".format)}
-    notes = ["Left over: range minus kernels minus copies; %: its share of the step's range."]
-    if small:
-        notes.append("WARNING: at this size copies stay in the L2 cache; bytes cannot add up.")
-    elif abs(step.share) > TOLERANCE:
-        notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
-    lines = accounted.rename_axis("phase").reset_index()
-    return Table.of(f"{title}: DRAM GB per step", lines, columns, notes)
 
 
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:

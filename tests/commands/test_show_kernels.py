@@ -54,18 +54,6 @@ def test_reports_become_a_page_and_rows_as_a_run_does(
     assert "timeline.sqlite: a timeline is shown as tables alone" in capsys.readouterr().err
 
 
-def test_the_operators_of_kernels_are_those_of_a_profile(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = unpacked("kernels/report_standard_bs4_seq64.ncu-rep", tmp_path)
-    profile = Path(__file__).parents[1] / "data" / "profile" / "standard"
-    assert main(["show", str(report), "--profile", str(profile), "--phase", "forward"]) == 0
-    text = capsys.readouterr().out
-    assert "aten::addmm" in text.partition("bytes by operator")[2]
-    assert main(["show", str(report), "--profile", str(tmp_path)]) == 1
-    assert "trace_0.json.gz: not a readable trace" in capsys.readouterr().err
-
-
 def test_a_phase_without_kernels_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

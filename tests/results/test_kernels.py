@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dpbench.core.case import PHASES, Case
 from dpbench.core.metrics import METRICS
-from dpbench.results.account import dram_bytes_of_step
 from dpbench.results.kernels import (
     KernelCount,
     fold,
     kernel_rows,
 )
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.summary import dram_bytes_of_step
 from tests.results.figures import summarised
 
 CASE = Case("dpsgd", 8, 256)
@@ -77,12 +76,3 @@ def test_reads_alone_are_not_the_bytes_of_a_step() -> None:
     )
     assert dram_bytes_of_step(summarised([read, write])) == 4e9
     assert dram_bytes_of_step(summarised([read])) is None
-
-
-def test_the_operator_stays_with_the_launches_that_it_made() -> None:
-    made_by = ["aten::zeros_like", None, "aten::zeros_like"]
-    counts = fold(replace(launch(), operator=operator) for operator in made_by)
-    assert {(count.operator, count.launches) for count in counts} == {
-        ("aten::zeros_like", 2),
-        (None, 1),
-    }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +15,6 @@ from dpbench.core.files import check_writable
 from dpbench.core.metrics import METRICS, OTHER_COPIES, unit
 from dpbench.core.subject import Subject
 from dpbench.instruments.torch_profiler import trace
-from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement
 
 INSTRUMENT = "torch_profiler"  # the instrument's name in rows
@@ -78,26 +76,6 @@ def write_log(case: Subject, rows: Sequence[Measurement], directory: Path) -> No
         metrics = {name: fmean(values) for name, values in of_step.items()}
         for summary in hparams(hyper_parameters, metrics):
             writer.file_writer.add_summary(summary)
-
-
-def with_operators(directory: Path, launches: Sequence[KernelCount]) -> list[KernelCount]:
-    """Add to kernels counted by Nsight Compute the operators that launched them in a profile.
-
-    The tools spell kernel names differently, so kernels are matched by their order in each phase of
-    the first step. In a phase with different numbers of kernels, operators stay unknown.
-    """
-    seen: dict[str, list[str | None]] = defaultdict(list)
-    for launch in trace.read(directory / "trace_0.json.gz").launches:
-        if launch.repeat == 0 and launch.kind == "kernel":
-            seen[launch.phase].append(launch.operator)
-    counted = Counter(launch.phase for launch in launches if launch.repeat == 0)
-    known = {phase: iter(names) for phase, names in seen.items() if len(names) == counted[phase]}
-    return [
-        replace(launch, operator=next(known[launch.phase]))
-        if launch.repeat == 0 and launch.phase in known
-        else launch
-        for launch in launches
-    ]
 
 
 def profile_rows(

@@ -56,7 +56,6 @@ class Launch:
     name: str  # the kernel's, demangled, or e.g. "Memcpy DtoD (Device -> Device)"
     seconds: float  # on the device
     bytes: int  # moved by a copy or memset; 0 for a kernel
-    operator: str | None  # the innermost one that launched it, e.g. aten::mm
 
 
 @dataclass(frozen=True)
@@ -165,12 +164,10 @@ def _launched(event: Event, call_of: Mapping[Any, Event]) -> float:
 def _launches(
     by_category: dict[str, list[Event]], timeline: _Timeline, call_of: Mapping[Any, Event]
 ) -> list[Launch]:
-    stacks = dict(_operators_around(call_of.values(), by_category["cpu_op"]))
     device = [(_launched(event, call_of), event) for event in _on_device(by_category)]
     launches = []
     for when, event in sorted(device, key=lambda each: (each[0], float(each[1]["ts"]))):
         repeat, phase = timeline.locate(when)
-        operators = stacks.get(_correlation(event), [])
         launches.append(
             Launch(
                 repeat,
@@ -179,30 +176,9 @@ def _launches(
                 event["name"],
                 float(event["dur"]) / 1e6,
                 int(event.get("args", {}).get("bytes", 0)),
-                operators[-1] if operators else None,
             )
         )
     return launches
-
-
-def _operators_around(
-    calls: Iterable[Event], operators: Iterable[Event]
-) -> Iterator[tuple[int, list[str]]]:
-    """Yield the correlation number of each call, and the operators around it, outermost first.
-
-    Operators of a thread nest, so one pass over operators and calls by time is enough.
-    """
-    open_on: dict[Any, list[tuple[float, str]]] = defaultdict(list)
-    merged = [*operators, *calls]
-    merged.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
-    for event in merged:
-        start, stack = float(event["ts"]), open_on[event["tid"]]
-        while stack and stack[-1][0] < start:
-            stack.pop()
-        if event["cat"] == "cpu_op":
-            stack.append((start + float(event["dur"]), event["name"]))
-        else:
-            yield event["args"]["correlation"], [name for _, name in stack]
 
 
 def _communication(
