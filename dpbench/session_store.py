@@ -282,7 +282,7 @@ class RunWriter:
             return
         cases = 0
         with self._held, suppress(ConfigurationError, OSError):  # gone, or out of reach
-            cases = len(Run.load_head(path).document.get("cases", ()))
+            cases = len(Run.load(path).document.get("cases", ()))
             if not cases:
                 path.unlink()
         if self._error is not None:

@@ -66,12 +66,6 @@ class Run:
             return cls(path, saved)
 
     @classmethod
-    def load_head(cls, path: Path) -> Run:
-        """Read a run for a listing, without checking its rows."""
-        with naming(path):
-            return cls(path, parsed(read_file(path)))
-
-    @classmethod
     def of(
         cls,
         name: str,
