@@ -1,4 +1,4 @@
-"""Find the commit, or the version of a package, that made a metric worse.
+"""Find the commit that made a metric worse.
 
 COMMAND writes a run. It is dpbench run or dpbench exec, to which --json is added, or any command
 with {json} in place of the run's file. LIMIT is METRIC[@PHASE]:1%, as for dpbench compare. GOOD and
@@ -6,20 +6,17 @@ BAD are measured first. The number that grew most from GOOD to BAD is followed: 
 until the first commit is found where that number exceeds LIMIT, compared with GOOD.
 
 COMMAND runs in a temporary git worktree of each commit. The worktree and its folder src are first
-on PYTHONPATH. Uncommitted files are missing there. With --package, released versions are tried
-instead: pip installs each into a temporary folder, which is first on PYTHONPATH, with those of its
-dependencies that this environment lacks. A commit or version that writes no run with that number
-is skipped.
+on PYTHONPATH. Uncommitted files are missing there. A commit that writes no run with that number is
+skipped.
 
 Bytes and operations are taken from one run. Times, powers and shares vary: COMMAND is repeated
 until the 95 % intervals of the means decide whether LIMIT is exceeded, at most --repeat times. The
-exit status is 0 if a commit or version is named. It is 2 if none is: BAD is not worse than GOOD,
+exit status is 0 if a commit is named. It is 2 if none is: BAD is not worse than GOOD,
 times are ambiguous, or only skipped ones are left. It is 1 if GOOD or BAD cannot be measured.
 
 Examples:
   dpbench bisect logical_bytes:1% v1.0..HEAD -- dpbench exec --instrument logical train.py
   dpbench bisect dram_bytes@clip:1% a1b2c3d..main -- pytest --ncu --dpbench-json={json}
-  dpbench bisect peak_memory_bytes:1% --package transformers==4.57..5.17 -- dpbench exec train.py
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dpbench.commands.candidates import Commits, Place, Releases, last_line
+from dpbench.commands.candidates import Commits, Place
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import printable
@@ -57,10 +54,9 @@ VERDICTS = {False: "good", True: "bad", None: "ambiguous"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
-    parser.usage = "dpbench bisect [options] LIMIT [GOOD..BAD] -- COMMAND …"
+    parser.usage = "dpbench bisect [options] LIMIT GOOD..BAD -- COMMAND …"
     parser.add_argument("limit", metavar="LIMIT", help="METRIC[@PHASE]:1%%")
-    parser.add_argument("commits", nargs="?", metavar="GOOD..BAD", help="a range of commits")
-    parser.add_argument("--package", metavar="NAME==LOW..HIGH", help="versions, without commits")
+    parser.add_argument("commits", metavar="GOOD..BAD", help="a range of commits")
     parser.add_argument(
         "--repeat", type=int, default=10, metavar="N", help="at most N runs of each (10)"
     )
@@ -69,11 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure both ends, and halve the range between them until one is left."""
     limit, command = Threshold.parse(options.limit), with_json(options.words)
-    if bool(options.commits) == bool(options.package):
-        raise ConfigurationError("name either commits, GOOD..BAD, or a --package")
-    kind, text = (Releases, options.package) if options.package else (Commits, options.commits)
     with TemporaryDirectory(prefix="dpbench-bisect-", ignore_cleanup_errors=True) as folder:
-        among: Commits | Releases = kind(text, Path(folder))
+        among = Commits(options.commits, Path(folder))
         return Bisection(among, limit, command, options.repeat, Path(folder) / "run.json").run()
 
 
@@ -89,7 +82,7 @@ def with_json(words: Sequence[str]) -> list[str]:
 
 @dataclass
 class Trial:
-    """A commit or version, its runs, and the number of each."""
+    """A commit, its runs, and the number of each."""
 
     name: str
     place: Place
@@ -99,9 +92,9 @@ class Trial:
 
 @dataclass
 class Bisection:
-    """The search for the first commit or version that exceeds a limit against the good end."""
+    """The search for the first commit that exceeds a limit against the good end."""
 
-    among: Commits | Releases
+    among: Commits
     limit: Threshold
     command: Sequence[str]
     repeats: int
@@ -156,7 +149,8 @@ class Bisection:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         code, said = processes.run(words, timeout=None, cwd=directory, env=environment)
         if not self.file.exists():
-            raise DpbenchError(f"{trial.name:.9} wrote no run (status {code}): {last_line(said)}")
+            last = said.strip().rpartition("\n")[2]
+            raise DpbenchError(f"{trial.name:.9} wrote no run (status {code}): {last}")
         trial.runs.append(Run.load(self.file))
         return trial.runs[-1]
 

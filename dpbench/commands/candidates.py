@@ -1,29 +1,17 @@
-"""Commits of a repository and released versions of a package: their order, and a place of each."""
+"""Commits of a repository: their order, and a place of each."""
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import Version
-
 from dpbench.core.errors import ConfigurationError
-from dpbench.launch.processes import run
 from dpbench.results.conditions import git
 
 Place = tuple[Path, list[Path]]
 """A command's working directory, and what comes first on its PYTHONPATH."""
-
-
-def last_line(said: str) -> str:
-    """The last line that a program printed."""
-    return said.strip().rpartition("\n")[2]
 
 
 def git_here(*words: str) -> str:
@@ -71,52 +59,3 @@ class Commits:
         finally:
             rmtree(tree, ignore_errors=True)  # git would keep one that was not finished
             git(Path(), "worktree", "remove", "--force", "--force", str(tree))
-
-
-class Releases:
-    """The released versions of a package in ``NAME==LOW..HIGH``, installed in a folder."""
-
-    def __init__(self, text: str, folder: Path) -> None:
-        try:
-            asked = Requirement(re.sub(r"==(.+?)\.\.", r">=\1,<=", text))
-        except InvalidRequirement as error:
-            raise ConfigurationError(f"package {text!r}: write NAME==LOW..HIGH") from error
-        listed = pip("index", "versions", asked.name).partition("Available versions: ")[2]
-        known = sorted(re.findall(r"[^\s,]+", listed.partition("\n")[0]), key=Version)
-        self._names = [*asked.specifier.filter(known)]
-        if len(self._names) < 2:
-            raise ConfigurationError(f"{text!r} holds no two of the releases {', '.join(known)}")
-        self.good, self.bad = self._names[0], self._names[-1]
-        self._folder, self._package, self._needed = folder, asked.name, dict[str, list[str]]()
-
-    def between(self, good: Sequence[str], bad: str) -> list[str]:
-        """The versions between the last good one and a bad one, those in the middle first."""
-        first, end = max(map(self._names.index, good)), self._names.index(bad)
-        places = sorted(range(first + 1, end), key=lambda place: abs(2 * place - first - end))
-        return [self._names[place] for place in places]
-
-    def about(self, name: str) -> str:
-        """What was installed, and was not with the good version."""
-        known = [] if name == self.good else self._needed[self.good]
-        return " ".join(n for n in self._needed.get(name, ()) if n not in known) or "as installed"
-
-    @contextmanager
-    def place(self, name: str) -> Iterator[Place]:
-        """A folder with a version and what it needs, unless this environment has it."""
-        folder, report = self._folder / name, self._folder / "report.json"
-        pip("install", "--dry-run", "--report", str(report), f"{self._package}=={name}")
-        found = [item["metadata"] for item in json.loads(report.read_bytes())["install"]]
-        self._needed[name] = [f"{each['name']}=={each['version']}" for each in found]
-        if found:
-            pip("install", "--no-deps", "--target", str(folder), *self._needed[name])
-        yield Path(), [folder]
-        rmtree(folder, ignore_errors=True)
-
-
-def pip(*words: str) -> str:
-    """What pip prints for this Python; `ConfigurationError` with its last line if it fails."""
-    program = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    code, said = run([*program, *words], timeout=None)
-    if code:
-        raise ConfigurationError(f"pip {words[0]}: {last_line(said)}")
-    return said
