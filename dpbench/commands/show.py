@@ -2,7 +2,7 @@
 
 A run is the number of a saved one (dpbench list shows them) or a JSON file: of
 dpbench run --json, of pytest --dpbench-json, or in the storage. With --html FILE runs become one
-HTML page that opens offline: charts, each with its numbers as a table, and every row. --output FILE
+HTML page that opens offline: charts, each with its numbers as a table. --output FILE
 writes what the ending says: .html that page, .md the tables, .csv the rows, .json the run.
 
 With --roofline the operations and bytes of each phase are compared with the roofs of the card that
