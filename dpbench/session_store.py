@@ -167,8 +167,12 @@ class SessionStore:
     @property
     def requests(self) -> list[Request]:
         """What tests are known to ask for, in order: before they run, and when they do ask."""
-        files = (self._load(name, _requests) for name in sorted(self._names(REQUESTS)))
-        return [request for requests in files for request in requests]
+
+        def read(payload: Mapping[str, Any]) -> list[Request]:
+            return [*map(Request.from_json, payload["requests"])]
+
+        names = sorted(self._names(REQUESTS))
+        return [request for name in names for request in self._load(name, read)]
 
     def outcomes(self) -> list[Outcome]:
         """Outcomes of cases in the order in which they were finished, with tests that asked."""
@@ -183,10 +187,6 @@ class SessionStore:
         """Remove the directory, unless this is a fork of the process that made it."""
         if self._directory is not None and os.getpid() == self._owner:
             shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _requests(payload: Mapping[str, Any]) -> list[Request]:
-    return [*map(Request.from_json, payload["requests"])]
 
 
 class RunWriter:

@@ -72,7 +72,7 @@ from dpbench.results.run import Run
 from dpbench.results.summary import own_values
 from dpbench.results.times import time_breakdown
 from dpbench.show.export import summary_tables
-from dpbench.show.kernels import case_kernel_tables, roofline_tables
+from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
 from dpbench.show.outputs import write_output
 from dpbench.show.profile import timeline_tables
@@ -237,7 +237,7 @@ def _of_reports(
     if not all(map(ncu.holds_kernels, reports)):
         yield from tables(run.summary, view)
     for outcome in run.outcomes:
-        yield from case_kernel_tables(outcome, run.summary, options.top)
+        yield from kernel_tables(outcome, run.summary, options.top)
 
 
 def _run_of(reports: Sequence[Path], phase: str | None = None) -> Run:

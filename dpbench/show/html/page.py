@@ -26,7 +26,7 @@ from dpbench.show.html.figures import NAMES, Chart, times
 from dpbench.show.html.flame import flames
 from dpbench.show.html.ranks import sent, waits
 from dpbench.show.html.roofs import roofline, time
-from dpbench.show.kernels import case_kernel_tables
+from dpbench.show.kernels import kernel_tables
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.outputs import labels_text
 from dpbench.show.profile import recorded_tables
@@ -154,7 +154,7 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
         for run in runs
         for table in (
             *recorded_tables(run.summary, run.frame),
-            *(each for o in run.outcomes for each in case_kernel_tables(o, run.summary, MOST)),
+            *(each for o in run.outcomes for each in kernel_tables(o, run.summary, MOST)),
         )
     ]
 
