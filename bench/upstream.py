@@ -54,16 +54,13 @@ READ_GRADIENTS = (
 )
 """Tests of Opacus that read gradients, norms or sums of them."""
 
-CONFTEST = f"""
-import sys
+CONFTEST = """
 from hypothesis import settings
 
 settings.register_profile("few", max_examples=5)
 settings.load_profile("few")
-sys.path.append({str(ROOT / "bench/scripts/vision")!r})
 """
-"""For Opacus's tests: 5 examples of each property instead of 100, and random images from the
-checkout where torchvision is not installed."""
+"""For Opacus's tests: 5 examples of each property instead of 100."""
 
 
 def names() -> list[str]:
@@ -98,18 +95,10 @@ def opacus_tests(name: str, tests: Sequence[str]) -> dict[str, str]:
         patched(name, Path(folder))
         (Path(folder) / "conftest.py").write_text(CONFTEST)
         isolated = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
-        options = [
-            "-q",
-            "--ignore-glob=*account*",
-            "-c",
-            os.devnull,
-            "--rootdir",
-            folder,
-            "-p",
-            "no:cacheprovider",
-        ]
+        options = f"-q --ignore-glob=*account* -c {os.devnull} -p no:cacheprovider".split()
+        options += ["--rootdir", folder, "--junitxml", "tests.xml"]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, "--junitxml", "tests.xml", *tests],
+            [sys.executable, "-m", "pytest", *options, *tests],
             cwd=folder,
             env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | isolated,
             capture_output=True,
@@ -242,15 +231,23 @@ def measure() -> None:
     print(json.dumps(found))
 
 
-def measured(name: str, *options: str) -> dict[str, Any]:
-    """What `measure`, or `measure_layers`, finds with a change, in a process of its own."""
+def with_copy(name: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process that imports a copy of Opacus with a change, and keep its output."""
     with TemporaryDirectory() as folder:
         patched(name, Path(folder))
-        path = os.pathsep.join([folder, str(ROOT)])
-        command = [sys.executable, "-W", "ignore", __file__, "--here", *options]
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            **options,
         )
+
+
+def measured(name: str, *options: str, script: str = __file__) -> dict[str, Any]:
+    """What a script finds with a change, in a process of its own."""
+    done = with_copy(name, script, "--here", *options, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

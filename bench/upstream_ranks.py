@@ -12,9 +12,7 @@ one seed; and how many checks of ``dpbench verify`` over two ranks passed and fa
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.upstream import ROOT, SHARDED, asked, patched
+from bench.upstream import SHARDED, asked, measured, with_copy
 
 TRAINER = "dpsgd_ghost"
 RANKS = 2
@@ -95,25 +93,13 @@ def measure() -> None:
     print(json.dumps({**found, "sent": sent, "noise": noise}))
 
 
-def measured(name: str) -> dict[str, Any]:
+def tried(name: str) -> dict[str, Any]:
     """What `measure` finds with a change, and what ``dpbench verify`` says of it."""
-    with TemporaryDirectory() as folder:
-        patched(name, Path(folder))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
-        python = [sys.executable, "-W", "ignore"]
-        done = subprocess.run(
-            [*python, __file__, "--here"], env=environment, stdout=subprocess.PIPE, check=True
-        )
-        verify = ["-m", "dpbench", "verify", "--trainer", TRAINER, "--device", "cpu"]
-        verified = subprocess.run(
-            [*python, *verify, "--parallel", "fsdp2", "--gpus", str(RANKS)],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-    found = dict(json.loads(done.stdout.splitlines()[-1]))
+    verify = f"-m dpbench verify --trainer {TRAINER} --device cpu --parallel fsdp2 --gpus {RANKS}"
+    verified = with_copy(name, *verify.split())
     verdicts = re.findall(r"^.{32,40}?  +(ok|FAILED)\b", verified.stdout, re.M)
-    return {**found, "ok": verdicts.count("ok"), "failed": verdicts.count("FAILED")}
+    counted = {"ok": verdicts.count("ok"), "failed": verdicts.count("FAILED")}
+    return measured(name, script=__file__) | counted
 
 
 def main() -> int:
@@ -122,11 +108,11 @@ def main() -> int:
     if options.here:
         measure()
         return 0
-    original = measured("")
+    original = tried("")
     heads = ("update differs by", "sent GB", "noise GB", "r of one seed", "checks ok", "failed")
     print(f"{'change':14}" + "".join(f"{head:>19}" for head in heads))
     for name in ["", *(options.name or SHARDED)]:
-        changed = measured(name) if name else original
+        changed = tried(name) if name else original
         pairs = list(zip(original["update"], changed["update"], strict=True))
         far = (sum((b - a) ** 2 for b, a in pairs) / sum(b * b for b, _ in pairs)) ** 0.5
         sent, noise = (changed[what] / 1e9 for what in ("sent", "noise"))

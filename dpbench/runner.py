@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.imported import imported_files
-from dpbench.child.messages import POLL_SECONDS
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import Locked, locked
@@ -22,6 +21,7 @@ from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess, log_tail
 from dpbench.launch.pending import PendingMeasurement
+from dpbench.launch.processes import at_once
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement, checked
 
@@ -66,18 +66,10 @@ def measure_at_once(
     cases: Iterable[Subject], instruments: Sequence[Instrument], number: int
 ) -> Generator[Outcome]:
     """The outcomes of cases in their order, while processes measure so many at once."""
-    waiting, started = deque(cases), deque[Measuring]()
-    try:
-        while waiting or started:
-            while waiting and sum(each.runs for each in started) < number:
-                started.append(Measuring(waiting.popleft(), instruments))
-            if started[0].runs:
-                time.sleep(POLL_SECONDS)
-            else:
-                yield started.popleft().outcome()
-    finally:
-        for each in started:
-            each.cancel()
+    starts = (partial(Measuring, case, instruments) for case in cases)
+    with closing(at_once(starts, number)) as ended:
+        for each in ended:
+            yield each.outcome()
 
 
 class Measuring:

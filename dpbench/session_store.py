@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import (
     check_writable,
     in_words,
@@ -95,8 +95,7 @@ class Request:
 class SessionStore:
     """Results shared by a session's processes: a file for each outcome and each test's request.
 
-    Files survive the process that wrote them. What cannot be written (a full disk) is kept in
-    memory, in `unwritten`, by file name.
+    Files survive the process that wrote them.
 
     Args:
         directory: the shared directory; None in the first process, which makes it when needed.
@@ -105,7 +104,6 @@ class SessionStore:
     def __init__(self, directory: str | Path | None = None) -> None:
         self._directory = Path(directory) if directory else None
         self._owner = os.getpid()
-        self.unwritten: dict[str, dict[str, Any]] = {}
         self._read: dict[str, Any] = {}
 
     @property
@@ -129,8 +127,8 @@ class SessionStore:
         name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
         with locked(self.directory / f"{name}.lock"):
             name += OUTCOME
-            if not (name in self.unwritten or (self.directory / name).exists()):
-                self.take({name: measure(case).as_json()})
+            if not (self.directory / name).exists():
+                self._write(name, measure(case).as_json())
             return self._load(name, Outcome.from_json)
 
     def keep(self, outcomes: Iterable[Outcome]) -> None:
@@ -141,15 +139,13 @@ class SessionStore:
     def ask(self, requests: Iterable[Request]) -> None:
         """Let all processes know what tests ask for."""
         name = f"{time.monotonic_ns():020}-{os.getpid()}{REQUESTS}"
-        self.take({name: {"requests": [each.as_json() for each in requests]}})
+        self._write(name, {"requests": [each.as_json() for each in requests]})
 
-    def take(self, files: Mapping[str, dict[str, Any]]) -> None:
-        """Write these files, which may be what another process could not write."""
-        for name, data in files.items():
-            try:
-                write_text(self.directory / name, json.dumps(data))
-            except OSError:
-                self.unwritten[name] = data
+    def _write(self, name: str, data: Mapping[str, Any]) -> None:
+        try:
+            write_text(self.directory / name, json.dumps(data))
+        except OSError as error:
+            raise DpbenchError(f"results cannot be shared: {in_words(error)}") from error
 
     def lock(self) -> AbstractContextManager[int | None]:
         """A lock for files that several processes of the session write."""
@@ -159,24 +155,24 @@ class SessionStore:
         """The files with an ending, in the order in which they were written."""
         written = self._directory.glob(f"*{ending}") if self._directory else ()
         in_order = sorted(written, key=lambda path: (path.stat().st_mtime_ns, path.name))
-        every = dict.fromkeys([*(path.name for path in in_order), *self.unwritten])
-        return [name for name in every if name.endswith(ending)]
+        return [path.name for path in in_order]
 
     def _load(self, name: str, made: Callable[[dict[str, Any]], Made]) -> Made:
         """The parsed content of a file, which is written only once."""
         if name not in self._read:
-            unwritten = self.unwritten.get(name)
-            self._read[name] = made(
-                unwritten or json.loads((self.directory / name).read_text(encoding="utf-8"))
-            )
+            self._read[name] = made(json.loads((self.directory / name).read_bytes()))
         known: Made = self._read[name]
         return known
 
     @property
     def requests(self) -> list[Request]:
         """What tests are known to ask for, in order: before they run, and when they do ask."""
-        files = (self._load(name, _requests) for name in sorted(self._names(REQUESTS)))
-        return [request for requests in files for request in requests]
+
+        def read(payload: Mapping[str, Any]) -> list[Request]:
+            return [*map(Request.from_json, payload["requests"])]
+
+        names = sorted(self._names(REQUESTS))
+        return [request for name in names for request in self._load(name, read)]
 
     def outcomes(self) -> list[Outcome]:
         """Outcomes of cases in the order in which they were finished, with tests that asked."""
@@ -191,10 +187,6 @@ class SessionStore:
         """Remove the directory, unless this is a fork of the process that made it."""
         if self._directory is not None and os.getpid() == self._owner:
             shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _requests(payload: Mapping[str, Any]) -> list[Request]:
-    return [*map(Request.from_json, payload["requests"])]
 
 
 class RunWriter:
@@ -290,7 +282,7 @@ class RunWriter:
             return
         cases = 0
         with self._held, suppress(ConfigurationError, OSError):  # gone, or out of reach
-            cases = len(Run.load_head(path).document.get("cases", ()))
+            cases = len(Run.load(path).document.get("cases", ()))
             if not cases:
                 path.unlink()
         if self._error is not None:

@@ -89,7 +89,8 @@ def advise(
             raise found
         else:
             refused[each.trainer] = str(found).removeprefix(f"{each.id}: ")
-    floor = _bytes_of(counted[rank]) + counted[rank].norms
+    moved = counted[rank].totals(lambda phase, operator, read, written, *_: {"": read + written})
+    floor = moved[""] + counted[rank].norms
     rows = [
         _row(counted[each], reachable(card), memory, floor) for each in cases if each in counted
     ]
@@ -97,10 +98,6 @@ def advise(
     ways = {each.trainer: ways for each, found in counted.items() if (ways := found.ways)}
     trainer, reason = _choice(frame, case.batch_size, memory)
     return Advice(trainer, reason, frame, refused, ways)
-
-
-def _bytes_of(footprint: Footprint) -> float:
-    return footprint.totals(lambda phase, operator, read, written, *_: {"": read + written})[""]
 
 
 def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict[str, Any]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import faulthandler
 import re
-import sys
-import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from dpbench.advice.least_bytes import norm_reads
 from dpbench.child.failures import CaseRefused
-from dpbench.child.messages import POLL_SECONDS
 from dpbench.child.task import Task
 from dpbench.core.case import BASELINE_TRAINER, TRANSFORMER, Case
 from dpbench.core.errors import ConfigurationError, DpbenchError
@@ -27,7 +25,7 @@ from dpbench.core.model_size import lora_rank
 from dpbench.core.registry import is_builtin
 from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import CaseProcess
-from dpbench.launch.processes import cores
+from dpbench.launch.processes import at_once, cores
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -214,33 +212,19 @@ def _is_deep(case: Case) -> bool:
 
 def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | DpbenchError]]:
     """The footprint of each case in order, or why it cannot be counted; on all cores."""
-    waiting = deque(cases)
-    started: deque[tuple[Case, CaseProcess]] = deque()
-    here = cores() == 1 and "torch" in sys.modules
-    try:
-        while waiting or started:
-            if here and waiting and is_builtin(waiting[0]):
-                case = waiting.popleft()
-                yield case, _read(case, partial(Counts().record_case, case))
-                continue
-            while waiting and sum(process.runs for _, process in started) < cores():
-                started.append((waiting[0], Counts().start(waiting.popleft())))
-            if started[0][1].runs:
-                time.sleep(POLL_SECONDS)
-                continue
-            case, process = started.popleft()
+    cases = [*cases]
+    starts = (partial(Counts().start, case) for case in cases)
+    with closing(at_once(starts, cores())) as ended:
+        for case, process in zip(cases, ended, strict=True):
             try:
-                yield case, _read(case, process.record)
+                yield case, _read(case, process)
             finally:
                 process.cancel()
-    finally:
-        for _, process in started:
-            process.cancel()
 
 
-def _read(case: Case, record: Callable[[], Mapping[str, Any]]) -> Footprint | DpbenchError:
+def _read(case: Case, process: CaseProcess) -> Footprint | DpbenchError:
     try:
-        return Footprint(case, [Count(**each) for each in record()["counts"]])
+        return Footprint(case, [Count(**each) for each in process.record()["counts"]])
     except ConfigurationError as error:
         return CaseRefused(f"{case.id}: {error}")
     except DpbenchError as error:

@@ -137,6 +137,7 @@ def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
 def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: Run | None) -> Table:
     from dpbench.advice.choice import with_measured
     from dpbench.advice.memory import MAX_BATCH
+    from dpbench.show.groups import title_parts
     from dpbench.show.layout import Shown, Table, gigabytes, step_milliseconds
 
     frame = advice.frame
@@ -159,12 +160,9 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
         "DRAM\n÷": ("measured_bytes_ratio", ratio),
     }
     columns = {header: shown for header, shown in columns.items() if shown[0] in frame}
-    length = f", sequence {case.seq_len}" if case.seq_len else ""
     of = f"{card} with {memory / 1e9:.0f} GB" if memory else card
-    title = (
-        f"{case.configuration}, batch {case.batch_size}{length}, {of}; ÷: over the standard step's"
-    )
-    return Table.of(title, frame, columns, _notes(advice, case))
+    title = ", ".join([*title_parts({**case.columns, "trainer": ""}), of])
+    return Table.of(f"{title}: ÷ is to the standard step", frame, columns, _notes(advice, case))
 
 
 def _notes(advice: Advice, case: Case) -> Iterator[str]:

@@ -171,7 +171,7 @@ def _wait(jobs: Mapping[Shard, Any]) -> None:
 
 def _complete(path: Path) -> bool:
     with suppress(ConfigurationError):  # a damaged file is measured again
-        return path.exists() and Run.load_head(path).status == COMPLETE
+        return path.exists() and Run.load(path).status == COMPLETE
     return False
 
 

@@ -2,8 +2,8 @@
 
 A run is a JSON file (of dpbench run --json, of pytest --dpbench-json, or in the storage), or the
 number or name of a saved run: dpbench list shows them. --html FILE draws runs as one HTML page that
-opens offline. It has charts, each with its numbers as a table, and every row. --output FILE writes
-what the file's ending says: .html that page, .md the tables, .csv the rows, .json the run.
+opens offline. It has charts, each with its numbers as a table. --output FILE writes what the file's
+ending says: .html that page, .md the tables, .csv the rows, .json the run.
 
 --roofline compares the operations and bytes of each phase with the roofs of a card: the one that
 was measured on, a named CARD, or a FILE of measured roofs. One of the runs must have counted the
@@ -34,7 +34,6 @@ Examples:
   dpbench show ncu_reports/1b-fp32/*.ncu-rep
   dpbench show ncu_reports/1b-fp32/*.ncu-rep --group-by phase --columns dram_bytes,dram_ratio
   dpbench show ncu_reports/1b-fp32/kernels/*.ncu-rep --phase clip --top 20
-  dpbench show ncu_reports/1b-fp32/kernels/report_dpsgd_bs8_seq256.ncu-rep --phase clip
   dpbench show ncu_reports/1b-bf16/report_dpsgd_bs8_seq256.sqlite
 """
 
@@ -42,7 +41,7 @@ from __future__ import annotations
 
 import argparse
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -60,8 +59,7 @@ from dpbench.core.settings import Settings, declare
 from dpbench.core.subject import Subject
 from dpbench.instruments.ncu import report as ncu
 from dpbench.instruments.nsys.nsys import timeline_of
-from dpbench.results.account import dram_bytes_of_step
-from dpbench.results.kernels import fold, kernel_rows
+from dpbench.results.kernels import KernelCount, fold, kernel_rows
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import (
     CARDS,
@@ -72,9 +70,9 @@ from dpbench.results.roofline import (
     read_ceilings,
     under,
 )
-from dpbench.results.rows import NO_HARDWARE, NUMBER
+from dpbench.results.rows import NO_HARDWARE, NUMBER, Measurement
 from dpbench.results.run import Run
-from dpbench.results.summary import own_values, summary, to_frame
+from dpbench.results.summary import own_values
 from dpbench.results.times import time_breakdown
 from dpbench.show.export import summary_tables
 from dpbench.show.kernels import kernel_tables, roofline_tables
@@ -235,59 +233,57 @@ def _card_here() -> str:
 
 
 def _of_reports(
-    reports: Iterable[Path], view: TableOptions, options: argparse.Namespace
+    reports: Sequence[Path], view: TableOptions, options: argparse.Namespace
 ) -> Iterator[Table]:
-    """The tables of all ranges together, then those of each report of kernels."""
-    ranges: dict[Subject, Path] = {}
-    of_kernels: list[Table] = []
-    for path in reports:
-        if ncu.holds_kernels(path):
-            of_kernels += _of_kernels(path, options)
-        elif (other := ranges.setdefault(ncu.case_of(path), path)) is not path:
-            raise ConfigurationError(
-                f"{other} and {path} are the same case; show them one at a time"
-            )
-    rows = to_frame(row for case, path in ranges.items() for row in ncu.read(path, case))
-    yield from tables(summary(rows, view.baseline), view)
-    yield from of_kernels
+    """Tables of ranges, all together, then those of each case's kernels."""
+    run = _run_of(reports, options.phase)
+    if not all(map(ncu.holds_kernels, reports)):
+        yield from tables(run.summary, view)
+    for outcome in run.outcomes:
+        yield from kernel_tables(outcome, run.summary, options.top)
 
 
-def _run_of(reports: Sequence[Path]) -> Run:
-    """One run with the numbers of several reports, of ranges and of kernels."""
+def _run_of(reports: Sequence[Path], phase: str | None = None) -> Run:
+    """Reports as one run: ranges, and kernels of a phase or of all.
+
+    The ranges of a case whose kernels are read are in a report one folder up, see
+    `dpbench.instruments.ncu`.
+    """
     outcomes: dict[Subject, Outcome] = {}
-    for path in reports:
-        check_is_file(path)
-        case = ncu.case_of(path)
+    read = [(path, ncu.case_of(path)) for path in reports]
+    named = [path.resolve() for path in reports]
+    for path, (_, case) in zip(named, read[:], strict=True):
+        above = path.parents[1] / path.name
+        if path.parent.name == ncu.KERNELS and above.exists() and above not in named:
+            read.append((above, case))
+    for path, case in read:
         known = outcomes.setdefault(case, Outcome(case, ()))
-        if ncu.holds_kernels(path):
-            report = ncu.read_kernels(path)
-            rows = kernel_rows(
-                *(case, "ncu_kernels", report.launches, report.device, path.name), whole=True
+        by, rows, kernels = _read(path, case, phase)
+        if by in known.instruments:
+            raise ConfigurationError(
+                f"{path} and another report are the same case; show them one at a time"
             )
-            made = replace(known, kernels=(*known.kernels, *fold(report.launches)))
-        else:
-            rows, made = list(ncu.read(path, case)), known
-        by = {*known.instruments, *(row.instrument for row in rows)}
-        outcomes[case] = replace(made, rows=(*made.rows, *rows), instruments=(*sorted(by),))
+        outcomes[case] = replace(
+            known,
+            rows=(*known.rows, *rows),
+            kernels=(*known.kernels, *kernels),
+            instruments=(*known.instruments, by),
+        )
     return Run.of(", ".join(path.stem for path in reports), outcomes.values())
 
 
-def _of_kernels(path: Path, options: argparse.Namespace) -> list[Table]:
-    """Tables of the kernels in a report that move the most bytes.
-
-    They are compared with the bytes of the step, if there is a report of its ranges one folder up,
-    see `dpbench.instruments.ncu`.
-    """
+def _read(
+    path: Path, case: Subject, phase: str | None
+) -> tuple[str, Sequence[Measurement], Sequence[KernelCount]]:
+    """The instrument of a report, its rows, and the kernels of a phase or of all."""
+    check_is_file(path)
+    if not ncu.holds_kernels(path):
+        return "ncu", [*ncu.read(path, case)], ()
     report = ncu.read_kernels(path)
-    chosen = [launch for launch in report.launches if options.phase in (None, launch.phase)]
+    chosen = [launch for launch in report.launches if phase in (None, launch.phase)]
     if not chosen:
         present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
-        raise ConfigurationError(
-            f"{path}: no kernel in phase {options.phase!r}; there is {present}"
-        )
-    ranges, step_bytes = path.resolve().parents[1] / path.name, None
-    if path.resolve().parent.name == ncu.KERNELS and ranges.exists():
-        rows = to_frame(ncu.read(ranges, ncu.case_of(ranges)))
-        step_bytes = dram_bytes_of_step(summary(rows))
-    name = ncu.case_of(path).id
-    return kernel_tables(fold(chosen), name, report.device, step_bytes, options.top)
+        raise ConfigurationError(f"{path}: no kernel in phase {phase!r}; there is {present}")
+    by, tool = "ncu_kernels", path.name
+    rows = kernel_rows(case, by, chosen, report.device, tool, whole=phase is None)
+    return by, rows, fold(chosen)

@@ -7,10 +7,11 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from dpbench.child.hang_report import ASKED
 from dpbench.child.messages import POLL_SECONDS
@@ -37,6 +38,36 @@ guard knows the number even if the parent is interrupted while it starts the pro
 def cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+class Started(Protocol):
+    """What may run in another process."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it still does."""
+
+    def cancel(self) -> None:
+        """End it."""
+
+
+Some = TypeVar("Some", bound=Started)
+
+
+def at_once(starts: Iterable[Callable[[], Some]], number: int) -> Generator[Some]:
+    """Start so many at once, and yield each in order once it runs no more; end the rest at last."""
+    waiting, started = deque(starts), deque[Some]()
+    try:
+        while waiting or started:
+            while waiting and sum(each.runs for each in started) < number:
+                started.append(waiting.popleft()())
+            if started[0].runs:
+                time.sleep(POLL_SECONDS)
+            else:
+                yield started.popleft()
+    finally:
+        for each in started:
+            each.cancel()
 
 
 class ProcessGroup:

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
@@ -186,11 +186,9 @@ def code_state(project: Path) -> dict[str, Any] | None:
     if commit is None or top is None:
         return None
     root = Path(os.fsdecode(top).rstrip("\n"))
-    # Git's own diff: a user's diff tool may ignore some changes. In a submodule, it would run
-    # programs that the submodule's settings name.
-    own = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
-    harmless = [*HARMLESS, *_without_filters(root)]
-    difference = git(root, "diff", *own, "--binary", "HEAD", harmless=harmless) or b""
+    # Git's own diff: a user's diff tool may ignore some changes.
+    own = ("--no-ext-diff", "--no-textconv", "--no-color", "--submodule=diff")
+    difference = git(root, "diff", *own, "--binary", "HEAD") or b""
     digest = hashlib.sha256(difference)
     untracked = git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
     names = []
@@ -199,14 +197,7 @@ def code_state(project: Path) -> dict[str, Any] | None:
             content = (root / os.fsdecode(name)).read_bytes()
             digest.update(name + content)
             names.append(name)
-    changed = []
-    for entry in (git(root, "ls-files", "-z", "--stage") or b"").split(b"\0"):
-        module = root / os.fsdecode(entry.partition(b"\t")[2])
-        if entry.startswith(b"160000 ") and (module / ".git").exists():
-            within = (code_state(module) or {}).get("changes") or ""
-            digest.update(within.encode())
-            changed.append(within)
-    dirty = bool(difference or names or any(changed))
+    dirty = bool(difference or names)
     return {
         "commit": commit.decode().strip(),
         "dirty": dirty,
@@ -214,31 +205,11 @@ def code_state(project: Path) -> dict[str, Any] | None:
     }
 
 
-HARMLESS = ("-c", "core.fsmonitor=false")
-"""Options of git, see `git`."""
-
-
-def _without_filters(root: Path) -> Iterator[str]:
-    """Options of git without the filters for files that the checkout's own settings define."""
-    found = git(root, "config", "--show-scope", "-z", "--name-only", "--get-regexp", r"^filter\.")
-    words = os.fsdecode(found or b"").split("\0")
-    for scope, key in zip(words[::2], words[1::2], strict=False):
-        if scope in ("local", "worktree"):
-            value = "false" if key.endswith(".required") else ""
-            yield from ("-c", f"{key}={value}")
-
-
-def git(directory: Path, *arguments: str, harmless: Sequence[str] = HARMLESS) -> bytes | None:
-    """The output of git, or None; it runs no program that the checkout's own files name.
-
-    Such programs are the file system monitor, and those that fetch objects of a partial clone.
-    """
+def git(directory: Path, *arguments: str) -> bytes | None:
+    """The output of git in a directory; None if it failed or is not installed."""
     try:
         done = subprocess.run(
-            ["git", *harmless, "-C", str(directory), *arguments],
-            capture_output=True,
-            check=True,
-            env={**os.environ, "GIT_ALLOW_PROTOCOL": "none"},
+            ["git", "-C", str(directory), *arguments], capture_output=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -244,7 +244,7 @@ def kernel_table(
     import pandas as pd  # not in processes that only count
 
     frame = pd.DataFrame([count.as_row() for count in counts])
-    table = frame.groupby(list(by), dropna=False)[[*ADDED_UP]].sum() / frame.repeat.nunique()
+    table = frame.groupby(list(by))[[*ADDED_UP]].sum() / frame.repeat.nunique()
     table["dram_bytes"] = table.read_bytes + table.write_bytes
     whole = step_bytes if step_bytes is not None else table.dram_bytes.sum()
     table["share"] = table.dram_bytes / whole if whole else float("nan")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -66,12 +66,6 @@ class Run:
             return cls(path, saved)
 
     @classmethod
-    def load_head(cls, path: Path) -> Run:
-        """Read a run for a listing, without checking its rows."""
-        with naming(path):
-            return cls(path, parsed(read_file(path)))
-
-    @classmethod
     def of(
         cls,
         name: str,
@@ -96,13 +90,14 @@ class Run:
         every = [part for run in runs for part in run.parts]
         parts = [part for place, part in enumerate(every) if part not in every[:place]]
         outcomes = [outcome for run in runs for outcome in run.outcomes]
+        grid, *others = (run.session.get("grid", {}) for run in runs)
         session = runs[-1].session | {
             "seconds": sum(run.session.get("seconds", 0.0) for run in runs),
             "cases_asked": max(len({o.case for o in outcomes}), *(r.cases_asked for r in runs)),
             "status": next((r.status for r in runs if r.status != COMPLETE), COMPLETE),
             "regressed": any(run.regressed for run in runs),
             "unjudged": [each for run in runs for each in run.session.get("unjudged", ())],
-            "grid": dict(_common([run.session.get("grid", {}) for run in runs])),
+            "grid": {n: v for n, v in grid.items() if all(o.get(n) == v for o in others)},
             **({"parts": parts} if len(parts) > 1 else {}),
         }
         return cls.of(runs[-1].name, outcomes, runs[-1].environment, session)
@@ -229,9 +224,3 @@ class Run:
             lists |= {part: seen[part, number] for part in SEEN}
             outcomes.append(Outcome.from_json({**data, **lists}))
         return tuple(outcomes)
-
-
-def _common(mappings: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The items that all have."""
-    first, *others = mappings
-    return ((name, v) for name, v in first.items() if all(o.get(name) == v for o in others))

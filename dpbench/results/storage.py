@@ -54,9 +54,9 @@ class Storage:
         return sorted(paths, key=lambda path: (_number(path), path.name))
 
     def listing(self) -> tuple[list[Run], list[str]]:
-        """The header of every readable run, by number, and why others were skipped."""
+        """Every readable run, by number, and why others were skipped."""
         skipped: list[str] = []
-        return list(readable(self.paths(), Run.load_head, skipped)), skipped
+        return list(readable(self.paths(), Run.load, skipped)), skipped
 
     def find(self, text: str) -> Path:
         """The file of a run, found by its number, its path or its name; of several, the newest."""
@@ -103,7 +103,7 @@ class Storage:
             for path in reversed(self.paths())
             if path.parent.name == folder_name(device) and name in (None, _name(path))
         ]
-        for run in readable(paths, Run.load_head, skipped):
+        for run in readable(paths, Run.load, skipped):
             of_it = run.session.get("grid", {}).get("shard") == shard
             if of_it and run.status == INTERRUPTED and run.document.get("cases"):
                 return run.path

@@ -105,6 +105,13 @@ def of_one_instrument(rows: pd.DataFrame, preferred: Sequence[str] = ()) -> pd.D
     return best_first.drop_duplicates([*PLACE, "metric"]).sort_index()
 
 
+def dram_bytes_of_step(rows: pd.DataFrame) -> float | None:
+    """DRAM bytes of a step, by ranges of hardware counters; None if they were not counted."""
+    step = rows[(rows.phase == STEP) & (rows.metric == "dram_bytes")]
+    values = of_one_instrument(step).value
+    return None if values.empty else float(values.iloc[0])
+
+
 def instruments_of(name: str) -> tuple[str, ...]:
     """The instruments that have a metric, the preferred one first."""
     metric = METRICS.find(name)

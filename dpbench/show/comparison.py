@@ -9,13 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import AXES, BASELINE_TRAINER, Case
+from dpbench.core.case import AXES
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import subject_from
 from dpbench.results.gate import Verdict
 from dpbench.results.rows import NUMBER, STEP
+from dpbench.show.groups import title_parts
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, three_digits, written
 
 MOST_LINES = 40
@@ -55,11 +56,7 @@ def comparison_tables(
     cells_by = [key for key in keys if key not in ("trainer", "metric", "phase")]
     for key, group in rows.groupby(cells_by):
         cell = dict(zip(cells_by, key, strict=True))
-        case = subject_from({**cell, "trainer": BASELINE_TRAINER})
-        what = "steps of a script"
-        if isinstance(case, Case):
-            what = f"{case.configuration}, batch {case.batch_size}"
-            what += f", sequence {case.seq_len}" if case.seq_len else ""
+        what = ", ".join(title_parts(cell)) or "steps of a script"
         with_what = f", against {against}" if against else ""
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []

@@ -17,7 +17,7 @@ from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount
-from dpbench.show.kernels import case_kernel_tables
+from dpbench.show.kernels import kernel_tables
 from dpbench.show.layout import Shown, Table, as_markdown
 from dpbench.show.profile import recorded_tables
 from dpbench.show.tables import tables
@@ -55,7 +55,7 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
         *listed,
         *recorded_tables(summary, run.frame),
         *(memory_table(o, view.top) for o in outcomes if o.memory_lines),
-        *(table for o in outcomes for table in case_kernel_tables(o, summary, view.top)),
+        *(table for o in outcomes for table in kernel_tables(o, summary, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),
     ]
 

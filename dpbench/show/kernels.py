@@ -8,17 +8,11 @@ from dataclasses import replace
 
 import pandas as pd
 
-from dpbench.results.account import (
-    ACCOUNT_COLUMNS,
-    TOLERANCE,
-    dram_bytes_of_step,
-    reconcile_kernels,
-)
 from dpbench.results.kernels import KernelCount, category, kernel_table
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import LAUNCH_BOUND, Roofs, known_roofs
 from dpbench.results.rows import NO_HARDWARE, STEP
-from dpbench.results.summary import IN_CACHE_BYTES
+from dpbench.results.summary import dram_bytes_of_step
 from dpbench.show.groups import in_order, ordered, titled
 from dpbench.show.layout import Shown, Table, gigabytes, milliseconds, step_milliseconds
 from dpbench.show.tables import SHOWN_SHARE
@@ -27,34 +21,23 @@ NAME_WIDTH = 24
 """The width of the column of kernels, in characters. With it a table fits 80 characters."""
 
 
-def case_kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Table]:
-    """The tables of a case's kernels; empty if it was not profiled kernel by kernel."""
-    if not outcome.kernels:
-        return []
-    of_case = summary[(summary.case == outcome.case) & summary.instrument.isin(outcome.by)]
-    device = next((row.device for row in outcome.rows if row.device != NO_HARDWARE), "")
-    accounted, whole = reconcile_kernels(of_case), dram_bytes_of_step(of_case)
-    return [
-        *([] if accounted is None else [account_table(outcome.case.id, accounted)]),
-        *kernel_tables(outcome.kernels, outcome.case.id, device, whole, top),
-    ]
+def kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Table]:
+    """Tables of the kernels and their categories of a case, most DRAM bytes first.
 
-
-def kernel_tables(
-    counts: Sequence[KernelCount], name: str, device: str, step_bytes: float | None, top: int
-) -> list[Table]:
-    """Tables of the kernels and categories of a case, most DRAM bytes first.
-
-    Shares are of the step's DRAM bytes if ranges measured them, else of the bytes of all kernels.
-    Bandwidths are compared with the peak of the card.
+    Empty if it was not profiled kernel by kernel. Shares are of the step's DRAM bytes if ranges
+    measured them, else of the bytes of all kernels. Bandwidths are compared with the peak of the
+    card, if its data sheet is known.
 
     Args:
-        counts: the kernels.
-        name: the case, for the titles.
-        device: the card, for the titles; its data sheet has the peak.
-        step_bytes: DRAM bytes of the step; None if ranges did not measure it.
+        outcome: the case.
+        summary: of its run.
         top: how many kernels are shown; categories are all shown.
     """
+    if not (counts := outcome.kernels):
+        return []
+    of_case = summary[(summary.case == outcome.case) & summary.instrument.isin(outcome.by)]
+    step_bytes = dram_bytes_of_step(of_case)
+    device = next((row.device for row in outcome.rows if row.device != NO_HARDWARE), "")
     roofs = known_roofs(device)
     tables = []
     for by in (["kernel", "phase"], ["category"]):
@@ -71,9 +54,9 @@ def kernel_tables(
             "share": ("share", "{:.1%}".format),
             "of\npeak": ("ceiling", "{:.0%}".format),
         }
-        title = f"{', '.join(filter(None, (name, device)))}: bytes by {by[0]}{count}"
-        shown = shown.reset_index().fillna({by[0]: "unknown"})
-        tables.append(Table.of(title, shown, columns))
+        case = ", ".join(filter(None, (outcome.case.id, device)))
+        title = f"{case}: bytes by {by[0]}{count}"
+        tables.append(Table.of(title, shown.reset_index(), columns))
     return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(counts, step_bytes, roofs)))]
 
 
@@ -102,31 +85,20 @@ def _notes(
         yield f"No category fits: {', '.join(sorted(strangers))}."
 
 
-def account_table(title: str, accounted: pd.DataFrame) -> Table:
-    """DRAM bytes by phase in GB: of kernels, of copies, of ranges, and what is left over."""
-    step = accounted.loc[STEP]
-    small = step.range_read + step.range_written < IN_CACHE_BYTES
-    write = gigabytes if small else (lambda value: f"{value / 1e9:.2f}")
-    ways = [f"{whose}\n{way}" for whose in ("kern.", "copy", "range") for way in ("read", "write")]
-    parts = dict(zip([*ways, "left\nover"], [*ACCOUNT_COLUMNS, "remainder"], strict=True))
-    columns: dict[str, Shown] = {header: (name, write) for header, name in parts.items()}
-    columns = {"phase": ("phase", str), **columns, "%": ("share", "{:.2%}".format)}
-    notes = ["Left over: range minus kernels minus copies; %: its share of the step's range."]
-    if small:
-        notes.append("WARNING: at this size copies stay in the L2 cache; bytes cannot add up.")
-    elif abs(step.share) > TOLERANCE:
-        notes.append(f"WARNING: more than {TOLERANCE:.0%} of the step is not accounted for.")
-    lines = accounted.rename_axis("phase").reset_index()
-    return Table.of(f"{title}: DRAM GB per step", lines, columns, notes)
-
-
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
     """A table for each cell and kind of bytes. `results.roofline.under` makes its numbers."""
-    return [
-        _roofline(f"{title}: roofline of {bytes_are}", rows, roofs)
-        for bytes_are, group in table.groupby("bytes_are", sort=False)
-        for title, rows in titled(in_order(group))
-    ]
+    tables = []
+    for bytes_are, group in table.groupby("bytes_are", sort=False):
+        for title, rows in titled(in_order(group)):
+            known = {h: c for h, c in ROOFLINE_COLUMNS.items() if rows[c[0]].notna().any()}
+            notes = [
+                f"{roofs_in_words(roofs, rows.precision)} FLOP are counted, for matrix products "
+                f"and attention. The least time of a step is the sum of its phases' least times.",
+                *launch_bound_notes(rows),
+            ]
+            name = f"{title}: roofline of {bytes_are}"
+            tables.append(phase_lines(name, rows, rows.least_seconds, known, notes))
+    return tables
 
 
 ROOFLINE_COLUMNS: dict[str, Shown] = {
@@ -139,17 +111,6 @@ ROOFLINE_COLUMNS: dict[str, Shown] = {
     "% of\nroof": ("share", "{:.0%}".format),
 }
 """The columns of a roofline table. The last two have numbers only if the phase was timed."""
-
-
-def _roofline(title: str, rows: pd.DataFrame, roofs: Roofs) -> Table:
-    """The step of each trainer, and below it the phases whose least time is long enough."""
-    known = {h: shown for h, shown in ROOFLINE_COLUMNS.items() if rows[shown[0]].notna().any()}
-    notes = [
-        f"{roofs_in_words(roofs, rows.precision)} FLOP are counted, for matrix products and "
-        f"attention. The least time of a step is the sum of its phases' least times.",
-        *launch_bound_notes(rows),
-    ]
-    return phase_lines(title, rows, rows.least_seconds, known, notes)
 
 
 def phase_lines(

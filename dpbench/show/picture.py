@@ -1,4 +1,4 @@
-"""Draws pictures as SVG, without a browser: bars of a step's ratios, or of its bytes by phase."""
+"""Draws a picture as SVG, without a browser: bars of a step's ratios."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.results.run import Run
-from dpbench.show.html.charts import phases, ratios
+from dpbench.show.html.charts import ratios
 from dpbench.show.html.data import PageData, labelled
 from dpbench.show.html.figures import Chart
 from dpbench.show.view import TableOptions
@@ -49,17 +49,15 @@ SETTINGS: Any = {
 
 
 def svg(runs: Sequence[Run], view: TableOptions) -> str:
-    """The output for ``.svg``: ratios to the baseline, or bytes by phase if the view groups by it.
+    """The output for ``.svg``: ratios to the baseline.
 
     With one version of Matplotlib, the same runs give the same text. The picture has colours for
     light pages and for dark pages.
     """
     named = labelled((run.name, run.document) for run in runs)
-    data = PageData(named, view.expected)
-    chart = phases(data) if "phase" in view.group_by else ratios(data)
+    chart = ratios(PageData(named, view.expected))
     if chart is None:
-        names = ", ".join(run.name for run in runs)
-        raise ConfigurationError(f"{names}: no ratio to draw; group by phase to draw bytes")
+        raise ConfigurationError(f"{', '.join(run.name for run in runs)}: no ratio to draw")
     with mpl.rc_context(SETTINGS):
         return _text(_drawn(chart))
 
@@ -69,7 +67,8 @@ def _drawn(chart: Chart) -> Figure:
     panels = [*chart.panels.items()]
     columns = min(len(panels), 2)
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
-    heights = [FRAME + ROW * max(_bars(figure) for _, figure in row) for row in rows]
+    bars = len(chart.colours) + 1  # of a trainer, and a gap
+    heights = [FRAME + ROW * bars * max(len(_names(figure)) for _, figure in row) for row in rows]
     figure = Figure((WIDTH, 0.6 + sum(heights)), layout="constrained")
     grid = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
     for row, line in zip(rows, grid, strict=True):
@@ -84,34 +83,23 @@ def _drawn(chart: Chart) -> Figure:
     return figure
 
 
-def _bars(figure: Any) -> int:
-    """The height of a panel's bars and of the gaps between trainers, in bars."""
-    bars = [trace for trace in figure["data"] if trace["type"] == "bar"]
-    names = len(figure["layout"]["yaxis"]["categoryarray"])
-    return names * (2 if figure["layout"]["barmode"] == "stack" else len(bars) + 1)
+def _names(figure: Any) -> list[str]:
+    """The trainers of a panel, from top to bottom."""
+    names: list[str] = figure["layout"]["yaxis"]["categoryarray"]
+    return names
 
 
 def _draw(axes: Axes, title: str, figure: Any) -> None:
     """Draw a panel of a chart: its bars, and the texts beside them."""
-    layout, names = figure["layout"], figure["layout"]["yaxis"]["categoryarray"]
-    stacked = layout["barmode"] == "stack"
+    layout, names = figure["layout"], _names(figure)
     bars = [trace for trace in figure["data"] if trace["type"] == "bar"]
-    height = 0.75 / (1 if stacked else max(len(bars), 1))
-    ends = dict.fromkeys(names, 0.0)
+    height = 0.75 / len(bars)
     for number, trace in enumerate(bars):
-        shift = 0.0 if stacked else (number - (len(bars) - 1) / 2) * height
+        shift = (number - (len(bars) - 1) / 2) * height
         places = [names.index(name) + shift for name in trace["y"]]
-        lefts = [ends[name] if stacked else 0.0 for name in trace["y"]]
-        drawn = axes.barh(places, trace["x"], height, lefts, color=trace["marker"]["color"])
-        for name, size in zip(trace["y"], trace["x"], strict=True):
-            ends[name] += size
-        if "text" in trace:
-            axes.bar_label(drawn, trace["text"], padding=2, fontsize=7)
-    for trace in figure["data"]:
-        if trace["type"] == "scatter":
-            for name, end, text in zip(trace["y"], trace["x"], trace["text"], strict=True):
-                axes.text(end, names.index(name), text, va="center", fontsize=7)
-    for shape in layout.get("shapes", ()):
+        drawn = axes.barh(places, trace["x"], height, color=trace["marker"]["color"])
+        axes.bar_label(drawn, trace["text"], padding=2, fontsize=7)
+    for shape in layout["shapes"]:
         axes.axvline(shape["x0"], color=LINE, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)

@@ -20,7 +20,7 @@ def test_the_first_line_says_what_to_use_and_a_table_why(
     assert main(["advise", *SMALL, *METHODS, "--gpu=h100"]) == 0
     first, _, title, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("Use `")
-    assert title.startswith("99x16x1x2-fp32, batch 2, sequence 8, NVIDIA H100 80GB HBM3")
+    assert title.startswith("99x16x1x2 fp32, batch 2, sequence 8, NVIDIA H100 80GB HBM3")
     table = [line for line in lines if line.startswith(("standard", "dpsgd", "lean"))]
     assert len(table) == 3, "the whole table fits in 100 columns"
     assert max(map(len, lines)) <= 100

@@ -51,7 +51,7 @@ def test_change_within_the_limit_is_shown_and_passes(capsys: pytest.CaptureFixtu
     assert main(["compare", "1", "2", "--fail", "dram_bytes@clip:3%", "--fail=dram_ratio:1%"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("0001_before -> 0002_after\n")
-    assert "1b-fp32, batch 8, sequence 256, ncu on NVIDIA H200" in out
+    assert "1b fp32, batch 8, sequence 256, ncu on NVIDIA H200" in out
     [line] = [text for text in out.splitlines() if "177.1 GB" in text][:1]
     assert line.split() == [
         "dpsgd",

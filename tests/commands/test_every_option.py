@@ -64,7 +64,9 @@ def test_run_counts_the_chosen_case_as_asked(
 
     capsys.readouterr()
     assert main([*run, "--storage=kept", "--compare=1"]) == 0
-    assert f"Change: {CONFIGURATION}, batch 4, sequence 64, ncu on" in capsys.readouterr().out
+    assert (
+        "Change: tiny bf16, dp_mha, mine, batch 4, sequence 64, ncu on" in capsys.readouterr().out
+    )
 
 
 def test_compare_finds_numbers_in_the_storage_that_it_is_given(

@@ -78,65 +78,17 @@ def test_directory_without_git_has_no_code_state(
     assert code_state(tmp_path) is None
 
 
-PROGRAM = "#!/bin/sh\ntouch '{}'\ncat\n"
-
-
 @needs_git
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"core.fsmonitor": "{}"},
-        {"filter.evil.clean": "{}", "filter.evil.required": "true"},
-        {"filter.evil.process": "{}"},
-        {"diff.external": "{}"},
-        {"diff.evil.textconv": "{}"},
-        {"diff.evil.command": "{}"},
-    ],
-    ids=lambda settings: ",".join(settings),
-)
-@pytest.mark.parametrize("own_file", [False, True])
-def test_no_program_that_the_checkout_names_is_run(
-    project: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    settings: dict[str, str],
-    own_file: bool,
-) -> None:
-    outside = tmp_path_factory.mktemp("outside")
-    program = outside / "program"
-    program.write_text(PROGRAM.format(outside / "executed"))
-    program.chmod(0o755)
-    if own_file:  # which the checkout's own settings include
-        git(project, "config", "include.path", "../more.cfg")
-    place = ["--file", str(project / "more.cfg")] if own_file else ["--local"]
-    for name, value in settings.items():
-        git(project, "config", *place, name, value.format(program))
-    (project / ".gitattributes").write_text("*.py filter=evil diff=evil\n")
-    (project / "trainer.py").write_text("x = 2\n")
-    state = code_state(project)
-    assert state is not None
-    assert state["dirty"]
-    assert not (outside / "executed").exists()
-
-
-@needs_git
-def test_no_program_that_a_submodule_names_is_run(
+def test_changes_and_commits_in_a_submodule_are_other_code(
     project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    outside = tmp_path_factory.mktemp("outside")
-    inner = outside / "inner"
-    inner.mkdir()
+    inner = tmp_path_factory.mktemp("inner")
     git(inner, "init", "-q")
     (inner / "file").touch()
     git(inner, "add", ".")
     git(inner, "commit", "-qm", "first")
     git(project, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(inner), "inner")
     git(project, "commit", "-qm", "with a submodule")
-    program = outside / "program"
-    program.write_text(PROGRAM.format(outside / "executed"))
-    program.chmod(0o755)
-    git(project / "inner", "config", "core.fsmonitor", str(program))
-    assert code_state(project)
-    assert not (outside / "executed").exists()
     seen = set()
     for text in ("x", "y"):
         (project / "inner" / "file").write_text(text)
@@ -145,11 +97,10 @@ def test_no_program_that_a_submodule_names_is_run(
         assert state["dirty"]
         seen.add(state["changes"])
     assert len(seen) == 2
-    assert not (outside / "executed").exists()
-    git(project / "inner", "-c", "core.fsmonitor=false", "commit", "-aqm", "second")
+    git(project / "inner", "commit", "-aqm", "second")
     state = code_state(project)
     assert state is not None
-    assert state["dirty"], "another commit of a submodule is other code"
+    assert state["dirty"]
 
 
 @needs_git
@@ -158,22 +109,6 @@ def test_a_submodule_that_is_not_there_changes_nothing(project: Path) -> None:
     git(project, "update-index", "--add", "--cacheinfo", f"160000,{commit},inner")
     git(project, "commit", "-qm", "with a submodule")
     (project / "inner").mkdir(exist_ok=True)
-    state = code_state(project)
-    assert state is not None
-    assert not state["dirty"]
-
-
-@needs_git
-def test_a_filter_of_the_users_own_is_used(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of Git LFS: without it all its files would seem to be changed."""
-    settings = project.parent / "settings"
-    settings.write_text('[filter "upper"]\n\tclean = tr a-z A-Z\n')
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings))
-    (project / ".gitattributes").write_text("*.txt filter=upper\n")
-    (project / "text.txt").write_text("abc")
-    git(project, "add", ".")
-    git(project, "commit", "-qm", "filtered")
-    os.utime(project / "text.txt", (1, 1))
     state = code_state(project)
     assert state is not None
     assert not state["dirty"]

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from dpbench.core.case import PHASES, Case
 from dpbench.core.metrics import METRICS
-from dpbench.results.account import dram_bytes_of_step
 from dpbench.results.kernels import (
     KernelCount,
     fold,
     kernel_rows,
 )
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.summary import dram_bytes_of_step
 from tests.results.figures import summarised
 
 CASE = Case("dpsgd", 8, 256)

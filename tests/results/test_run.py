@@ -215,16 +215,6 @@ def test_a_value_of_the_wrong_kind_is_named_with_its_place(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_damage_in_what_a_list_says_is_found_by_reading_the_head(
-    saved: Path,
-) -> None:
-    data = json.loads(saved.read_text())
-    data["session"]["cases_asked"] = None
-    write_text(saved, document_text(data))
-    with pytest.raises(ConfigurationError, match=r"session\.cases_asked"):
-        Run.load_head(saved)
-
-
 def test_refusal_says_which_row_is_wrong(saved: Path) -> None:
     data = json.loads(saved.read_text())
     data["rows"].append({**data["rows"][1], "value": 3.0})

@@ -1,4 +1,4 @@
-"""Pictures of ratios and of bytes by phase, as SVG."""
+"""Pictures of ratios, as SVG."""
 
 from __future__ import annotations
 
@@ -54,12 +54,6 @@ def test_the_same_runs_make_the_same_picture() -> None:
     assert svg([Run.load(GRID1)], TableOptions()) == svg([Run.load(GRID1)], TableOptions())
 
 
-def test_grouped_by_phase_it_has_the_bytes_of_each() -> None:
-    made = svg([Run.load(GRID1)], TableOptions(group_by=("phase",)))
-    assert {"forward", "backward", "clip", "noise", "optimizer"} <= {*texts(made)}
-    assert "412.5 (4.52×)" in texts(made)
-
-
 def test_it_has_colours_for_light_and_dark_pages() -> None:
     made = svg([Run.load(GRID1)], TableOptions())
     assert "prefers-color-scheme: dark" in made
@@ -78,7 +72,7 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
 def test_without_a_ratio_it_says_what_can_be_drawn() -> None:
     run = Run.load(GRID1)
     alone = Run.of("alone", [each for each in run.outcomes if each.case.trainer == "standard"])
-    with pytest.raises(ConfigurationError, match="alone: no ratio to draw; group by phase"):
+    with pytest.raises(ConfigurationError, match="alone: no ratio to draw"):
         svg([alone], TableOptions())
 
 
