@@ -128,6 +128,7 @@ def test_parts_of_a_tensor_have_noise_of_their_own(monkeypatch: pytest.MonkeyPat
     assert len({*total.tolist()}) == 10
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("bands", [3, 5])
 def test_noise_drawn_again_moves_seeds_alone_and_kept_noise_is_read_once(bands: int) -> None:
     def bytes_of(trainer: str, noise: str = "") -> float:
