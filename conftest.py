@@ -41,6 +41,18 @@ def signals_end_what_tests_start() -> None:
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_frozen(request: pytest.FixtureRequest) -> None:
+    """Let garbage collection skip what was imported and what earlier modules left.
+
+    Counting in this process collects in each step, and would look at a million objects of torch,
+    pandas and pytest each time.
+    """
+    if not (request.config.option.ncu or request.config.option.cupti):
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo what a test registers, and make its sessions print the same on any machine.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.seeded import run_of
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
 import torch
@@ -24,6 +26,9 @@ for _ in range(6):
     optimizer.zero_grad()
 """
 COUNT = "dpbench exec --instrument logical --json {json} train.py"
+COPY = "cp run.json {json}"
+"""Stands in for counting: each commit holds the run that its script would give."""
+
 GH = '#!/bin/sh\necho "$@" >> "$SAID"\n'
 """Notes what GitHub's own program, which needs an account, would be asked for."""
 
@@ -100,12 +105,20 @@ def repository(tmp_path: Path) -> Repository:
     return Repository(tmp_path)
 
 
-def test_a_change_that_moves_more_fails_and_is_said_in_one_comment(repository: Repository) -> None:
+@pytest.mark.parametrize("count", [COPY, pytest.param(COUNT, marks=pytest.mark.slow)])
+def test_a_change_that_moves_more_fails_and_is_said_in_one_comment(
+    repository: Repository, count: str
+) -> None:
+    run = repository.place / "run.json"
+    run.write_text(run_of([1e6], metric="logical_bytes"))
+    repository.commit(SCRIPT)
+    repository.base = repository.git("rev-parse", "HEAD").strip()
+    run.write_text(run_of([1.1e6], metric="logical_bytes"))
     repository.commit(SCRIPT.replace("optimizer.step()", "model.weight.clone(); optimizer.step()"))
-    status, said = repository.run()
+    status, said = repository.run(COUNT=count)
     assert status == 1
     assert "1% exceeded" in said
-    assert "logical_bytes@step of train" in said
+    assert f"logical_bytes@step of {'dpsgd' if count == COPY else 'train'}" in said
     asked = repository.said.read_text()
     assert asked.startswith("pr comment 7 --edit-last --create-if-none --body-file ")
     assert asked.count("\n") == 1

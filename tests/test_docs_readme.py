@@ -33,6 +33,7 @@ def test_two_commands_set_everything_up(marker: str) -> None:
     assert "pip install" in line
 
 
+@pytest.mark.slow
 def test_the_main_command_counts_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -302,6 +302,8 @@ def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
     """Divide values of several ranks by those of one GPU with the same trainer and batch."""
     gpus = each_case(rows.case, lambda case: case.gpus)
     several = rows[gpus > 1]
+    if several.empty:
+        return pd.Series(np.nan, rows.index)
     alone = each_case(several.case, _on_one_gpu)
     by_one = _lookup(several.assign(case=alone), rows[gpus == 1], NUMBER).reindex(rows.index)
     return divided(rows.value, by_one)
@@ -322,6 +324,8 @@ def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
         rows = rows.assign(steps=rows.ratio_steps)
     if kind == "spread":
         known &= rows.metric.isin([metric.name for metric in METRICS.values() if metric.spread])
+    if not known.any():
+        return rows[:0]
     rows = rows[known]
     names = {metric: derived_name(metric, kind) for metric in rows.metric.unique()}
     unit = rows.unit if kind == "logical" else "1"
@@ -341,6 +345,8 @@ def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
     whole = [metric.name for metric in METRICS.values() if not metric.adds_up]
     counters, timers = instruments_of("dram_bytes"), instruments_of("step_time_seconds")
     counted = step[(step.unit == "B") & ~step.metric.isin(whole) & step.instrument.isin(counters)]
+    if counted.empty or times.empty:
+        return rows[:0]
     seconds = _lookup(counted.assign(metric=""), times, NUMBER)
     by = counted.instrument.where(seconds.notna(), "")
     for timer in timers:
@@ -363,6 +369,8 @@ def _largest(rows: pd.DataFrame) -> pd.DataFrame:
 def _lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series[float]:
     """For each row the value of the other with the same keys; NaN where there is none."""
     _check_unique(others, on)
+    if rows.empty or others.empty:
+        return pd.Series(np.nan, rows.index, dtype=float)
     both = rows[on].merge(others[[*on, "value"]], "left", on)
     return pd.Series(both.value.to_numpy(float), rows.index)
 

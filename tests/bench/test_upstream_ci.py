@@ -41,6 +41,7 @@ def test_the_workflow_passes_with_opacus_as_it_is(tmp_path: Path) -> None:
     assert verified.returncode == 0, verified.stdout
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_layers_gradients_fails_and_is_named_with_its_line(tmp_path: Path) -> None:
     patched("", tmp_path)
     linear = tmp_path / "opacus/grad_sample/linear.py"

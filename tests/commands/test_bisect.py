@@ -12,6 +12,7 @@ from dpbench.results.run import Run
 from tests.commands.seeded import LIMIT, Repository, numbers, run_of, tried
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(10))
 def test_the_first_bad_of_a_hundred_commits_is_named(
     seed: int, repository: Repository, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -140,7 +141,7 @@ def test_a_real_count_names_the_commit_and_the_operator(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     commits = list[str]()
-    for copies in (1, 3, 3):
+    for copies in (1, 3):
         (repository.folder / "src").mkdir(exist_ok=True)
         (repository.folder / "src" / "mine.py").write_text(
             "from dpbench import StandardTrainer\n\n\n"
@@ -162,6 +163,7 @@ def test_a_real_count_names_the_commit_and_the_operator(
 # --- times ------------------------------------------------------------------------------------
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("seed", range(3))
 def test_a_time_is_measured_until_the_limit_is_certainly_exceeded(
     seed: int, repository: Repository, capsys: pytest.CaptureFixture[str]

@@ -81,7 +81,7 @@ def test_a_module_there_does_not_shadow_one_of_a_cases_process(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_users_trainer_is_found_there_once_it_is_named(
+def test_the_users_trainer_is_found_there_once_it_is_named_beside_a_folder_named_dpbench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -89,19 +89,13 @@ def test_the_users_trainer_is_found_there_once_it_is_named(
         "from dpbench.training.standard import StandardTrainer\n"
         "class Mine(StandardTrainer):\n    pass\n"
     )
-    done = dpbench(tmp_path, *COUNT[:-1], "--trainer=of_mine:Mine")
-    assert done.returncode == 0, done.stderr
+    Path("dpbench").mkdir()  # as in the folder that a checkout is in
+    timed = ["run", "--instrument=timing", "--device=cpu", *SIZE, "--active=1"]
+    done = dpbench(tmp_path, *timed, "--trainer=of_mine:Mine")
+    assert done.returncode == 0, done.stdout + done.stderr
     assert str(tmp_path) not in sys.path
     assert TRAINERS["standard"].__name__ == "StandardTrainer"
     assert str(tmp_path) not in sys.path
     assert TRAINERS["of_mine:Mine"].__name__ == "Mine"
     assert sys.path[-1] == str(tmp_path)
     del sys.modules["of_mine"]
-
-
-def test_beside_a_folder_named_dpbench_commands_and_cases_run(tmp_path: Path) -> None:
-    """As in the folder that a checkout is in."""
-    (tmp_path / "dpbench").mkdir()
-    timed = [*COUNT[:1], "--instrument=timing", "--device=cpu", *COUNT[2:], "--active=1"]
-    done = dpbench(tmp_path, *timed)
-    assert done.returncode == 0, done.stdout + done.stderr

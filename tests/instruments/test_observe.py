@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,17 @@ def test_logical_bytes_are_those_of_the_tensors_that_passed() -> None:
     calls = plain.operators.calls["forward", "aten.addmm"]
     assert calls == 1
     assert plain.notes[0] == "operators were counted as they ran on the CPU"
+
+
+def test_old_objects_are_left_alone_meanwhile_and_collected_again_afterwards() -> None:
+    gc.unfreeze()  # what the suite froze
+    try:
+        with observe("logical") as seen, seen.step():
+            torch.ones(3).clone()
+            assert gc.get_freeze_count()
+        assert not gc.get_freeze_count()
+    finally:
+        gc.freeze()
 
 
 def test_phases_that_come_and_go_are_noted() -> None:

@@ -71,6 +71,7 @@ def instruments(name: str) -> set[str]:
     return {row["instrument"] for row in document["rows"]}
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
 def test_each_case_is_one_process_and_tests_of_ncu_wait(suite: RunSuite, workers: str) -> None:
     result = suite(workers, "--cupti", "--dpbench-json=run.json")

@@ -88,6 +88,7 @@ def test_weights_are_those_of_jax_privacy(bands: int, steps: int) -> None:
     np.testing.assert_allclose(weights, expected, atol=1e-6)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("bands", [3, 5])
 def test_noise_drawn_again_moves_seeds_alone_and_kept_noise_is_read_once(bands: int) -> None:
     def bytes_of(trainer: str, noise: str = "") -> float:

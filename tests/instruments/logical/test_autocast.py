@@ -161,7 +161,13 @@ def test_what_runs_again_in_backward_is_cast_as_before() -> None:
     assert not products("off", "backward")
 
 
-@pytest.mark.parametrize("trainer", ["standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        *("standard", "dpsgd"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpsgd_ghost", "dpsgd_fgc")),
+    ],
+)
 def test_autocast_moves_less_than_single_precision_and_more_than_half(trainer: str) -> None:
     def moved_by(precision: str) -> float:
         return sum(moved_in(count(tiny(trainer, precision=precision)), STEP))
