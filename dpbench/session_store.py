@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import (
     check_writable,
     in_words,
@@ -95,7 +95,8 @@ class Request:
 class SessionStore:
     """Results shared by a session's processes: a file for each outcome and each test's request.
 
-    Files survive the process that wrote them.
+    Files survive the process that wrote them. What cannot be written (a full disk) is kept in
+    memory, in `unwritten`, by file name.
 
     Args:
         directory: the shared directory; None in the first process, which makes it when needed.
@@ -104,6 +105,7 @@ class SessionStore:
     def __init__(self, directory: str | Path | None = None) -> None:
         self._directory = Path(directory) if directory else None
         self._owner = os.getpid()
+        self.unwritten: dict[str, dict[str, Any]] = {}
         self._read: dict[str, Any] = {}
 
     @property
@@ -127,8 +129,8 @@ class SessionStore:
         name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
         with locked(self.directory / f"{name}.lock"):
             name += OUTCOME
-            if not (self.directory / name).exists():
-                self._write(name, measure(case).as_json())
+            if not (name in self.unwritten or (self.directory / name).exists()):
+                self.take({name: measure(case).as_json()})
             return self._load(name, Outcome.from_json)
 
     def keep(self, outcomes: Iterable[Outcome]) -> None:
@@ -139,13 +141,15 @@ class SessionStore:
     def ask(self, requests: Iterable[Request]) -> None:
         """Let all processes know what tests ask for."""
         name = f"{time.monotonic_ns():020}-{os.getpid()}{REQUESTS}"
-        self._write(name, {"requests": [each.as_json() for each in requests]})
+        self.take({name: {"requests": [each.as_json() for each in requests]}})
 
-    def _write(self, name: str, data: Mapping[str, Any]) -> None:
-        try:
-            write_text(self.directory / name, json.dumps(data))
-        except OSError as error:
-            raise DpbenchError(f"results cannot be shared: {in_words(error)}") from error
+    def take(self, files: Mapping[str, dict[str, Any]]) -> None:
+        """Write these files, which may be what another process could not write."""
+        for name, data in files.items():
+            try:
+                write_text(self.directory / name, json.dumps(data))
+            except OSError:
+                self.unwritten[name] = data
 
     def lock(self) -> AbstractContextManager[int | None]:
         """A lock for files that several processes of the session write."""
@@ -155,12 +159,16 @@ class SessionStore:
         """The files with an ending, in the order in which they were written."""
         written = self._directory.glob(f"*{ending}") if self._directory else ()
         in_order = sorted(written, key=lambda path: (path.stat().st_mtime_ns, path.name))
-        return [path.name for path in in_order]
+        every = dict.fromkeys([*(path.name for path in in_order), *self.unwritten])
+        return [name for name in every if name.endswith(ending)]
 
     def _load(self, name: str, made: Callable[[dict[str, Any]], Made]) -> Made:
         """The parsed content of a file, which is written only once."""
         if name not in self._read:
-            self._read[name] = made(json.loads((self.directory / name).read_bytes()))
+            unwritten = self.unwritten.get(name)
+            self._read[name] = made(
+                unwritten or json.loads((self.directory / name).read_text(encoding="utf-8"))
+            )
         known: Made = self._read[name]
         return known
 

@@ -156,6 +156,20 @@ def test_full_disk_leaves_what_the_file_held(begin: Begin, storage: Storage) -> 
     assert session.failed
 
 
+def test_file_in_which_nothing_could_be_written_is_removed(begin: Begin, storage: Storage) -> None:
+    session = begin(save="first")
+    size = file_of(session).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        session.measure(DONE)
+        session.finish(complete=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert session.problems[0].endswith("File too large; cases in the file: 0")
+    assert storage.paths() == []
+
+
 def test_file_in_which_nothing_stands_is_removed(begin: Begin, storage: Storage) -> None:
     session = begin(autosave=True)
     assert file_of(session).name.startswith("0001_2")

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from dpbench.core.case import Case
-from dpbench.core.errors import DpbenchError
 from dpbench.core.subject import Script
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
@@ -99,15 +98,24 @@ def test_measurement_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
     assert store.once(CASE, measured) == measured(CASE)
 
 
-def test_what_cannot_be_written_ends_with_a_plain_error(
+def test_what_cannot_be_written_stays_with_who_measured_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
+    store = SessionStore(tmp_path)
     monkeypatch.setattr("dpbench.session_store.write_text", full)
-    with pytest.raises(DpbenchError, match=r"results cannot be shared: .*No space left on device"):
-        SessionStore(tmp_path).once(CASE, measured)
+    assert store.once(CASE, measured) == measured(CASE)
+    assert store.once(CASE, never) == measured(CASE)
+    assert store.outcomes() == [measured(CASE)]
+    store.ask([Request("it", CASE)])
+    assert store.requests == [Request("it", CASE)]
+    monkeypatch.undo()
+    other = SessionStore(tmp_path)
+    other.take(store.unwritten)
+    assert (other.unwritten, other.outcomes()) == ({}, store.outcomes())
+    assert other.requests == [Request("it", CASE)]
 
 
 def test_what_tests_ask_for_is_known_to_all_in_its_order(tmp_path: Path) -> None:
@@ -167,7 +175,6 @@ def test_case_is_measured_once_among_threads(tmp_path: Path) -> None:
 PROCESS = """
 import os, pathlib, sys, time
 from dpbench.core.case import Case
-from dpbench.core.errors import DpbenchError
 from dpbench.results.outcome import Outcome
 from dpbench.session_store import SessionStore
 

@@ -243,7 +243,10 @@ class EachTest:
             for outcome, measured in self._measured:
                 if measured.extra_info:
                     self._ask(outcome.case, outcome.instruments, measured.extra_info)
-        return (yield)
+        report = yield
+        if unwritten := self.session.store.unwritten:  # goes with the report to the controller
+            vars(report)["dpbench"] = unwritten
+        return report
 
 
 def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[StepFunction]:

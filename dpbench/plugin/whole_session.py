@@ -163,11 +163,13 @@ class WholeSession:
             self.session.store.ask(known)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note which tests have ended and how."""
+        """Note which tests have ended and how, and store what a worker could not write."""
         if report.when in ("teardown", CRASHED):
             self.over.add(report.nodeid)
         if report.when != "teardown":
             self.reports[report.nodeid] = report
+        if unwritten := getattr(report, "dpbench", None):
+            self.session.store.take(unwritten)
 
     # --- xdist -------------------------------------------------------------------------------
 
