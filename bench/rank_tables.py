@@ -36,7 +36,7 @@ PLACES = {
     "lora": [Place("ranks-lora", "8x1024", "bf16")],
     "h100": [
         Place(file, "8x256", precision)
-        for file in ("h100-ranks-ddp-256", "h100-ranks-fused-fsdp2-256")
+        for file in ("h100-ranks-ddp-256", "h100-ranks-fsdp2-256")
         for precision in ("fp32", "bf16")
     ],
 }
@@ -46,7 +46,7 @@ TRAINERS = {
     "ddp": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
     "fsdp2": ("dpsgd_ghost", "ghost_lean", "fused"),
     "lora": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
-    "h100": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
+    "h100": ("dpsgd", "dpsgd_ghost", "lean", "ghost_lean", "fused"),
 }
 """The private trainers of each."""
 

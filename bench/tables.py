@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -375,6 +376,36 @@ def peers() -> str:
 
 
 @table
+def peers_measured() -> str:
+    """Time, bytes and memory of other people's private training ÷ standard, on an H200."""
+    places = [
+        Place(f"peers-{length}", f"8x{length}", precision)
+        for precision in ("tf32", "bf16")
+        for length in (256, 1024)
+    ]
+    rows = [["standard: ms, GB, GB"], ["fastdp"], ["fastdp:origin_params=embedding"], ["fused"]]
+    for place in places:
+        rows[0].append(joined((metric(place, "standard") for metric in (ms, gb, peak)), 1))
+        for row in rows[1:]:
+            row.append(joined(ratio(metric, place, row[0]) for metric in (ms, gb, peak)))
+    rows.append(["jax-privacy", *map(of_jax, places[:2]), "-", "-"])
+    heads = (f"{place.precision}, {place.cell.replace('x', ' × ')}" for place in places)
+    return markdown(["time, bytes, memory", *heads], rows)
+
+
+def of_jax(place: Place) -> str:
+    """Time and bytes of a step of jax-privacy ÷ standard; JAX says nothing of memory."""
+    printed = (RESULTS / f"h200-jax-{place.cell.partition('x')[2]}.txt").read_text("utf-8")
+    found = {
+        name: median(map(float, re.findall(rf"cupti +step +{name} +(\S+)", printed)))
+        for name in ("step_time_seconds", "dram_read_bytes", "dram_write_bytes")
+    }
+    moved = (found["dram_read_bytes"] + found["dram_write_bytes"]) / 1e9
+    took = 1e3 * found["step_time_seconds"]
+    return joined((took / ms(place, "standard"), moved / gb(place, "standard"))) + ", -"
+
+
+@table
 def correlated() -> str:
     """Time, bytes and memory ÷ standard at 8 × 256 by bands of noise, and what one more adds."""
     bands = (1, 2, 4, 8, 16, 32)
@@ -383,19 +414,20 @@ def correlated() -> str:
     rows = []
     for precision, shown in (("fp32", methods), ("bf16", methods[:2])):
         for trainer, how, most in shown:
-            file = "banded-lean-256" if trainer == "lean" else "banded-256"
-            place = Place(file, "8x256", precision)
-            names = [
-                trainer,
-                *(f"{trainer}:bands={b},noise=banded" for b in bands[1:] if b <= most),
-            ]
-            cells = [joined(ratio(metric, place, name) for metric in metrics) for name in names]
-            more = (metric(place, names[-1]) - metric(place, trainer) for metric in metrics)
+            place = Place("banded-256", "8x256", precision)
+
+            def cell(name: str, place: Place = place) -> str:
+                return joined(ratio(metric, place, name) for metric in metrics)
+
+            banded = [f"{trainer}:bands={b},noise=banded" for b in bands[1:] if b <= most]
+            gaps = ["-"] * (len(bands) - 1 - len(banded))
+            blt = "-" if trainer == "fused" else cell(f"{trainer}:buffers=4,noise=blt")
+            more = (metric(place, banded[-1]) - metric(place, trainer) for metric in metrics)
             each = joined((abs(number) / (most - 1) for number in more), 1)
-            gaps = ["-"] * (len(bands) - len(cells))
-            rows.append([f"{trainer}, {how}, {precision}", *cells, *gaps, each])
-    heads = "time, bytes, memory; bands:", *map(str, bands), "each more: ms, GB, GB"
-    return markdown(heads, rows)
+            cells = map(cell, (trainer, *banded))
+            rows.append([f"{trainer}, {how}, {precision}", *cells, *gaps, blt, each])
+    heads = "time, bytes, memory; bands:", *map(str, bands), "blt, 4 buffers"
+    return markdown([*heads, "each band more: ms, GB, GB"], rows)
 
 
 @table

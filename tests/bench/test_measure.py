@@ -20,6 +20,8 @@ def test_each_command_is_one_that_dpbench_takes(
 ) -> None:
     if "hf-" in PLAN[name]:
         pytest.importorskip("transformers")
+    if "fastdp" in PLAN[name]:
+        pytest.importorskip("fastDP")
     given = [*command(name, PLAN[name], tmp_path)[3:], "--shard", "0/1"]  # refused once all is read
     assert main(given) == 2
     assert "shard" in capsys.readouterr().err
