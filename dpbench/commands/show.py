@@ -2,8 +2,8 @@
 
 A run is a JSON file (of dpbench run --json, of pytest --dpbench-json, or in the storage), or the
 number or name of a saved run: dpbench list shows them. --html FILE draws runs as one HTML page that
-opens offline. It has charts, each with its numbers as a table. --output FILE writes what the file's
-ending says: .html that page, .md the tables, .csv the rows, .json the run.
+opens offline. It has charts, each with its numbers as a table, and every row. --output FILE writes
+what the file's ending says: .html that page, .md the tables, .csv the rows, .json the run.
 
 --roofline compares the operations and bytes of each phase with the roofs of a card: the one that
 was measured on, a named CARD, or a FILE of measured roofs. One of the runs must have counted the

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.results.outcome import trainer_summary
-from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.export import trainer_table
 from dpbench.show.html.changes import changes
@@ -66,6 +66,7 @@ def render(material: PageData) -> str:
         charts=draw(material),
         trainers=trainers(runs),
         recorded=recorded(runs),
+        rows=every_row(runs),
         environments=environments(runs),
     )
 
@@ -157,6 +158,24 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
             *(each for o in run.outcomes for each in kernel_tables(o, run.summary, MOST)),
         )
     ]
+
+
+def every_row(runs: Sequence[Run]) -> Table:
+    """The exact rows of all runs. A column with a single value is in the caption instead."""
+    frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
+    names = ["run", *COLUMNS]
+    same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]
+    caption = "Every row of the runs, exact"
+    if same and len(frame) > 1:
+        caption += "; the same in all: " + ", ".join(f"{n} {frame[n].iloc[0]}" for n in same)
+        names = [name for name in names if name not in same]
+    columns = {name.replace("_", " "): (name, exact if name == "value" else str) for name in names}
+    return Table.of(caption, frame, columns)
+
+
+def exact(value: float) -> str:
+    """A number with all its digits, and commas between thousands."""
+    return f"{value:,}".removesuffix(".0")
 
 
 def environments(runs: Sequence[Run]) -> Table:

@@ -248,6 +248,14 @@ def test_environment_is_one_column_per_run() -> None:
     assert "counted without hardware" in found["rows of logical"][1]
 
 
+def test_every_row_is_there_and_exact() -> None:
+    table = page.every_row(labelled([("grid1", GRID1)]))
+    place = table.headers.index("value")
+    assert [line[place] for line in table.exact] == [r["value"] for r in GRID1["rows"]]
+    assert "trainer" in table.headers
+    assert "precision fp32" in table.title  # the same in all rows: said once
+
+
 def test_no_rows_at_all_make_empty_tables() -> None:
     empty = material(a=[])
     assert page.steps(empty).cells == page.trainers(empty.runs).cells == []

@@ -21,7 +21,7 @@ from dpbench.results.run import Run
 from dpbench.show.html import charts, roofs
 from dpbench.show.html.data import PageData, labelled
 from dpbench.show.html.figures import PHASE_COLOURS, Chart, plain
-from dpbench.show.html.page import draw, render
+from dpbench.show.html.page import draw, exact, render
 
 ROOT = Path(__file__).parents[3]
 GRID1: Any = Run.load(ROOT / "tests/data/saved/grid1.json").document
@@ -273,3 +273,8 @@ def test_page_fetches_nothing_and_runs_only_its_own_scripts() -> None:
 
 def test_colours_of_phases_are_different() -> None:
     assert len(set(PHASE_COLOURS.values())) == len(PHASE_COLOURS)
+
+
+def test_numbers_are_exact() -> None:
+    assert exact(102569206784.0) == "102,569,206,784"
+    assert exact(4.448000050615519e-05) == "4.448000050615519e-05"
