@@ -113,13 +113,23 @@ def test_every_private_trainer_was_measured_in_four_cells() -> None:
     assert all(ms(place, trainer) > 0 for place in METHODS for trainer in (*PRIVATE, *OWN))
 
 
-def test_drawing_a_noise_again_takes_less_time_than_storing_it_and_moves_nothing() -> None:
+def test_drawing_noise_again_moves_no_bytes_and_needs_no_memory_but_storing_it_does() -> None:
     for precision in ("fp32", "bf16"):
         place = Place("banded-256", "8x256", precision)
-        assert abs(gb(place, "fused:bands=32,noise=banded") - gb(place, "fused")) < 0.1
-        for bands in (2, 4, 8, 16):
-            longer = [
-                ms(place, f"{trainer}:bands={bands},noise=banded") - ms(place, trainer)
+        for metric in (gb, peak):
+            drawn, stored = (
+                metric(place, f"{trainer}:bands=16,noise=banded") - metric(place, trainer)
                 for trainer in ("fused", "lean")
-            ]
-            assert longer[0] < longer[1]
+            )
+            assert abs(drawn) < 0.1 < 15 * 5.3 < stored
+
+
+def test_at_fp32_storing_a_noise_takes_less_time_than_drawing_it_again() -> (
+    None
+):
+    place = Place("banded-256", "8x256", "fp32")
+    drawn, stored = (
+        ms(place, f"{trainer}:bands=16,noise=banded") - ms(place, trainer)
+        for trainer in ("fused", "lean")
+    )
+    assert 0.7 < stored / drawn < 0.9

@@ -53,6 +53,6 @@ def test_a_reference_is_renewed_with_what_was_counted_timed_and_profiled(
     profile = pytester.path / "profiles/standard-bs4-seq64-tiny-fp32"
     report = (profile / "report.txt").read_text(encoding="utf-8")
     assert "schedule: skip_first 1, wait 1, warmup 1, active 1, repeat 1" in report
-    slow = report.partition("operators with 0.12 ms")[2].partition("Sums over")[0]
+    slow = report.partition("operators that take 0.12 ms")[2].partition("Sums over")[0]
     assert "aten::mm\n" in slow
     assert "aten::addmm\n" not in slow, "it takes 0.11 ms"
