@@ -14,7 +14,7 @@ import lzma
 import sys
 from pathlib import Path
 
-from dpbench.child.messages import hand_over
+from dpbench.child.messages import report_result
 
 DATA = Path(__file__).parent / "data"
 
@@ -37,7 +37,7 @@ def say(log: str) -> None:
     """Print a recorded log, and hand over the record that is a line of it."""
     for line in log.splitlines():
         if line.startswith('{"dpbench"'):
-            hand_over(**json.loads(line))
+            report_result(**json.loads(line))
         else:
             print(line)
 
@@ -64,7 +64,7 @@ def main() -> int:
         export.write_bytes(read(recorded))
     except FileNotFoundError:
         error = {"kind": "RuntimeError", "message": f"no recording of {trainer}"}
-        hand_over(error=error)
+        report_result(error=error)
         return 1
     in_ranges = folder == "tiny-fp32"
     log = DATA / "ncu_output/success.txt" if in_ranges else recorded.with_suffix(".log")

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.child.messages import hand_over
+from dpbench.child.messages import report_result
 from dpbench.child.task import Task
 from dpbench.commands.step import write_report
 from dpbench.core.case import USUAL
@@ -83,7 +83,7 @@ def main() -> int:
         found = {**USUAL, **record[name]} if name == "case" else record[name]
         if found != value:
             error = {"kind": "RuntimeError", "message": f"no recording of {name} {value}"}
-            hand_over(error=error)
+            report_result(error=error)
             return 1
     if isinstance(instrument, TorchProfiler):
         folder = instrument.directory / case.file_name
@@ -94,7 +94,7 @@ def main() -> int:
         write_operators(folder, recorded.calls, instrument.threshold)
         write_report(folder, rows, record["schedule"], folder)
         record["outcome"] = Outcome(case, rows).as_json()
-    hand_over(**record)
+    report_result(**record)
     return 0
 
 

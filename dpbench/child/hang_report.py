@@ -8,14 +8,14 @@ from pathlib import Path
 
 STACK = "stack"  # the name of the file with these frames
 
-ASKED = "SIGURG"
+STACK_SIGNAL = "SIGURG"
 """The signal that asks ranks to write their stacks; ignored by default. SIGTERM cannot be used: the
 launcher sends it as well, and the second would interrupt the writing."""
 
 COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
 """Parts of PyTorch in which a process waits for other ranks, or for a GPU that waits for them."""
 
-AGREEMENT = str(Path(__file__).with_name("agreement.py"))
+RANK_MESSAGES = str(Path(__file__).with_name("rank_messages.py"))
 """The file in which ranks wait for each other between steps."""
 
 WAITED = "waited for others"
@@ -23,7 +23,7 @@ WAITED = "waited for others"
 FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
-def place(stack: str) -> tuple[bool, str]:
+def where_stuck(stack: str) -> tuple[bool, str]:
     """Whether a rank waited for others in a collective, and the place in its main thread.
 
     A rank that was not asked, or had no time to answer, leaves no stack.
@@ -31,7 +31,7 @@ def place(stack: str) -> tuple[bool, str]:
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:
         return True, "left no stack"
-    if any(file == AGREEMENT for file, *_ in frames):
+    if any(file == RANK_MESSAGES for file, *_ in frames):
         return False, "had taken its steps"
     of_torch = str(Path(str(getattr(find_spec("torch"), "origin", ""))).parent)
     waited = frames[0][0].startswith(tuple(f"{of_torch}/{part}" for part in COLLECTIVES))

@@ -44,7 +44,7 @@ def append_record(record: dict[str, Any], path: str | None = None) -> None:
             file.write(f"{json.dumps(record)}\n")
 
 
-def hand_over(**record: Any) -> None:
+def report_result(**record: Any) -> None:
     """Append this process's result or error; print it if the process has no parent to read it."""
     if RECORDS in os.environ:
         append_record(record | {"imported": imported_files()})

@@ -23,7 +23,7 @@ class AlternatingOptimizers:
         self.awaited: WeakSet[Any] = WeakSet()  # optimizers expected in each training step
         self.stepped: WeakSet[Any] = WeakSet()
         self.taken = 0  # turns since the training step began
-        self.heard = 0  # most turns of any counted step
+        self.most = 0  # most turns of any counted step
         self._first: ref[Any] | None = None  # the optimizer that begins training steps
         self._turn: list[ref[Any]] = []  # the optimizers of this turn
         self._after = 0  # turns since the last of them stepped, counting that turn
@@ -42,7 +42,7 @@ class AlternatingOptimizers:
         self._whole = self.awaited <= self.stepped
         self._known = self._known and optimizer in self.awaited
 
-    def over(self) -> bool:
+    def end_turn(self) -> bool:
         """End a turn; return whether the training step ended with this turn or before it."""
         self.taken += 1
         self._after += self._whole

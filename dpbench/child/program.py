@@ -39,7 +39,7 @@ def print_error(error: BaseException) -> None:
     shown.print()
 
 
-def end(code: int, *, wait: bool = True) -> NoReturn:
+def exit_process(code: int, *, wait: bool = True) -> NoReturn:
     """End the process as `multiprocessing` does, without finalizing the interpreter.
 
     With ``wait``, wait for its threads first.

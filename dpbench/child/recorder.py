@@ -81,7 +81,7 @@ class Recorder(PhaseListener):
 
     def __init__(self, wanted: int | None = None) -> None:
         self.wanted = wanted
-        self.heard = 0
+        self.observed = 0
         self.phases: list[set[str]] = []  # by begun step
         self.held = ExitStack()  # what `close` releases
 
@@ -91,7 +91,7 @@ class Recorder(PhaseListener):
     @property
     def finished(self) -> bool:
         """Whether it has observed as many steps as it wanted."""
-        return self.wanted is not None and self.heard >= self.wanted
+        return self.wanted is not None and self.observed >= self.wanted
 
     @cached_property
     def listener(self) -> PhaseListener:
@@ -108,7 +108,7 @@ class Recorder(PhaseListener):
 
     def end_step(self) -> None:
         self.listener.end_step()
-        self.heard += 1
+        self.observed += 1
         if self.finished:
             self.close()
 
@@ -118,12 +118,12 @@ class Recorder(PhaseListener):
 
     def outcome(self, case: Subject) -> Outcome:
         """The outcome of the steps, in the same form as that of a case."""
-        rows = tuple(self.rows(case)) if self.heard else ()
-        present = Counter(phase for step in self.phases[: self.heard] for phase in step)
+        rows = tuple(self.rows(case)) if self.observed else ()
+        present = Counter(phase for step in self.phases[: self.observed] for phase in step)
         some = [
-            f"{phase} is present in {times} of {self.heard} steps"
+            f"{phase} is present in {times} of {self.observed} steps"
             for phase, times in sorted(present.items())
-            if times < self.heard
+            if times < self.observed
         ]
         outcome = Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
         return replace(outcome, memory_lines=tuple(self.memory_lines))
@@ -142,7 +142,7 @@ class Recorder(PhaseListener):
 
 def whole_steps(seconds: float) -> int:
     """How many steps of this duration are observed as a whole; rank 0 decides for all ranks."""
-    from dpbench.child.agreement import all_gather  # which imports torch
+    from dpbench.child.rank_messages import all_gather  # which imports torch
 
     return int(all_gather(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])
 

@@ -19,7 +19,7 @@ from dpbench.child.hang_report import STACK
 from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
 from dpbench.child.other_threads import watch_elsewhere
 from dpbench.child.patches import watch
-from dpbench.child.program import end, print_error, run_program
+from dpbench.child.program import exit_process, print_error, run_program
 from dpbench.child.recorder import Recorder
 from dpbench.child.script_faults import what_is_wrong
 from dpbench.child.script_ranks import Rank
@@ -50,8 +50,8 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
     recorder = task.instrument.recorder(case, script.steps)
 
     def keep() -> None:
-        heard = recorder.heard
-        if recorder.quick and (recorder.finished or heard <= OFTEN or heard % OFTEN == 0):
+        observed = recorder.observed
+        if recorder.quick and (recorder.finished or observed <= OFTEN or observed % OFTEN == 0):
             _write_down(records, case, finder, recorder, under_way=True)
 
     finder = StepFinder(recorder, skip=script.skip, go_on=script.go_on, keep=keep)
@@ -79,7 +79,7 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
             if isinstance(code, str):
                 print(code, file=sys.stderr)
             # At exit, Python would wait for the time-out's thread, which does not exist in a fork.
-            end(code if isinstance(code, int) else int(code is not None))
+            exit_process(code if isinstance(code, int) else int(code is not None))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _write_down(records, case, finder, recorder, code, raised)
     return code, stopped
@@ -127,7 +127,7 @@ def _write_down(
     except DpbenchError as error:
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
     # ncu's report may also have a step that did not end.
-    more = {"torch": torch, "heard": recorder.heard, "under_way": under_way, **recorder.more}
+    more = {"torch": torch, "observed": recorder.observed, "under_way": under_way, **recorder.more}
     append_record({**outcome.as_json(), **more}, path)
 
 
@@ -135,8 +135,8 @@ def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> I
     yield from finder.remarks()
     if "backward" in phases and "forward" not in phases:
         yield f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
-    if recorder.heard and not recorder.finished:
-        yield f"steps that count: {recorder.heard}, where {recorder.wanted} were asked for"
+    if recorder.observed and not recorder.finished:
+        yield f"steps that count: {recorder.observed}, where {recorder.wanted} were asked for"
 
 
 def main() -> NoReturn:
@@ -147,5 +147,5 @@ def main() -> NoReturn:
     assert task.program
     code, stopped = run(task, task.program, os.environ.pop(RECORDS))
     if stopped:  # its threads may wait for unfinished work
-        end(0, wait=False)
+        exit_process(0, wait=False)
     sys.exit(code)

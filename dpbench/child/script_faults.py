@@ -11,7 +11,7 @@ def what_is_wrong(
     finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
 ) -> str:
     """One line on why the script failed, or why no step was observed; else empty."""
-    kept = f"; {recorder.heard} steps were counted until then" if recorder.heard else ""
+    kept = f"; {recorder.observed} steps were counted until then" if recorder.observed else ""
     if raised:
         return f"the script failed with {raised}{kept}"
     if finder.failure is not None:
@@ -19,7 +19,7 @@ def what_is_wrong(
     if code:
         kept = kept or ", before a step counted"
         return f"the script ended by itself with exit status {code!r}{kept}"
-    if recorder.heard:
+    if recorder.observed:
         return ""
     if finder.turns.taken and not finder.steps:
         return (

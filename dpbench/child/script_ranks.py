@@ -74,7 +74,7 @@ class Rank:
         every = [own, *(self._of(number, own, deadline) for number in range(1, self.ranks))]
         failed = [(rank, outcome) for rank, outcome in enumerate(every) if outcome.error]
         if failed:
-            rank, first = min(failed, key=lambda each: _is_effect(each[1]))
+            rank, first = min(failed, key=lambda each: _blame_rank(each[1]))
             message = first.message.removeprefix(f"{own.case.id}: ")
             message = f"{own.case.id}: rank {rank}: {message}"
             return replace(own, rows=(), error=first.error, message=message)
@@ -105,7 +105,7 @@ class Rank:
             return Outcome(own.case, (), error=CaseFailed.__name__, message=missing)
 
 
-def _is_effect(outcome: Outcome) -> int:
+def _blame_rank(outcome: Outcome) -> int:
     """How probable it is that a rank failed only because another did; 0 if by itself."""
     if outcome.error == ScriptInterrupted.__name__:
         return 3

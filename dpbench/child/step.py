@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbench.child.agreement import all_gather
 from dpbench.child.build import about_sizes, build, labels_of, pick_device
 from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
+from dpbench.child.rank_messages import all_gather
 from dpbench.child.recorder import Recorder
 from dpbench.core import gpu
 from dpbench.core.case import OUTSIDE, Case

@@ -114,7 +114,7 @@ class StepFinder:
     def _end_turn(self) -> None:
         """End the training step if all optimizers that take turns have stepped."""
         self._updated = False
-        if not self.turns.over():
+        if not self.turns.end_turn():
             return
         if not self.counts:
             steps = self.turns.start()
@@ -125,7 +125,7 @@ class StepFinder:
             self.steps += steps - 1
             self.end_step()
         elif self.turns.is_round:
-            self.turns.heard = max(self.turns.heard, self.turns.taken)
+            self.turns.most = max(self.turns.most, self.turns.taken)
             self.turns.start()
             self.end_step()
         else:
@@ -135,7 +135,7 @@ class StepFinder:
             )
             self.give_up_step()
 
-    def _border(self) -> None:
+    def _maybe_begin_step(self) -> None:
         """At a call that may begin a step, end the last step if it is complete, and begin one.
 
         Do nothing in inference mode: its end would undo a dispatch mode begun or ended inside.
@@ -166,7 +166,7 @@ class StepFinder:
 
     # --- phases ------------------------------------------------------------------------------
 
-    def _hears(self) -> bool:
+    def _is_loop_thread(self) -> bool:
         """Whether this is the loop's thread, or a thread that autograd runs for it."""
         return not self._closed and (threading.get_ident() == self._thread or self._in_backward)
 
@@ -176,11 +176,11 @@ class StepFinder:
 
         With ``begins`` the call may begin a step; with ``resumes`` open forwards go on after it.
         """
-        if not self._hears():
+        if not self._is_loop_thread():
             yield
             return
         if begins and not self._in_backward:
-            self._border()
+            self._maybe_begin_step()
         step, before = self._step, (self.inside, self._in_backward)
         if self._forward and not self.inside:
             step.leave(self._forward)
@@ -217,7 +217,7 @@ class StepFinder:
 
         evaluation = None
         if self._step.phase != "forward":
-            self._border()
+            self._maybe_begin_step()
             if torch.is_grad_enabled():
                 self._forward = self._step.enter("forward")
             else:
@@ -238,11 +238,11 @@ class StepFinder:
             optimizer: None for a wrapper's step, Opacus's or a scaler's, which calls an optimizer.
             outer: the wrapper, if it is Opacus's.
         """
-        if not self._hears():
+        if not self._is_loop_thread():
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
-            self._border()  # it steps again with no call in between: its closure calls the model
+            self._maybe_begin_step()  # no call between steps: a closure calls the model
         within = self.within("optimizer")
         within.__enter__()
         self._updating += 1
@@ -281,8 +281,8 @@ class StepFinder:
     def remarks(self) -> Iterator[str]:
         """Yield notes about the observed steps."""
         yield from self.notes
-        if self.turns.heard > 1:
-            yield f"optimizers take turns: a step is a round, of at most {self.turns.heard} turns"
+        if self.turns.most > 1:
+            yield f"optimizers take turns: a step is a round, of at most {self.turns.most} turns"
         if skipped := self._skipped + sum(bool(infinite) for infinite in self._infinite):
             yield (
                 f"updates that GradScaler skipped because gradients were inf or nan: {skipped}; "

@@ -36,7 +36,7 @@ def git_here(*words: str) -> str:
     return said.decode(errors="replace").strip()
 
 
-def ends(text: str) -> list[str]:
+def range_ends(text: str) -> list[str]:
     """The hashes of ``GOOD..BAD``. An empty end is HEAD. GOOD must be an ancestor of BAD."""
     good, _, bad = text.partition("..")
     said = git(Path(), "rev-list", "--no-walk=unsorted", good or "HEAD", bad or "HEAD")
@@ -55,7 +55,7 @@ class Commits:
     """The commits of ``GOOD..BAD``; their worktrees are made in a folder."""
 
     def __init__(self, text: str, folder: Path) -> None:
-        self.good, self.bad = ends(text)
+        self.good, self.bad = range_ends(text)
         self._folder, self._below = folder, git_here("rev-parse", "--show-prefix")
         self.about = about_commit
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.commands.candidates import about_commit, ends, git_here
+from dpbench.commands.candidates import about_commit, git_here, range_ends
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
@@ -102,7 +102,7 @@ def _saved(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Ru
 
 def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
     """The runs in a file: in the first commit of a range, and in each that changes the file."""
-    good, bad = ends(options.commits)
+    good, bad = range_ends(options.commits)
     path = f"./{os.path.relpath(options.file)}"
     changing = git_here("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.child.failures import CaseOutOfMemory, CaseRefused
-from dpbench.child.messages import hand_over
+from dpbench.child.messages import report_result
 from dpbench.child.task import Task
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
@@ -97,9 +97,9 @@ def run(options: argparse.Namespace) -> int:
         kind = next(
             (to for of, to in ERRORS_FOR_PARENT.items() if isinstance(error, of)), type(error)
         )
-        hand_over(error={"kind": name_of(kind), "message": message})
+        report_result(error={"kind": name_of(kind), "message": message})
         raise
-    hand_over(**record)
+    report_result(**record)
     return 0
 
 

@@ -56,12 +56,12 @@ def run(options: argparse.Namespace) -> int:
     """Print the checks; return 1 if anything is wrong."""
     case = chosen_case(options, **SMALL)
     locate([case])
-    checks = found(case, options.device, processes=True)
+    checks = run_checks(case, options.device, processes=True)
     print(as_text(case, checks))
     return 0 if all(check.passed for check in checks) else 1
 
 
-def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
+def run_checks(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     """Run the checks. Any error of the trainer becomes a `DpbenchError` with the trainer's name."""
     from dpbench.child.build import pick_device
     from dpbench.training.refusals import CannotTrain
@@ -84,7 +84,7 @@ def found(case: Case, device: str, *, processes: bool = False) -> list[Check]:
 
 def as_text(case: Subject, checks: Sequence[Check]) -> str:
     """The checks as a table, and one line for each thing that is wrong."""
-    lines = [[check.name, check.verdict, check.how_far, check.worst] for check in checks]
+    lines = [[check.name, check.verdict, check.error_text, check.worst] for check in checks]
     headers = ["check", "verdict", "how far", "worst parameter"]
     table = Table(f"verify {case.id}", headers, lines).as_text(WIDTH)
     wrong = [f"{check.name}: {line}" for check in checks for line in check.wrong]

@@ -97,7 +97,7 @@ class Instrument(ABC):
         """The rows of the profiler's report; ``record`` is that of the script's process."""
         return []
 
-    def complaint(self, case: Subject) -> InstrumentError | None:
+    def profiler_error(self, case: Subject) -> InstrumentError | None:
         """The error for which the profiler ended the script, if it did."""
         return None
 

@@ -48,7 +48,7 @@ class Observation:
     @property
     def report(self) -> CaseReport:
         """The report of the steps so far, like that of a fixture."""
-        if not self.recorder.heard:
+        if not self.recorder.observed:
             raise ConfigurationError(
                 f"{self.case.id}: no step was observed: put `with seen.step():` around each, and "
                 f"take more steps than are skipped"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.child.failures import CaseFailed, CaseTimedOut, InstrumentError, ScriptInterrupted
-from dpbench.child.hang_report import STACK, place
+from dpbench.child.hang_report import STACK, where_stuck
 from dpbench.child.messages import RECORDS, read_records, result_of
 from dpbench.child.script_ranks import Rank
 from dpbench.child.task import Program, Task
@@ -81,24 +81,24 @@ class PendingScript(PendingMeasurement):
         code, interrupted = self._wait()
         instrument = self.script.instrument
         record: dict[str, Any] = result_of(read_records(self._records))
-        if not (record or interrupted) and (said := instrument.complaint(self.case)):
+        if not (record or interrupted) and (said := instrument.profiler_error(self.case)):
             raise said
-        self.record = record = record or {"heard": 0, "under_way": True}
+        self.record = record = record or {"observed": 0, "under_way": True}
         left = self._records.with_name(STACK)
         if stack := left.read_text() if left.exists() else "":
             print(stack, file=sys.stderr)
             record["message"] = (
-                f"did not finish within {self.script.timeout:g} s: {place(stack)[1]}"
+                f"did not finish within {self.script.timeout:g} s: {where_stuck(stack)[1]}"
             )
         elif record.get("under_way"):
             how = describe_exit(code) if code else "ended at once with exit status 0"
-            kept = f"; {n} steps were counted until then" if (n := record["heard"]) else ""
+            kept = f"; {n} steps were counted until then" if (n := record["observed"]) else ""
             record["message"] = f"the script {how}{kept or ', and nothing was counted'}"
         outcome = Outcome.from_json({**self.case.columns, **record})
         rows, error = list(outcome.rows), outcome.message
         if interrupted:
             error = "interrupted; what was counted until then is kept"
-        if record.get("heard"):
+        if record.get("observed"):
             with suppress(*[InstrumentError] if error else []):  # the earlier error counts
                 rows += instrument.script_rows(self.case, record)
         self.operators, self.notes = outcome.operators, outcome.notes

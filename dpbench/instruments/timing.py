@@ -50,7 +50,7 @@ class TimingRecorder(Recorder):
         return times
 
     def close(self) -> None:
-        if self.heard and self.peak is None:
+        if self.observed and self.peak is None:
             self.peak = self._peak()  # now: the script may go on
         super().close()
 
@@ -67,7 +67,7 @@ class TimingRecorder(Recorder):
     def record(self, case: Subject) -> dict[str, Any]:
         return {
             **device_and_torch(),
-            "phase_seconds": self.listener.seconds(wait=self.wait)[: self.heard],
+            "phase_seconds": self.listener.seconds(wait=self.wait)[: self.observed],
             "ranges": self.listener.ranges,
             "peak_memory_bytes": self._peak() if self.peak is None else self.peak,
         }

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dpbench.child.messages import RECORDS
-from dpbench.child.program import end
+from dpbench.child.program import exit_process
 from dpbench.core.gpu import child_environment
 from dpbench.core.registry import INSTRUMENTS, TRAINERS
 
@@ -268,7 +268,7 @@ def main() -> NoReturn:
     for descriptor in (output, guard):
         os.close(descriptor)
     import_module("numpy").random.seed()  # Python's own generator is reseeded by a fork
-    end(import_module("dpbench.commands.cli").main())
+    exit_process(import_module("dpbench.commands.cli").main())
 
 
 if __name__ == "__main__":

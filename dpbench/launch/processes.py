@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
-from dpbench.child.hang_report import ASKED
+from dpbench.child.hang_report import STACK_SIGNAL
 from dpbench.child.messages import POLL_SECONDS
 from dpbench.launch.fork_server import fork
 
@@ -102,7 +102,7 @@ class ProcessGroup:
 
     def ask_ranks(self) -> None:
         """Ask the ranks to write their stacks, and give them time to do so."""
-        self._signal(signal.Signals[ASKED])
+        self._signal(signal.Signals[STACK_SIGNAL])
         time.sleep(FRAMES_SECONDS)
 
     def end(self) -> None:

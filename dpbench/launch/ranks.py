@@ -27,10 +27,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from dpbench.child.agreement import FOR_EVER, all_gather, leave_group
 from dpbench.child.build import pick_device
-from dpbench.child.hang_report import ASKED, STACK, place
+from dpbench.child.hang_report import STACK, STACK_SIGNAL, where_stuck
 from dpbench.child.messages import LOST
+from dpbench.child.rank_messages import FOR_EVER, all_gather, leave_group
 from dpbench.child.step import with_gpus_locked
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory
@@ -136,7 +136,7 @@ def _run_rank(work: Work, case: Case, device: torch.device) -> Record:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     stack = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK).open("w")
-    faulthandler.register(signal.Signals[ASKED], file=stack, all_threads=False)
+    faulthandler.register(signal.Signals[STACK_SIGNAL], file=stack, all_threads=False)
     try:
         return _as_rank(work, case, device)
     except Exception as error:
@@ -193,5 +193,5 @@ def _where_ranks_were(folder: Path) -> str:
     stacks = {int(path.parent.name): path.read_text() for path in folder.rglob(STACK)}
     for rank, stack in sorted(stacks.items()):
         print(f"rank {rank}: {stack}", end="", file=sys.stderr)
-    places = sorted((*place(stack), rank) for rank, stack in stacks.items())
-    return "; ".join(f"rank {rank} {place}" for _, place, rank in places) or "no rank had started"
+    places = sorted((*where_stuck(stack), rank) for rank, stack in stacks.items())
+    return "; ".join(f"rank {rank} {line}" for _, line, rank in places) or "no rank had started"

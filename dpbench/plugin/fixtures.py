@@ -52,7 +52,7 @@ def _verify(
     asked: Any, *, device: str = "auto", processes: bool = False, **axes: Any
 ) -> list[Check]:
     from dpbench.commands.case_arguments import chosen_case
-    from dpbench.commands.verify import SMALL, as_text, found
+    from dpbench.commands.verify import SMALL, as_text, run_checks
 
     if wrong := [name for name in axes if name not in AXES]:
         raise unknown("field of a case", wrong[0], AXES)
@@ -61,7 +61,7 @@ def _verify(
     else:
         given = {"trainer": asked, **axes, "set": [parameters_text(axes.get("set", ""))]}
         case = chosen_case(Namespace(**given), **SMALL)
-    checks = found(case, device, processes=processes)
+    checks = run_checks(case, device, processes=processes)
     if not all(check.passed for check in checks):
         pytest.fail(as_text(case, checks), pytrace=False)
     return checks

@@ -19,20 +19,20 @@ class Check:
         name: the check's name.
         verdict: `OK`, `FAILED` or `NOT_JUDGED`.
         worst: the parameter with the largest error; may be empty.
-        how_far: the size of that error, or why nothing was judged.
+        error_text: the size of that error, or why nothing was judged.
         wrong: one sentence for each failure.
     """
 
     name: str
     verdict: str
     worst: str
-    how_far: str
+    error_text: str
     wrong: Sequence[str] = ()
 
     @classmethod
-    def judged(cls, name: str, wrong: Sequence[str], worst: str, how_far: str) -> Check:
+    def judged(cls, name: str, wrong: Sequence[str], worst: str, error_text: str) -> Check:
         """Make a check that failed if ``wrong`` has entries, and is ok otherwise."""
-        return cls(name, FAILED if wrong else OK, worst, how_far, wrong)
+        return cls(name, FAILED if wrong else OK, worst, error_text, wrong)
 
     @property
     def passed(self) -> bool:

@@ -91,7 +91,7 @@ def check_layer(
     if noisy.judges_noise:
         checks = [*check_noise(draws, noisy.subject.dtype, "parameters, steps")]
         wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
-        yield Check.judged(names[0], wrong, "", checks[0].how_far)
+        yield Check.judged(names[0], wrong, "", checks[0].error_text)
     else:
         yield Check(names[0], NOT_JUDGED, "", IN_RANK_0)
     yield _tokens_alike(names[1], others)

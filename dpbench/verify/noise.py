@@ -104,7 +104,7 @@ class NoiseTest:
     log_chance: float
     name: str
     words: str
-    how_far: str = ""
+    error_text: str = ""
 
 
 def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterator[Check]:
@@ -168,7 +168,7 @@ def _test(check: str, findings: Sequence[NoiseTest], comparisons: int) -> Check:
             name = each.name or "all parameters"
             wrong.setdefault(name, f"{name}: {each.words}")
     worst = min(findings, key=lambda each: each.log_chance, default=NoiseTest(0.0, "", ""))
-    return Check.judged(check, [*wrong.values()], worst.name, worst.how_far)
+    return Check.judged(check, [*wrong.values()], worst.name, worst.error_text)
 
 
 def _groups(draws: Sequence[Draw]) -> dict[tuple[str, str], list[Draw]]:

@@ -35,4 +35,4 @@ class CheckingRecorder(Recorder):
 
     @property
     def more(self) -> dict[str, Any]:  # type: ignore[override]
-        return {"checks": [asdict(check) for check in self.calls.checks()] if self.heard else []}
+        return {"checks": [asdict(check) for check in self.calls.checks()] if self.observed else []}

@@ -124,9 +124,7 @@ def test_drawing_noise_again_moves_no_bytes_and_needs_no_memory_but_storing_it_d
             assert abs(drawn) < 0.1 < 15 * 5.3 < stored
 
 
-def test_at_fp32_storing_a_noise_takes_less_time_than_drawing_it_again() -> (
-    None
-):
+def test_at_fp32_storing_a_noise_takes_less_time_than_drawing_it_again() -> None:
     place = Place("banded-256", "8x256", "fp32")
     drawn, stored = (
         ms(place, f"{trainer}:bands=16,noise=banded") - ms(place, trainer)

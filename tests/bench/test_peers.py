@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.commands.verify import found
+from dpbench.commands.verify import run_checks
 from dpbench.core.case import Case
 from dpbench.core.errors import DpbenchError
 from dpbench.core.registry import resolve
@@ -36,7 +36,7 @@ fastdp, backpack, jax_privacy = map(needs, ("fastDP", "backpack", "jax_privacy")
 @cache
 def checks_of(trainer: str, **axes: Any) -> list[Check]:
     usual = {} if "workload" in axes else TINY
-    return found(resolve(Case(trainer, **({"micro_batches": 2} | usual | axes))), "cpu")
+    return run_checks(resolve(Case(trainer, **({"micro_batches": 2} | usual | axes))), "cpu")
 
 
 def wrong(trainer: str, **axes: Any) -> dict[str, list[str]]:

@@ -60,17 +60,17 @@ class Trace:
         return len(self.steps) >= self.wanted
 
     def start_step(self) -> None:
-        self.heard = ""
+        self.observed = ""
 
     def switch(self, phase: str) -> None:
-        if not self.heard.endswith(letter := LETTERS[phase]):
-            self.heard += letter
+        if not self.observed.endswith(letter := LETTERS[phase]):
+            self.observed += letter
 
     def forked(self) -> None:
         pass
 
     def end_step(self) -> None:
-        self.steps.append(self.heard.replace(".", ""))
+        self.steps.append(self.observed.replace(".", ""))
 
 
 def traced(loop: Callable[[], object], **options: Any) -> tuple[Trace, StepFinder]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, distributed
 
 from dpbench import TRAINERS, Case, CaseReport
-from dpbench.child.agreement import all_gather
 from dpbench.child.build import build, pick_device
 from dpbench.child.failures import CaseTimedOut, InstrumentError
 from dpbench.child.messages import Steps
+from dpbench.child.rank_messages import all_gather
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.gpu import number_of_gpus, visible_gpus, visible_to_case
 from dpbench.core.registry import resolve

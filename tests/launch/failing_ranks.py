@@ -108,13 +108,15 @@ class UnevenRecorder(Recorder):
     """Decides after one step how many it wants, by a time, as if ranks had different ones."""
 
     def start_step(self) -> None:
-        if self.heard == 1:
+        if self.observed == 1:
             rank, _ = rank_and_ranks()
             self.wanted = 1 + whole_steps(0.1 + 2.0 * rank) + rank
         super().start_step()
 
     def rows(self, case: Case) -> list[Measurement]:
-        return [Measurement(case, "uneven", STEP, "launches", float(self.heard), "", 0, "cpu", "")]
+        return [
+            Measurement(case, "uneven", STEP, "launches", float(self.observed), "", 0, "cpu", "")
+        ]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.programs import program
 COUNTING = """
 import pathlib, sys
 from dpbench.child.task import Task
-from dpbench.child.messages import hand_over
+from dpbench.child.messages import report_result
 
 task = Task.read(pathlib.Path(sys.argv[-1]))
 case, is_cupti = task.case, task.instrument.name == "cupti"
@@ -26,7 +26,7 @@ if not is_cupti:
 read = {"standard": 4e9, "dpsgd": 10e9}[case.trainer]
 forward = {"dram_read_bytes": read, "dram_write_bytes": 1e9, "global_load_bytes": 2 * read}
 forward |= {"gpu_busy_cycles": 9.0, "gpu_elapsed_cycles": 10.0, "range_time_seconds": 0.5}
-hand_over(
+report_result(
     case=vars(case), device="NVIDIA H200", torch="2.11", cupti="13.0", chip="GH100", passes=1,
     phase_seconds=[{"forward": 0.5}, {"forward": 0.5}], peak_memory_bytes=3e9,
     counted=[{"forward": forward}, {"step": forward}],

@@ -18,16 +18,16 @@ class Recorder:
     """A listener that writes down what it hears."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.observed: list[str] = []
 
     def start_step(self) -> None:
-        self.heard.append("<")
+        self.observed.append("<")
 
     def switch(self, phase: str) -> None:
-        self.heard.append(phase)
+        self.observed.append(phase)
 
     def end_step(self) -> None:
-        self.heard.append(">")
+        self.observed.append(">")
 
 
 def fail() -> None:
@@ -38,7 +38,7 @@ def test_nobody_listens_by_default() -> None:
     recorder = Recorder()
     with phase("forward"), phase("clip"):
         pass
-    assert recorder.heard == []
+    assert recorder.observed == []
 
 
 def test_listener_hears_each_phase_and_the_way_back() -> None:
@@ -48,14 +48,14 @@ def test_listener_hears_each_phase_and_the_way_back() -> None:
             pass
         with phase("backward"):
             pass
-    assert recorder.heard == ["<", "forward", OUTSIDE, "backward", OUTSIDE, ">"]
+    assert recorder.observed == ["<", "forward", OUTSIDE, "backward", OUTSIDE, ">"]
 
 
 def test_step_without_phases_is_outside_all_along() -> None:
     recorder = Recorder()
     with observed_step(recorder):
         pass
-    assert recorder.heard == ["<", ">"]
+    assert recorder.observed == ["<", ">"]
 
 
 def test_inner_phase_takes_over_and_the_outer_one_goes_on() -> None:
@@ -65,7 +65,7 @@ def test_inner_phase_takes_over_and_the_outer_one_goes_on() -> None:
             pass
         with phase("noise"):
             pass
-    assert recorder.heard == [
+    assert recorder.observed == [
         *("<", "optimizer"),
         *("clip", "optimizer"),
         *("noise", "optimizer"),
@@ -77,7 +77,7 @@ def test_phase_may_nest_in_itself() -> None:
     recorder = Recorder()
     with observed_step(recorder), phase("clip"), phase("clip"):
         pass
-    assert recorder.heard == ["<", "clip", "clip", "clip", OUTSIDE, ">"]
+    assert recorder.observed == ["<", "clip", "clip", "clip", OUTSIDE, ">"]
 
 
 NESTED = st.recursive(
@@ -104,7 +104,7 @@ def test_listener_always_knows_the_innermost_phase(phases: list[Any]) -> None:
     recorder = Recorder()
     with observed_step(recorder):
         enter(phases)
-    assert recorder.heard == ["<", *switches(phases, OUTSIDE), ">"]
+    assert recorder.observed == ["<", *switches(phases, OUTSIDE), ">"]
 
 
 @pytest.mark.parametrize("name", ["", "foward", "step", OUTSIDE])
@@ -125,7 +125,7 @@ def test_error_inside_a_phase_ends_the_phase_and_the_step() -> None:
         phase("clip"),
     ):
         fail()
-    assert recorder.heard == ["<", "backward", "clip", "backward", OUTSIDE, ">"]
+    assert recorder.observed == ["<", "backward", "clip", "backward", OUTSIDE, ">"]
 
 
 def test_error_caught_within_a_phase_leaves_it_open() -> None:
@@ -135,7 +135,7 @@ def test_error_caught_within_a_phase_leaves_it_open() -> None:
             fail()
         with phase("noise"):
             pass
-    assert recorder.heard == [
+    assert recorder.observed == [
         *("<", "backward", "clip", "backward"),
         *("noise", "backward", OUTSIDE, ">"),
     ]
@@ -152,7 +152,7 @@ def test_listener_hears_nothing_after_its_step(fails: bool) -> None:
         assert fails
     with phase("forward"):
         pass
-    assert recorder.heard == ["<", ">"]
+    assert recorder.observed == ["<", ">"]
 
 
 @pytest.mark.parametrize("when", ["start_step", "end_step"])
@@ -163,10 +163,10 @@ def test_listener_that_fails_hears_nothing_more(when: str) -> None:
     def heard_afterwards() -> list[str]:
         with pytest.raises(RuntimeError, match="broke"), observed_step(recorder):
             pass
-        recorder.heard.clear()
+        recorder.observed.clear()
         with phase("forward"):
             pass
-        return recorder.heard
+        return recorder.observed
 
     # In a context of its own: a listener left behind would hear other tests.
     assert copy_context().run(heard_afterwards) == []
@@ -177,8 +177,8 @@ def test_each_step_starts_outside_with_its_own_listener() -> None:
     for recorder, name in ((first, "forward"), (second, "backward")):
         with observed_step(recorder), phase(name):
             pass
-    assert first.heard == ["<", "forward", OUTSIDE, ">"]
-    assert second.heard == ["<", "backward", OUTSIDE, ">"]
+    assert first.observed == ["<", "forward", OUTSIDE, ">"]
+    assert second.observed == ["<", "backward", OUTSIDE, ">"]
 
 
 def test_step_may_go_unobserved() -> None:
@@ -196,7 +196,7 @@ def test_function_in_a_phase_does_the_same_inside_it() -> None:
     recorder = Recorder()
     with observed_step(recorder):
         assert wrapped(3.0, threshold=1.0) == 1.0
-    assert recorder.heard == ["<", "clip", OUTSIDE, ">"]
+    assert recorder.observed == ["<", "clip", OUTSIDE, ">"]
     assert (wrapped.__name__, wrapped.__doc__) == ("clip", "Clip.")
 
 
@@ -204,7 +204,7 @@ def test_function_in_a_phase_is_not_the_worse_for_an_error() -> None:
     recorder = Recorder()
     with observed_step(recorder), pytest.raises(RuntimeError, match="broke"):
         in_phase("noise", fail)()
-    assert recorder.heard == ["<", "noise", OUTSIDE, ">"]
+    assert recorder.observed == ["<", "noise", OUTSIDE, ">"]
 
 
 def test_function_in_a_phase_can_be_called_unheard() -> None:

@@ -167,14 +167,14 @@ class Recorder:
     """Remembers which phases a step went through, without repetitions in a row."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.observed: list[str] = []
 
     def start_step(self) -> None:
-        self.heard = []
+        self.observed = []
 
     def switch(self, phase: str) -> None:
         if phase != "outside":
-            self.heard.append(phase)
+            self.observed.append(phase)
 
     def end_step(self) -> None:
         pass
@@ -184,7 +184,7 @@ def phases_of(trainer: TrainerBase, batch: Batch) -> list[str]:
     recorder = Recorder()
     with observed_step(recorder):
         trainer.train_step(batch)
-    return list(dict.fromkeys(recorder.heard))
+    return list(dict.fromkeys(recorder.observed))
 
 
 def test_the_standard_trainer_has_three_phases(batch: Batch) -> None:

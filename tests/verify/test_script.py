@@ -69,7 +69,7 @@ def verdicts(checks: Checks, verdict: str) -> set[str]:
 def test_right_private_script_passes_every_check(verified: Callable[..., Checks], how: str) -> None:
     checks = verified("private.py", *how.split())
     assert verdicts(checks, OK) == checks.keys() - ALWAYS
-    assert checks["gradient"].how_far.endswith(
+    assert checks["gradient"].error_text.endswith(
         "clipped per layer" if how == "per-layer" else "clipped to 0.1"
     )
 
@@ -129,7 +129,7 @@ def test_script_without_privacy_passes_and_is_said_not_to_clip(
     checks = verified("private.py", *how.split())
     assert verdicts(checks, NOT_JUDGED) == {"clipping and noise"}
     assert not verdicts(checks, FAILED)
-    assert checks["gradient"].how_far.endswith("not clipped by example")
+    assert checks["gradient"].error_text.endswith("not clipped by example")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_what_cannot_be_checked_is_named(
     checks = verified("private.py", *how.split())
     assert not verdicts(checks, FAILED)
     assert checks[check].verdict == NOT_JUDGED
-    assert why in checks[check].how_far
+    assert why in checks[check].error_text
 
 
 def test_script_that_fails_by_itself_has_no_checks(verified: Callable[..., Checks]) -> None:

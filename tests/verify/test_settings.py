@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.commands.verify import found
+from dpbench.commands.verify import run_checks
 from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.registry import TRAINERS, resolve
 
@@ -35,7 +35,7 @@ CANCELLING = ("dpsgd_ghost", "dpsgd_fgc")
 )
 def test_private_trainers_pass_at_each_setting(trainer: str, setting: str) -> None:
     tiny: dict[str, Any] = {"batch_size": 4, "seq_len": 8, "model_size": "50x64x1x2"}
-    checks = found(resolve(Case(trainer, **tiny | SETTINGS[setting])), "cpu")
+    checks = run_checks(resolve(Case(trainer, **tiny | SETTINGS[setting])), "cpu")
     known = {"tokens alike"} if trainer in CANCELLING else set()
     assert len(checks) > len(known)
     assert not [(c.name, c.wrong) for c in checks if not c.passed and c.name not in known]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpbench.commands.cli import main
-from dpbench.commands.verify import found
+from dpbench.commands.verify import run_checks
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.registry import resolve
@@ -49,7 +49,7 @@ def slow(*cases: Any) -> list[Any]:
 
 def checks_of(trainer: str, *, device: str = "cpu", **axes: Any) -> list[Check]:
     usual = {"batch_size": 4} if "workload" in axes else TINY
-    return found(resolve(Case(trainer, **({"micro_batches": 2} | usual | axes))), device)
+    return run_checks(resolve(Case(trainer, **({"micro_batches": 2} | usual | axes))), device)
 
 
 def own(name: str, **axes: Any) -> list[Check]:
@@ -166,7 +166,7 @@ def test_they_pass_with_other_optimizers_precisions_and_parameters(
 
 def test_the_reference_is_in_float32_where_the_model_has_to_be() -> None:
     first, *others = checks_of("dpsgd", workload=f"{FAULTY}:OnlyFloat32")
-    assert "float32, because float64 fails: " in first.how_far
+    assert "float32, because float64 fails: " in first.error_text
     assert not wrong(others)
 
 
@@ -395,4 +395,4 @@ def test_a_weight_that_is_used_by_hand_is_refused_and_one_that_is_not_used_is_no
 def test_a_trainer_of_another_model_is_not_judged_by_a_layer_and_says_so() -> None:
     [alike] = [check for check in own("LeavesOneOut") if check.name == "tokens alike"]
     assert (alike.verdict, alike.passed) == ("not judged", True)
-    assert alike.how_far == "trains no linear layer: 'head.weight'"
+    assert alike.error_text == "trains no linear layer: 'head.weight'"

@@ -20,7 +20,7 @@ def on_chip(chip: str = "") -> dict[str, Metric]:
     return {metric.name: metric for metric in here if metric.counters}
 
 
-def having(
+def available(
     are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu", chip: str = ""
 ) -> dict[str, Metric]:
     """The metrics whose counters exist, by ``are_there``, with the first existing spelling of each.

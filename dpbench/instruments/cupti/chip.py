@@ -14,7 +14,7 @@ from typing import Any
 from dpbench.core.errors import unknown
 from dpbench.core.metrics import METRICS, Metric
 from dpbench.instruments.counters.errors import CountersBusy, CounterUnknown
-from dpbench.instruments.counters.metrics import ALWAYS, counters, having, resolve
+from dpbench.instruments.counters.metrics import ALWAYS, available, counters, resolve
 from dpbench.instruments.cupti.library import CountersDoNotCombine, Library
 from dpbench.instruments.cupti.structures import COUNTER
 
@@ -226,7 +226,7 @@ def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = Fals
         names: of dpbench's metrics, nvprof's, or counters; None for everything that the chip has.
         peers: whether the process sees other GPUs; only then everything includes `LINKS`.
     """
-    ours = having(chip.has, "cupti", chip.name)
+    ours = available(chip.has, "cupti", chip.name)
     if names is None:
         return [metric for metric in ours.values() if peers or metric.name not in LINKS]
     parts = [part for name in names for part in _parts(name)]

@@ -53,7 +53,7 @@ class CuptiRecorder(Recorder):
 
     def start_step(self) -> None:
         if self.timing.finished and self._counter is None:
-            timed = self.timing.heard
+            timed = self.timing.observed
             by_phase, whole = timed, timed
             if self.alike:
                 by_phase, whole = 1, whole_steps(self.timing.median_seconds)

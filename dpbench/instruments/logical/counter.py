@@ -45,7 +45,7 @@ from dpbench.instruments.logical.memory import (
     resizing_seen,
     tensors,
 )
-from dpbench.instruments.logical.places import Place, Places
+from dpbench.instruments.logical.source_lines import Place, Places
 from dpbench.instruments.logical.stand_ins import (
     STAND_INS,
     AssumedValues,

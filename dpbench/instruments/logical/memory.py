@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.case import OUTSIDE
-from dpbench.instruments.logical.places import shown, source_frame
+from dpbench.instruments.logical.source_lines import shown, source_frame
 from dpbench.results.kernels import MemoryLine
 
 Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]

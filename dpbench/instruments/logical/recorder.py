@@ -68,7 +68,9 @@ class LogicalRecorder(Recorder):
         from dpbench.instruments.logical.counter import logical_rows
 
         if not any(operators for operators, _ in self._steps):
-            raise NothingCounted(f"{case.id}: no operator of PyTorch ran in {self.heard} step(s)")
+            raise NothingCounted(
+                f"{case.id}: no operator of PyTorch ran in {self.observed} step(s)"
+            )
         return [
             row
             for repeat, (operators, peaks) in enumerate(self._steps)

@@ -160,7 +160,7 @@ class Ncu(InProcessInstrument):
         try:
             return process.record()
         except CaseFailed as error:
-            raise self.complaint(process.case) or error from None
+            raise self.profiler_error(process.case) or error from None
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         from dpbench.instruments.ncu.recorder import NvtxRecorder
@@ -175,9 +175,9 @@ class Ncu(InProcessInstrument):
 
     def script_rows(self, case: Subject, record: Mapping[str, Any]) -> list[Measurement]:
         rows = self.rows(case, record, self.log(case))
-        return [row for row in rows if row.repeat < record["heard"]]  # completed steps only
+        return [row for row in rows if row.repeat < record["observed"]]  # completed steps only
 
-    def complaint(self, case: Subject) -> InstrumentError | None:
+    def profiler_error(self, case: Subject) -> InstrumentError | None:
         """The error for which ncu ended a process; None if the process failed by itself.
 
         ncu says that nothing was profiled after every failure, so that is not its error.

@@ -60,7 +60,7 @@ class NvtxRecorder(Recorder):
         return ranges
 
     def _finish(self) -> None:
-        if self.listener.step >= self.heard:  # the script ended in a step
+        if self.listener.step >= self.observed:  # the script ended in a step
             self.listener.end_step()
         self.listener.finish()
 

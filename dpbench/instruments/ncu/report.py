@@ -24,7 +24,7 @@ from dpbench.core.metrics import Counters, Metric
 from dpbench.core.subject import Script, Subject, subject_from
 from dpbench.instruments.counters.errors import CounterUnknown
 from dpbench.instruments.counters.libraries import load_helpers_first
-from dpbench.instruments.counters.metrics import counters, having, on_chip
+from dpbench.instruments.counters.metrics import available, counters, on_chip
 from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement
 
@@ -76,7 +76,7 @@ def read(
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
-    there = having({*first}.issuperset, chip=_chip(first)).values()
+    there = available({*first}.issuperset, chip=_chip(first)).values()
     metrics = list(there if metrics is None else metrics)
     device = str(counter(first, DEVICE, path).value())
     # A phase may be entered more than once in a step: its ranges add up.
@@ -238,7 +238,7 @@ def read_kernels(path: Path) -> KernelReport:
 
 def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
     """The launches that the actions of a report are."""
-    spelled = on_chip() | having(lambda names: all(map(actions[0].metric_by_name, names)))
+    spelled = on_chip() | available(lambda names: all(map(actions[0].metric_by_name, names)))
     of_counters = [*(spelled[name].counters for name in DRAM), (L2,)]
     launches: list[KernelCount] = []
     for action in actions:

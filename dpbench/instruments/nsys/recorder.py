@@ -81,7 +81,7 @@ class NsysRecorder(Recorder):
     def _start_recording(self) -> Iterator[PhaseListener]:
         """Start the recording, and return a listener for each recorded step."""
         whole = [False, *[True] * whole_steps(self.timing.median_seconds)]
-        self.wanted = self.timing.heard + 1 + len(whole)
+        self.wanted = self.timing.observed + 1 + len(whole)
         self.cuda.synchronize()
         self.cuda.profiler.start()
         self.held.callback(self.cuda.profiler.stop)

@@ -143,16 +143,16 @@ class ScheduledRecorder(ProfileRecorder):
     def start_step(self) -> None:
         import torch
 
-        if self.heard == 0:
+        if self.observed == 0:
             self.wanted = self.schedule.steps + on_cuda()
             self._profiler = self.held.enter_context(
                 profiler_of(on_cuda(), schedule=self._planned, on_trace_ready=self._save)
             )
-        elif self.heard == self.schedule.steps:
+        elif self.observed == self.schedule.steps:
             # A step of the 1b model has about 15 000 allocations and frees.
             torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
             self.held.callback(torch.cuda.memory._record_memory_history, enabled=None)
-        recorded = self._planned(self.heard).name.startswith("RECORD")  # or RECORD_AND_SAVE
+        recorded = self._planned(self.observed).name.startswith("RECORD")  # or RECORD_AND_SAVE
         self.listener = PhaseAnnotations() if recorded else NullListener()
         Recorder.start_step(self)
 
@@ -160,14 +160,14 @@ class ScheduledRecorder(ProfileRecorder):
         import torch
 
         self.listener.end_step()
-        if self.heard == self.schedule.steps:
+        if self.observed == self.schedule.steps:
             torch.cuda.memory._dump_snapshot(str(self.directory / profile_folder.SNAPSHOT))
         else:
             if on_cuda():  # running work must not count in the next step
                 torch.cuda.synchronize()
             self._profiler.step()
-        self.heard += 1
-        if self.heard >= self.schedule.steps:  # end the profiler before the snapshot
+        self.observed += 1
+        if self.observed >= self.schedule.steps:  # end the profiler before the snapshot
             self.close()
 
     def record(self, case: Subject) -> dict[str, Any]:

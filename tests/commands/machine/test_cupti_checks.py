@@ -50,9 +50,9 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(printed: dict[str, Any]) -> list[Diagnosis]:
         text = (
-            "import json, sys; from dpbench.child.messages import hand_over; "
+            "import json, sys; from dpbench.child.messages import report_result; "
             "assert json.load(open(sys.argv[-1]))['instrument'].endswith(':Cupti'); "
-            f"hand_over(**json.loads({json.dumps(printed)!r}))"
+            f"report_result(**json.loads({json.dumps(printed)!r}))"
         )
         monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))
         return list(checks.examine(Settings(ncu_dir=tmp_path), [checks.cupti]))

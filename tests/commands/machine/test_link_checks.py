@@ -69,7 +69,7 @@ def found_by(
         cards = [H200, replace(H200, uuid="GPU-1")]
         monkeypatch.setattr(module, "visible_gpus", lambda cards=cards: cards)
     record: Any = {"notes": notes, "ranks": [{"counted": [{SENT_IN: each}]} for each in ranks]}
-    says = f"from dpbench.child.messages import hand_over; import json; hand_over(**{record!r})"
+    says = f"from dpbench.child.messages import report_result; report_result(**{record!r})"
     monkeypatch.setattr(sys, "executable", str(program(folder / "step", says)))
     return list(checks.links(Settings(ncu_dir=folder)))
 

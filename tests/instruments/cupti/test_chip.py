@@ -7,7 +7,7 @@ import pytest
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.gpu import chip_of
 from dpbench.instruments.counters.errors import CounterUnknown
-from dpbench.instruments.counters.metrics import counters, having, on_chip
+from dpbench.instruments.counters.metrics import available, counters, on_chip
 from dpbench.instruments.cupti.chip import BASIC, Chip, Configuration, chosen, known_chips
 from dpbench.instruments.cupti.library import CountersDoNotCombine, Library
 from tests.instruments.cupti.fake import ALL, FakeCupti, library
@@ -117,7 +117,7 @@ def test_a_counter_of_several_passes_cannot_be_counted() -> None:
 
 def test_chips_that_call_dram_bytes_otherwise_are_asked_in_their_words() -> None:
     cupti = FakeCupti(counters=["dram__bytes_op_read.sum", "dram__bytes_op_write.sum"])
-    found = having(Chip(library(cupti), "GH100").has, "cupti")
+    found = available(Chip(library(cupti), "GH100").has, "cupti")
     assert {name: metric.counters for name, metric in found.items()} == {
         "dram_read_bytes": ("dram__bytes_op_read.sum",),
         "dram_write_bytes": ("dram__bytes_op_write.sum",),

@@ -11,7 +11,7 @@ from dpbench.instruments.cupti.ranges import with_derived
 from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, library
 
 CHIP = Chip(library(FakeCupti(counters=("sm__inst_executed.sum", *FakeCupti().base))), "GH100")
-OURS = ncu.having(CHIP.has, "cupti", "GH100")
+OURS = ncu.available(CHIP.has, "cupti", "GH100")
 
 
 def test_all_that_ncu_counts_is_counted_by_the_same_names_and_counters() -> None:

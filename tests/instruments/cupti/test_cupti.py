@@ -74,7 +74,7 @@ def record() -> dict[str, Any]:
 
 def said(record: dict[str, Any]) -> str:
     """The text of a program that prints a record."""
-    return f"from dpbench.child.messages import hand_over; hand_over(**{record!r})"
+    return f"from dpbench.child.messages import report_result; report_result(**{record!r})"
 
 
 def test_steps_are_timed_and_then_counted_in_one_process(record: dict[str, Any]) -> None:

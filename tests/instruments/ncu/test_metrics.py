@@ -6,7 +6,7 @@ import pytest
 
 from dpbench import ConfigurationError
 from dpbench.core.metrics import METRICS
-from dpbench.instruments.counters.metrics import counters, having, on_chip, resolve
+from dpbench.instruments.counters.metrics import available, counters, on_chip, resolve
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_of_the_l2_a_chip_that_nobody_looked_at_has_atomics_alone() -> None:
 
 def test_a_report_without_crossings_says_nothing_of_what_the_l2_served() -> None:
     without = {*counters(resolve()), "lts__t_sectors.sum"}
-    found = having(without.issuperset, chip="GH100")
+    found = available(without.issuperset, chip="GH100")
     assert "l2_atomic_bytes" in found
     assert not {"l2_served_bytes", "l2_sm_read_bytes", "l2_crossing_bytes"} & {*found}
 
@@ -143,4 +143,4 @@ def test_what_a_chip_lacks_is_left_out_or_refused_by_name() -> None:
 @pytest.mark.parametrize("chip", ["GH100", "GB202", "GB10B"])
 def test_report_is_read_by_the_names_that_it_has(chip: str) -> None:
     there = {*counters(resolve(None, chip))}
-    assert [*having(there.issuperset, chip=chip).values()] == resolve(None, chip)
+    assert [*available(there.issuperset, chip=chip).values()] == resolve(None, chip)

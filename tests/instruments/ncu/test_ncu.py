@@ -22,7 +22,7 @@ from tests.programs import program
 
 OUTPUT = Path(__file__).parents[2] / "data" / "ncu_output"
 CASE = Case("dpsgd", 8, 256)
-RECORD = "from dpbench.child.messages import hand_over; "
+RECORD = "from dpbench.child.messages import report_result; "
 
 
 def test_the_whole_argument_list() -> None:
@@ -142,7 +142,7 @@ def stand_in(tmp_path: Path, text: str) -> Ncu:
 
 
 def test_an_exit_code_of_0_without_a_report_is_an_error(tmp_path: Path) -> None:
-    broken = stand_in(tmp_path, RECORD + "hand_over(torch='2', device='x')")
+    broken = stand_in(tmp_path, RECORD + "report_result(torch='2', device='x')")
     with pytest.raises(NothingProfiled, match="left no report"):
         broken.measure(CASE)
 
@@ -158,7 +158,7 @@ def test_a_report_of_an_earlier_run_is_never_read_again(tmp_path: Path) -> None:
 
 def test_a_crash_of_the_case_counts_more_than_that_nothing_was_profiled(tmp_path: Path) -> None:
     text = (
-        RECORD + "hand_over(error={'kind': 'E', 'message': 'it fell over'})\n"
+        RECORD + "report_result(error={'kind': 'E', 'message': 'it fell over'})\n"
         "print('==WARNING== No ranges were profiled.'); exit(1)"
     )
     with pytest.raises(CaseFailed, match="it fell over"):

@@ -43,4 +43,4 @@ def test_no_range_is_open_when_the_last_one_begins(
     recorder.close()
     first = ["0.outside", "/0.outside", "0.forward", "/0.forward", "0.outside", "/0.outside"]
     assert Said.said == [*first, "1.outside", "/1.outside", "end", "/end"]
-    assert recorder.heard == 1 + ends
+    assert recorder.observed == 1 + ends

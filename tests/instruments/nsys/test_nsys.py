@@ -27,12 +27,12 @@ command, *arguments = sys.argv[1:]
 if command == "export":
     shutil.copy(arguments[-1], arguments[arguments.index("--output") + 1])
 elif command == "profile":
-    from dpbench.child.messages import hand_over
+    from dpbench.child.messages import report_result
     recorded = {recorded!r}
     [output] = [a.partition("=")[2] for a in arguments if a.startswith("--output=")]
     if recorded:
         shutil.copy(recorded, output)
-    hand_over(**{record!r})
+    report_result(**{record!r})
     sys.exit({code})
 else:
     print("NVIDIA Nsight Systems version 2025.3.1.90-test")
