@@ -45,7 +45,8 @@ class Seconds:
     Args:
         roofline: the least time for bytes and arithmetic, call by call.
         launches: the CPU's time; 0 where steps are CUDA graphs.
-        predicted: the predicted time. The CPU runs ahead of the GPU, but only within a phase.
+        predicted: the predicted time, the sum over phases of the longer of the kernels' time and
+            the CPU's time. It assumes that the CPU runs ahead of the GPU only within a phase.
     """
 
     roofline: float

@@ -60,7 +60,7 @@ class AlternatingOptimizers:
 
     @property
     def is_round(self) -> bool:
-        """Whether exactly the awaited optimizers have stepped, and `_first` in the first turn."""
+        """Whether all awaited optimizers and no others stepped, with `_first` in the first turn."""
         return self._began and self._whole and self._known
 
     def start(self) -> int:

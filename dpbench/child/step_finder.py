@@ -167,7 +167,7 @@ class StepFinder:
     # --- phases ------------------------------------------------------------------------------
 
     def _is_loop_thread(self) -> bool:
-        """Whether this is the loop's thread, or a thread that autograd runs for it."""
+        """Whether this is the loop's thread, or any thread in backward: autograd has its own."""
         return not self._closed and (threading.get_ident() == self._thread or self._in_backward)
 
     @contextmanager

@@ -73,7 +73,7 @@ class Metrics(Mapping[str, Metric]):
     def including(self, *sides: Iterable[Metric]) -> Iterator[None]:
         """Register the metrics of saved runs inside a block.
 
-        Metrics that are registered here keep their own definitions.
+        A metric that is already registered in this process keeps its definition.
         """
         known = self._all()
         lent = {each.name: each for side in sides for each in side if each.name not in known}

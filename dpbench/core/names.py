@@ -71,7 +71,7 @@ def read_parameters(text: str) -> dict[str, Parameter]:
 
 
 def _read(text: str) -> Parameter:
-    """A number or a boolean, if it is written as one."""
+    """The number or boolean that a text spells; otherwise the text itself."""
     try:
         value = json.loads(text.lower())
     except ValueError:

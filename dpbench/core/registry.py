@@ -33,9 +33,10 @@ class Registry(Mapping[str, Any]):
     A class is named by its short name (``dpsgd``), which may be an entry point of an installed
     package; by an import target (``package.module:Class``); or by a target with the short name
     that it shall have (``mine=package.module:Class``). Each can be followed by parameters
-    (``dpsgd:clip=per_layer``): arguments of the class, except those that are ``given``, which its
-    caller passes. ``check`` is the import target of a function that refuses a spelling and its
-    class, if this must be imported to be located or is PyTorch's.
+    (``dpsgd:clip=per_layer``), which are arguments of the class. Arguments named in ``given`` are
+    no parameters, because the caller of the class passes them. ``check`` is the import target of a
+    function that refuses a spelling and its class, if this must be imported to be located or is
+    PyTorch's.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Registry(Mapping[str, Any]):
                 self._installed.add(entry.name)
 
     def canonical(self, spelling: str) -> str:
-        """The short name of any spelling, parameters in order; import targets are registered."""
+        """Return a spelling's short name, with sorted parameters; register an import target."""
         name, parameters = parted(spelling)
         return joined(self._short(name), parameters)
 

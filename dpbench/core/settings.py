@@ -301,7 +301,7 @@ def declare(
     called: str | None = None,
     **changed: Any,
 ) -> None:
-    """Declare these options, or all that pytest or ``dpbench run`` have.
+    """Declare these options; without names, all options of pytest or of ``dpbench run``.
 
     Args:
         add: ``group.addoption`` or ``parser.add_argument``.

@@ -243,7 +243,8 @@ def become(request: Mapping[str, Any]) -> None:
 def main() -> NoReturn:
     """Serve requests. Each fork of the server forks the case, waits, and sends its exit code.
 
-    The guard learns the case's process group before anything can interrupt it.
+    The fork itself tells the guard (see `dpbench.launch.processes`) the case's process group. So
+    the guard knows it even if the client is interrupted meanwhile.
     """
     requests = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:

@@ -93,9 +93,10 @@ class Storage:
     def interrupted(
         self, device: str | None, shard: str | None, name: str | None, skipped: list[str]
     ) -> Path | None:
-        """A device's latest interrupted run, of a shard, with at least one case, if there is one.
+        """The path of a device's latest interrupted run that has a case; None if there is none.
 
-        If ``name`` is given, only runs with that name count. Why files could not be read is added
+        Only runs of this ``shard`` count; with None, only runs that are no shard. If ``name`` is
+        given, only runs with that name count. Why files could not be read is added
         to ``skipped``.
         """
         paths = [
@@ -203,7 +204,7 @@ def latest_passed_run(
         if run.verdict == COMPLETE:
             notes += skipped
             return run
-        passed_over.append(f"{run.name} is {run.verdict}: no reference unless it is named")
+        passed_over.append(f"{run.name} is {run.verdict}; to compare with it, name it")
     notes += [*skipped, *passed_over[:1]]
     return None
 

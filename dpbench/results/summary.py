@@ -206,8 +206,8 @@ def _over_ranks(rows: pd.DataFrame) -> pd.DataFrame:
     gpus = each_case(steps.case, lambda case: case.gpus)
     for row in steps[steps.ranks < gpus].to_dict("records"):
         raise ConfigurationError(
-            f"{row['case'].id}: it has {row['case'].gpus} ranks, and {row['metric']} of step "
-            f"{row['repeat']} is of {row['ranks']}"
+            f"{row['case'].id}: step {row['repeat']} has {row['metric']} of only {row['ranks']} "
+            f"of {row['case'].gpus} ranks"
         )
     return rows
 

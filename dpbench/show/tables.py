@@ -41,7 +41,7 @@ AGAINST_LOGICAL = (
 def tables(
     summary: pd.DataFrame, view: TableOptions | None = None, outcomes: Iterable[Outcome] = ()
 ) -> list[Table]:
-    """Every table of a summary: of each group the steps, phases and throughput; then the rest.
+    """Every table of a summary: first those of each group, then the counters by ncu's own names.
 
     A view that names columns gets one table for each group, with these columns and no others.
     ``outcomes`` have the labels of trainers, and the tests by which a view may group the cases.

@@ -46,7 +46,7 @@ class TrainerBase(ABC):
     Attributes:
         labels: what a reader must know to compare it with others, such as ``{"clips": "flat"}``;
             tables name the labels in which two trainers differ. An instance may override them.
-        joint_batch_size: examples of all ranks together; the gradient is the mean over them.
+        joint_batch_size: B × ranks; a DP trainer divides the clipped sum over all ranks by it.
         part_size: the largest number of examples in one forward pass.
         sizes: the number of examples in each part of the current batch; set by `parts`.
         examples: the number of examples in the current part; set by `parts`.

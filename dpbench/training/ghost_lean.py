@@ -60,15 +60,18 @@ class GhostLeanTrainer(ClippedMeanTrainer):
     - Under FSDP2 embeddings are not gathered in backward, which does not read them. The layers of
       a block are gathered and reduced together, if the workload names its blocks.
 
-    - Norms of a linear layer or a convolution are computed from products T × T or from the layer's
-      per-sample gradients, whichever is cheaper. Opacus always uses products.
+    - Norms of a linear layer, an embedding or a convolution are computed from products T × T or
+      from per-sample gradients, whichever is cheaper. A 3-D or grouped convolution always takes
+      per-sample gradients. Opacus takes products for linear layers, per-sample gradients for
+      convolutions, and the looked-up rows for embeddings.
 
     Attributes:
         ways: how the last step computed the norms of each trained layer, by layer name; see
             `dpbench.training.norm_ways`.
 
     Args:
-        norms: ``cheaper``, as above, or ``products`` for every layer that is no convolution.
+        norms: ``cheaper``, as above; or ``products``: linear layers and embeddings always take
+            products, and convolutions per-sample gradients.
         options: as `TrainerBase`.
 
     Raises:

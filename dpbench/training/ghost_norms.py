@@ -1,7 +1,7 @@
 """Norms of per-sample gradients, from layers' inputs and output gradients.
 
-`dpbench.training.norm_ways` chooses the way to compute them. Norms from products T × T are computed
-by one kernel for all layers of one shape.
+`dpbench.training.norm_ways` chooses the way to compute them. For large layers of
+one shape on a GPU, `squared_norms_of_alike` computes norms from products T × T by one kernel.
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ class GhostNorms:
             dtype: the parameter's dtype.
             rounded: how far the update's gradients may differ from these, ``[B]``; None if equal.
         """
-        dtype = min(
-            dtype, samples.dtype, key=lambda each: each.itemsize
-        )  # in which they are summed
+        # The update sums the gradients in the narrower of the two dtypes.
+        dtype = min(dtype, samples.dtype, key=lambda each: each.itemsize)
         if rounded is not None:
             squares = squared_sample_norms(samples, dtype)
             self._put(torch.stack([squares, rounded.to(squares.dtype)]), off_bound, dtype)

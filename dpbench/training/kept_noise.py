@@ -65,7 +65,7 @@ class KeptNoise:
             add_banded(flat, z, kept, self._tensor(of_row, kept), out=kept[oldest])
 
     def _tensor(self, numbers: tuple[float, ...], like: Tensor) -> Tensor:
-        """These numbers beside a tensor, copied there once: a copy to a GPU waits for it."""
+        """Return numbers on a tensor's device, copied there once: a copy makes the CPU wait."""
         place = numbers, like.dtype, like.device
         if place not in self._on_device:
             self._on_device[place] = torch.tensor(numbers, dtype=like.dtype, device=like.device)
@@ -80,7 +80,7 @@ def add_banded(total: Tensor, z: Tensor, kept: Tensor, weights: Tensor, *, out: 
         z: the newest, ``[n]``.
         kept: earlier ones, ``[rows, n]``.
         weights: of z and of each row, ``[1 + rows]``.
-        out: the row whose place z takes.
+        out: the row of ``kept`` that z replaces.
     """
     torch.ops.dpbench.add_banded.default(total, z, kept, weights, out=out)
 

@@ -22,7 +22,8 @@ norm's own sum, which is taken in rows, and that of the update's result. See `sa
 
 **The update** of other gradients rounds three times:
 
-- its result, by half a unit u of its type: u times the norm, the worst case;
+- its result, by at most the unit roundoff u of its type. The worst case, u times the norm, is
+  added;
 - its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores
   truncate: 3 T float32 units of that bound are added, the worst case. Otherwise 2 T^½ units, at
   most T, are added: if roundings are independent and uniform, a norm is off by more with a
@@ -234,8 +235,8 @@ def row_bound(
 ) -> Tensor:
     """`gram_bound` for the rows of an embedding's gradient.
 
-    If n tokens look up a row, its gradient is the sum of their output gradients g. In any order of
-    summation, it is off by at most n units of the sum of the norms |g|, here and in the update.
+    If n tokens look up a row, its gradient is the sum of their output gradients g. In the
+    norm and in the update this sum is off by at most n units of Σ|g|, in any order of summation.
 
     Args:
         parts: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D.

@@ -33,7 +33,7 @@ DEVIATIONS = 6
 """How many standard errors the noise's standard deviation may be off."""
 
 NAMED = 3
-"""Most parameters that one line names."""
+"""How many parameters one line names at most."""
 
 RIGHT = "the mean of the examples' clipped gradients"
 STALE = "has the last step's gradient, too: nothing sets it to zero"

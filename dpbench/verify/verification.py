@@ -205,7 +205,9 @@ class Verification:
         return rank_and_ranks()[0] == 0
 
     def draw_all(self, elsewhere: Sequence[Gradients]) -> list[Draw]:
-        """Collect the noise of runs with each batching, several σ, and C below, among, above norms.
+        """Collect the noise of runs with each batching and several σ.
+
+        C is `THRESHOLD`, then below all norms, then above all of them.
 
         Args:
             elsewhere: steps like those of the first run, taken in another process.

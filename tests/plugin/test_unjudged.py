@@ -97,7 +97,7 @@ def test_a_run_without_a_reference_is_unjudged_and_one_if_it_is_named(
     [line] = [line for line in capsys.readouterr().out.splitlines() if "0001" in line]
     assert line.rstrip().endswith("unjudged")
     unnamed = project("-n0", "--dpbench-compare", replayed=False)
-    unnamed.stdout.fnmatch_lines(["dpbench: 0001_ref is unjudged: no reference unless it is named"])
+    unnamed.stdout.fnmatch_lines(["dpbench: 0001_ref is unjudged; to compare with it, name it"])
     assert project("-n0", "--dpbench-compare=1", LIMIT, replayed=False).ret == 0
 
 

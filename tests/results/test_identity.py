@@ -150,7 +150,7 @@ def test_a_case_of_which_a_rank_is_missing_is_refused() -> None:
         for row in of_ranks("dpsgd", "step_time_seconds", 1.0, 2.0)
     ]
     assert summarised(two).ranks.tolist() == [2]
-    with pytest.raises(ConfigurationError, match="it has 2 ranks, and step_time_seconds of step 0"):
+    with pytest.raises(ConfigurationError, match="step_time_seconds of only 1 of 2 ranks"):
         summary(to_frame(two[:1]))
 
 

@@ -211,4 +211,4 @@ def test_why_there_is_no_reference_is_said(storage: Storage) -> None:
     name, [skipped, passed_over] = found(storage, [])
     assert name is None
     assert str(damaged) in skipped
-    assert passed_over == "0002_worse is regressed: no reference unless it is named"
+    assert passed_over == "0002_worse is regressed; to compare with it, name it"

@@ -181,7 +181,7 @@ def table(findings: Iterable[Diagnosis]) -> Table | None:
     headers += [f"{name}\n{what}" for name in names for what in ("GB", "off")]
     off = f"Off: relative to the work's size; more than {TOLERANCE:.0%} fails."
     unjudged = (
-        f"Not judged: {', '.join(BOTH)}, which includes traffic that no SM asked for; of the "
-        f"message, {' and '.join(WITH_PROTOCOL)}, which include headers of packets."
+        f"Not judged: {', '.join(BOTH)}, because it includes traffic that no SM asked for; in the "
+        f"work message, {' and '.join(WITH_PROTOCOL)}, because they include packet headers."
     )
     return Table("Bytes of known work", headers, cells, (off, unjudged)) if cells else None

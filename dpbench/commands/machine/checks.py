@@ -155,7 +155,7 @@ def counters(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def cupti(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that CUPTI counts known work and an idle GPU right, in the same process."""
+    """Check that CUPTI counts known bytes right, and almost none while the GPU is idle."""
     if not visible_gpus():
         reason = "not tried: there is no GPU"
         yield from (Diagnosis(c, WARNING, reason) for c in ("cupti", "cupti calibration"))

@@ -61,7 +61,8 @@ class AssumedValues:
 def with_positive_dims(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a norm with dimensions that are not negative.
 
-    On fake tensors, PyTorch before 2.13 keeps a negative dimension of length 1 in the result.
+    On fake tensors, PyTorch before 2.13 does not remove a reduced dimension from the result if its
+    length is 1 and its index is negative.
     """
     if func is not torch.ops.aten.linalg_vector_norm.default or len(args) < 3 or args[2] is None:
         return args
@@ -127,5 +128,7 @@ STAND_INS: Mapping[OpOverload, Callable[..., tuple[Any, str]]] = {
     _aten.masked_select.default: _masked_select,
     _aten.index.Tensor: _select,
 }
-"""For operators whose result depends on data: a function with the parameters of their schema that
-returns a result of the largest possible shape, and a note."""
+"""Functions for operators whose result depends on data, by operator.
+
+Each takes the operator's arguments. It returns a result of the largest possible shape, and a note.
+"""

@@ -22,8 +22,8 @@ def operator_tables(
 ) -> str:
     """A list of bottlenecks, and tables by GPU time, CPU time, memory and input shape.
 
-    PyTorch counts some kernels' time again for CUDA calls ("Command Buffer Full": 119 of 336 ms on
-    an H200). So only the table by CPU time has CUDA calls, and annotations.
+    PyTorch counts the time of some kernels again for a CUDA call, such as "Command Buffer Full"
+    (119 of 336 ms on an H200). So only the table by CPU time has CUDA calls, and annotations.
 
     Args:
         by_name: ``key_averages()`` of a profiler, sums over the recorded steps.

@@ -56,8 +56,8 @@ def prepare(directory: Path) -> None:
 def write_log(case: Subject, rows: Sequence[Measurement], directory: Path) -> None:
     """Write TensorBoard's event file: scalars ``METRIC/PHASE`` by step, and hyper-parameters.
 
-    Hyper-parameters are the case's fields, the device and PyTorch's version. Their metrics are
-    means over the recorded steps.
+    Hyper-parameters are the case's fields, the device and PyTorch's version. Beside
+    them are the metrics of whole steps, as means over the recorded steps.
     """
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
