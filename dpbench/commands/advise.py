@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dpbench.show.layout import Table
 
 DEFAULT_CARD = "h200"
-"""The card to advise for if none is named and no GPU that dpbench knows is found."""
+"""The card if none is named, and this machine has no GPU that dpbench knows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

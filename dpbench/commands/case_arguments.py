@@ -54,7 +54,7 @@ def add_case(
 
 
 def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
-    """The case that the options of `add_case` describe, with the defaults given there."""
+    """Make a case from the options that `add_case` declares; it also gives their defaults."""
     given = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
     name, text = parted(registry.WORKLOADS.canonical(given.get("workload", TRANSFORMER)))
     given["workload"] = workload = joined(name, [text, *given.pop("set", ())])

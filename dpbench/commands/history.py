@@ -6,8 +6,8 @@ above the --tolerance is marked as changed. Such a change of a time is marked as
 above the --tolerance for all steps of both runs, and as ambiguous otherwise. Notes below a table
 list what differs between the runs: versions, machine, settings.
 
-With --commits, the runs are those of --file: in the first commit of a range, and in each that
-changes it.
+With --commits, the runs are read from --file at the first commit of a range, and at each commit
+that changes this file.
 
 Examples:
   dpbench history
@@ -101,7 +101,7 @@ def _saved(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Ru
 
 
 def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
-    """The runs in a file: in the first commit of a range, and in each that changes the file."""
+    """Yield the run that a file holds at the first commit of a range and after each change."""
     good, bad = range_ends(options.commits)
     path = f"./{os.path.relpath(options.file)}"
     changing = git_here("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()

@@ -116,7 +116,7 @@ def _cases_of(grid: Mapping[str, Any]) -> list[Case]:
 
 
 def _refuse_twice(runs: Sequence[Run]) -> None:
-    """Refuse two runs with numbers of the same case and instrument: only one would be kept."""
+    """Refuse runs that measured one case by one instrument twice: a merge keeps only one."""
     had: dict[tuple[Subject, str], Run] = {}
     for run in runs:
         for key in {(o.case, name) for o in run.outcomes if o.rows for name in o.instruments}:

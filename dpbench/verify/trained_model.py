@@ -204,7 +204,7 @@ def _handed(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) 
     if moved and not handed:
         raise ConfigurationError(
             f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure: "
-            f"there verify reads gradients unless the optimizer is sgd; use --optimizer sgd"
+            "then verify can judge it with --optimizer sgd only"
         )
     return {name: g * (name in moved) for name, g in handed.items()}
 

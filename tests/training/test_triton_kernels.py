@@ -106,5 +106,5 @@ def test_adding_kept_noise_stores_what_it_changes_once(
     aligned = {(add_kept_noise.arg_names.index(n),): [["tt.divisibility", 16]] for n in places}
     source = ASTSource(add_kept_noise, signature, constants, aligned)
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
-    stored = 7 if buffered else 1
-    assert ptx.count("st.global") in {1 + stored, 2 * (1 + stored)}
+    tensors = 1 + (7 if buffered else 1)  # a thread writes its eight numbers at once or in halves
+    assert tensors <= ptx.count("st.global") <= 2 * tensors
