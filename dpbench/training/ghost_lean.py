@@ -25,6 +25,7 @@ from dpbench.training.book_keeping import check_untied
 from dpbench.training.fast_gradient_clipping import sharded_as_opacus_does
 from dpbench.training.ghost_norms import GhostNorms
 from dpbench.training.gradient_sums import rounded_down
+from dpbench.training.kernels import has_tf32
 from dpbench.training.lean import ClippedMeanTrainer
 from dpbench.training.norm_bounds import clipping_factors, total, unit, wide_unit
 from dpbench.training.norm_ways import GRADIENT, KEPT, PRODUCTS, Shape, cheapest
@@ -269,7 +270,8 @@ def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str
     if GRADIENT not in known or isinstance(layer, nn.Conv3d) or layer.groups > 1:
         return GRADIENT
     tokens, height = math.prod(g.shape[2:]), g.shape[1]
-    shape = Shape(len(g), tokens, layer.weight[0].numel(), height, g.itemsize)
+    width = layer.weight[0].numel()
+    shape = Shape(len(g), tokens, width, height, g.itemsize, tf32=has_tf32())
     return cheapest(shape, known)
 
 

@@ -26,6 +26,15 @@ SMALL = 2**22
 TILINGS = {torch.float32: (64, 32, 4, 4), torch.bfloat16: (128, 64, 8, 3)}
 """The kernel's settings by type: tile rows, numbers per row at a time, warps, pipeline stages."""
 
+TF32_TILING = (128, 32, 8, 4)
+"""The kernel's settings for float32 numbers with TF32 products, as `TILINGS`."""
+
+
+def has_tf32() -> bool:
+    """Return True if products of float32 numbers may round the numbers to 11 bits."""
+    # `torch.get_float32_matmul_precision` raises if the precision was set in this newer way.
+    return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
+
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     wide = wide_type(a, b)
@@ -179,7 +188,8 @@ def gram_norms_by_kernel(
     examples, tokens, height = gradients[0].shape
     dtype, rows = gradients[0].dtype, activations[0].dim() == 2
     width = 0 if rows else activations[0].shape[2]
-    most, step, warps, stages = TILINGS[dtype]
+    in_tf32 = dtype == torch.float32 and has_tf32()
+    most, step, warps, stages = TF32_TILING if in_tf32 else TILINGS[dtype]
     tile = min(most, max(16, 1 << (tokens - 1).bit_length()))
     down = -(-tokens // tile)
     tiles = down * (down + 1) // 2
@@ -189,9 +199,10 @@ def gram_norms_by_kernel(
     addresses = _addresses(pairs)
     long = tokens * max(width, height) >= 2**31
     is_half = dtype == torch.bfloat16
+    precision = "tf32" if in_tf32 else "ieee" if is_half else "tf32x3"
     triton_kernels()["gram_norms"][tiles * examples, len(pairs)](
         addresses, sums, tokens, width, height, len(pairs), tiles, examples, bias, rows, is_half,
-        aligned, long, "ieee" if is_half else "tf32x3", tile, step,
+        aligned, long, precision, tile, step,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return sums

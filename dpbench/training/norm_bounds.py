@@ -37,7 +37,8 @@ norm's own sum, which is taken in rows, and that of the update's result. See `sa
   added, which is the worst case of one token only**: independent, uniform roundings have a root
   mean square of 0.58 u D^½, mostly at a right angle to G. Data can be constructed whose roundings
   agree over tokens. ``u (λ Σ|g_t|²)^½``, for the largest eigenvalue λ of A, would cover them, and
-  would lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %.
+  would lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %. With TF32, u is 2⁻¹⁰: the
+  norm is that of x and g rounded to 11 bits, and the update rounds x and c·g.
 
 A NaN in a gradient makes its norm, its factor and the update NaN, so it is visible. A norm too
 large for its dtype is infinite, and its factor is 0.
@@ -53,7 +54,7 @@ import torch
 from torch import Tensor
 
 from dpbench.training.gradient_sums import rounded_down
-from dpbench.training.kernels import TILINGS, wide_type
+from dpbench.training.kernels import TILINGS, has_tf32, wide_type
 
 
 class ProductError(NamedTuple):
@@ -67,6 +68,8 @@ class ProductError(NamedTuple):
 
     of_sums: float
     of_terms: float
+    truncated: float = 0.0
+    """By how much each number of a and b may be smaller than in the update, relative to itself."""
 
 
 def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> ProductError:
@@ -79,11 +82,14 @@ def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False
       behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
       https://doi.org/10.7717/peerj-cs.330). Before Hopper they add 4 products at a time, without
       extra bits: 12 units of 2⁻²⁴. From Hopper on, 16 at a time, with two extra bits: 11 units.
-    - With TF32 switched on, both factors are rounded to 11 bits: an error of 2⁻¹⁰ of terms more.
-    - The kernel of `gram_norms` splits each float32 number into an upper and a lower tf32 part. It
-      adds three tf32 products and leaves out that of the lower parts. A part has 11 bits. Even if
-      parts are truncated, what is left out and rounded off is less than 3 · 2⁻²⁰ (Ootomo and
-      Yokota, "Recovering single precision accuracy from Tensor Cores", 2022,
+    - With TF32 switched on, both factors are rounded to 11 bits, here and in the update. The
+      products of such numbers are exact; tensor cores add them as above. PyTorch's products round
+      the factors to nearest. The kernel of `gram_norms` truncates them, so that a factor may be
+      2⁻¹⁰ smaller than in the update (seen on an NVIDIA H200 with torch 2.11 and Triton 3.6).
+    - Without TF32 the kernel of `gram_norms` splits each float32 number into an upper and a lower
+      tf32 part. It adds three tf32 products and leaves out that of the lower parts. A part has 11
+      bits. Even if parts are truncated, what is left out and rounded off is less than 3 · 2⁻²⁰
+      (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022,
       https://arxiv.org/abs/2203.03341). Each step adds 8 products to an accumulator on tensor
       cores, without extra bits. The results of steps are added in float32.
 
@@ -100,17 +106,13 @@ def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False
     if a.is_cuda and a.itemsize == 2:
         together, units = (16, 11) if torch.cuda.get_device_capability(a.device)[0] > 8 else (4, 12)
         return ProductError((length / together + 1) * units * 2.0**-24, units * 2.0**-24)
+    if has_tf32():
+        truncated = 2.0**-10 if by_kernel else 0.0
+        return ProductError(3 * length * 2.0**-24, 12 * 2.0**-24, truncated)
     if by_kernel:
         step = TILINGS[torch.float32][1]
         return ProductError((length / step + 1) * 2.0**-24, (48 + 18 * step / 8) * 2.0**-24)
-    if has_tf32():
-        return ProductError(3 * length * 2.0**-24, 2.0**-10 + 12 * 2.0**-24)
     return ProductError(length * 2.0**-24, 2.0**-24)
-
-
-def has_tf32() -> bool:
-    """Whether products of float32 numbers may round their inputs to 11 bits."""
-    return torch.get_float32_matmul_precision() != "highest"
 
 
 class GramSums(NamedTuple):
@@ -207,9 +209,12 @@ def gram_bound(
     error = torch.addcmul(number * sizes, off[0], size_g).addcmul_(off[1], size_x)
     # The sums in it are off by these parts themselves.
     higher = 1 + 4 * (number + sum(map(sum, errors)))
+    truncated = sum(error.truncated for error in errors)
     squared = torch.add(sums.squared_norm, error, alpha=higher)
     rounded = sizes.sqrt_().mul_(of_sums(dtype, tokens, summed_in) * higher)
     rounded.add_(sums.diagonal.sqrt(), alpha=of_terms(dtype, tokens) * higher)
+    if truncated:
+        rounded.add_(squared.clamp(min=0).sqrt_(), alpha=truncated * higher)
     return with_rounding(squared, rounded, dtype)
 
 
@@ -225,7 +230,8 @@ def gradient_bound(
         dtype: the dtype in which the update multiplies.
     """
     squares, lengths, diagonal = torch.stack([*parts], 1)
-    squared = torch.add(squares.sqrt(), lengths, alpha=sum(error)).square()
+    off = error.of_sums + error.of_terms
+    squared = torch.add(squares.sqrt(), lengths, alpha=off).square()
     rounded = diagonal.sqrt() * (of_sums(dtype, tokens) + of_terms(dtype, tokens))
     return with_rounding(squared, rounded, dtype)
 

@@ -20,6 +20,9 @@ FLOPS_PER_BYTE = {2: 206, 4: 14, 8: 14}
 """FLOPs in the time of moving one byte, by bytes per number. An H200 does 989, 67 and 67 TFLOP/s
 and moves 4.8 TB/s (https://www.nvidia.com/en-us/data-center/h200/). An A100 has 156, 10 and 10."""
 
+TF32_FLOPS_PER_BYTE = 103
+"""The same for TF32 products of float32 numbers: an H200 does 494 TFLOP/s."""
+
 
 class Shape(NamedTuple):
     """The sizes of a linear layer's or an embedding's work on a batch."""
@@ -34,6 +37,8 @@ class Shape(NamedTuple):
     """Bytes per number."""
     rows: bool = False
     """Whether it is an embedding: row indices are compared, not multiplied."""
+    tf32: bool = False
+    """Whether products of float32 numbers use TF32."""
 
 
 def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
@@ -44,7 +49,7 @@ def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
         kernel: whether a kernel makes products T × T in tiles that stay in registers and are not
             written to memory. It makes only half of each, because they are symmetric.
     """
-    examples, tokens, width, height, itemsize, rows = shape
+    examples, tokens, width, height, itemsize, rows, tf32 = shape
     wide, weight, given = max(itemsize, 4), width * height, 0 if rows else width
     # Norms read activations and output gradients; the factors scale the narrower of the two.
     pairs = tokens * (given + height + 2 * (min(given, height) or height)) * itemsize
@@ -56,7 +61,7 @@ def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
     }
     if rows:  # only rows looked up have a gradient: float32, zeroed, added to and read
         each[GRADIENT] = 0, pairs + tokens * height * (2 * itemsize + 6 * wide)
-    rate = FLOPS_PER_BYTE[itemsize]
+    rate = TF32_FLOPS_PER_BYTE if tf32 and itemsize == 4 else FLOPS_PER_BYTE[itemsize]
     return {way: max(examples, 1) * (moved + flops / rate) for way, (flops, moved) in each.items()}
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.gradient_sums import Factors, Sums, add_rows
+from dpbench.training.kernels import has_tf32
 from dpbench.training.norm_ways import KEPT, Shape, cheapest
 from dpbench.training.parallel import kind_of
 
@@ -124,7 +125,7 @@ class LinearRule(PairRule[Any]):
         if "weight" not in self._trained and KEPT in ways:
             return KEPT  # of the bias
         tokens = math.prod(g.shape[1:-1])
-        shape = Shape(len(g), tokens, x.shape[-1], g.shape[-1], g.itemsize)
+        shape = Shape(len(g), tokens, x.shape[-1], g.shape[-1], g.itemsize, tf32=has_tf32())
         return cheapest(shape, ways, **options)
 
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:

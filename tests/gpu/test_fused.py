@@ -347,7 +347,7 @@ def test_at_bf16_a_token_that_is_everywhere_counts_each_time() -> None:
     sums = Sums([[weight]])
     tokens = torch.ones(1000, dtype=torch.long, device="cuda")
     sums.put_rows(weight, tokens, torch.ones(1000, 2, dtype=torch.bfloat16, device="cuda"))
-    [buffer] = sums.close()
+    [buffer] = sums.finish()
     assert buffer.places[weight].tolist() == [[0, 0], [1000, 1000], [0, 0]]
 
 

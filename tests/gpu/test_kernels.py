@@ -145,6 +145,31 @@ def test_tokens_that_are_alike_are_clipped(
     assert update_of(trainer, layer, (given[0], given[1])).norm() <= 1 + 1e-6
 
 
+@pytest.mark.parametrize("offset", [0, 100, 1e4])
+@pytest.mark.parametrize(("tokens", "width"), [(128, 32), (16, 256), (1024, 512), (1024, 2048)])
+@pytest.mark.parametrize("trainer", OURS)
+def test_with_tf32_examples_are_clipped_to_little_less_than_the_threshold(
+    trainer: str, tokens: int, width: int, offset: float
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    x, g = (each.cuda() for each in alike(0, tokens, width, width, offset, torch.float32))
+    norm = update_of(trainer, nn.Linear(width, width, device="cuda"), (x, g)).norm()
+    assert norm <= 1 + 1e-6
+    if not offset:
+        assert norm > 0.99
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 2048), (64, 256), (1024, 2048)])
+@pytest.mark.parametrize("trainer", OURS)
+def test_with_tf32_numbers_that_are_rounded_up_are_clipped(
+    trainer: str, tokens: int, width: int
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    given = torch.full((1, tokens, width), 1 + 2.0**-10 - 2.0**-23, device="cuda")
+    layer = nn.Linear(width, width, bias=False, device="cuda")
+    assert 0.99 < update_of(trainer, layer, (given, given)).norm() <= 1 + 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("width", [7, 64, 2048])
 def test_examples_are_scaled_as_by_pytorch(width: int, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from dpbench import TRAINERS, Batch, Workload
 from dpbench.core.errors import ConfigurationError
 from dpbench.training import ghost_lean, kernels, per_layer
 from dpbench.training.ghost_norms import GhostNorms
+from dpbench.training.kernels import gram_sums, has_tf32
 from dpbench.training.norm_bounds import (
     ProductError,
     clipping_factors,
@@ -346,6 +347,59 @@ def test_bounds_of_independent_tokens_hardly_lower_a_factor(
     errors = [ProductError(units * size * 2.0**-24, 11 * 2.0**-24) for size in (width, height)]
     bound = gram_bound([sums], tokens, (errors[0], errors[1]), dtype)
     assert 1 < (bound / norm).sqrt().item() < 1 + most
+
+
+@contextmanager
+def with_tf32() -> Iterator[None]:
+    """A context in which float32 products may use TF32, which a CPU does not have."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def in_11_bits(numbers: Tensor, *, nearest: bool) -> Tensor:
+    """Round float32 numbers to TF32, to nearest or towards zero, in float64."""
+    bits = numbers.float().view(torch.int32) + (0x1000 if nearest else 0)
+    return (bits & ~0x1FFF).view(torch.float32).double()
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([1, 16, 300]),
+    st.one_of(st.just(0.0), st.floats(0, 4).map(lambda power: 10**power)),
+    st.floats(1e-6, 1),
+    st.booleans(),
+)
+def test_norms_of_truncated_numbers_cover_an_update_that_rounds_to_nearest(
+    seed: int, tokens: int, offset: float, factor: float, upwards: bool
+) -> None:
+    x, g = alike(seed, tokens, 16, 20, offset, torch.float32)
+    if upwards:  # each number is truncated by as much as possible, and the factor rounds nothing
+        factor = 0.5
+        x, g = (torch.full_like(each, 1 + 2.0**-10 - 2.0**-23) for each in (x, g))
+    products = [
+        each @ each.mT for each in (in_11_bits(x, nearest=False), in_11_bits(g, nearest=False))
+    ]
+    errors = ProductError(3 * 16 * 2.0**-24, 12 * 2.0**-24, 2.0**-10)
+    with with_tf32():
+        bound = gram_bound([gram_sums(*products)], tokens, (errors, errors), torch.float32)
+    made = in_11_bits(factor * g, nearest=True).mT @ in_11_bits(x, nearest=True)
+    assert made.norm() <= factor * bound[0, 0].double().sqrt() * (1 + 1e-6)
+
+
+def test_tf32_is_noticed_however_it_was_allowed() -> None:
+    assert not has_tf32()
+    with with_tf32():
+        assert has_tf32()
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert has_tf32()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert not has_tf32()
 
 
 def test_a_norm_of_a_large_matrix_is_not_too_small() -> None:
