@@ -74,9 +74,7 @@ def build(
     if ranks != case.gpus:
         raise ConfigurationError(f"{case.id} has {case.gpus} ranks, and {ranks} train it")
     torch.manual_seed(seed)
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
-        torch.backends.cudnn.allow_tf32 = case.precision == "tf32"
+    set_tf32(case, device)
     workload = workload_of(case)
     model = _model_of(case, workload, device)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
@@ -100,6 +98,7 @@ def build(
             f"trainer {case.trainer} makes a {type(trainer).__name__}, which is no TrainerBase, or "
             f"has not called its constructor; {TRAINER}"
         )
+    set_tf32(case, device)  # again, because modules of models often switch TF32 on
 
     sizes = [case.batch_size] * (num_batches - sampled) + batch_sizes(case, sampled)
     largest = max([case.batch_size, *sizes])
@@ -120,6 +119,13 @@ def build(
         size = case.batch_size // ranks // case.micro_batches
         enforce_micro_batches(trainer, case.micro_batches, size)
     return trainer, batches
+
+
+def set_tf32(case: Case, device: torch.device) -> None:
+    """Allow TF32 products on a GPU if, and only if, that is the case's precision."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = case.precision == "tf32"
 
 
 def batch_sizes(case: Case, number: int) -> list[int]:
