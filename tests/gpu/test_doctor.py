@@ -56,6 +56,6 @@ def test_measured_ceilings_lie_below_the_data_sheet_and_not_far() -> None:
 
 def test_a_message_to_another_gpu_is_counted_by_nvml(tmp_path: Path) -> None:
     if len(visible_gpus()) < 2:
-        pytest.skip("there is one GPU")
+        pytest.skip("this process sees one GPU")
     [finding] = checks.links(Settings(ncu_dir=tmp_path))
     assert finding.status == OK or "not counted: NVML says" in finding.detail, finding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -329,26 +329,6 @@ def test_a_norm_of_layers_is_that_of_all_their_gradients() -> None:
     torch.testing.assert_close(total(norms.squared_norms()), squares, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("tokens", [256, 1024])
-@pytest.mark.parametrize(("width", "height"), [(2048, 2048), (2048, 8192), (2048, 32_000)])
-@pytest.mark.parametrize(
-    ("dtype", "units", "most"),
-    [(torch.float32, 1.0, 2e-3), (torch.bfloat16, 11 / 16, 0.01)],
-    ids=str,
-)
-def test_bounds_of_independent_tokens_hardly_lower_a_factor(
-    tokens: int, width: int, height: int, dtype: torch.dtype, units: float, most: float
-) -> None:
-    """What the sums are of independent tokens is known: no product need be made."""
-    pairs = tokens * (tokens - 1.0)
-    norm = float(tokens * width * height)
-    squares = [tokens * size**2 + pairs * size for size in (width, height)]
-    sums = torch.tensor([norm, norm, tokens * width, tokens * height, *squares])[:, None]
-    errors = [ProductError(units * size * 2.0**-24, 11 * 2.0**-24) for size in (width, height)]
-    bound = gram_bound([sums], tokens, (errors[0], errors[1]), dtype)
-    assert 1 < (bound / norm).sqrt().item() < 1 + most
-
-
 @contextmanager
 def with_tf32() -> Iterator[None]:
     """A context in which float32 products may use TF32, which a CPU does not have."""
@@ -357,6 +337,39 @@ def with_tf32() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("tokens", [256, 1024])
+@pytest.mark.parametrize(("width", "height"), [(2048, 2048), (2048, 8192), (2048, 32_000)])
+@pytest.mark.parametrize(
+    ("dtype", "units", "truncated", "most"),
+    [
+        (torch.float32, 1.0, 0.0, 2e-3),
+        (torch.float32, 3.0, 2.0**-10, 0.01),  # with TF32, by the kernel
+        (torch.bfloat16, 11 / 16, 0.0, 0.01),
+    ],
+    ids=str,
+)
+def test_bounds_of_independent_tokens_hardly_lower_a_factor(
+    tokens: int,
+    width: int,
+    height: int,
+    dtype: torch.dtype,
+    units: float,
+    truncated: float,
+    most: float,
+) -> None:
+    """What the sums are of independent tokens is known: no product need be made."""
+    pairs = tokens * (tokens - 1.0)
+    norm = float(tokens * width * height)
+    squares = [tokens * size**2 + pairs * size for size in (width, height)]
+    sums = torch.tensor([norm, norm, tokens * width, tokens * height, *squares])[:, None]
+    x_error, g_error = (
+        ProductError(units * size * 2.0**-24, 11 * 2.0**-24, truncated) for size in (width, height)
+    )
+    with with_tf32() if truncated else nullcontext():
+        bound = gram_bound([sums], tokens, (x_error, g_error), dtype)
+    assert 1 < (bound / norm).sqrt().item() < 1 + most
 
 
 def in_11_bits(numbers: Tensor, *, nearest: bool) -> Tensor:
