@@ -28,15 +28,19 @@ class InProcessInstrument(Instrument):
 
     Attributes:
         leaves_files: whether the instrument writes other files than a log.
+        directory: directory of logs and reports.
+        device: ``cuda`` or ``cpu``.
+        steps: numbers of warm-up and active steps.
+        timeout: seconds until a case is ended.
     """
 
     by_rank: ClassVar[bool] = True
     leaves_files: ClassVar[bool] = False
 
-    directory: Path  # of logs and reports
-    device: str = "cuda"  # or cpu
+    directory: Path
+    device: str = "cuda"
     steps: Steps = Steps(Settings.warmup, Settings.active)
-    timeout: float = Settings.timeout  # seconds until a case is ended
+    timeout: float = Settings.timeout
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -88,7 +92,7 @@ class InProcessInstrument(Instrument):
     def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> Iterable[Measurement]:
         """Return the rows from the record of one rank."""
         outcome = Outcome.from_json(record["outcome"])
-        process.operators = process.operators or outcome.operators  # keep those of rank 0
+        process.operators = process.operators or outcome.operators  # keep the counts of rank 0
         process.notes = [*dict.fromkeys((*process.notes, *outcome.notes))]
         return outcome.rows
 

@@ -25,7 +25,7 @@ from dpbench.results.rows import Measurement
 
 
 class Observation:
-    """The object that `observe` yields. It marks steps and creates the report."""
+    """The object that `observe` yields to mark steps and to create the report."""
 
     def __init__(self, case: Subject, recorder: Recorder, finder: StepFinder) -> None:
         self.case, self.recorder, self.finder = case, recorder, finder

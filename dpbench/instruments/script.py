@@ -1,7 +1,7 @@
 """Measures the steps of a script with one instrument, in a new process that runs the script.
 
-The new process runs `START`. Its first argument is the path of the task file. The arguments of
-the script follow.
+The new process runs the code `START`. The first argument of the process is the path of the task
+file, and the arguments of the script follow.
 """
 
 from __future__ import annotations

@@ -82,13 +82,14 @@ def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
     ``record`` is the record of a `TimingRecorder`.
     """
     values: list[tuple[str, str, float, int]] = []
-    sizes = record.get("sizes")  # of the batches, if they differ
+    sizes = record.get("sizes")  # sizes of the batches, if the sizes differ
     for repeat, seconds in enumerate(record["phase_seconds"]):
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
         if case.batch_size and not sizes:  # the batch size of a script may be unknown
-            ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets WORLD_SIZE
+            # For a script under torchrun, `case.gpus` is 0 and WORLD_SIZE is set.
+            ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))
             values.append((STEP, "samples_per_second", case.batch_size / ranks / total, repeat))
     if sizes:
         rate = sum(sizes) / sum(total for phase, _, total, _ in values if phase == STEP)

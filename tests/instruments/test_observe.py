@@ -70,7 +70,7 @@ def test_logical_bytes_are_those_of_the_tensors_that_passed() -> None:
     assert private_.ratio_to(plain, phase="forward") == 1
     calls = plain.operators.calls["forward", "aten.addmm"]
     assert calls == 1
-    assert plain.notes[0] == "operators were counted as they ran on the CPU"
+    assert plain.notes[0] == "operators were counted while they ran on the CPU"
 
 
 def test_old_objects_are_left_alone_meanwhile_and_collected_again_afterwards() -> None:
@@ -127,7 +127,7 @@ def test_report_without_a_step_says_what_is_missing() -> None:
 def test_steps_in_which_pytorch_did_nothing_are_no_zeros() -> None:
     with observe("logical", name="of-jax") as seen, seen.step():
         sum(range(10))
-    with pytest.raises(NothingCounted, match="no operator of PyTorch ran in 1 step"):
+    with pytest.raises(NothingCounted, match="no PyTorch operator ran in 1 step"):
         _ = seen.report
 
 
@@ -155,5 +155,5 @@ def test_logical_counting_says_that_nothing_compiled_was_used() -> None:
         model(torch.randn(4, 32)).sum().backward()
         counted.end_step()
     counted.close()
-    assert "functions that torch.compile had made ran uncompiled" in counted.notes[-1]
+    assert "functions that use torch.compile ran uncompiled" in counted.notes[-1]
     assert "aten.addmm" in {operator.operator for operator in counted.operators}

@@ -19,8 +19,9 @@ class CountersBusy(InstrumentError):
     """Another program uses the GPU's performance counters."""
 
     remedy = (
-        "end the other profiler (ncu, nsys, a debugger, another dpbench); DCGM releases the "
-        "counters between `dcgmi profile --pause` and `dcgmi profile --resume`"
+        "end the other profiler (ncu, nsys, a debugger, another dpbench), or run "
+        "`dcgmi profile --pause` before and `dcgmi profile --resume` afterwards if DCGM uses the "
+        "counters"
     )
 
 
@@ -28,8 +29,8 @@ class CounterUnknown(InstrumentError):
     """A counter does not exist on this GPU, needs several passes, or has no value."""
 
     remedy = (
-        "choose other counters with --ncu-metrics; `dpbench doctor --chip` and "
-        "`ncu --query-metrics` list them"
+        "choose other counters with --ncu-metrics, from the lists of `dpbench doctor --chip` and "
+        "`ncu --query-metrics`"
     )
 
 

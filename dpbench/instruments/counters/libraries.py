@@ -17,8 +17,8 @@ from dpbench.instruments.counters.errors import ProfilerNotLoaded
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
 """Libraries that libcupti opens by name.
 
-They must be loaded from libcupti's folder before ncu-report is imported. The package ncu-report
-contains another libnvperf_host, and libcupti 13.0 crashes with that library.
+These libraries must be loaded from libcupti's folder before ncu-report is imported. The package
+ncu-report contains another libnvperf_host, and libcupti 13.0 crashes with that library.
 """
 
 

@@ -34,8 +34,8 @@ def available(
 
     Args:
         are_there: returns True if all of the named counters exist.
-        instrument: the instrument that counts.
-        chip: name of the chip; "" if unknown.
+        instrument: name of the instrument that counts the metrics.
+        chip: name of the chip, or "" if the chip is unknown.
     """
     spelled = [
         metric.counted_by(names)
@@ -53,7 +53,7 @@ def resolve(
     Args:
         names: names of dpbench's metrics, nvprof's metrics or counters. If None, all metrics are
             returned. Names of counters must end in ``.sum``, because a step adds up its ranges.
-        chip: name of the GPU's chip; "" if unknown.
+        chip: name of the GPU's chip, or "" if the chip is unknown.
         ours: all metrics of the GPU, by name. If None, all metrics of the chip are used.
     """
     ours = on_chip(chip) if ours is None else ours
@@ -107,7 +107,7 @@ class CounterOptions:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Names of the requested metrics; None to request all metrics of the chip."""
+        """Names of the requested metrics, or None to request all metrics of the chip."""
         return listed(self.ncu_metrics, "--ncu-metrics", "metric; try dram_read_bytes") or None
 
     @property

@@ -27,7 +27,7 @@ Image = ctypes.Array[c_uint8]
 LINK_PREFIXES = ("nvlrx__", "nvltx__", "pcie__")
 """Prefixes of the names of link counters.
 
-Link counters count data on NVLink or PCIe. They have no value on a GPU without the link.
+Link counters count data on NVLink or PCIe. On a GPU without the link, its counters have no value.
 """
 
 BUSY_SECONDS = 10.0
@@ -40,7 +40,8 @@ Nsight Compute releases the counters shortly after it releases dpbench's lock of
 def image_fields(name: str, image: Image) -> dict[str, Any]:
     """Return the fields of a C structure that pass an image.
 
-    The fields are its address, e.g. ``pConfigImage``, and its bytes, e.g. ``configImageSize``.
+    For the image ``ConfigImage``, the field ``pConfigImage`` is the address, and the field
+    ``configImageSize`` is the number of bytes.
     """
     return {f"p{name}": ctypes.addressof(image), f"{name[0].lower()}{name[1:]}Size": len(image)}
 
@@ -52,7 +53,7 @@ def known_chips(library: Library) -> list[str]:
 
 
 class Chip:
-    """A GPU chip, e.g. ``GH100``, and the counters that a CUPTI library knows for the chip.
+    """A GPU chip such as ``GH100``, and the counters that a CUPTI library knows for the chip.
 
     Args:
         library: the loaded libcupti.
@@ -244,18 +245,19 @@ _OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)
 LINKS = tuple(metric.name for metric in _OWN if metric.counters[0].startswith(LINK_PREFIXES))
 """Metrics of NVLink and PCIe.
 
-They need a separate pass, so by default they are counted only if the process sees several GPUs.
+Metrics of links need a separate pass. By default they are counted only if the process sees
+several GPUs.
 """
 
 BASIC = (*ALWAYS, *(metric.name for metric in _OWN if metric.name not in LINKS))
 """Metrics for DRAM bytes, time and busy shares.
 
-They need one pass on every chip that counts DRAM bytes.
+All of these metrics fit in one pass on every chip that counts DRAM bytes.
 """
 
 
 def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = False) -> list[Metric]:
-    """Return the metrics to count: `BASIC`, and the metrics in ``names``.
+    """Return the metrics to count, which are `BASIC` and the metrics in ``names``.
 
     Args:
         chip: chip of the GPU.

@@ -37,9 +37,9 @@ class CuptiUnusable(InstrumentError):
     """No installed libcupti can count ranges on this GPU with this driver."""
 
     remedy = (
-        "install a build of torch that supports this GPU, for CUDA 12.6.2 or newer, because "
-        "PyTorch's wheels include libcupti; its CUDA version must not be newer than the version "
-        "that nvidia-smi shows for the driver; a build of torch without libcupti also needs the "
+        "install a build of torch that supports this GPU, because PyTorch's wheels include "
+        "libcupti. The CUDA version of the build must be 12.6.2 or newer, but not newer than the "
+        "version that nvidia-smi shows for the driver. A build without libcupti also needs the "
         "package nvidia-cuda-cupti for the same CUDA version"
     )
 
@@ -102,7 +102,7 @@ def call_error(
         function: name of the function that returned the code.
         code: the code.
         library: CUDA version of libcupti, as (major, minor).
-        driver: newest CUDA version that the driver supports; None without a driver.
+        driver: newest CUDA version that the driver supports, or None without a driver.
     """
     kind, words = _BY_FUNCTION.get((function, code)) or _BY_CODE.get(code, (CuptiError, "failed"))
     unexplained = code == 15 or kind in (CuptiError, ProfilerNotLoaded)

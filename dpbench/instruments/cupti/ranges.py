@@ -34,10 +34,10 @@ The L2 cache may keep bytes from one step to the next. The largest L2 cache to d
 """
 
 ByPhase = dict[str, dict[str, float]]
-"""Values by phase and name. The phase ``"step"`` is the whole step."""
+"""Values by phase and metric. The phase ``"step"`` is the whole step."""
 
 MAX_RANGES = 64
-"""Default of the largest number of ranges between start and stop.
+"""Default for the largest number of ranges between start and stop.
 
 On an NVIDIA H200, starting CUPTI takes 0.2 s and 70 MB of GPU memory for 64 ranges. For 1024
 ranges it takes 1 s and 1.1 GB.
@@ -45,11 +45,12 @@ ranges it takes 1 s and 1.1 GB.
 
 
 class RangeProfiler:
-    """CUPTI's range profiler on one CUDA context. It can be started again after a stop.
+    """CUPTI's range profiler on one CUDA context.
 
-    The profiler counts all work in the context, in any thread or stream. `push` and `pop` do not
-    wait for the GPU, so synchronize the GPU before each call. A call takes 0.01 ms, or 0.4 ms
-    with counters of the SMs. This time is not part of a range.
+    The profiler counts all work in the context, in any thread or stream. `start` can be called
+    again after `stop`. `push` and `pop` do not wait for the GPU, so synchronize the GPU before
+    each call. A call takes 0.01 ms, or 0.4 ms with counters of the SMs. A range does not include
+    the time of these calls.
 
     A context has one profiler at a time. A profiler has one configuration of one pass, because
     new counters would have no value after a second ``SetConfig``.
@@ -161,8 +162,8 @@ class StepCounter:
     in an earlier phase or step than the one that needs them. The reason is that a rank that is
     ahead fills NCCL's buffers (48 MiB between two H100s).
 
-    Starting CUPTI takes 0.2 s. So CUPTI keeps counting if the next step is counted as a whole
-    with the same counters.
+    Starting CUPTI takes 0.2 s. Therefore CUPTI keeps counting between two steps if the second
+    step is counted as a whole with the same counters.
 
     Args:
         names: names of metrics to count in addition to DRAM bytes, time and busy shares. If None,
@@ -191,14 +192,15 @@ class StepCounter:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            # Steps of one configuration are consecutive, because changing it restarts CUPTI.
+            # Steps of one configuration are consecutive, because a new one restarts CUPTI.
             self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
         self.steps = len(self._plan)  # number of steps to observe
         self._step: Ranges = []
-        self._unread: list[Ranges] = []  # steps that ended since CUPTI was started
-        self._counted: list[ByPhase] = []  # values of all earlier steps
+        self._counted: list[ByPhase] = []  # values of the steps that were read from CUPTI
+        self._unread: list[Ranges] = []
+        """Ranges of the steps that ended after CUPTI was started."""
 
     def start_step(self) -> None:
         configuration, self._by_phase = self._plan[len(self._counted) + len(self._unread)]
@@ -251,7 +253,8 @@ class StepCounter:
         if self._unread:
             self._read()
         rounds = self.steps // self.passes
-        over = range(len(self._counted) - self.steps + rounds)  # rounds whose last pass is counted
+        # The last passes of all rounds come last.
+        over = range(len(self._counted) - self.steps + rounds)
         return [self._metrics_of(self._counted[i::rounds]) for i in over]
 
     def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
@@ -260,7 +263,7 @@ class StepCounter:
         values: ByPhase = {}
         for step in steps:
             for phase, counted in step.items():
-                values[phase] = counted | values.get(phase, {})  # keep the first value
+                values[phase] = counted | values.get(phase, {})  # keep the first step's value
         return {
             phase: {
                 metric.name: metric.value(counted)
@@ -292,7 +295,7 @@ class StepCounter:
 
 
 def _sum(counted: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sum over several ranges of each counter."""
+    """Return the sum of each counter over several ranges."""
     first, *others = counted
     return {name: value + sum(more[name] for more in others) for name, value in first.items()}
 

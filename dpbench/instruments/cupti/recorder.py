@@ -24,9 +24,9 @@ from dpbench.training.phases import PhaseListener
 class CuptiRecorder(Recorder):
     """Times steps without counters, then counts steps by phase, then counts whole steps.
 
-    The steps of a script may differ. So by default the recorder counts only DRAM bytes, time and
-    busy shares, which need one pass on Hopper and newer chips. It takes as many steps by phase,
-    and as many whole steps, as it has timed.
+    The steps of a script may differ. Therefore the recorder counts by default only DRAM bytes,
+    time and busy shares, which need one pass on Hopper and newer chips. The number of timed
+    steps, of steps by phase, and of whole steps is the same.
 
     Args:
         timed: number of steps to time.

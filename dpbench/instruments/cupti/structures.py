@@ -98,9 +98,10 @@ def _type(written: str) -> Any:
 
 @cache
 def struct_size(name: str, version: int) -> int:
-    """Return the required value of ``structSize``, the bytes of all fields without end padding.
+    """Return the value that the field ``structSize`` must have.
 
-    CUPTI returns CUPTI_ERROR_INVALID_PARAMETER for any other size.
+    The value is the number of bytes to the end of the last field, without padding. CUPTI returns
+    CUPTI_ERROR_INVALID_PARAMETER for any other value.
     """
     made = structure(name, version)
     last = getattr(made, made._fields_[-1][0])

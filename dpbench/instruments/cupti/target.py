@@ -1,6 +1,6 @@
 """The GPU whose work is counted, and NVML's counters of its NVLink payload.
 
-NVML counts the payload of packets without their headers, in KiB. It needs no profiler.
+NVML counts the payload of packets without their headers, in KiB. These counters need no profiler.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Payload = Callable[[], dict[str, float]]
 def payload_of(uuid: str) -> tuple[Payload, str]:
     """Return a function that reads the NVLink payload of a GPU, and a note.
 
-    If NVML cannot count the payload, the function returns no metrics and the note says why.
-    Otherwise the note is empty.
+    If NVML cannot count the payload, the function returns no metrics and the note says why. If
+    NVML can count the payload, the note is empty.
     """
 
     def read() -> dict[str, float]:
@@ -61,8 +61,8 @@ class Target:
         context: handle of the CUDA context.
         synchronize: waits for all work on the GPU.
         peers: whether this process sees several GPUs.
-        payload: reads the NVLink payload of the GPU. By default it returns no metrics.
-        note: why NVML cannot count the NVLink payload; "" otherwise.
+        payload: reads the NVLink payload of the GPU. The default reads no metrics.
+        note: the reason why NVML cannot count the NVLink payload, or "".
     """
 
     library: Library

@@ -1,9 +1,9 @@
 """The instruments `Ncu` and `NcuKernels` read hardware counters with Nsight Compute.
 
-They run a case again under ``ncu`` to measure DRAM, L2 and global-memory bytes. `Ncu` uses
-application range replay: each phase of each active step is a range, and its counters include
-copies and memsets. `NcuKernels` uses kernel replay, which counts each kernel separately and does
-not count copies and memsets.
+The instruments run a case again under ``ncu`` to measure DRAM, L2 and global-memory bytes. `Ncu`
+uses application range replay. In this replay mode each phase of each active step is a range, and
+the counters of a range include copies and memsets. `NcuKernels` uses kernel replay, which counts
+each kernel separately and does not count copies and memsets.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Ncu(InProcessInstrument):
     def profiler_error(self, case: Subject) -> InstrumentError | None:
         """Return the error that ncu printed, or None if the process failed by itself.
 
-        ncu prints "No ranges were profiled" after every failure. So that line is ignored.
+        The line "No ranges were profiled" is ignored, because ncu prints it after every failure.
         """
         said = diagnose(case, self.log(case))
         return None if isinstance(said, NothingProfiled) else said
@@ -236,7 +236,7 @@ class Ncu(InProcessInstrument):
 
 @dataclass(frozen=True)
 class NcuKernels(Ncu):
-    """An instrument that counts each kernel. Its rows are sums over kernels, by phase and step."""
+    """An instrument that counts each kernel, with rows that sum the kernels by phase and step."""
 
     name: ClassVar[str] = "ncu_kernels"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
@@ -259,8 +259,8 @@ class NcuKernels(Ncu):
         try:
             record = self.record_of(process)
             path = self.describe_report(case, process.log)
-            # Use a new process, because NVIDIA's library never frees its memory. It allocates
-            # 0.35 MB per kernel, 2 GB for a step of the 1b model.
+            # Use a new process, because NVIDIA's library never frees the 0.35 MB that it allocates
+            # per kernel. A step of the 1b model needs 2 GB.
             with ProcessPoolExecutor(1, get_context("spawn")) as reader:
                 report = reader.submit(read_kernels, path).result()
         except (NothingProfiled, ReportUnreadable):

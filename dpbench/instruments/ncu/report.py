@@ -1,7 +1,7 @@
 """Reads ``.ncu-rep`` files, which contain ranges or kernels.
 
-This needs neither a GPU nor the program ncu. An action is one range or one kernel launch. For each
-action NVIDIA's library takes 0.8 ms, and allocates 0.35 MB that it never frees.
+Reading a report needs neither a GPU nor the program ncu. An action is one range or one kernel
+launch. For each action NVIDIA's library takes 0.8 ms, and allocates 0.35 MB that it never frees.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPORT_MAGIC = b"NVR\0"
 DEVICE = "device__attribute_display_name"  # name of the GPU
 CAPABILITY = "device__attribute_compute_capability"
 KERNELS = "kernels"
-"""Name of the folder of kernel reports. It lies in the folder of the range reports."""
+"""Name of the subfolder for kernel reports, in the folder of the range reports."""
 
 DRAM = ("dram_read_bytes", "dram_write_bytes")
 L2 = "lts__t_bytes.sum"
@@ -110,9 +110,9 @@ def write_description(report: Path, case: Subject, settings: Mapping[str, Any]) 
 
 
 def case_of(path: Path) -> Subject:
-    """Return the case of a report, which the JSON file in the same folder describes.
+    """Return the case of a report, which a JSON file in the same folder describes.
 
-    Without this file, returns a `Script` with the path of the report as its name.
+    If the JSON file does not exist, returns a `Script` with the path of the report as its name.
     """
     description = path.with_suffix(".json")
     try:

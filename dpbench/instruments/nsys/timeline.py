@@ -1,6 +1,6 @@
 """Reads busy time and launches of a GPU by phase from an SQLite file that nsys has exported.
 
-This needs neither a GPU nor Nsight Systems. Times are integer nanoseconds of one clock.
+Reading a file needs neither a GPU nor Nsight Systems. Times are integer nanoseconds of one clock.
 
 NVIDIA's "SQLite Export Schema Reference" describes the tables
 (https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). A file does not contain
@@ -75,9 +75,9 @@ class Range(NamedTuple):
 class Timeline:
     """The timeline of the GPU with the most activities.
 
-    In a step with a `STEP` range the CPU runs ahead, so its phases do not match the work of the
-    GPU. In other steps the GPU finishes each phase before the next phase begins. Only phases of
-    those steps have busy times.
+    In a step with a `STEP` range the CPU runs ahead, so the ranges of its phases do not show when
+    the GPU did the work. In other steps the GPU finishes each phase before the next phase begins.
+    Busy times by phase come only from steps without a `STEP` range.
 
     Attributes:
         device: name of the GPU.

@@ -23,8 +23,8 @@ def operator_tables(
     """Return a text with a list of bottlenecks, and tables by time, memory and input shape.
 
     PyTorch counts the time of some kernels twice: for the operator and for a CUDA call such as
-    "Command Buffer Full" (119 of 336 ms on an H200). So CUDA calls and annotations appear only in
-    the table by CPU time.
+    "Command Buffer Full" (119 of 336 ms on an H200). Therefore CUDA calls and annotations appear
+    only in the table by CPU time.
 
     Args:
         by_name: ``key_averages()`` of a profiler, summed over the recorded steps.

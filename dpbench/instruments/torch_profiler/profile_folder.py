@@ -38,9 +38,9 @@ def rank_folder(directory: Path, rank: int) -> Path:
 def own_folder(directory: Path) -> Path:
     """Return the folder for the files of this process.
 
-    Under torchrun with several ranks, each rank has a subfolder of ``directory``. Otherwise this
-    returns ``directory``. The variable ``WORLD_SIZE`` alone does not show that torchrun started
-    the process, because other programs set it too.
+    Under torchrun with several ranks, each rank has a subfolder of ``directory``. Any other
+    process uses ``directory`` itself. The variable ``WORLD_SIZE`` alone does not show that
+    torchrun started the process, because other programs set it too.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         return directory

@@ -1,8 +1,8 @@
 """The instrument ``torch_profiler`` measures time, memory and copies by phase and operator.
 
 The case runs in a new process without Nsight Compute. The profile shows which operator launched
-each kernel. It also shows the bytes of copies and memsets, which ncu's kernel replay does not
-count.
+each kernel, and the bytes of copies and memsets. Kernel replay of ncu does not count copies and
+memsets.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 A trace is a JSON object. The list ``traceEvents`` has Chrome's trace format, with times in
 microseconds. Kernels, copies and memsets have the category ``kernel``, ``gpu_memcpy`` or
-``gpu_memset``. They share a correlation number with the CUDA call that launched them.
+``gpu_memset``. Each of these events has the same correlation number as the CUDA call that launched
+it.
 
-The GPU lags behind the CPU, so a kernel belongs to the phase in which the CPU launched it. This is
-also true for kernels that threads of autograd launch, because the training thread waits for them.
+The GPU lags behind the CPU, so a kernel belongs to the phase in which the CPU launched it. Threads
+of autograd launch kernels in the right phase, because the training thread waits for these threads.
 
 This module needs neither torch nor a GPU.
 """
@@ -26,8 +27,12 @@ from typing import Any
 from dpbench.child.failures import InstrumentError
 from dpbench.core.case import OUTSIDE
 
-ANNOTATION = "dpbench."  # prefix of dpbench's annotations of phases
-STEP_ANNOTATION = "ProfilerStep#"  # prefix of PyTorch's annotations of steps
+ANNOTATION = "dpbench."
+"""Prefix of dpbench's annotations of phases."""
+
+STEP_ANNOTATION = "ProfilerStep#"
+"""Prefix of PyTorch's annotations of steps."""
+
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of events on the GPU."""
 
@@ -38,7 +43,7 @@ GLOO, NCCL = "gloo:", "nccl"
 """Name prefixes of gloo's annotations and of NCCL's kernels, which are collectives."""
 
 Event = dict[str, Any]
-Span = tuple[float, float]  # start and end, µs
+Span = tuple[float, float]  # start and end in µs
 
 
 class TraceUnreadable(InstrumentError):
@@ -55,9 +60,9 @@ class Launch:
         repeat: number of the recorded step, from 0.
         phase: phase in which the CPU launched the work.
         kind: ``kernel``, ``memcpy`` or ``memset``.
-        name: demangled name of the kernel, or e.g. "Memcpy DtoD (Device -> Device)".
+        name: demangled name of a kernel, or a name such as "Memcpy DtoD (Device -> Device)".
         seconds: duration on the GPU.
-        bytes: bytes that a copy or memset writes; 0 for a kernel.
+        bytes: bytes that a copy or memset writes, or 0 for a kernel.
     """
 
     repeat: int
@@ -287,7 +292,7 @@ def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[st
     before = [level for _ in timeline.step_starts]
     growth: list[dict[str, int]] = [{} for _ in timeline.step_starts]
     current = 0
-    # A phase's start counts as a change of 0 bytes, so that its maximum includes the memory then.
+    # The start of a phase counts as a change of 0 bytes. So the memory at the start is included.
     for event in sorted([*timeline.phases, *changes], key=lambda event: float(event["ts"])):
         step, phase = timeline.locate(float(event["ts"]))
         if step != current:

@@ -37,12 +37,12 @@ class TestValuesThatDoNotExist:
     def test_a_value_that_python_asks_for_is_one_and_noted(self) -> None:
         result = count(tiny(AsksForValues))
         assert result.notes == (
-            "aten._local_scalar_dense: a value that Python asked for was taken to be 1 (2×)",
+            "aten._local_scalar_dense: a value that Python code reads was assumed to be 1 (2×)",
         )
 
     def test_the_ghost_sampler_of_embeddings_gets_a_stated_bound(self) -> None:
         result = count(tiny("dpsgd_ghost", batch_size=4, seq_len=16))
-        assert result.notes == ("aten.unique_dim: all 64 rows were taken to be distinct (2×)",)
+        assert result.notes == ("aten.unique_dim: all 64 rows were assumed to be distinct (2×)",)
 
     def test_other_results_of_unknown_shape_are_bounded_too(self) -> None:
         result = count(tiny(CountsTokens, batch_size=4, seq_len=16))
@@ -62,7 +62,7 @@ class TestValuesThatDoNotExist:
     def test_a_loop_that_waits_for_another_value_ends_and_names_its_line(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(stand_ins, "MOST_ASKED", 200)
+        monkeypatch.setattr(stand_ins, "MAX_QUESTIONS", 200)
         with pytest.raises(CaseFailed, match=r"does not end \(test_outside\.py:\d+: while \(tok"):
             count(tiny(WaitsForALargerValue))
 
