@@ -85,8 +85,8 @@ def observe(
         name: the name of the loop in the report.
         skip: number of steps to ignore at the beginning.
         steps: number of steps to count. If None, ``cupti`` counts 5 steps, and other instruments
-            count all steps. ``cupti`` needs three times as many steps: it times them, counts
-            others by phase, and counts the last as a whole.
+            count all steps. ``cupti`` needs three times as many steps: steps to time, steps to
+            count by phase, and steps to count as a whole.
 
     Examples:
         >>> with observe("timing", skip=3, steps=5) as seen:  # doctest: +SKIP

@@ -46,7 +46,7 @@ The current directory is removed from ``sys.path``, because it could shadow modu
 class ScriptRun(Program, InstrumentWrapper):
     """An instrument that runs an unmodified script and measures some of its steps."""
 
-    baseline: str | None = None  # name of the script whose numbers divide this script's numbers
+    baseline: str | None = None  # name of the baseline script
 
     def check(self) -> None:
         """Raise an error if the script does not exist or an option is invalid."""
@@ -101,7 +101,7 @@ class PendingScript(PendingMeasurement):
         outcome = Outcome.from_json({**self.case.columns, **record})
         rows, error = list(outcome.rows), outcome.message
         if interrupted:
-            error = "the script was interrupted; the steps counted before that are kept"
+            error = "the script was interrupted, but the steps that were counted before are kept"
         if record.get("observed"):
             with suppress(*[InstrumentError] if error else []):  # report the earlier error only
                 rows += instrument.script_rows(self.case, record)

@@ -34,7 +34,7 @@ class Timing(InProcessInstrument):
 
 
 class TimingRecorder(Recorder):
-    """Records the seconds of each phase, and the peak memory. On a GPU it uses CUDA events."""
+    """Records the seconds of each phase, on a GPU with CUDA events, and the peak memory."""
 
     peak: int | None = None  # bytes; None on the CPU
 
@@ -87,8 +87,8 @@ def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
-        if case.batch_size and not sizes:  # the batch size of a script may be unknown
-            # For a script under torchrun, `case.gpus` is 0 and WORLD_SIZE is set.
+        # For a script, `case.gpus` is 0, and `case.batch_size` is 0 if it is unknown.
+        if case.batch_size and not sizes:
             ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))
             values.append((STEP, "samples_per_second", case.batch_size / ranks / total, repeat))
     if sizes:

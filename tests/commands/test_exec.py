@@ -253,7 +253,7 @@ def test_script_finds_the_modules_that_it_would_alone_and_ours_none_of_its(
     [
         ("--killed", 1, "the script was killed by SIGKILL after 2 counted step(s)\n"),
         ("--exits-at-once", 1, "the script ended with exit code 3 after 1 counted step(s)"),
-        ("--interrupted", 130, "interrupted; the steps counted before that are kept\n"),
+        ("--interrupted", 130, "but the steps that were counted before are kept\n"),
     ],
 )
 def test_what_was_counted_until_the_end_is_kept_however_it_comes(

@@ -19,7 +19,7 @@ from dpbench.instruments.cupti.structures import c_function, struct_size, struct
 
 
 class CountersUnsupported(InstrumentError):
-    """The GPU has no counters in its configuration, for example as a virtual GPU."""
+    """The GPU is configured without counters, for example as a virtual GPU."""
 
     remedy = (
         "use a whole GPU that is neither virtual, nor split with MIG, nor in "

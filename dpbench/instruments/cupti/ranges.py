@@ -39,8 +39,8 @@ ByPhase = dict[str, dict[str, float]]
 MAX_RANGES = 64
 """Default for the largest number of ranges between start and stop.
 
-On an NVIDIA H200, starting CUPTI takes 0.2 s and 70 MB of GPU memory for 64 ranges. For 1024
-ranges it takes 1 s and 1.1 GB.
+On an NVIDIA H200, starting CUPTI for 64 ranges takes 0.2 s and 70 MB of GPU memory. Starting CUPTI
+for 1024 ranges takes 1 s and 1.1 GB.
 """
 
 

@@ -3,10 +3,10 @@
 `as_on_cuda` changes PyTorch in the places that affect bytes, and restores it afterwards.
 
 Dropout
-    Dropout is one operator (``native_dropout``) that stores a mask of one byte per element.
+    One operator, ``native_dropout``, stores a mask of one byte per element.
 RMSNorm
-    RMSNorm is one operator (``_fused_rms_norm``) that stores one reciprocal root per row. If
-    weight and input have different dtypes, RMSNorm is composed of several operators.
+    One operator, ``_fused_rms_norm``, stores one reciprocal root per row. If weight and input have
+    different dtypes, several operators are used instead.
 Attention (``scaled_dot_product_attention``)
     CUDA's flash kernel supports half precision and any number of key heads. The flash kernel
     supports no mask, and values must be as wide as keys. The memory-efficient kernel also supports
@@ -15,18 +15,18 @@ Attention (``scaled_dot_product_attention``)
     kernel supports the arguments, attention is decomposed, as on CUDA. ``flex_attention`` is one
     kernel in forward and one kernel in backward, as under torch.compile.
 Optimizers and clipping
-    Optimizers and clipping use ``foreach`` by default. ``foreach`` changes the peak memory of
-    Adam, and makes clipping by value need two passes.
+    The default is ``foreach``, as on CUDA. This default changes the peak memory of Adam, and
+    clipping by value needs two passes over the gradients.
 Autocast
-    Autocast casts arguments of different operators on CUDA and on the CPU. For example, CUDA runs
-    layer norms in float32. The operators in CUDA's lists run in the 16-bit dtype if `LOWER`
+    CUDA and the CPU cast the arguments of different operators. For example, CUDA runs layer norms
+    in float32. The operators in CUDA's lists run in the 16-bit dtype if `LOWER`
     contains them, and in float32 if no list in this module contains them. Operators that the CPU
     also runs in 16 bits keep PyTorch's own cast, which casts each weight once per autocast region.
     A gradient scaler never skips a step. The lists come from ``aten/src/ATen/autocast_mode.h`` of
     PyTorch.
 Transformers (Hugging Face)
     The library creates no mask if attention accepts ``is_causal``. With a fake tensor the library
-    assumes that the model is traced, and creates a mask. `untraced` prevents this mask.
+    assumes that the model is traced, and creates a mask. `untraced` makes it create no mask.
 
 A step that uses torch.compile raises an error, because the bytes of fused operators are unknown.
 """

@@ -99,7 +99,7 @@ class OperatorCounter(TorchDispatchMode):
         self.live: dict[tuple[str, str], tuple[int, int, int]] = {}
         # Maximum of live bytes by phase.
         self.peaks: dict[str, int] = {}
-        self.notes = Counter[str]()  # how often each assumption was made
+        self.notes = Counter[str]()  # how many times each assumption was made
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -124,8 +124,8 @@ class Logical(Instrument):
         """Count a case in this process, or raise `CaseFailed`.
 
         The notes of the outcome list assumed values. Operators of unknown libraries are counted by
-        their schema. The notes also list these operators if they move few bytes. If they move many
-        bytes, tables list them.
+        their schema. The notes list these operators if they move few bytes. Tables list these
+        operators if they move many bytes.
         """
         from dpbench.child.build import about_sizes, labels_of
         from dpbench.instruments.logical.counter import logical_rows
@@ -179,7 +179,8 @@ class Logical(Instrument):
     def _run(self, case: Case, counter: OperatorCounter) -> tuple[TrainerBase, list[Counted]]:
         """Train until a step is steady, and return the trainer and the counts.
 
-        The counts contain the steady step. With Poisson sampling, each sampled step follows.
+        The first counts are those of the steady step. With Poisson sampling, the counts of each
+        sampled step follow.
         """
         import torch
 

@@ -121,9 +121,9 @@ class ScriptMemory(LiveMemory):
     """Tracks the live bytes of a script's tensors, by the source line that allocated them.
 
     If the script uses CUDA, only CUDA tensors are counted, otherwise CPU tensors. Parameters,
-    buffers, gradients and optimizer state are always counted. Any other tensor is counted from
-    the first operator that uses the tensor in a phase of a step, or together with a counted
-    tensor. Therefore a data set that only a data loader reads is not counted.
+    buffers, gradients and optimizer state are always counted. Any other tensor is counted after an
+    operator has used the tensor in a phase of a step, or together with a counted tensor. Therefore
+    a data set that only a data loader reads is not counted.
     """
 
     def __init__(self) -> None:

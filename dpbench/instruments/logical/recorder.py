@@ -50,7 +50,7 @@ class LogicalRecorder(Recorder):
         self.held.enter_context(freeze_existing_objects())
         self.held.enter_context(track_resizing(counter.memory))
         self.held.enter_context(counter)
-        # Dynamo cannot compile under a dispatch mode. With `fullgraph` it would raise an error.
+        # Dynamo cannot compile under a dispatch mode, and raises an error with `fullgraph`.
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return counter
 

@@ -53,7 +53,7 @@ class AssumedValues:
 
         Args:
             tensor: the tensor.
-            counted: whether a step is being counted, not a model being built.
+            counted: True while a step is counted, False while a model is built.
         """
         frames = ((f.f_code.co_filename, line) for f, line in traceback.walk_stack(sys._getframe()))
         place = next(place for place in frames if not place[0].startswith(NOT_USER_CODE))

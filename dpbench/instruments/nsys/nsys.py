@@ -158,7 +158,7 @@ def timeline_rows(
 ) -> Iterator[Measurement]:
     """Yield the rows of a timeline.
 
-    Rows of phases have the repeat 0. Rows of whole steps have repeats from 0.
+    In rows of phases, the column ``repeat`` is 0. In rows of whole steps, it counts from 0.
     """
     whole = [each.step for each in timeline.whole_steps]
     for usage in timeline.usages():

@@ -56,7 +56,7 @@ class TestValuesThatDoNotExist:
         ]
 
     def test_without_a_bound_the_case_fails_and_names_the_operator(self) -> None:
-        with pytest.raises(CaseFailed, match=r"the result of aten\.equal depends on data"):
+        with pytest.raises(CaseFailed, match=r"the result of aten\.equal depends on values"):
             count(tiny(Compares))
 
     def test_a_loop_that_waits_for_another_value_ends_and_names_its_line(
@@ -179,7 +179,7 @@ class TestOutsideCode:
         assert "\n" not in message
 
     def test_a_step_that_names_a_device_fails_with_advice(self) -> None:
-        with pytest.raises(CaseFailed, match="take the device from the batch"):
+        with pytest.raises(CaseFailed, match="use the device of the batch"):
             count(tiny(NamesCuda))
 
 

@@ -224,7 +224,7 @@ class Unused(Normed):
 def test_a_gradient_for_which_ddp_would_wait_is_named() -> None:
     with one_rank.fake_process_group(2), without_data():
         model = nn.parallel.DistributedDataParallel(Unused())
-        with pytest.raises(one_rank.UnsupportedOperation, match=r"waits for .* spare\.bias, on"):
+        with pytest.raises(one_rank.UnsupportedOperation, match=r"waits for .* spare\.bias, but"):
             model(torch.empty(3, 6)).sum().backward()
 
 
