@@ -26,12 +26,12 @@ class Instrument(ABC):
 
     Attributes:
         name: value of the column ``instrument`` in the rows.
-        hardware: whether the measured numbers depend on the machine. Logical counts do not.
+        hardware: whether the measured numbers depend on the machine, which logical counts do not.
         needs_gpu: whether the instrument works only on a GPU.
         by_rank: whether the instrument can measure a case of several ranks. Each rank is a
             separate process.
-        subjects: what the instrument can measure: ``case``, ``script`` or ``step``. The last two
-            also need a `recorder`.
+        subjects: kinds of subjects that the instrument can measure: ``case``, ``script`` or
+            ``step``. Measuring a script or a step needs a `recorder`.
         options: dataclass of the command-line options. Only built-in instruments set this
             attribute.
     """

@@ -253,7 +253,7 @@ class StepCounter:
         if self._unread:
             self._read()
         rounds = self.steps // self.passes
-        # The last passes of all rounds come last.
+        # A round is complete once its step with the last configuration is counted.
         over = range(len(self._counted) - self.steps + rounds)
         return [self._metrics_of(self._counted[i::rounds]) for i in over]
 
