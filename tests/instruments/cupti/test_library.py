@@ -40,7 +40,7 @@ NO_DRIVER = Driver()
         ("cuptiProfilerInitialize", 999, ProfilerNotLoaded, "nvidia-smi"),
         ("cuptiProfilerInitialize", 15, CuptiUnusable, "nvidia-cuda-cupti"),
         ("cuptiProfilerHostConfigAddMetrics", 1, CounterUnknown, "doctor"),
-        ("cuptiProfilerHostInitialize", 46, CuptiUnusable, "for CUDA 12.6.2 or newer"),
+        ("cuptiProfilerHostInitialize", 46, CuptiUnusable, "must be 12.6.2 or newer"),
         ("cuptiRangeProfilerStart", 7, CuptiError, "returned 7"),
     ],
 )
@@ -86,7 +86,7 @@ def test_the_profiler_is_initialized_once() -> None:
 
 
 def test_a_library_from_before_the_range_profiler_is_too_old() -> None:
-    with pytest.raises(CuptiUnusable, match=r"for CUDA 12\.6\.2 or newer"):
+    with pytest.raises(CuptiUnusable, match=r"must be 12\.6\.2 or newer"):
         library(FakeCupti(lacks=["cuptiRangeProfilerEnable"]))
 
 
