@@ -165,7 +165,7 @@ def test_its_errors_fail_their_case_only(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_is_no_instrument_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for name, words in {
-        "meter:Reading": "instrument 'Reading' is no subclass of dpbench.Instrument",
+        "meter:Reading": "instrument 'Reading' is not a subclass of dpbench.Instrument",
         "metre": "unknown instrument 'metre'; choose from timing, ncu",
         "meter:Metre": "unknown class of meter 'Metre'",
     }.items():
@@ -300,11 +300,11 @@ def test_an_option_that_another_has_is_refused(capsys: pytest.CaptureFixture[str
     Path("pace.py").write_text(PACE.replace("pace_times", "warmup"))
     assert main(["run", "--instrument=pace:Pace", *CELL]) == 2
     said = capsys.readouterr().err
-    assert "instrument Pace: argument --warmup: conflicting option string" in said
-    assert said.endswith("; rename its field\n")
+    assert "instrument Pace cannot be declared (argument --warmup: conflicting option" in said
+    assert said.endswith("): rename the field in its class\n")
 
 
 def test_what_has_no_recorder_is_refused_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     Path("training.py").touch()
     assert main(["exec", "--instrument=meter:Power", "training.py"]) == 2
-    assert "power cannot measure a script: choose an instrument that can" in capsys.readouterr().err
+    assert "power cannot measure a script: choose timing" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""Instruments, each in a file or folder of its own, behind the interface in `interface`."""
+"""Instruments measure a training step. Each has its own file or folder here.
+
+The module `interface` defines what an instrument implements.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,17 @@ from dpbench.core.settings import Settings
 from dpbench.instruments.interface import Instrument
 
 ON_GPU = ("timing", "ncu")
-"""The default instruments on a GPU: times without a profiler, bytes under one."""
+"""Default instruments on a GPU: ``timing`` measures time, ``ncu`` measures bytes."""
 
 
 def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> list[Instrument]:
-    """Build each of the named instruments once, from the settings, to measure a ``subject``.
+    """Build each of the named instruments once, from the session's settings.
 
-    Invalid options are refused even if their instrument was not chosen.
+    Args:
+        names: names of instruments; duplicates are ignored.
+        settings: the settings of the session. Invalid options raise an error, even if their
+            instrument is not among ``names``.
+        subject: what the instruments must be able to measure: ``case``, ``script`` or ``step``.
     """
     Steps(settings.warmup, settings.active)
     for options in _options():
@@ -31,25 +38,30 @@ def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> l
     chosen = [_class(name) for name in INSTRUMENTS if name in asked]
     if wrong := [instrument.name for instrument in chosen if not instrument.measures(subject)]:
         raise ConfigurationError(
-            f"{wrong[0]} cannot measure a {subject}: choose an instrument that can, such as "
-            f"timing, cupti or logical"
+            f"the instrument {wrong[0]} cannot measure a {subject}: choose timing, cupti or logical"
         )
     return [instrument.from_settings(settings) for instrument in chosen]
 
 
 def _options() -> list[type]:
-    """The option classes of dpbench's own instruments. Some instruments share one."""
+    """Return the option classes of the built-in instruments, without duplicates."""
     return list(dict.fromkeys(kind.options for kind in built_in() if kind.options))
 
 
 def declare_built_in(add: Callable[..., object], *names: str, of_pytest: bool = False) -> None:
-    """Declare the options of dpbench's own instruments: all, or those with these names."""
+    """Declare the options of the built-in instruments.
+
+    Args:
+        add: adds one option to a parser.
+        names: names of the options to declare. If empty, all options are declared.
+        of_pytest: whether to declare options of pytest, not of a command.
+    """
     for options in _options():
         declare_own(add, options, *names, of_pytest=of_pytest)
 
 
 def built_in() -> list[type[Instrument]]:
-    """Dpbench's own instruments."""
+    """Return the classes of the built-in instruments."""
     return [_class(name) for name in INSTRUMENTS if INSTRUMENTS.is_builtin(name)]
 
 
@@ -58,35 +70,42 @@ def declare_outside(
     words: Sequence[str],
     option: str = "--instrument",
 ) -> None:
-    """Declare other packages' instruments and their options, for a command's help.
+    """Declare the options of instruments that other packages define.
 
     Args:
-        group: makes an option group from a title and a description; returns its ``add``.
-        words: the command line. It may name instruments that no entry point announces.
-        option: the option that names instruments.
+        group: creates an option group with a title and a description, and returns the function
+            that adds an option to the group.
+        words: the command line. Instruments that ``words`` names need no entry point.
+        option: the command-line option whose values are names of instruments.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument(option, action="append", nargs="?", default=[], dest="names")
     INSTRUMENTS.register_installed()
     for spelling in filter(None, early.parse_known_args(words)[0].names):
-        with suppress(ConfigurationError):  # the command itself will report it
+        with suppress(ConfigurationError):  # the command reports the error later
             INSTRUMENTS.canonical(spelling)
     for name in INSTRUMENTS:
         if INSTRUMENTS.is_builtin(name):
             continue
         try:
             instrument = _class(name)
-        except Exception:  # a broken package must not stop a session that does not use it
+        except Exception:  # a session must run without broken packages that it does not use
             continue
         add = group(f"instrument {name}", (instrument.__doc__ or "").partition("\n")[0])
         try:
             declare_own(add, instrument, of_pytest=option != "--instrument")
         except (ArgumentError, ValueError) as error:
-            raise ConfigurationError(f"instrument {name}: {error}; rename its field") from error
+            raise ConfigurationError(
+                f"an option of the instrument {name} cannot be declared ({error}): rename the "
+                f"field in its class"
+            ) from error
 
 
 def _class(name: str) -> type[Instrument]:
     instrument = INSTRUMENTS[name]
     if not (isinstance(instrument, type) and issubclass(instrument, Instrument)):
-        raise ConfigurationError(f"instrument {name!r} is no subclass of dpbench.Instrument")
+        raise ConfigurationError(
+            f"the instrument {name!r} is not a subclass of dpbench.Instrument: pass the name of "
+            f"a subclass"
+        )
     return instrument

@@ -1,4 +1,4 @@
-"""Instruments whose recorder runs in the process that trains: of a case, a script or a test."""
+"""The base class of instruments whose recorder runs in the process that trains."""
 
 from __future__ import annotations
 
@@ -24,15 +24,23 @@ from dpbench.results.rows import Measurement
 
 @dataclass(frozen=True)
 class InProcessInstrument(Instrument):
-    """Runs ``dpbench step`` with a `recorder` in each rank."""
+    """An instrument that runs ``dpbench step`` with a `recorder` in each rank.
+
+    Attributes:
+        leaves_files: whether the instrument writes other files than a log.
+        directory: directory of logs and reports.
+        device: ``cuda`` or ``cpu``.
+        steps: numbers of warm-up and active steps.
+        timeout: seconds until a case is ended.
+    """
 
     by_rank: ClassVar[bool] = True
-    leaves_files: ClassVar[bool] = False  # other than a log
+    leaves_files: ClassVar[bool] = False
 
-    directory: Path  # for logs and reports
-    device: str = "cuda"  # or cpu
+    directory: Path
+    device: str = "cuda"
     steps: Steps = Steps(Settings.warmup, Settings.active)
-    timeout: float = Settings.timeout  # seconds; a case that takes longer is ended
+    timeout: float = Settings.timeout
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -51,7 +59,7 @@ class InProcessInstrument(Instrument):
             check_writable(self.directory)
 
     def check_script(self) -> None:
-        """Check nothing: the recorder of a script leaves no files."""
+        """Do nothing, because the recorder of a script writes no files."""
 
     @abstractmethod
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder: ...
@@ -59,11 +67,11 @@ class InProcessInstrument(Instrument):
     # --- in the parent process -------------------------------------------------------------------
 
     def log(self, case: Subject) -> Path:
-        """The file for the output of a case's process."""
+        """Return the path of the file that receives the output of a case's process."""
         return (self.directory / case.report_path).with_suffix(f".{self.name}.log")
 
     def profiler_command(self, case: Subject) -> list[str]:
-        """The profiler that starts the case, with its arguments; by default nothing."""
+        """Return the command line of the profiler that starts the case; [] without a profiler."""
         return []
 
     def start(self, case: Case) -> CaseProcess:
@@ -72,7 +80,7 @@ class InProcessInstrument(Instrument):
         return CaseProcess(Task(case, self), before, log=log, timeout=self.timeout, read=self.read)
 
     def read(self, process: CaseProcess) -> list[Measurement]:
-        """Wait for a case's process, and return the rows of its ranks' recorders."""
+        """Wait for the process of a case, and return the rows of all ranks."""
         record = process.record()
         ranks = record.get("ranks", [record])
         return [
@@ -82,16 +90,16 @@ class InProcessInstrument(Instrument):
         ]
 
     def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> Iterable[Measurement]:
-        """The rows of one rank's record."""
+        """Return the rows from the record of one rank."""
         outcome = Outcome.from_json(record["outcome"])
-        process.operators = process.operators or outcome.operators  # rank 0 comes first
+        process.operators = process.operators or outcome.operators  # keep the counts of rank 0
         process.notes = [*dict.fromkeys((*process.notes, *outcome.notes))]
         return outcome.rows
 
     # --- in the process that trains --------------------------------------------------------------
 
     def case_recorder(self, case: Case) -> Recorder:
-        """A recorder for the steps of a case; it ends after the active ones."""
+        """Return a recorder that finishes after the active steps of a case."""
         recorder = self.recorder(case, self.steps.active)
         recorder.wanted = recorder.wanted or self.steps.active
         return recorder

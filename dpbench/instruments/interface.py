@@ -1,4 +1,4 @@
-"""The interface of an instrument."""
+"""The base classes `Instrument` and `InstrumentWrapper`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ if TYPE_CHECKING:
 
 
 class Instrument(ABC):
-    """One way to measure. Subclasses are small frozen dataclasses of options.
+    """A way to measure training steps.
+
+    Subclasses are small frozen dataclasses whose fields are options.
 
     Attributes:
-        name: the value of ``instrument`` in its rows.
-        hardware: whether its numbers depend on the machine. Logical counts do not.
-        needs_gpu: whether it cannot measure on the CPU.
-        by_rank: whether it can measure a case of several ranks, each in its own process.
-        subjects: what it can measure: ``case``; with a `recorder` also ``script`` and ``step``.
-        options: the dataclass of its command-line options; only for dpbench's own instruments.
+        name: value of the column ``instrument`` in the rows.
+        hardware: whether the measured numbers depend on the machine, which logical counts do not.
+        needs_gpu: whether the instrument works only on a GPU.
+        by_rank: whether the instrument can measure a case of several ranks. Each rank is a
+            separate process.
+        subjects: kinds of subjects that the instrument can measure: ``case``, ``script`` or
+            ``step``. Measuring a script or a step needs a `recorder`.
+        options: dataclass of the command-line options. Only built-in instruments set this
+            attribute.
     """
 
     name: ClassVar[str]
@@ -40,69 +45,91 @@ class Instrument(ABC):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """Build the instrument from a session's options."""
+        """Build the instrument from the settings of a session."""
         return cls(**settings.own_of(cls))
 
     def check(self) -> None:  # noqa: B027
-        """Raise an error with a remedy if it cannot work here; called before any case runs."""
+        """Raise an error with a remedy if the instrument cannot work on this machine.
+
+        A session calls this method before it runs any case.
+        """
 
     def check_ranks(self, why: str) -> None:
-        """Refuse several ranks if it cannot measure them; ``why`` completes the message."""
+        """Raise an error if the instrument cannot measure several ranks.
+
+        ``why`` completes the message: "ncu supports one process only, and {why}".
+        """
         if not self.by_rank:
             raise ConfigurationError(
-                f"{self.name} measures one process, and {why}: choose timing, cupti, logical or "
-                f"torch_profiler"
+                f"{self.name} supports one process only, and {why}: choose timing, cupti, logical "
+                f"or torch_profiler"
             )
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Versions of tools, other than torch, that its numbers depend on; runs record them."""
+        """Versions of the tools, other than torch, on which the numbers depend.
+
+        Each saved run contains these versions.
+        """
         return {}
 
     @abstractmethod
     def start(self, case: Case) -> PendingMeasurement:
-        """Begin to measure a case.
+        """Begin to measure a case, and return without waiting for the result.
 
-        A new process spends 5 s on imports. They may overlap with another measurement's GPU time.
+        A new process imports packages for 5 s. Meanwhile another measurement can use the GPU.
         """
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
-        """A recorder for ``steps`` steps (None for all), in the process that trains.
+        """Return a recorder for the process that trains.
 
-        ``case`` is the subject: a case, or a stand-in for a script or a function.
+        Args:
+            case: the case, or the `Script` that stands for a script or a function.
+            steps: the number of steps to record. If None, the recorder chooses the number, or
+                records all steps.
         """
         raise NotImplementedError
 
     def record_case(self, case: Case) -> dict[str, Any]:
-        """Train a case in this process; return its record in plain JSON types."""
+        """Train a case in this process, and return a record of plain JSON types."""
         raise NotImplementedError
 
     @classmethod
     def measures(cls, subject: str) -> bool:
-        """Whether it can measure a ``case``, a ``script`` or a ``step``."""
+        """Return True if the instrument can measure the subject.
+
+        Args:
+            subject: ``case``, ``script`` or ``step``.
+        """
         recorded = cls.recorder is not Instrument.recorder
         return subject in cls.subjects and (recorded or subject == "case")
 
-    # --- a script under a profiler, from whose report the numbers come ---------------------------
+    # --- a script that runs under a profiler -----------------------------------------------------
 
     def check_script(self) -> None:
-        """Raise an error if a script cannot be measured here; called before it runs."""
+        """Raise an error if the instrument cannot measure a script on this machine.
+
+        A session calls this method before it runs the script.
+        """
         self.check()
 
     def before_script(self, case: Subject) -> list[str]:
-        """The profiler that starts the script, with its arguments; by default nothing."""
+        """Return the command line of the profiler that starts the script; [] without a profiler."""
         return []
 
     def script_rows(self, case: Subject, record: Mapping[str, Any]) -> list[Measurement]:
-        """The rows of the profiler's report; ``record`` is that of the script's process."""
+        """Return the rows of the profiler's report.
+
+        ``record`` is the record that the script's process wrote.
+        """
         return []
 
     def profiler_error(self, case: Subject) -> InstrumentError | None:
-        """The error for which the profiler ended the script, if it did."""
+        """Return the error with which the profiler ended the script, or None."""
         return None
 
     def measure(self, case: Case) -> list[Measurement]:
-        """Measure one case, or raise an `InstrumentError`."""
+        """Measure a case, or raise an `InstrumentError`."""
         running = self.start(case)
         try:
             return running.rows()
@@ -112,7 +139,7 @@ class Instrument(ABC):
 
 @dataclass(frozen=True, eq=False)
 class InstrumentWrapper(Instrument):
-    """Measures by another instrument; rows have that instrument's name."""
+    """An instrument that measures with another instrument, and takes its name."""
 
     instrument: Instrument
 

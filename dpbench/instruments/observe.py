@@ -1,4 +1,4 @@
-"""Measures the steps of a user's loop or function, in the process that trains."""
+"""Measures the steps of a user's loop or function in the process that runs it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,26 @@ from dpbench.results.rows import Measurement
 
 
 class Observation:
-    """What `observe` yields: it marks steps and makes the report."""
+    """The object that `observe` yields to mark steps and to create the report."""
 
     def __init__(self, case: Subject, recorder: Recorder, finder: StepFinder) -> None:
         self.case, self.recorder, self.finder = case, recorder, finder
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Mark one training step. Its phases are found, or marked with `dpbench.phase`."""
+        """Mark one training step.
+
+        dpbench finds the phases of the step. `dpbench.phase` marks phases explicitly.
+        """
         finder = self.finder
         finder.start_step()
         try:
             yield
         except BaseException as error:
             finder.give_up_step()
-            finder.notes.append(f"{type(error).__name__} ended step {finder.steps}: not counted")
+            finder.notes.append(
+                f"step {finder.steps} is not counted, because it raised {type(error).__name__}"
+            )
             raise
         finder.end_step()
         if finder.failure:
@@ -47,17 +52,17 @@ class Observation:
 
     @property
     def report(self) -> CaseReport:
-        """The report of the steps so far, like that of a fixture."""
+        """Report of the completed steps, as the pytest fixtures return it."""
         if not self.recorder.observed:
             raise ConfigurationError(
-                f"{self.case.id}: no step was observed: put `with seen.step():` around each, and "
-                f"take more steps than are skipped"
+                f"{self.case.id}: no step was counted: put `with seen.step():` around each step, "
+                f"and run more steps than `skip`"
             )
         return CaseReport.of_outcome(self.outcome)
 
     @property
     def outcome(self) -> Outcome:
-        """Rows and notes of the steps so far."""
+        """Rows and notes of the completed steps."""
         outcome = self.recorder.outcome(self.case)
         return replace(outcome, notes=(*outcome.notes, *self.finder.remarks()))
 
@@ -72,14 +77,16 @@ def observe(
 ) -> Iterator[Observation]:
     """Measure the steps of your own training loop.
 
-    Phases are found as ``dpbench exec`` finds them. The loop may go on after the last step.
+    dpbench finds the phases in the same way as ``dpbench exec``. The loop may continue after the
+    last counted step.
 
     Args:
-        instrument: ``timing``, ``logical``, ``cupti``, or another one with a recorder.
+        instrument: ``timing``, ``logical``, ``cupti``, or another instrument with a recorder.
         name: the name of the loop in the report.
-        skip: number of first steps that do not count.
-        steps: number of steps that count; by default all, with ``cupti`` 5. ``cupti`` takes three
-            times as many: timed, counted by phase, and counted as a whole.
+        skip: number of steps to ignore at the beginning.
+        steps: number of steps to count. If None, ``cupti`` counts 5 steps, and other instruments
+            count all steps. ``cupti`` needs three times as many steps: steps to time, steps to
+            count by phase, and steps to count as a whole.
 
     Examples:
         >>> with observe("timing", skip=3, steps=5) as seen:  # doctest: +SKIP
@@ -89,7 +96,9 @@ def observe(
         >>> seen.report.value("step_time_seconds", "clip")  # doctest: +SKIP
     """
     if skip < 0 or (steps is not None and steps < 1):
-        raise ConfigurationError(f"observe needs skip >= 0 and steps >= 1, not {skip} and {steps}")
+        raise ConfigurationError(
+            f"observe requires skip >= 0 and steps >= 1, but skip is {skip} and steps is {steps}"
+        )
     chosen, case = instrument, Script(name)
     if isinstance(chosen, str):
         [chosen] = choose([chosen], Settings(), "step")
@@ -104,7 +113,7 @@ def observe(
 
 @dataclass(frozen=True, eq=False)
 class FunctionInstrument(InstrumentWrapper):
-    """Calls a function, one training step, again and again, and measures it by an instrument."""
+    """An instrument that calls a function repeatedly. Each call is one training step."""
 
     step: Callable[[], object]
     steps: Steps
@@ -115,7 +124,7 @@ class FunctionInstrument(InstrumentWrapper):
 
 @dataclass(eq=False)
 class PendingFunction(PendingMeasurement):
-    """A function's measurement; the steps are taken when the rows are asked for."""
+    """A measurement of a function. `rows` calls the function."""
 
     instrument: FunctionInstrument
     case: Subject
@@ -137,8 +146,8 @@ class PendingFunction(PendingMeasurement):
         self.imported = imported_files()
         if not any(row.value for row in outcome.rows):
             raise CaseFailed(
-                f"{self.case.id}: the function did nothing that could be counted: it must take one "
-                f"training step each time it is called"
+                f"{self.case.id}: the function did no work that could be counted: each call must "
+                f"run one training step"
             )
         return list(outcome.rows)
 

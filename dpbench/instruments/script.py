@@ -1,7 +1,7 @@
-"""Measuring a script's steps with one instrument, in a process that runs the script.
+"""Measures the steps of a script with one instrument, in a new process that runs the script.
 
-That process runs `START`. Its first argument is the file of its task; the program's own arguments
-follow.
+The new process runs the code `START`. The first argument of the process is the path of the task
+file, and the arguments of the script follow.
 """
 
 from __future__ import annotations
@@ -33,26 +33,30 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 
 START = (
-    "import sys; del sys.path[:not sys.flags.safe_path]; "  # the current directory
+    "import sys; del sys.path[:not sys.flags.safe_path]; "
     "from dpbench.child.script import main; main()"
 )
-"""The code of that process; the current directory must not shadow modules of dpbench."""
+"""Python code that the new process runs.
+
+The current directory is removed from ``sys.path``, because it could shadow modules of dpbench.
+"""
 
 
 @dataclass(frozen=True)
 class ScriptRun(Program, InstrumentWrapper):
-    """Runs a script, unmodified, while an instrument's recorder observes some of its steps."""
+    """An instrument that runs an unmodified script and measures some of its steps."""
 
-    baseline: str | None = None  # the script whose numbers are the divisor of ratios
+    baseline: str | None = None  # name of the baseline script
 
     def check(self) -> None:
-        """Check that the script exists and that the numbers of steps make sense."""
+        """Raise an error if the script does not exist or an option is invalid."""
         if Rank.here():
             self.instrument.check_ranks("this is one of several ranks")
         self.instrument.check_script()
         if self.skip < 0 or self.steps < 1:
             raise ConfigurationError(
-                f"needs --skip >= 0 and --steps >= 1, not {self.skip} and {self.steps}"
+                f"--skip must be at least 0 and --steps at least 1, but --skip is {self.skip} and "
+                f"--steps is {self.steps}"
             )
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigurationError(f"the time-out must be positive, not {self.timeout:g} s")
@@ -64,7 +68,7 @@ class ScriptRun(Program, InstrumentWrapper):
 
 
 class PendingScript(PendingMeasurement):
-    """A script that runs in a process of its own, on this terminal."""
+    """A measurement of a script that runs in a new process and prints to this terminal."""
 
     def __init__(self, script: ScriptRun, case: Subject) -> None:
         self.script, self.case = script, case
@@ -91,15 +95,15 @@ class PendingScript(PendingMeasurement):
                 f"did not finish within {self.script.timeout:g} s: {where_stuck(stack)[1]}"
             )
         elif record.get("under_way"):
-            how = describe_exit(code) if code else "ended at once with exit status 0"
-            kept = f"; {n} steps were counted until then" if (n := record["observed"]) else ""
-            record["message"] = f"the script {how}{kept or ', and nothing was counted'}"
+            how = describe_exit(code) if code else "ended early with exit status 0"
+            n = record["observed"]
+            record["message"] = f"the script {how} after {n or 'no'} counted step(s)"
         outcome = Outcome.from_json({**self.case.columns, **record})
         rows, error = list(outcome.rows), outcome.message
         if interrupted:
-            error = "interrupted; what was counted until then is kept"
+            error = "the script was interrupted, but the steps that were counted before are kept"
         if record.get("observed"):
-            with suppress(*[InstrumentError] if error else []):  # the earlier error counts
+            with suppress(*[InstrumentError] if error else []):  # report the earlier error only
                 rows += instrument.script_rows(self.case, record)
         self.operators, self.notes = outcome.operators, outcome.notes
         self.memory_lines = outcome.memory_lines
@@ -111,7 +115,10 @@ class PendingScript(PendingMeasurement):
         return rows
 
     def _wait(self) -> tuple[int, bool]:
-        """The exit code, and whether it was interrupted; Ctrl-C reaches the process by itself."""
+        """Return the exit code, and whether Ctrl-C interrupted the script.
+
+        The terminal sends Ctrl-C to the script's process too.
+        """
         try:
             return self._process.wait(), False
         except KeyboardInterrupt:

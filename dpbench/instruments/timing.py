@@ -1,4 +1,4 @@
-"""The instrument ``timing``: step time, throughput and peak memory, without a profiler."""
+"""The instrument ``timing`` measures step time, throughput and peak memory without a profiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timing(InProcessInstrument):
-    """Times the phases of ``dpbench step`` without a profiler."""
+    """An instrument that times the phases of a step, and needs no profiler."""
 
     name: ClassVar[str] = "timing"
 
@@ -29,12 +29,12 @@ class Timing(InProcessInstrument):
         return TimingRecorder(steps)
 
     def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> list[Measurement]:
-        """See `timing_rows`."""
+        """Return the rows that `timing_rows` makes from the record."""
         return timing_rows(process.case, record)
 
 
 class TimingRecorder(Recorder):
-    """Records seconds by phase (on CUDA from events) and peak memory."""
+    """Records the seconds of each phase, on a GPU with CUDA events, and the peak memory."""
 
     peak: int | None = None  # bytes; None on the CPU
 
@@ -51,7 +51,7 @@ class TimingRecorder(Recorder):
 
     def close(self) -> None:
         if self.observed and self.peak is None:
-            self.peak = self._peak()  # now: the script may go on
+            self.peak = self._peak()  # before the script allocates more
         super().close()
 
     def _peak(self) -> int | None:
@@ -61,7 +61,7 @@ class TimingRecorder(Recorder):
 
     @property
     def median_seconds(self) -> float:
-        """The median time of a step."""
+        """Median seconds of a step."""
         return median(sum(step.values()) for step in self.listener.seconds())
 
     def record(self, case: Subject) -> dict[str, Any]:
@@ -77,15 +77,19 @@ class TimingRecorder(Recorder):
 
 
 def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
-    """Step time by phase, samples per second and peak memory, from a `TimingRecorder`'s record."""
+    """Return step time by phase, samples per second and peak memory.
+
+    ``record`` is the record of a `TimingRecorder`.
+    """
     values: list[tuple[str, str, float, int]] = []
-    sizes = record.get("sizes")  # only if batches differ in size
+    sizes = record.get("sizes")  # sizes of the batches, if the sizes differ
     for repeat, seconds in enumerate(record["phase_seconds"]):
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
-        if case.batch_size and not sizes:  # unknown for some scripts
-            ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))  # a script under torchrun
+        # For a script, `case.gpus` is 0, and `case.batch_size` is 0 if it is unknown.
+        if case.batch_size and not sizes:
+            ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))
             values.append((STEP, "samples_per_second", case.batch_size / ranks / total, repeat))
     if sizes:
         rate = sum(sizes) / sum(total for phase, _, total, _ in values if phase == STEP)

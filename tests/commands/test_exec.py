@@ -211,7 +211,7 @@ def test_script_that_leaves_no_record_is_an_error_of_its_own(
 ) -> None:
     Path("dies.py").write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
     assert main(["exec", "--save=dies", "dies.py"]) == 1
-    said = "dies: the script was killed by SIGKILL, and nothing was counted\n"
+    said = "dies: the script was killed by SIGKILL after no counted step(s)\n"
     assert said in capfd.readouterr().err
     [saved], _ = Storage(Path(".dpbench")).listing()
     assert saved.status == "interrupted"  # and no reference for others
@@ -251,9 +251,9 @@ def test_script_finds_the_modules_that_it_would_alone_and_ours_none_of_its(
 @pytest.mark.parametrize(
     ("ends", "status", "words"),
     [
-        ("--killed", 1, "the script was killed by SIGKILL; 2 steps were counted until then\n"),
-        ("--exits-at-once", 1, "the script ended with exit code 3; 1 steps were counted until"),
-        ("--interrupted", 130, "training: interrupted; what was counted until then is kept\n"),
+        ("--killed", 1, "the script was killed by SIGKILL after 2 counted step(s)\n"),
+        ("--exits-at-once", 1, "the script ended with exit code 3 after 1 counted step(s)"),
+        ("--interrupted", 130, "but the steps that were counted before are kept\n"),
     ],
 )
 def test_what_was_counted_until_the_end_is_kept_however_it_comes(
@@ -280,9 +280,9 @@ def test_what_was_counted_until_the_end_is_kept_however_it_comes(
         (["absent.py"], "absent.py: no such file"),
         (
             ["--instrument=nsys", "training.py"],
-            "nsys cannot measure a script: choose",
+            "nsys cannot measure a script: choose timing",
         ),
-        (["--steps=0", "training.py"], "needs --skip >= 0 and --steps >= 1, not 3 and 0"),
+        (["--steps=0", "training.py"], "--skip is 3 and --steps is 0"),
         (["--name=standard", "training.py"], "'standard' is the name of the baseline of ratios"),
         (["--baseline=7", "training.py"], "no run number 0007"),
     ],

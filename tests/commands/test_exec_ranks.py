@@ -254,7 +254,7 @@ def test_ranks_of_other_launchers_or_machines_are_refused(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["ncu"], "ncu measures one process, and this is one of several"),
+        (["ncu"], "ncu supports one process only, and this is one of several"),
         (["timing", "logical"], "ranks run a script once: choose one --instrument"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpbench.instruments.logical.counter import OWN_KERNELS
+from dpbench.instruments.logical.counter import FUSED_ON_CUDA
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 
@@ -19,4 +19,4 @@ def test_what_is_made_of_others_but_has_a_kernel_of_its_own_is_counted_in_one_pi
         and has_kernel(name, "CompositeImplicitAutograd")
         and has_kernel(name, "CUDA")
     ]
-    assert {*names} <= {*OWN_KERNELS}
+    assert {*names} <= {*FUSED_ON_CUDA}

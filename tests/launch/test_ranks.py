@@ -198,10 +198,10 @@ def test_what_cannot_measure_several_gpus_says_so_before_it_starts(
         by_rank = False
 
     single = measure(ranks("standard"), [Single(tmp_path, device="cpu")])
-    assert single.message.startswith("timing measures one process, and standard-bs4")
+    assert single.message.startswith("timing supports one process only, and standard-bs4")
     assert single.message.endswith("choose timing, cupti, logical or torch_profiler")
     plan = [(ranks("standard"), Single(tmp_path, device="cpu"))]
-    refused = pytest.raises(ConfigurationError, match="timing measures one process")
+    refused = pytest.raises(ConfigurationError, match="timing supports one process only")
     with closing(Session(plan, Settings(directory=tmp_path))) as session, refused:
         session.begin()
     assert not [*tmp_path.iterdir()]

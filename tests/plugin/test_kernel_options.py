@@ -13,7 +13,7 @@ def test_a_phase_in_which_a_trainer_launches_nothing_is_no_failure(project: RunS
     result.stdout.fnmatch_lines(
         [
             "dpsgd-bs4-*: bytes by kernel*",
-            "standard-bs4-*: no kernel in clip.",
+            "standard-bs4-*: no kernel ran in clip.",
         ]
     )
 

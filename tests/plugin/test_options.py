@@ -44,7 +44,7 @@ def test_every_option_is_given_in_some_test(pytester: pytest.Pytester) -> None:
             ["--dpbench-csv=run", "--dpbench-markdown=./run"],
             "--dpbench-markdown and --dpbench-csv name the same file, 'run'",
         ),
-        (["--dpbench-parallel=ddp", "--dpbench-gpus=2"], "ncu measures one process, and standard-"),
+        (["--dpbench-parallel=ddp", "--dpbench-gpus=2"], "ncu supports one process only, and s"),
     ],
 )
 def test_bad_values_are_named_before_anything_runs(
@@ -71,7 +71,7 @@ def test_without_a_gpu_ncu_is_a_usage_error(
 def test_without_ncu_ncu_is_a_usage_error(project: RunSuite) -> None:
     result = project("--ncu", "--ncu-path=/nowhere/ncu", replayed=False)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: dpbench: no program '/nowhere/ncu'*install*"])
+    result.stderr.fnmatch_lines(["ERROR: dpbench: there is no program '/nowhere/ncu'*install*"])
 
 
 @pytest.mark.parametrize("workers", [["-n0"], ["-n1"]], ids=str)

@@ -77,7 +77,7 @@ def test_its_operators_are_counted_by_phase(project: RunSuite, pytester: pytest.
     result.stdout.fnmatch_lines(
         [
             "CaseFailed: test_suite.py::test_fails:step: RuntimeError: on purpose (test_suite.py:*",
-            "NothingCounted: *test_forgets_to_call:<lambda>: no operator of PyTorch ran in 1 step*",
+            "NothingCounted: *test_forgets_to_call:<lambda>: no PyTorch operator ran in 1 step*",
         ]
     )
     document = json.loads((pytester.path / "run.json").read_text())

@@ -1,1 +1,1 @@
-"""Hardware counters: what Nsight Compute and CUPTI share."""
+"""Errors, options and metrics of hardware counters. The instruments ncu and cupti share them."""

@@ -1,4 +1,4 @@
-"""Errors of hardware counters, whether Nsight Compute or CUPTI reads them."""
+"""Errors that Nsight Compute and CUPTI both raise about hardware counters."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ class CountersForbidden(InstrumentError):
     """The user may not read the GPU's performance counters."""
 
     remedy = (
-        "run as root or with CAP_SYS_ADMIN, or let every user read them: driver option "
-        "NVreg_RestrictProfilingToAdminUsers=0 (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
+        "run as root or with CAP_SYS_ADMIN, or allow all users to read the counters with the "
+        "driver option NVreg_RestrictProfilingToAdminUsers=0 "
+        "(https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
     )
 
 
 class CountersBusy(InstrumentError):
-    """Another program holds the GPU's performance counters."""
+    """Another program uses the GPU's performance counters."""
 
     remedy = (
-        "end the other profiler (ncu, nsys, a debugger, another process that counts), or pause "
-        "DCGM's: dcgmi profile --pause, and --resume after"
+        "end the other profiler (ncu, nsys, a debugger, another dpbench), or run "
+        "`dcgmi profile --pause` before and `dcgmi profile --resume` afterwards if DCGM uses the "
+        "counters"
     )
 
 
 class CounterUnknown(InstrumentError):
-    """A counter does not exist on this GPU, cannot be read in one pass, or gave no value."""
+    """A counter does not exist on this GPU, needs several passes, or has no value."""
 
     remedy = (
-        "choose others with --ncu-metrics; dpbench doctor --chip and ncu --query-metrics list them"
+        "choose other counters with --ncu-metrics, from the lists of `dpbench doctor --chip` and "
+        "`ncu --query-metrics`"
     )
 
 
@@ -35,6 +38,6 @@ class ProfilerNotLoaded(InstrumentError):
     """The profiler cannot reach the driver or the GPU."""
 
     remedy = (
-        "check that nvidia-smi shows the GPU here, that profiler and driver fit each other, and "
-        "that no virtual machine or sandbox hides the GPU's counters"
+        "check that nvidia-smi shows the GPU, that the driver supports the version of the "
+        "profiler, and that no virtual machine or sandbox hides the GPU's counters"
     )

@@ -1,4 +1,4 @@
-"""The options of hardware counters, and the metrics that their names mean on a chip."""
+"""Options of hardware counters, and the metrics that a chip can count."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from dpbench.core.metrics import METRICS, Counters, Metric
 from dpbench.core.option_fields import listed, option
 
 ALWAYS = ("dram_read_bytes", "dram_write_bytes")
-"""Metrics that are always counted if the chip has them."""
+"""Metrics that are always counted if the chip has counters for them."""
 
 
 def on_chip(chip: str = "") -> dict[str, Metric]:
-    """All metrics for which a chip has counters. GH100 counts all of them in one pass."""
+    """Return all metrics of ncu for which ``chip`` has counters, by name.
+
+    The chip GH100 counts all of these metrics in one pass.
+    """
     here = [metric.counted_by(metric.on(chip)) for metric in METRICS.counted("ncu")]
     return {metric.name: metric for metric in here if metric.counters}
 
@@ -23,10 +26,16 @@ def on_chip(chip: str = "") -> dict[str, Metric]:
 def available(
     are_there: Callable[[tuple[str, ...]], bool], instrument: str = "ncu", chip: str = ""
 ) -> dict[str, Metric]:
-    """The metrics whose counters exist, by ``are_there``, with the first existing spelling of each.
+    """Return the metrics whose counters exist, by name.
 
-    A metric without general counters needs the counters defined for this chip. Counters of another
-    chip would add up to something else.
+    A metric may have general counters, and other counters for some chips. Each returned metric
+    has the first of these sets that exists. A metric without general counters needs the counters
+    that are defined for this chip, because counters of another chip have another meaning.
+
+    Args:
+        are_there: returns True if all of the named counters exist.
+        instrument: name of the instrument that counts the metrics.
+        chip: name of the chip, or "" if the chip is unknown.
     """
     spelled = [
         metric.counted_by(names)
@@ -39,13 +48,13 @@ def available(
 def resolve(
     names: Iterable[str] | None = None, chip: str = "", ours: Mapping[str, Metric] | None = None
 ) -> list[Metric]:
-    """The metrics with these names.
+    """Return the metrics with these names.
 
     Args:
-        names: metrics of dpbench or nvprof, or counters; None for all metrics. Counters must be
-            sums (``.sum``), because a step adds up its ranges.
-        chip: the GPU's chip, "" if unknown.
-        ours: all metrics of the GPU; by default those of its chip.
+        names: names of dpbench's metrics, nvprof's metrics or counters. If None, all metrics are
+            returned. Names of counters must end in ``.sum``, because a step adds up its ranges.
+        chip: name of the GPU's chip, or "" if the chip is unknown.
+        ours: all metrics of the GPU, by name. If None, all metrics of the chip are used.
     """
     ours = on_chip(chip) if ours is None else ours
     if names is None:
@@ -60,34 +69,37 @@ def resolve(
             raise ConfigurationError(f"{chip or 'this GPU'} has no counters for {asked}")
         elif "__" in name and not name.endswith(".sum"):
             raise ConfigurationError(
-                f"{name} does not add up over the ranges of a step, as counters whose names end in "
-                f".sum do; ncu itself shows rates and averages of single kernels"
+                f"{name} cannot be added up over the ranges of a step: choose a counter whose "
+                f"name ends in .sum, or run ncu itself for rates and averages of single kernels"
             )
         elif "__" in name:
             chosen[name] = Metric(name, how=Counters((name,)))
         else:
-            raise unknown("metric", name, [*ours, *nvprof], "or a counter of ncu --query-metrics")
+            hint = "or a counter that `ncu --query-metrics` lists"
+            raise unknown("metric", name, [*ours, *nvprof], hint)
     return list(chosen.values())
 
 
 def counters(metrics: Iterable[Metric]) -> list[str]:
-    """The counters of the metrics, each once."""
+    """Return the counters of the metrics, without duplicates."""
     return list(dict.fromkeys(c for metric in metrics for c in metric.counters))
 
 
 @dataclass(frozen=True)
 class CounterOptions:
-    """Options of Nsight Compute. CUPTI uses ``ncu_metrics`` as well."""
+    """Options of Nsight Compute. The instrument cupti also uses ``ncu_metrics``."""
 
-    ncu_path: str | None = option("the ncu program, if it is not on PATH", metavar="PROGRAM")
+    ncu_path: str | None = option(
+        "path of the program ncu, if it is not on PATH", metavar="PROGRAM"
+    )
     ncu_metrics: list[str] | None = option(
-        "what to count: names of dpbench, of nvprof, or ncu counters, separated by commas "
+        "comma-separated names of dpbench's metrics, nvprof's metrics or ncu's counters to count "
         "(default: DRAM, L2 and global load/store bytes)",
         action="append",
         metavar="NAMES",
     )
-    ncu_warmup: int = option("warmup steps under ncu", 1, metavar="N")
-    ncu_active: int = option("active steps under ncu", 1, metavar="N")
+    ncu_warmup: int = option("number of warm-up steps under ncu", 1, metavar="N")
+    ncu_active: int = option("number of measured steps under ncu", 1, metavar="N")
 
     def __post_init__(self) -> None:
         resolve(self.names, ours={m.name: m for m in METRICS.counted("ncu")})
@@ -95,10 +107,10 @@ class CounterOptions:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The requested metrics; None for all metrics of the chip."""
+        """Names of the requested metrics, or None to request all metrics of the chip."""
         return listed(self.ncu_metrics, "--ncu-metrics", "metric; try dram_read_bytes") or None
 
     @property
     def steps(self) -> Steps:
-        """The steps under ncu."""
+        """Numbers of warm-up and measured steps under ncu."""
         return Steps(self.ncu_warmup, self.ncu_active)

@@ -1,7 +1,7 @@
-"""Hardware counters by phase in the process that trains, through CUPTI's range profiler.
+"""Reads hardware counters by phase, in the process that trains, with CUPTI's range profiler.
 
-The counters are read at the borders of ranges while a step runs: no second process, no replay.
-Every module can be imported without a GPU and without CUPTI.
+Counters are read at the start and end of each range while a step runs. Therefore no step is
+replayed, and no second process is needed. All modules can be imported without a GPU and CUPTI.
 """
 
-NAME = "cupti"  # the instrument in its rows
+NAME = "cupti"  # value of the column ``instrument``

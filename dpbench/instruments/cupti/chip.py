@@ -1,4 +1,7 @@
-"""Says what a chip can count and in how many passes (without a GPU), and which chip a GPU is."""
+"""Finds the chip of a GPU, the counters of a chip, and how many passes the counters need.
+
+Only `chip_of` needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,44 @@ from dpbench.instruments.cupti.library import CountersDoNotCombine, Library
 from dpbench.instruments.cupti.structures import COUNTER
 
 Image = ctypes.Array[c_uint8]
-"""Bytes that only CUPTI can interpret."""
+"""A buffer that only CUPTI can interpret."""
 
-MAY_LACK = ("nvlrx__", "nvltx__", "pcie__")
-"""Prefixes of the names of link counters. On a GPU without such a link they have no value."""
+LINK_PREFIXES = ("nvlrx__", "nvltx__", "pcie__")
+"""Prefixes of the names of link counters.
+
+Link counters count data on NVLink or PCIe. On a GPU without the link, its counters have no value.
+"""
 
 BUSY_SECONDS = 10.0
-"""How long to retry while another process holds the counters. Nsight Compute holds them for a
-moment longer than the lock of the GPU."""
+"""Seconds to retry while another process uses the counters.
+
+Nsight Compute releases the counters shortly after it releases dpbench's lock of the GPU.
+"""
 
 
 def image_fields(name: str, image: Image) -> dict[str, Any]:
-    """The fields that pass an image: its address, e.g. ``pConfigImage``, and its size in bytes."""
+    """Return the fields of a C structure that pass an image.
+
+    For the image ``ConfigImage``, the field ``pConfigImage`` is the address, and the field
+    ``configImageSize`` is the number of bytes.
+    """
     return {f"p{name}": ctypes.addressof(image), f"{name[0].lower()}{name[1:]}Size": len(image)}
 
 
 def known_chips(library: Library) -> list[str]:
-    """The chips that a library knows by name."""
+    """Return the names of the chips that a CUPTI library supports."""
     answer = library.call("Profiler_Host_GetSupportedChips")
     return [answer.ppChipNames[i].decode() for i in range(answer.numChips)]
 
 
 class Chip:
-    """A kind of GPU, e.g. ``GH100``, as a libcupti knows it.
+    """A GPU chip such as ``GH100``, and the counters that a CUPTI library knows for the chip.
 
     Args:
-        library: CUPTI.
-        name: the chip's.
-        availability: CUPTI's image of the counters that a GPU of this machine permits, if any.
+        library: the loaded libcupti.
+        name: name of the chip.
+        availability: the image of the counters that this machine's GPU permits. If None, all
+            counters of the chip are permitted.
     """
 
     def __init__(self, library: Library, name: str, availability: Image | None = None) -> None:
@@ -58,12 +71,12 @@ class Chip:
 
     @contextmanager
     def host(self, counters: Iterable[str] = ()) -> Iterator[int]:
-        """CUPTI's host object for these counters, freed at the end of the block.
+        """Create CUPTI's host object for these counters, and free it at the end of the block.
 
-        Link counters are chosen without the availability image, because in a virtual machine it
-        lacks NVLink's counters, which can be read nevertheless.
+        The availability image is ignored for link counters. In a virtual machine the image lacks
+        NVLink's counters, although they can be read.
         """
-        linked = any(counter.startswith(MAY_LACK) for counter in counters)
+        linked = any(counter.startswith(LINK_PREFIXES) for counter in counters)
         image = None if linked else self._availability
         answer = self.library.call(
             "Profiler_Host_Initialize",
@@ -77,7 +90,7 @@ class Chip:
 
     @cached_property
     def counters(self) -> frozenset[str]:
-        """The names of all counters of this chip, without ``.sum``."""
+        """Names of all counters of this chip, without the suffix ``.sum``."""
         with self.host() as host:
             answer = self.library.call(
                 "Profiler_Host_GetBaseMetrics", pHostObject=host, metricType=COUNTER
@@ -85,31 +98,32 @@ class Chip:
             return frozenset(answer.ppMetricNames[i].decode() for i in range(answer.numMetrics))
 
     def has(self, counters: Iterable[str]) -> bool:
-        """Whether the chip has all of these counters."""
+        """Return True if the chip has all of these counters."""
         return all(counter.partition(".")[0] in self.counters for counter in counters)
 
     def reads(self, counters: Iterable[str]) -> bool:
-        """Whether this machine permits reading all of these counters."""
+        """Return True if this machine permits reading all of these counters."""
         try:
             return self.passes(counters) > 0
         except CounterUnknown:
             return False
 
     def passes(self, counters: Iterable[str]) -> int:
-        """How many times the work must run until all of these counters are read."""
+        """Return how many times the work must run to read all of these counters."""
         with closing(Configuration(self, counters)) as configuration:
             return configuration.passes
 
     def spread(self, counters: Iterable[str], common: Sequence[str]) -> list[list[str]]:
-        """Divide counters into groups of one pass, each with the common ones if they fit.
+        """Divide counters into groups that each need one pass.
 
-        Link counters come last, in groups of their own: they seldom fit with others, and each try
-        takes 3 ms.
+        A group also contains the counters in ``common`` if they fit in the same pass. Link
+        counters form separate groups at the end, because they seldom fit with other counters and
+        each attempt takes 3 ms.
         """
         counters = list(counters)
         if self._fit_one_pass(counters):
             return [counters]
-        links = [counter for counter in counters if counter.startswith(MAY_LACK)]
+        links = [counter for counter in counters if counter.startswith(LINK_PREFIXES)]
         if others := [counter for counter in counters if links and counter not in links]:
             return [*self.spread(others, common), *self.spread(links, common)]
         groups: list[list[str]] = []
@@ -118,7 +132,7 @@ class Chip:
             fitting = (i for i, start in enumerate(starts) if self._fit_one_pass([*start, counter]))
             place = next(fitting, None)
             if place is None:
-                raise CounterUnknown(f"{counter} needs several passes on {self.name}")
+                raise CounterUnknown(f"the counter {counter} needs several passes on {self.name}")
             groups[place : place + 1] = [[*starts[place], counter]]
         return groups
 
@@ -130,7 +144,13 @@ class Chip:
 
 
 class Configuration:
-    """Counters of a chip that are read together, as the image that CUPTI's profiler takes."""
+    """A set of counters that are read together.
+
+    Attributes:
+        names: C array of the counters' names.
+        image: the configuration image for CUPTI's profiler.
+        passes: how many times the work must run to read all counters.
+    """
 
     def __init__(self, chip: Chip, counters: Iterable[str]) -> None:
         self._counters = list(counters)
@@ -166,19 +186,22 @@ class Configuration:
         return image
 
     def evaluate(self, counter_data: Image, index: int) -> dict[str, float]:
-        """Values of one range in decoded counter data, without link counters that have none."""
+        """Return the values of the counters in one range of decoded counter data.
+
+        Link counters without a value are left out.
+        """
         values = (ctypes.c_double * len(self.names))(*[math.nan] * len(self.names))
         fields = image_fields("CounterDataImage", counter_data) | self._named
         fields |= {"pHostObject": self._host, "rangeIndex": index, "pMetricValues": values}
         self._chip.library.call("Profiler_Host_EvaluateToGpuValues", **fields)
         counted = dict(zip(self._counters, values, strict=True))
         silent = [counter for counter, value in counted.items() if not math.isfinite(value)]
-        if lost := [counter for counter in silent if not counter.startswith(MAY_LACK)]:
-            raise CounterUnknown(f"no value came for {', '.join(lost)} on {self._chip.name}")
+        if lost := [counter for counter in silent if not counter.startswith(LINK_PREFIXES)]:
+            raise CounterUnknown(f"CUPTI read no value for {', '.join(lost)} on {self._chip.name}")
         return {counter: value for counter, value in counted.items() if counter not in silent}
 
     def close(self) -> None:
-        """Free the host object."""
+        """Free CUPTI's host object."""
         self._opened.close()
 
 
@@ -186,7 +209,15 @@ class Configuration:
 
 
 def chip_of(library: Library, device: int, context: int) -> Chip:
-    """The chip of the GPU with this CUDA index, and the counters that a context on it permits."""
+    """Return the chip of a GPU, with the counters that the GPU permits.
+
+    While another process uses the counters, this retries for `BUSY_SECONDS`.
+
+    Args:
+        library: the loaded libcupti.
+        device: CUDA index of the GPU.
+        context: handle of a CUDA context on the GPU.
+    """
     library.initialize()
     name = library.call("Device_GetChipName", deviceIndex=device).pChipName.decode()
     patient_until = time.monotonic() + BUSY_SECONDS
@@ -207,24 +238,33 @@ def _availability(library: Library, context: int) -> Image:
     return image
 
 
-# --- what is counted by default -----------------------------------------------------------------
+# --- metrics that are counted by default --------------------------------------------------------
 
 _OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)]
 
-LINKS = tuple(metric.name for metric in _OWN if metric.counters[0].startswith(MAY_LACK))
-"""Metrics of links. They take a pass of their own, so they are counted only if there are peers."""
+LINKS = tuple(metric.name for metric in _OWN if metric.counters[0].startswith(LINK_PREFIXES))
+"""Metrics of NVLink and PCIe.
+
+Metrics of links need a separate pass. By default they are counted only if the process sees
+several GPUs.
+"""
 
 BASIC = (*ALWAYS, *(metric.name for metric in _OWN if metric.name not in LINKS))
-"""DRAM bytes, time and how busy the GPU is: one pass on every chip that counts DRAM bytes."""
+"""Metrics for DRAM bytes, time and busy shares.
+
+All of these metrics fit in one pass on every chip that counts DRAM bytes.
+"""
 
 
 def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = False) -> list[Metric]:
-    """The metrics to count: `BASIC` and those that are named.
+    """Return the metrics to count, which are `BASIC` and the metrics in ``names``.
 
     Args:
-        chip: the GPU's.
-        names: of dpbench's metrics, nvprof's, or counters; None for everything that the chip has.
-        peers: whether the process sees other GPUs; only then everything includes `LINKS`.
+        chip: chip of the GPU.
+        names: names of dpbench's metrics, nvprof's metrics or counters. If None, all metrics of
+            the chip are returned.
+        peers: whether the process sees several GPUs. If False and ``names`` is None, `LINKS` are
+            left out.
     """
     ours = available(chip.has, "cupti", chip.name)
     if names is None:
@@ -234,15 +274,15 @@ def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = Fals
 
 
 def describe(library: Library, name: str) -> str:
-    """Text that says in how many steps a chip counts everything, and by which counters."""
+    """Return a text that lists the metrics of a chip, their counters, and the steps they need."""
     chip = Chip(library, name)
     metrics = chosen(chip, peers=True)
     common = counters(metric for metric in metrics if metric.name in ALWAYS)
     groups = chip.spread(counters(metrics), common)
     version = "{}.{}".format(*library.cuda_version)
     alone = len(chip.spread(counters(chosen(chip)), common))
-    more = f", {len(groups) - alone} more where the GPU has peers" if len(groups) > alone else ""
-    lines = [f"{name}, libcupti {version}: {alone} step(s) to count everything by phase{more}"]
+    more = f", and {len(groups) - alone} more with several GPUs" if len(groups) > alone else ""
+    lines = [f"{name}, libcupti {version}: {alone} step(s) count all metrics by phase{more}"]
     for metric in metrics:
         places = [i for i, group in enumerate(groups, 1) if {*metric.counters} & {*group}]
         step = ", ".join(map(str, places))

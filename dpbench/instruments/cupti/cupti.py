@@ -1,4 +1,7 @@
-"""The instrument ``cupti``: bytes, busy shares, step time and peak memory from one process."""
+"""The instrument ``cupti`` measures bytes, busy shares, step time and peak memory in one process.
+
+CUPTI reads hardware counters in the process that trains.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cupti(InProcessInstrument):
-    """Runs a case in ``dpbench step``: timed steps without counters, then counted ones."""
+    """An instrument that times steps without counters, and then counts other steps.
+
+    Attributes:
+        names: names of metrics to count in addition to DRAM bytes, time and busy shares. If
+            empty, all metrics of the chip are counted.
+    """
 
     name: ClassVar[str] = NAME
     needs_gpu: ClassVar[bool] = True
     options: ClassVar[type | None] = CounterOptions
-    names: tuple[str, ...] = ()  # metrics beside DRAM bytes, time and busy shares; () for all
+    names: tuple[str, ...] = ()
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
-        """The instrument that ``--ncu-metrics``, ``--warmup``, ``--active`` and others ask for."""
+        """Build the instrument from the settings of a session."""
         names = settings.of(CounterOptions).names or ()
         return super().from_settings(settings, **{"names": names} | chosen)
 
     def recorder(self, case: Subject, steps: int | None = None) -> CuptiRecorder:
-        from dpbench.instruments.cupti.recorder import CuptiRecorder  # takes long to import
+        from dpbench.instruments.cupti.recorder import CuptiRecorder  # slow to import
 
         return CuptiRecorder() if steps is None else CuptiRecorder(steps)
 
@@ -45,7 +53,7 @@ class Cupti(InProcessInstrument):
         return CuptiRecorder(self.steps.active, self.names or None, alike=case.sampling == "fixed")
 
     def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> Iterable[Measurement]:
-        """The rows of timing, and each metric by phase and step."""
+        """Return step time and peak memory, and each counted metric by phase and step."""
         from dpbench.instruments.cupti.recorder import cupti_rows
 
         process.notes = [*dict.fromkeys((*process.notes, *record.get("notes", ())))]

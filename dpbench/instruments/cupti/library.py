@@ -1,4 +1,4 @@
-"""Finds and loads libcupti; calls its functions and checks every result."""
+"""Loads libcupti, calls its functions and checks their results."""
 
 from __future__ import annotations
 
@@ -19,91 +19,110 @@ from dpbench.instruments.cupti.structures import c_function, struct_size, struct
 
 
 class CountersUnsupported(InstrumentError):
-    """The GPU's configuration has no counters."""
+    """The GPU is configured without counters, for example as a virtual GPU."""
 
-    remedy = "use a whole GPU that is not virtualised, split or in confidential-computing mode"
+    remedy = (
+        "use a whole GPU that is neither virtual, nor split with MIG, nor in "
+        "confidential-computing mode"
+    )
 
 
 class CountersDoNotCombine(InstrumentError):
     """The counters cannot be read in the same pass."""
 
-    remedy = "count them one after another"
+    remedy = "count the metrics one after another, in several runs"
 
 
 class CuptiUnusable(InstrumentError):
-    """No libcupti here can count ranges on this GPU with this driver."""
+    """No installed libcupti can count ranges on this GPU with this driver."""
 
     remedy = (
-        "PyTorch's wheels bring one: use a build of torch for CUDA 12.6.2 or newer that knows this "
-        "GPU, and no newer than the driver supports (nvidia-smi shows that), or update the driver; "
-        "beside another build, install nvidia-cuda-cupti for its version of CUDA"
+        "install a build of torch that supports this GPU, because PyTorch's wheels include "
+        "libcupti. The CUDA version of the build must be 12.6.2 or newer, but not newer than the "
+        "version that nvidia-smi shows for the driver. A build without libcupti also needs the "
+        "package nvidia-cuda-cupti for the same CUDA version"
     )
 
 
 class CuptiError(InstrumentError):
-    """A function of CUPTI failed with a code that no other error explains."""
+    """A function of CUPTI failed with a code that no other error class covers."""
 
 
 class RangesLost(InstrumentError):
-    """A range that was begun was not counted."""
+    """CUPTI did not count all ranges of a step."""
 
-    remedy = "count fewer ranges at a time, or raise max_ranges"
+    remedy = "count fewer ranges in a step, or pass a larger max_ranges"
 
 
 class StepsDiffer(InstrumentError):
-    """Steps that should be equal differ, so that their counts cannot be combined."""
+    """Steps that should be equal differ, and their counts cannot be combined."""
 
-    remedy = "warm up longer, give every step the same shapes, and keep other processes off the GPU"
+    remedy = (
+        "run more warm-up steps, give all batches the same shape, and run no other process on "
+        "the GPU"
+    )
 
 
 _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
     **dict.fromkeys(
-        (27, 33, *range(40, 46)), (CountersUnsupported, "this GPU's set-up has no counters")
+        (27, 33, *range(40, 46)), (CountersUnsupported, "this GPU has no counters as configured")
     ),
     15: (CuptiUnusable, "libcuda, libnvperf_host or libnvperf_target could not be loaded"),
     26: (CountersBusy, "the performance counters are in use"),
     35: (CountersForbidden, "this user may not read performance counters"),
-    36: (CountersBusy, "CUPTI's old profiler is in use in this process"),
+    36: (CountersBusy, "this process uses an older interface of CUPTI's profiler"),
     39: (CountersBusy, "another profiler or debugger is attached to this process"),
     46: (CuptiUnusable, "this GPU is newer than libcupti"),
-    999: (ProfilerNotLoaded, "an internal error: no driver, or no way to the GPU's counters"),
+    999: (ProfilerNotLoaded, "CUPTI cannot reach the driver or the GPU's counters"),
 }
-"""The error and its text for each CUptiResult code (cupti_result.h)."""
+"""The error class and message for each CUptiResult code (cupti_result.h)."""
 
 _BY_FUNCTION: dict[tuple[str, int], tuple[type[InstrumentError], str]] = {
     ("cuptiProfilerHostConfigAddMetrics", 1): (CounterUnknown, "a counter does not exist"),
     ("cuptiProfilerHostConfigAddMetrics", 17): (CounterUnknown, "a counter does not exist"),
-    ("cuptiProfilerHostConfigAddMetrics", 27): (CountersDoNotCombine, "more than one pass needed"),
-    ("cuptiProfilerHostConfigAddMetrics", 999): (CounterUnknown, "not readable on this machine"),
-    ("cuptiProfilerHostInitialize", 1): (CuptiUnusable, "this GPU is unknown to libcupti"),
+    ("cuptiProfilerHostConfigAddMetrics", 27): (
+        CountersDoNotCombine,
+        "the counters need more than one pass",
+    ),
+    ("cuptiProfilerHostConfigAddMetrics", 999): (
+        CounterUnknown,
+        "this machine does not permit reading a counter",
+    ),
+    ("cuptiProfilerHostInitialize", 1): (CuptiUnusable, "libcupti does not support this GPU"),
 }
-"""The same for codes that mean something else when this function returns them."""
+"""The error class and message for codes that have another meaning in one function."""
 
 
 def call_error(
     function: str, code: int, *, library: tuple[int, int], driver: tuple[int, int] | None
 ) -> InstrumentError:
-    """The error for the CUptiResult that a function returned.
+    """Return the error for a CUptiResult code.
 
     Args:
-        function: its name.
-        code: the CUptiResult.
-        library: the CUDA version of libcupti, (major, minor).
-        driver: the newest CUDA version that the driver supports; None without a driver.
+        function: name of the function that returned the code.
+        code: the code.
+        library: CUDA version of libcupti, as (major, minor).
+        driver: newest CUDA version that the driver supports, or None without a driver.
     """
     kind, words = _BY_FUNCTION.get((function, code)) or _BY_CODE.get(code, (CuptiError, "failed"))
     unexplained = code == 15 or kind in (CuptiError, ProfilerNotLoaded)
     if driver and driver < library and unexplained:
         words = (
-            f"the driver supports CUDA {driver[0]}.{driver[1]} and libcupti is of "
-            f"{library[0]}.{library[1]}"
+            f"libcupti of CUDA {library[0]}.{library[1]} is newer than CUDA "
+            f"{driver[0]}.{driver[1]}, which the driver supports"
         )
         kind = CuptiUnusable
     return kind(f"{words} ({function} returned {code})")
 
 
 class Library:
-    """A loaded libcupti. The path is only for messages."""
+    """A loaded libcupti.
+
+    Args:
+        functions: the loaded library.
+        driver: the CUDA driver.
+        path: path of the library, for messages.
+    """
 
     def __init__(self, functions: Any, driver: Driver, path: Path = Path("libcupti.so")) -> None:
         self.driver = driver
@@ -111,8 +130,10 @@ class Library:
         if not hasattr(functions, "cuptiRangeProfilerEnable"):
             raise CuptiUnusable(f"{path} has no range profiler")
         if driver.version() is None and hasattr(functions, "cuptiProfilerHostGetSinglePassSets"):
-            # 13.2 crashes in its first function; newer ones return 999.
-            raise ProfilerNotLoaded(f"{path} is of CUDA 13.2 or newer, which needs a driver")
+            # Without a driver, CUPTI 13.2 crashes in its first function. Newer versions return 999.
+            raise ProfilerNotLoaded(
+                f"{path} belongs to CUDA 13.2 or newer and needs a driver, but none is installed"
+            )
         version = ctypes.c_uint32()
         if code := functions.cuptiGetVersion(ctypes.byref(version)):
             raise call_error("cuptiGetVersion", code, library=(0, 0), driver=driver.version())
@@ -121,13 +142,13 @@ class Library:
 
     @property
     def cuda_version(self) -> tuple[int, int]:
-        """The CUDA version of which it is a part, (major, minor)."""
+        """CUDA version of the library, as (major, minor)."""
         if self.version >= 130000:
             return self.version // 10000, self.version // 100 % 100
         return 12, 9 if self.version >= 28 else 8 if self.version >= 26 else 6
 
     def call(self, name: str, **fields: Any) -> Any:
-        """Call the function that takes ``CUpti_NAME_Params``; returns the filled structure."""
+        """Call the function that takes ``CUpti_NAME_Params``, and return the filled structure."""
         parameters = structure(name, self.version)(**fields)
         parameters.structSize = struct_size(name, self.version)
         code = getattr(self._functions, c_function(name))(ctypes.byref(parameters))
@@ -138,9 +159,9 @@ class Library:
         return parameters
 
     def initialize(self) -> None:
-        """Initialize the profiler in this process, once.
+        """Initialize the profiler in this process, unless it is initialized.
 
-        If this fails, other functions that need the GPU may crash.
+        If this raises an error, do not call other functions that need the GPU. They may crash.
         """
         if not self._initialized:
             self.call("Profiler_Initialize")
@@ -148,7 +169,7 @@ class Library:
 
 
 def open_in(folder: Path, driver: Driver) -> Library:
-    """Load the libcupti of a folder, after the libraries in that folder which it needs."""
+    """Load libcupti and the libraries that it needs from a folder."""
     path = next(iter(sorted(folder.glob("libcupti.so*"))), None)
     if path is None:
         raise CuptiUnusable(f"no libcupti.so in {folder}")
@@ -156,8 +177,8 @@ def open_in(folder: Path, driver: Driver) -> Library:
         for helper, beside in load_helpers(folder).items():
             if driver.version() and ctypes.CDLL(helper)._handle != beside._handle:
                 raise ProfilerNotLoaded(
-                    f"{path} would get another {helper}, which this process has loaded before, as "
-                    f"ncu-report does to read a report; count in a process of its own"
+                    f"{path} cannot be used with the {helper} that this process loaded earlier, "
+                    f"for example to read a report of ncu: start a new process to count"
                 )
         return Library(ctypes.CDLL(str(path)), driver, path)
     except OSError as error:
@@ -166,7 +187,7 @@ def open_in(folder: Path, driver: Driver) -> Library:
 
 @cache
 def load_library() -> Library:
-    """The libcupti of this process: the one that torch has loaded, or the first usable one."""
+    """Return the libcupti that torch has loaded, or else the first usable libcupti."""
     driver = Driver.load()
     errors: list[InstrumentError] = []
     for folder in cupti_folders():
@@ -174,4 +195,10 @@ def load_library() -> Library:
             return open_in(folder, driver)
         except InstrumentError as error:
             errors.append(error)
-    raise errors[0] if errors else CuptiUnusable("no libcupti.so beside torch or in a CUDA toolkit")
+    raise (
+        errors[0]
+        if errors
+        else CuptiUnusable(
+            "no libcupti.so was found in NVIDIA's Python packages or in a CUDA toolkit"
+        )
+    )

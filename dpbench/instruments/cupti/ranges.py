@@ -1,4 +1,4 @@
-"""Counts ranges on a GPU: of steps, by phase or as a whole, and of any block of PyTorch code."""
+"""Counts the work of a GPU in ranges: steps, phases, or any block of PyTorch code."""
 
 from __future__ import annotations
 
@@ -25,28 +25,35 @@ from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 
 STEPS_TOLERANCE = 0.005
-"""The relative difference that is allowed between the DRAM bytes of equal steps."""
+"""Largest allowed relative difference between the DRAM bytes of equal steps."""
 
 CACHE_BYTES = 128e6
-"""Bytes that may stay in the L2 from one step to the next; the largest L2 to date has 126 MB."""
+"""Largest allowed absolute difference between the DRAM bytes of equal steps.
+
+The L2 cache may keep bytes from one step to the next. The largest L2 cache to date has 126 MB.
+"""
 
 ByPhase = dict[str, dict[str, float]]
-"""Values by phase and name; phase ``"step"`` is the whole."""
+"""Values by phase and metric. The phase ``"step"`` is the whole step."""
 
 MAX_RANGES = 64
-"""The default for the number of ranges between start and stop.
+"""Default for the largest number of ranges between start and stop.
 
-On an NVIDIA H200, starting takes 0.2 s and 70 MB of GPU memory with 64, 1 s and 1.1 GB with 1024.
+On an NVIDIA H200, starting CUPTI for 64 ranges takes 0.2 s and 70 MB of GPU memory. Starting CUPTI
+for 1024 ranges takes 1 s and 1.1 GB.
 """
 
 
 class RangeProfiler:
-    """CUPTI's range profiler on one CUDA context; it can be started again after a stop.
+    """CUPTI's range profiler on one CUDA context.
 
-    It counts all work in the context, in any thread or stream. Push and pop do not wait for the
-    GPU, so synchronize before them. Each takes 0.01 ms, or 0.4 ms with counters of the SMs, outside
-    the range. A context has one profiler at a time. A profiler has one configuration, of one pass:
-    after a second `SetConfig` new counters would have no value.
+    The profiler counts all work in the context, in any thread or stream. `start` can be called
+    again after `stop`. `push` and `pop` do not wait for the GPU, so synchronize the GPU before
+    each call. A call takes 0.01 ms, or 0.4 ms with counters of the SMs. A range does not include
+    the time of these calls.
+
+    A context has one profiler at a time. A profiler has one configuration of one pass, because
+    new counters would have no value after a second ``SetConfig``.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class RangeProfiler:
         )
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._call("CounterDataImage_Initialize", **image_fields("CounterData", self._image))
         self._call(
             "SetConfig",
@@ -94,21 +101,21 @@ class RangeProfiler:
         self._names = []
 
     def push(self) -> None:
-        """Begin a range, whose name is its number from 0."""
+        """Begin a range. The name of the range is its number from 0."""
         if len(self._names) == self._max_ranges:
-            raise RangesLost(f"more than {self._max_ranges} ranges")
-        self._names.append(str(len(self._names)).encode())  # CUPTI keeps the pointer until stop
+            raise RangesLost(f"a step has more than {self._max_ranges} ranges")
+        self._names.append(str(len(self._names)).encode())  # CUPTI reads the pointer until stop
         self._call("PushRange", pRangeName=self._names[-1])
         self._open = True
 
     def pop(self) -> None:
-        """End the range, if one has begun."""
+        """End the open range, if any."""
         if self._open:
             self._open = False
             self._call("PopRange")
 
     def stop(self) -> list[dict[str, float]]:
-        """Stop counting; returns the counters of each range, in order."""
+        """Stop counting, and return the values of the counters in each range, in order."""
         self._stop()
         dropped = self._call("DecodeData").numOfRangeDropped
         data, call = image_fields("CounterDataImage", self._image), self._library.call
@@ -128,7 +135,7 @@ class RangeProfiler:
         self._call("Stop")
 
     def close(self) -> None:
-        """Stop if started, and release the counters."""
+        """Stop counting and release the counters."""
         if self._started:
             self._stop()
         if self._object is not None:
@@ -137,26 +144,33 @@ class RangeProfiler:
 
 
 Ranges = list[tuple[str, dict[str, float]]]
-"""The phase of each range of a step, with its NVLink bytes (empty while the range is open)."""
+"""Phase and NVLink bytes of each range of a step. The open range has no NVLink bytes yet."""
 
 
 class StepCounter:
-    """A `PhaseListener` that counts steps, in rounds.
+    """A `PhaseListener` that counts steps.
 
-    A round is one step. If the metrics need several passes, it is several equal steps, each of
-    which counts one group of counters. The GPU is synchronized at the borders of phases, so the CPU
-    cannot run ahead. Times and busy shares by phase therefore only say how a step's time is
-    divided; a step counted as a whole is undisturbed. NVML's counters of NVLink are read at the
-    same borders, in every step. Bytes may be received in the phase or step before the one that
-    needs them: a sending rank that is ahead fills NCCL's buffers (48 MiB between two H100s).
-    Starting CUPTI takes 0.2 s, so it counts on from one step to the next while it has room for
-    their ranges.
+    A round counts all metrics once. If the metrics fit in one pass, a round is one step.
+    Otherwise a round consists of several equal steps, and each step counts one group of counters.
+
+    A round is counted by phase or as a whole. By phase, the GPU is synchronized at the start and
+    end of each phase, so the CPU cannot run ahead. Therefore times and busy shares by phase only
+    show how the time of a step is divided. Nothing is synchronized within a step that is counted
+    as a whole.
+
+    NVML's counters of NVLink are read at the same points, in every step. A rank may receive bytes
+    in an earlier phase or step than the one that needs them. The reason is that a rank that is
+    ahead fills NCCL's buffers (48 MiB between two H100s).
+
+    Starting CUPTI takes 0.2 s. Therefore CUPTI keeps counting between two steps if the second
+    step is counted as a whole with the same counters.
 
     Args:
-        names: what to count beside DRAM bytes, time and busy shares; None for everything.
+        names: names of metrics to count in addition to DRAM bytes, time and busy shares. If None,
+            all metrics of the chip are counted.
         target: the GPU.
-        rounds: for each round, whether its steps are counted by phase.
-        max_ranges: how many ranges a step may have; each change of phase begins one.
+        rounds: for each round, True to count its steps by phase, False to count whole steps.
+        max_ranges: largest number of ranges in a step. Each change of phase begins a range.
     """
 
     def __init__(
@@ -178,14 +192,15 @@ class StepCounter:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            # Steps of one configuration are consecutive: each configuration needs a new profiler.
+            # Steps of one configuration are consecutive, because a new one restarts CUPTI.
             self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
-        self.steps = len(self._plan)  # how many steps must be observed
+        self.steps = len(self._plan)  # number of steps to observe
         self._step: Ranges = []
-        self._unread: list[Ranges] = []  # steps that ended since CUPTI was started
-        self._counted: list[ByPhase] = []  # values of the steps before those
+        self._counted: list[ByPhase] = []  # values of the steps that were read from CUPTI
+        self._unread: list[Ranges] = []
+        """Ranges of the steps that ended after CUPTI was started."""
 
     def start_step(self) -> None:
         configuration, self._by_phase = self._plan[len(self._counted) + len(self._unread)]
@@ -193,7 +208,7 @@ class StepCounter:
             self._profiler.close()
             self._profiler = self._open(configuration)
         self._target.synchronize()
-        self._crossed = self._target.payload()  # read now: another rank may start earlier, and send
+        self._crossed = self._target.payload()  # before CUPTI starts, since other ranks may send
         if not self._unread:
             self._profiler.start()
         self._step = []
@@ -212,7 +227,7 @@ class StepCounter:
             self._read()
 
     def _read(self) -> None:
-        """Stop CUPTI; sum the ranges of each step since its start by phase."""
+        """Stop CUPTI, and sum the ranges of each step by phase."""
         steps, self._unread = self._unread, []
         read = iter(self._profiler.stop())
         for ranges in steps:
@@ -229,25 +244,26 @@ class StepCounter:
     def _end(self) -> None:
         self._target.synchronize()
         self._profiler.pop()
-        # Read once per border, so that bytes sent meanwhile by other ranks count in one phase.
+        # The next phase starts with this value, so that all bytes count in exactly one phase.
         before, self._crossed = self._crossed, self._target.payload()
         self._step[-1][1].update({name: n - before[name] for name, n in self._crossed.items()})
 
     def rounds(self) -> list[ByPhase]:
-        """The metrics of each completed round, by phase or of the whole step."""
+        """Return the metrics of each completed round, by phase or of the whole step."""
         if self._unread:
             self._read()
         rounds = self.steps // self.passes
-        over = range(len(self._counted) - self.steps + rounds)  # its last pass completes a round
+        # A round is complete once its step with the last configuration is counted.
+        over = range(len(self._counted) - self.steps + rounds)
         return [self._metrics_of(self._counted[i::rounds]) for i in over]
 
     def _metrics_of(self, steps: Sequence[ByPhase]) -> ByPhase:
-        """Combine the counts of a round's steps into its metrics."""
+        """Return the metrics of a round from the counts of its steps."""
         self._check_alike(steps)
         values: ByPhase = {}
         for step in steps:
             for phase, counted in step.items():
-                values[phase] = counted | values.get(phase, {})  # the first step's value wins
+                values[phase] = counted | values.get(phase, {})  # keep the first step's value
         return {
             phase: {
                 metric.name: metric.value(counted)
@@ -259,27 +275,27 @@ class StepCounter:
         }
 
     def _check_alike(self, steps: Sequence[ByPhase]) -> None:
-        """Raise if the steps of a round differ in DRAM bytes: then their counts cannot be joined.
+        """Raise an error if the steps of a round differ in phases or DRAM bytes.
 
-        A round of one step is not checked. A difference between rounds is spread, not an error.
+        Different rounds may differ. The reported spread shows such differences.
         """
         if any(step.keys() != steps[0].keys() for step in steps):
-            raise StepsDiffer("the steps have different phases")
+            raise StepsDiffer("the counted steps have different phases")
         totals = [_sum(step.values()) for step in steps]
         moved = [sum(t[name] for name in self._dram) for t in totals if {*self._dram} <= {*t}]
         if moved and max(moved) - min(moved) > CACHE_BYTES + STEPS_TOLERANCE * max(moved):
             each = ", ".join(f"{total / 1e9:.3f}" for total in moved)
-            raise StepsDiffer(f"the steps moved {each} GB")
+            raise StepsDiffer(f"the counted steps moved different DRAM bytes: {each} GB")
 
     def close(self) -> None:
-        """Read what was counted, and release the counters."""
+        """Read the counted ranges, and release the counters."""
         with self._configurations, closing(self._profiler):
             if self._unread:
                 self._read()
 
 
 def _sum(counted: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sum the counters of several ranges."""
+    """Return the sum of each counter over several ranges."""
     first, *others = counted
     return {name: value + sum(more[name] for more in others) for name, value in first.items()}
 
@@ -292,21 +308,23 @@ def count_ranges(
     max_ranges: int = MAX_RANGES,
     target: Target | None = None,
 ) -> Iterator[ByPhase]:
-    """Count what the GPU does in a block of PyTorch code, by ``phase()`` and as a whole.
+    """Count the work of the GPU in a block of PyTorch code, by ``phase()`` and as a whole.
 
-    The GPU is synchronized at each border of a phase. Run the block once before, so that one-time
-    work is not counted. Let no other process use the GPU, because the DRAM counters are those of
-    the whole device.
+    The GPU is synchronized at the start and end of each phase. Run the block once before, so that
+    one-time work is not counted. No other process may use the GPU, because DRAM counters include
+    the work of all processes.
 
     Args:
-        metrics: what to count beside DRAM bytes, time and busy shares; all must fit in one pass.
-        by_phase: if False, the block is one range, within which nothing is synchronized. Use this
-            for busy shares.
-        max_ranges: how many ranges the block may have; each change of phase begins one.
-        target: the GPU; by default torch's.
+        metrics: names of metrics to count in addition to DRAM bytes, time and busy shares. All
+            metrics together must fit in one pass.
+        by_phase: if False, the block is one range and the GPU is not synchronized within the
+            block. Use this value for busy shares.
+        max_ranges: largest number of ranges in the block. Each change of phase begins a range.
+        target: the GPU; by default the current GPU of torch.
 
     Yields:
-        The metrics by phase, and of the whole block as ``"step"``; filled when the block ends.
+        A dictionary of metrics by phase. The key ``"step"`` is the whole block. The dictionary is
+        filled when the block ends.
 
     Examples:
         >>> with count_ranges() as counts:  # doctest: +SKIP
@@ -320,8 +338,8 @@ def count_ranges(
     with closing(counter):
         if counter.passes > 1:
             raise CountersDoNotCombine(
-                f"these metrics need {counter.passes} passes on {counter.chip.name}, and a block "
-                f"runs once"
+                f"these metrics need {counter.passes} passes on {counter.chip.name}, but a block "
+                f"runs only once"
             )
         counts: ByPhase = {}
         with observed_step(counter):
@@ -332,7 +350,7 @@ def count_ranges(
 
 
 def with_derived(values: Mapping[str, float]) -> dict[str, float]:
-    """Counted metrics, and the sums and shares computed from them."""
+    """Return the metrics, and the sums and shares that are computed from them."""
     derived = dict(values)
     for metric in METRICS.values():
         parts = [values[name] for name in metric.parts if name in values]

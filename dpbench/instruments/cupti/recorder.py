@@ -1,4 +1,4 @@
-"""Times steps, then counts further ones."""
+"""Times the first steps, and counts the following steps with CUPTI."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from dpbench.training.phases import PhaseListener
 
 
 class CuptiRecorder(Recorder):
-    """Times steps without counters, and then counts others by phase and as a whole.
+    """Times steps without counters, then counts steps by phase, then counts whole steps.
 
-    The steps of a script may differ. So by default only metrics that fit in one pass on Hopper and
-    newer chips are counted: DRAM bytes and busy shares. The numbers of timed steps, of steps
-    counted by phase, and of steps counted as a whole are equal. Nothing is synchronized within the
-    last.
+    The steps of a script may differ. Therefore the recorder counts by default only DRAM bytes,
+    time and busy shares, which need one pass on Hopper and newer chips. The number of timed
+    steps, of steps by phase, and of whole steps is the same.
 
     Args:
-        timed: how many steps are timed.
-        names: what to count beside DRAM bytes, time and busy shares; None for everything.
-        alike: whether all steps are equal, as in a case. Then each pass has one step by phase, and
-            a few as a whole.
+        timed: number of steps to time.
+        names: names of metrics to count in addition to DRAM bytes, time and busy shares. If None,
+            all metrics of the chip are counted.
+        alike: whether all steps are equal, as in a case. If True, each pass counts one step by
+            phase and a few whole steps.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CuptiRecorder(Recorder):
             self._target = Target.of_torch()
             self.notes = [self._target.note] if self._target.note else []
             rounds = [*[True] * by_phase, *[False] * whole]
-            # With accumulation, a private trainer has 8 ranges in each micro-batch.
+            # With gradient accumulation, a private trainer has 8 ranges in each micro-batch.
             most = max(2 * self.timing.listener.ranges, 0 if self.alike else MAX_RANGES)
             self.listener = self._counter = StepCounter(self.names, self._target, rounds, most)
             self.held.callback(self._counter.close)
@@ -68,10 +68,11 @@ class CuptiRecorder(Recorder):
         super().start_step()
 
     def record(self, case: Subject) -> dict[str, Any]:
-        """The record of timing, with what was counted.
+        """Return the record of the timed steps and of the counted steps.
 
-        It adds ``cupti`` (the version of libcupti), ``chip``, ``passes``, ``counters`` (of each
-        metric), ``counted`` (what `StepCounter.rounds` returns) and ``notes``.
+        The keys ``cupti`` (version of libcupti), ``chip``, ``passes``, ``counters`` (of each
+        metric), ``counted`` (the result of `StepCounter.rounds`) and ``notes`` describe the
+        counted steps.
         """
         self.timing.wait = self.wait
         record = self.timing.record(case) | {"cupti": "", "counted": []}
@@ -89,16 +90,16 @@ class CuptiRecorder(Recorder):
     def rows(self, case: Subject) -> list[Measurement]:
         record = self.record(case)
         if record["device"] == "cpu":
-            raise InstrumentError("cupti counts what a GPU does, and the steps ran on the CPU")
+            raise InstrumentError("cupti counts work of a GPU, but the steps ran on the CPU")
         return list(cupti_rows(case, record))
 
 
 def cupti_rows(case: Subject, record: Mapping[str, Any]) -> Iterator[Measurement]:
-    """The rows of the timed steps and of the counted ones."""
+    """Yield the rows of the timed steps and of the counted steps."""
     device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
     for row in timing_rows(case, dict(record)):
         yield replace(row, instrument=NAME, tool=tool)
-    repeats = {True: count(), False: count()}  # the keys say whether a step was counted as a whole
+    repeats = {True: count(), False: count()}  # True for whole steps, False for steps by phase
     for step in record["counted"]:
         where = (next(repeats[STEP in step]), device, tool)
         for phase, values in step.items():

@@ -1,8 +1,8 @@
-"""The C structures that are the parameters of CUPTI's range profiler, by version.
+"""C structures for the parameters of CUPTI's range profiler, for each version of CUPTI.
 
-From NVIDIA's cupti_range_profiler.h, cupti_profiler_host.h, cupti_profiler_target.h and
-cupti_target.h. From CUDA 12.6 to 13.5 layouts differ only in fields added at the end. A test
-compares them with the headers.
+The source is NVIDIA's cupti_range_profiler.h, cupti_profiler_host.h, cupti_profiler_target.h and
+cupti_target.h. Between CUDA 12.6 and 13.5 the structures differ only in fields that were added at
+the end. A test compares the structures with the headers.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from functools import cache
 from typing import Any
 
 USER_RANGE = 2
-"""CUPTI_UserRange: ranges begin and end where the program says."""
+"""CUPTI_UserRange: the program marks the start and end of ranges."""
 
 USER_REPLAY = 3
-"""CUPTI_UserReplay: the program repeats the work if there are several passes."""
+"""CUPTI_UserReplay: the program itself repeats the work for each pass."""
 
 COUNTER = 0
-"""CUPTI_METRIC_TYPE_COUNTER: a quantity that adds up, unlike ratios and throughputs."""
+"""CUPTI_METRIC_TYPE_COUNTER: the type of metrics that can be added up, unlike ratios."""
 
-# NAME of CUpti_NAME_Params, and its fields after structSize and pPriv. A type is c_TYPE of ctypes,
-# or a pointer to it, TYPE*. After @ stands the first CUPTI_API_VERSION that has the field.
+# Each entry is NAME(fields), for the structure CUpti_NAME_Params. The fields follow structSize and
+# pPriv. TYPE means c_TYPE of ctypes, and TYPE* a pointer to c_TYPE. FIELD@VERSION means that the
+# field exists since this CUPTI_API_VERSION.
 _LAYOUTS = """
 Profiler_Initialize()
 Device_GetChipName(size_t deviceIndex, char_p pChipName)
@@ -69,22 +70,22 @@ _FIELDS = {
 }
 
 NAMES = tuple(_FIELDS)
-"""The NAME of every ``CUpti_NAME_Params``."""
+"""Names of the structures, without ``CUpti_`` and ``_Params``."""
 
 
 def c_structure(name: str) -> str:
-    """The name of the structure in NVIDIA's headers."""
+    """Return the name of a structure in NVIDIA's headers."""
     return f"CUpti_{name}_Params"
 
 
 def c_function(name: str) -> str:
-    """The name of the function that takes the structure."""
+    """Return the name of the function that takes a structure."""
     return f"cupti{name.replace('_', '')}"
 
 
 @cache
 def structure(name: str, version: int) -> type[ctypes.Structure]:
-    """The structure in a library of CUPTI_API_VERSION ``version``."""
+    """Return the structure class for a library with this CUPTI_API_VERSION."""
     known = [(n, _type(kind)) for kind, n, since in _FIELDS[name] if int(since or 0) <= version]
     common = [("structSize", ctypes.c_size_t), ("pPriv", ctypes.c_void_p)]
     return type(c_structure(name), (ctypes.Structure,), {"_fields_": [*common, *known]})
@@ -97,9 +98,10 @@ def _type(written: str) -> Any:
 
 @cache
 def struct_size(name: str, version: int) -> int:
-    """The required value of ``structSize``: where the last field ends, without padding.
+    """Return the value that the field ``structSize`` must have.
 
-    CUPTI returns CUPTI_ERROR_INVALID_PARAMETER for any other size.
+    The value is the number of bytes to the end of the last field, without padding. CUPTI returns
+    CUPTI_ERROR_INVALID_PARAMETER for any other value.
     """
     made = structure(name, version)
     last = getattr(made, made._fields_[-1][0])

@@ -1,6 +1,6 @@
-"""The GPU whose work is counted, and the payload that crosses its NVLink by NVML's counters.
+"""The GPU whose work is counted, and NVML's counters of its NVLink payload.
 
-NVML counts data without the headers of packets, in KiB, and needs neither a pass nor a profiler.
+NVML counts the payload of packets without their headers, in KiB. These counters need no profiler.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ FIELDS = {
     SENT: nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
     RECEIVED: nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
 }
-"""The field of NVML that counts each metric, in KiB since the driver was loaded."""
+"""NVML's field for each metric, in KiB since the driver was loaded."""
 
 ALL_LINKS = 0xFFFFFFFF
-"""The scope of a field that adds up the links of a GPU."""
+"""Scope of an NVML field that selects the sum over all links of a GPU."""
 
 Payload = Callable[[], dict[str, float]]
-"""Reads the bytes that a GPU has sent and received so far, by metric."""
+"""A function that returns the bytes that a GPU has sent and received so far, by metric."""
 
 
 def payload_of(uuid: str) -> tuple[Payload, str]:
-    """Return a reader of a GPU's payload and ""; or an empty reader, and why NVML cannot count."""
+    """Return a function that reads the NVLink payload of a GPU, and a note.
+
+    If NVML cannot count the payload, the function returns no metrics and the note says why. If
+    NVML can count the payload, the note is empty.
+    """
 
     def read() -> dict[str, float]:
         asked = [(field, ALL_LINKS) for field in FIELDS.values()]
@@ -39,34 +43,44 @@ def payload_of(uuid: str) -> tuple[Payload, str]:
         return {name: each.value.ullVal * 1024.0 for name, each in zip(FIELDS, said, strict=True)}
 
     try:
-        nvml.nvmlInit()  # until this process ends
+        nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         read()
     except nvml.NVMLError as error:
-        return dict, f"NVLink's payload is not counted: NVML says {str(error)!r} of {uuid}"
+        return dict, f"NVLink payload is not counted: NVML reports {str(error)!r} for {uuid}"
     return read, ""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU whose work is counted: a CUDA context of this process."""
+    """The GPU whose work is counted, and the CUDA context of this process.
+
+    Attributes:
+        library: the loaded libcupti.
+        device: CUDA index of the GPU.
+        context: handle of the CUDA context.
+        synchronize: waits for all work on the GPU.
+        peers: whether this process sees several GPUs.
+        payload: reads the NVLink payload of the GPU. The default reads no metrics.
+        note: the reason why NVML cannot count the NVLink payload, or "".
+    """
 
     library: Library
-    device: int  # its CUDA index
-    context: int  # the handle
-    synchronize: Callable[[], None]  # waits for all work on the GPU
-    peers: bool = False  # whether this process sees other GPUs
-    payload: Payload = dict  # reads what has crossed NVLink; nothing where it is not counted
-    note: str = ""  # why it is not, where there are peers
+    device: int
+    context: int
+    synchronize: Callable[[], None]
+    peers: bool = False
+    payload: Payload = dict
+    note: str = ""
 
     @classmethod
     def of_torch(cls) -> Target:
-        """The GPU that torch uses in this thread."""
+        """Return the current GPU of torch in this thread."""
         import torch
 
         if not torch.cuda.is_available():
             raise ProfilerNotLoaded(f"torch {torch.__version__} finds no CUDA GPU")
-        torch.cuda.synchronize()  # makes its context this thread's
+        torch.cuda.synchronize()  # makes torch's CUDA context current in this thread
         library = load_library()
         context = library.driver.current_context()
         device, peers = torch.cuda.current_device(), torch.cuda.device_count() > 1

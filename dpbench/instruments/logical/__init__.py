@@ -1,1 +1,1 @@
-"""Logical counting: what each operator must read and write."""
+"""Counts the bytes that each operator must read and write."""

@@ -1,31 +1,34 @@
-"""Makes PyTorch choose operators for fake ``cpu`` tensors as it does for CUDA tensors.
+"""Makes PyTorch choose the same operators for fake ``cpu`` tensors as for CUDA tensors.
 
-`as_on_cuda` does so wherever the choice changes the bytes, and restores PyTorch afterwards.
+`as_on_cuda` changes PyTorch in the places that affect bytes, and restores it afterwards.
 
 Dropout
-    One operator (``native_dropout``), which keeps a mask of one byte per element.
+    One operator, ``native_dropout``, stores a mask of one byte per element.
 RMSNorm
-    One operator (``_fused_rms_norm``), which keeps one reciprocal root per row. If weight and
-    input differ in dtype, it is composed of others.
+    One operator, ``_fused_rms_norm``, stores one reciprocal root per row. If weight and input have
+    different dtypes, several operators are used instead.
 Attention (``scaled_dot_product_attention``)
-    CUDA's flash kernel takes half precision and any number of key heads, but no mask, and values
-    must be as wide as keys. The memory-efficient kernel also takes single precision, masks and
-    other widths, but needs as many key as query heads. Both redraw dropout in backward and keep no
-    mask. Anything else is decomposed, as on CUDA. ``flex_attention`` is one kernel in forward and
-    one in backward, as under torch.compile.
+    CUDA's flash kernel supports half precision and any number of key heads. The flash kernel
+    supports no mask, and values must be as wide as keys. The memory-efficient kernel also supports
+    single precision, masks and other widths, but needs as many key heads as query heads. The two
+    kernels store no dropout mask, because backward draws the same random numbers again. If neither
+    kernel supports the arguments, attention is decomposed, as on CUDA. ``flex_attention`` is one
+    kernel in forward and one kernel in backward, as under torch.compile.
 Optimizers and clipping
-    ``foreach`` by default. This changes Adam's peak, and clipping by value takes two passes.
+    The default is ``foreach``, as on CUDA. This default changes the peak memory of Adam, and
+    clipping by value needs two passes over the gradients.
 Autocast
-    CUDA and the CPU cast the arguments of different operators: CUDA runs layer norms in float32,
-    for example. Operators on CUDA's lists run in the 16-bit type if they are in `LOWER`, and in
-    float32 if they are in no list below. Operators that the CPU also runs in 16 bits keep PyTorch's
-    own cast, which casts each weight once per region. A scaler never skips a step. Source of the
-    lists: ``aten/src/ATen/autocast_mode.h`` of PyTorch.
+    CUDA and the CPU cast the arguments of different operators. For example, CUDA runs layer norms
+    in float32. The operators in CUDA's lists run in the 16-bit dtype if `LOWER`
+    contains them, and in float32 if no list in this module contains them. Operators that the CPU
+    also runs in 16 bits keep PyTorch's own cast, which casts each weight once per autocast region.
+    A gradient scaler never skips a step. The lists come from ``aten/src/ATen/autocast_mode.h`` of
+    PyTorch.
 Transformers (Hugging Face)
-    The library makes no mask where attention takes ``is_causal``. A fake tensor would make it
-    assume tracing, and make a mask; see `untraced`.
+    The library creates no mask if attention accepts ``is_causal``. With a fake tensor the library
+    assumes that the model is traced, and creates a mask. `untraced` makes it create no mask.
 
-torch.compile is refused, because the bytes of fused operators are unknown.
+A step that uses torch.compile raises an error, because the bytes of fused operators are unknown.
 """
 
 from __future__ import annotations
@@ -65,15 +68,18 @@ WIDEST_FLASH_HEAD = 256
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Choose operators and casts as on CUDA within this context; raise where that is impossible."""
+    """Choose operators and casts as on CUDA within the block.
+
+    Within the block, operators raise an error if this is impossible.
+    """
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
         stack.callback(library._destroy)
-        for operator, instead in INSTEAD.items():
+        for operator, instead in CUDA_REPLACEMENTS.items():
             library.impl(operator, instead, "AutogradCPU")
-        # A kernel of its own makes autograd record one operator instead of its parts.
+        # With a registered kernel, autograd records one operator and not its parts.
         library.impl(_fused_rms_norm, partial(_as_composed, _fused_rms_norm), "CPU")
-        # Opacus deep-copies layers and gradients. A copied fake mode would crash the process.
+        # Opacus deep-copies layers and gradients. A copied `FakeTensorMode` crashes the process.
         replaced: list[tuple[Any, str, Any]] = [
             (FakeTensorMode, "__deepcopy__", lambda mode, memo: mode),
             (eval_frame, "_callback_from_stance", _refuse_compiled),
@@ -97,8 +103,8 @@ def as_on_cuda() -> Iterator[None]:
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value, create=True))
         _cast_as_on_cuda(library)
-        # PyTorch caches cast weights until the outermost autocast region ends. Leave outer regions
-        # meanwhile, so that the cache is cleared.
+        # PyTorch caches cast weights until the outermost autocast region ends. Outer regions are
+        # left within the block, so that the cache is cleared.
         around = torch.autocast_increment_nesting() - 1
         for _ in range(around + 1):
             torch.autocast_decrement_nesting()
@@ -108,7 +114,10 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def untraced() -> AbstractContextManager[object]:
-    """Keep Hugging Face's transformers, if loaded, from mistaking fake tensors for tracing."""
+    """Return a context manager in which Hugging Face's transformers ignores fake tensors.
+
+    Without this context manager, transformers assumes that the model is traced.
+    """
     library = sys.modules.get("transformers.utils.import_utils")
     if library is None:
         return nullcontext()
@@ -116,7 +125,7 @@ def untraced() -> AbstractContextManager[object]:
 
 
 def _as_composed(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator as PyTorch's C++ composes it of others."""
+    """Run an operator as the composition of operators that PyTorch's C++ code defines."""
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -159,31 +168,31 @@ def _scaled_dot_product_attention(
     operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
         return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
-    if enable_gqa and not same_heads:  # the CPU's fused kernel takes them too
+    if enable_gqa and not same_heads:  # the CPU's fused kernel also supports different heads
         return _flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     if same_width and (attn_mask is None or not attn_mask.requires_grad):
-        # Without dropout the CPU's fused kernel has the same operands as CUDA's.
+        # Without dropout, the CPU's fused kernel has the same operands as CUDA's kernel.
         return _as_composed(_attention, *operands, 0.0, is_causal, **options)
     bias = attn_mask
-    if attn_mask is not None and attn_mask.dtype is torch.bool:  # as PyTorch does on CUDA
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # PyTorch does the same on CUDA
         bias = torch.zeros_like(attn_mask, dtype=query.dtype)
         bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
     return _efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
 
 
-INSTEAD: dict[OpOverload, Callable[..., Any]] = {
+CUDA_REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     _aten.dropout.default: _dropout,
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
 }
-"""Replacements of operators that have a kernel on CUDA and are composed on the CPU."""
+"""Replacements of operators that are one kernel on CUDA but a composition on the CPU."""
 
 
 def _refuse_compiled(callback: Any) -> Any:
     if callback not in (None, False):
         raise UnsupportedOperation(
-            "torch.compile fuses operators, whose bytes cannot be counted without running it; "
-            "count the step uncompiled"
+            "the step uses torch.compile, but the bytes of fused operators cannot be counted: "
+            "count the step without torch.compile"
         )
     return callback
 
@@ -203,23 +212,26 @@ LOWER = names(
 WIDEST = names(
     "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 )
-"""Operators that run in the widest type of their arguments."""
+"""Operators that run in the widest dtype of their arguments."""
 
 SUMS = ("cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "prod", "sum")
-"""Operators that read their argument in its own type and return float32."""
+"""Operators that do not cast their argument, but return float32."""
 
 _NORMS: dict[OpOverload, tuple[OpOverload, tuple[Any, ...]]] = {
     _aten.norm.Scalar: (_aten.norm.ScalarOpt_dtype, (2,)),
     _aten.norm.ScalarOpt_dim: (_aten.norm.ScalarOpt_dim_dtype, (None, [], False)),
 }
-"""Norms that return float32: the overload with a dtype, and the defaults that it lacks."""
+"""Norms that return float32, with their overload that takes a dtype.
+
+The tuple contains the default arguments that this overload does not define.
+"""
 
 _SOFTMAX = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log_softmax}
-"""Softmaxes that read float16 and return float32; bfloat16 is cast first."""
+"""Softmax operators that read float16 and return float32. Autocast casts bfloat16 to float32."""
 
 
 def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator in an autocast region with the casts that it has on CUDA."""
+    """Run an operator in an autocast region with the same casts as on CUDA."""
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         name, low = operator.overloadpacket.__name__, torch.get_autocast_dtype("cpu")
         if name in SUMS or operator in _NORMS or operator in _SOFTMAX:
@@ -235,12 +247,12 @@ def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_cast(value: Any) -> bool:
-    """Whether autocast casts a value: a floating-point tensor below float64."""
+    """Return True if autocast casts a value, that is, a floating-point tensor below float64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator with ``dtype=float32``, unless the caller gave a dtype."""
+    """Run an operator with ``dtype=float32``, unless the caller passed a dtype."""
     told = kwargs.get("dtype") or (operator in _SOFTMAX and args[2:])
     if told or not _is_cast(args[0]):
         return operator(*args, **kwargs)
@@ -253,14 +265,14 @@ def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _cast_as_on_cuda(library: torch.library.Library) -> None:
-    """Register CUDA's casts for operators in an autocast region."""
+    """Register CUDA's casts for operators in autocast regions."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key
-    of_cuda, of_cpu = (  # aten only: other libraries, such as torchvision, keep theirs
+    of_cuda, of_cpu = (  # operators of other libraries, such as torchvision, keep their casts
         {lookup_op(name) for name in registered(f"Autocast{device}") if name.startswith("aten::")}
         for device in ("CUDA", "CPU")
     )
     same = {operator for operator in of_cuda & of_cpu if operator.overloadpacket.__name__ in LOWER}
-    with warnings.catch_warnings():  # PyTorch warns that these replace the CPU's
+    with warnings.catch_warnings():  # PyTorch warns that these casts replace those of the CPU
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for operator in of_cuda - same:
             library.impl(operator, partial(_in_region, operator), "AutocastCPU")
@@ -283,4 +295,4 @@ def _make_scaler(self: GradScaler, device: str = "cuda", *args: Any, **named: An
 
 
 def _step(self: GradScaler, optimizer: Any, state: object, *args: Any, **named: Any) -> Any:
-    return optimizer.step(*args, **named)  # without looking for overflow
+    return optimizer.step(*args, **named)  # does not check for overflow

@@ -1,22 +1,23 @@
-"""How many bytes one rank sends in a collective, from the operator and its arguments.
+"""Computes how many bytes one rank sends in a collective, from the operator and its arguments.
 
-Only shapes count, so a fake process group gives the same bytes as ranks that train for real.
+Only shapes count, so a fake process group yields the same bytes as real ranks.
 
-The whole
-    The larger of input and output: the result of a gather, the argument of a scatter, all-reduce
-    or broadcast.
+The message
+    The message of a collective is the larger of its input and its output. The message of a gather
+    is its result. The message of a scatter, all-reduce or broadcast is its argument.
 
-The ring
-    Each of W ranks sends (W - 1)/W of the whole in an all-gather, reduce-scatter or all-to-all. It
-    sends twice that in an all-reduce, which is a scatter and a gather. No algorithm sends less per
-    rank. In a broadcast each rank passes the whole to the next, except the one before the root. In
-    a reduction to one rank, each does except the root. (Patarasuk and Yuan, "Bandwidth optimal
-    all-reduce algorithms for clusters of workstations", 2009; "Performance reported by NCCL tests"
-    in NVIDIA's nccl-tests.)
+Collectives among W ranks
+    In an all-gather, reduce-scatter or all-to-all, each rank sends (W - 1)/W of the message. In an
+    all-reduce, which is a reduce-scatter and an all-gather, each rank sends twice as much. No
+    algorithm sends less per rank. In a broadcast, each rank sends the message to the next rank,
+    except the last rank before the root. In a reduction to one rank, each rank except the root
+    sends the message. The sources are Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+    for clusters of workstations" (2009), and "Performance reported by NCCL tests" in NVIDIA's
+    nccl-tests.
 
-One to one
-    A sender sends the whole, a receiver nothing. In a gather each rank but the root sends its part;
-    in a scatter the root sends each other rank a part.
+Other collectives
+    In a send, the sender sends the message and the receiver sends nothing. In a gather, each rank
+    except the root sends its part. In a scatter, the root sends a part to each other rank.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ BY_ROOT = re.compile("::(gather|scatter)_$")
 SEND_NOTHING = re.compile(
     "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
 )
-"""Patterns of operator names: PyTorch spells each collective in several ways."""
+"""Patterns of operator names. PyTorch has several names for each collective."""
 
 
-def sent(name: str, given: Mapping[str, Any], out: Any) -> int:
-    """The bytes that this rank sends in a finished call.
+def sent_bytes(name: str, given: Mapping[str, Any], out: Any) -> int:
+    """Return the bytes that this rank sends in a call.
 
     Args:
-        name: the operator's name with its namespace.
-        given: its arguments, by name.
-        out: its result.
+        name: name of the operator, with its namespace.
+        given: arguments of the call, by name.
+        out: result of the call.
 
     Raises:
         UnsupportedOperation: the collective is unknown.
@@ -70,7 +71,7 @@ def sent(name: str, given: Mapping[str, Any], out: Any) -> int:
         return 2 * whole * (ranks - 1) // ranks
     if SHARE_WITH_ALL.search(name):
         return whole * (ranks - 1) // ranks
-    raise UnsupportedOperation(f"how many bytes {name} sends is unknown")
+    raise UnsupportedOperation(f"dpbench has no formula for the bytes that {name} sends")
 
 
 def _bytes(value: Any) -> int:
@@ -78,7 +79,7 @@ def _bytes(value: Any) -> int:
 
 
 def is_root(given: Mapping[str, Any]) -> bool:
-    """Whether this rank is the root of a collective with these arguments."""
+    """Return True if this rank is the root of a collective with these arguments."""
     return _group(given).rank() == _root(given)
 
 
@@ -87,7 +88,7 @@ def _root(given: Mapping[str, Any]) -> int:
 
 
 def _group(given: Mapping[str, Any]) -> ProcessGroup:
-    """The process group of a collective with these arguments."""
+    """Return the process group of a collective with these arguments."""
     if (group := given.get("process_group")) is not None:
         return ProcessGroup.unbox(group)
     named = given["group_name"]

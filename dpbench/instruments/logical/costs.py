@@ -1,4 +1,4 @@
-"""The cost of one operator call: bytes moved, operations, bytes sent."""
+"""Computes the cost of an operator call: bytes moved, FLOPs, and bytes sent to other ranks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from typing import Any, NamedTuple
 from torch._ops import HigherOrderOperator, OpOverload
 
 from dpbench.instruments.logical import rules
-from dpbench.instruments.logical.collectives import sent
-from dpbench.instruments.logical.flops import flops, is_unknown
+from dpbench.instruments.logical.collectives import sent_bytes
+from dpbench.instruments.logical.flops import flops, lacks_formula
 from dpbench.instruments.logical.memory import region_of, tensors
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 
 class Cost(NamedTuple):
-    """Bytes read and written, floating-point operations, and bytes sent to other ranks.
+    """The cost of an operator call.
 
-    ``dtype`` is the type of the operands where there are operations, else empty.
+    Attributes:
+        read_bytes: bytes that the operator reads.
+        write_bytes: bytes that the operator writes.
+        flops: number of floating-point operations.
+        collective_bytes: bytes that this rank sends to other ranks.
+        dtype: dtype of the operands, or "" if ``flops`` is 0.
     """
 
     read_bytes: int
@@ -29,24 +34,25 @@ class Cost(NamedTuple):
 def cost(
     func: OpOverload | HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Cost:
-    """The cost of a call that returned ``out``.
+    """Return the cost of a call with the result ``out``.
 
-    An operator that takes functions (``flex_attention``) is counted by the general rule, as the one
-    kernel that torch.compile makes of it. Its FLOP formula must be known.
+    An operator that takes functions as arguments, such as ``flex_attention``, is counted by the
+    general rule, because torch.compile makes one kernel from it. Without a FLOP formula for such
+    an operator, an error is raised.
     """
     if isinstance(func, HigherOrderOperator):
-        if is_unknown(func):
-            raise UnsupportedOperation("the functions that it calls are not counted")
+        if lacks_formula(func):
+            raise UnsupportedOperation("the operator calls functions that are not counted")
         sizes = ({*map(region_of, tensors(value))} for value in ((args, *kwargs.values()), out))
         read, written = (sum(size for _, size in regions) for regions in sizes)
         return Cost(read, written, flops(func, args, kwargs, out), 0, _dtype(args))
     moved = rules.traffic(func, args, kwargs, out)
-    crossed = sent(rules.operator_name(func), rules.arguments_of(func, args, kwargs), out)
+    crossed = sent_bytes(rules.operator_name(func), rules.arguments_of(func, args, kwargs), out)
     operations = flops(func, args, kwargs, out)
     return Cost(*moved, operations, crossed, _dtype(args) if operations else "")
 
 
 def _dtype(args: Any) -> str:
-    """The type of the first operand with floating-point numbers, e.g. ``float32``."""
+    """Return the name of the dtype of the first floating-point operand, such as ``float32``."""
     operands = (each for each in tensors(args) if each.is_floating_point())
     return str(next((each.dtype for each in operands), "")).removeprefix("torch.")

@@ -1,13 +1,13 @@
-"""Runs operators on tensors without data, and counts their bytes, FLOPs and live memory.
+"""Counts the bytes, FLOPs and live memory of operators.
 
-`FakeTensorMode` gives every result a shape and a dtype but no memory, so a model of any size runs
-on any machine. `OperatorCounter` sits above it and below autograd, and sees every operator that
+`without_data` runs operators on fake tensors. PyTorch's `FakeTensorMode` gives a tensor a shape and
+a dtype but no memory, so a model of any size runs on any machine. `OperatorCounter` is a dispatch
+mode above `FakeTensorMode` and below autograd. `OperatorCounter` receives every operator that
 PyTorch dispatches in forward, backward and optimizer.
 
-Why fake tensors are on the CPU
-    A build without CUDA can make a fake ``cuda`` tensor, but its autograd engine then ends the
-    process, because it finds no CUDA device guard. So tensors say ``cpu``, and `as_on_cuda` makes
-    PyTorch choose operators as for CUDA.
+Fake tensors have the device ``cpu``. In a build of PyTorch without CUDA, autograd ends the process
+if it finds a fake ``cuda`` tensor, because the device guard of CUDA is missing. `as_on_cuda` makes
+PyTorch choose the same operators as for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from dpbench.core.case import ALL_PHASES, OUTSIDE
 from dpbench.core.metrics import unit
 from dpbench.core.subject import Subject
 from dpbench.instruments.logical import rules
-from dpbench.instruments.logical.as_on_cuda import INSTEAD, as_on_cuda
+from dpbench.instruments.logical.as_on_cuda import CUDA_REPLACEMENTS, as_on_cuda
 from dpbench.instruments.logical.costs import Cost, cost
-from dpbench.instruments.logical.flops import formula_of, is_unknown
-from dpbench.instruments.logical.memo import Memo, answer
+from dpbench.instruments.logical.flops import formula_of, lacks_formula
+from dpbench.instruments.logical.memo import Memo, result_maker
 from dpbench.instruments.logical.memory import (
     LiveMemory,
     ScriptMemory,
-    in_place,
-    resizing_seen,
+    in_place_variant,
     tensors,
+    track_resizing,
 )
-from dpbench.instruments.logical.source_lines import Place, Places
+from dpbench.instruments.logical.source_lines import Place, PlaceFinder
 from dpbench.instruments.logical.stand_ins import (
     STAND_INS,
     AssumedValues,
@@ -56,22 +56,25 @@ from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 CONSTANT_ELEMENTS = 1024
-"""Constants up to this size keep their values while a model is built."""
+"""Largest number of elements of a constant that keeps its values while a model is built."""
 _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
-"""Operators whose constants build models, such as the rates of stochastic depth."""
+"""Operators that create constants which models need, such as the rates of stochastic depth."""
 
-OWN_KERNELS = ("aten._fused_rms_norm", "aten.mish_backward", "aten.silu_backward")
-"""Operators that are one kernel on CUDA and composed of others elsewhere."""
+FUSED_ON_CUDA = ("aten._fused_rms_norm", "aten.mish_backward", "aten.silu_backward")
+"""Operators that are one kernel on CUDA, and composed of several operators elsewhere."""
 
-NOT_WORK = ("prim", "profiler")
-"""Namespaces of operators that move no data, such as ``prim::device``."""
+NAMESPACES_WITHOUT_WORK = ("prim", "profiler")
+"""Namespaces of operators that move no data, for example of ``prim::device``."""
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts a step by phase and operator, above a mode of fake tensors; a `PhaseListener`.
+    """A `PhaseListener` that counts the latest step by phase and operator.
 
-    It keeps the counts of the latest step. Between steps it tracks memory only.
+    Between steps only live memory is tracked.
+
+    Args:
+        fake: the mode that creates fake tensors. If None, operators run on real tensors.
     """
 
     supports_higher_order_operators = True
@@ -89,16 +92,21 @@ class OperatorCounter(TorchDispatchMode):
         self._forget()
 
     def _forget(self) -> None:
-        self.calls = Counter[tuple[str, str, Cost, Place]]()  # by phase, operator, cost and place
-        self._places = Places()
-        # By phase and operator: live bytes after its first and last call, and the most.
+        # Number of calls by phase, operator, cost and place.
+        self.calls = Counter[tuple[str, str, Cost, Place]]()
+        self._places = PlaceFinder()
+        # Live bytes after the first and last call of an operator in a phase, and their maximum.
         self.live: dict[tuple[str, str], tuple[int, int, int]] = {}
-        self.peaks: dict[str, int] = {}  # by phase: most live bytes
-        self.notes = Counter[str]()  # assumptions, by how often they were made
+        # Maximum of live bytes by phase.
+        self.peaks: dict[str, int] = {}
+        self.notes = Counter[str]()  # how many times each assumption was made
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Skip the guard against torch.compile around each call: nothing is compiled here."""
+        """Return False, so that PyTorch does not guard each call against torch.compile.
+
+        The guard costs time, and torch.compile is refused anyway.
+        """
         return False
 
     def start_step(self) -> None:
@@ -119,7 +127,7 @@ class OperatorCounter(TorchDispatchMode):
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
-        """The counts of each operator by phase and place, most bytes first."""
+        """Counts of each operator by phase and place, sorted by bytes from most to least."""
         totals: dict[tuple[str, str, Place], Counter[str]] = defaultdict(Counter)
         for (phase, name, each, place), times in self.calls.items():
             total = totals[phase, name, place]
@@ -129,7 +137,7 @@ class OperatorCounter(TorchDispatchMode):
         counts = [
             OperatorCount(
                 *(phase, name, count["calls"], count["read_bytes"], count["write_bytes"]),
-                *(count["flops"], rules.is_foreign(name), count["collective_bytes"], *place),
+                *(count["flops"], rules.uses_general_rule(name), count["collective_bytes"], *place),
             )
             for (phase, name, place), count in totals.items()
         ]
@@ -137,32 +145,32 @@ class OperatorCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_distributed(types):
-            return NotImplemented  # dispatches again with this rank's tensors
+            return NotImplemented  # PyTorch then dispatches the operator on this rank's tensors
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # two thirds of all calls: skip the next mode
-        if func.namespace in NOT_WORK:
+            return args[0].fake_device  # a fast path, because two thirds of all calls end here
+        if func.namespace in NAMESPACES_WITHOUT_WORK:
             return func(*args, **kwargs)
-        if is_composite(func):  # inference mode does not decompose it
+        if is_composite(func):  # inference mode does not decompose operators
             with self:
-                return INSTEAD.get(func, func.decompose)(*args, **kwargs)
+                return CUDA_REPLACEMENTS.get(func, func.decompose)(*args, **kwargs)
         device = device_of(func, kwargs)
-        runs = in_place(func, args)  # moves as many bytes
-        effect, given = self._memo.look_up(runs, args, kwargs)
-        if given is not None and effect.answer:
-            out = effect.answer(given)
+        runs = in_place_variant(func, args)
+        effect, inputs = self._memo.look_up(runs, args, kwargs)
+        if inputs is not None and effect.make_result:
+            out = effect.make_result(inputs)
         else:
             out = self._run(runs, args, kwargs)
-            effect.answer = None if given is None else answer(out, given)
-        if device == "meta":  # it would take no GPU memory either
+            effect.make_result = None if inputs is None else result_maker(out, inputs)
+        if device == "meta":  # meta tensors need no memory on a GPU either
             return out
         for tensor in tensors(out):
-            self.memory.see(tensor)
+            self.memory.track(tensor)
         if self._phase is not None:
             if torch.is_autocast_enabled("cuda"):
                 raise UnsupportedOperation(
-                    "torch.set_autocast_enabled cannot be followed without a GPU: use a region of "
-                    "torch.autocast"
+                    "torch.set_autocast_enabled cannot be simulated without a GPU: use the "
+                    "context manager torch.autocast"
                 )
             effect.cost = effect.cost or cost(runs, args, kwargs, out)
             self._record(self._phase, func, effect.cost)
@@ -175,7 +183,7 @@ class OperatorCounter(TorchDispatchMode):
         try:
             return self._run_or_assume(func, args, kwargs)
         finally:
-            for memo in self._memos:  # `module.to(dtype)` fails on their weak references
+            for memo in self._memos:  # otherwise their weak references break `module.to(dtype)`
                 if memo:
                     memo.clear()
 
@@ -183,11 +191,11 @@ class OperatorCounter(TorchDispatchMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            out = rules.asked_for(
+            out = rules.drop_masked_gradients(
                 func, args, kwargs, func(*with_positive_dims(func, args), **kwargs)
             )
             if self._phase is None and func in CONSTANTS and out.numel() <= CONSTANT_ELEMENTS:
-                with no_dispatch():  # a fake constant, until it is overwritten
+                with no_dispatch():  # a fake tensor that has values until it is overwritten
                     real = func(*args, **kwargs)
                 converter = self._fake.fake_tensor_converter
                 return converter.from_real_tensor(self._fake, real, make_constant=True)
@@ -195,12 +203,13 @@ class OperatorCounter(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if func is torch.ops.aten._local_scalar_dense.default:
                 out = self._values.value(args[0], counted=self._phase is not None)
-                note = "a value that Python asked for was taken to be 1"
+                note = "a value that Python code reads was assumed to be 1"
             elif func in STAND_INS:
                 out, note = STAND_INS[func](*args, **kwargs)
             else:
                 raise UnsupportedOperation(
-                    f"the result of {label(func)} depends on data, which does not exist here"
+                    f"the result of {label(func)} depends on values of tensors, but the step is "
+                    f"counted without values"
                 ) from error
         if self._phase is not None:
             self.notes[f"{label(func)}: {note}"] += 1
@@ -208,15 +217,15 @@ class OperatorCounter(TorchDispatchMode):
 
     def _record(self, phase: str, func: OpOverload, cost: Cost) -> None:
         if any(cost[:-1]):
-            self.calls[phase, label(func), cost, self._places.here()] += 1
-        if is_unknown(func):
-            self.notes[f"{NO_FLOPS}: {label(func)} multiplies, and has no formula"] += 1
+            self.calls[phase, label(func), cost, self._places.current()] += 1
+        if lacks_formula(func):
+            self.notes[f"{NO_FLOPS}: {label(func)} multiplies but has no FLOP formula"] += 1
 
 
 class RealTensorCounter(OperatorCounter):
-    """Counts operators on tensors with data as they run, on any device.
+    """An `OperatorCounter` for operators that run on tensors with data, on any device.
 
-    PyTorch chooses attention, dropout and others for that device.
+    PyTorch chooses operators, for example for attention and dropout, for that device.
     """
 
     memory: ScriptMemory
@@ -224,7 +233,7 @@ class RealTensorCounter(OperatorCounter):
     def __init__(self) -> None:
         super().__init__(None)
         self.memory = ScriptMemory()
-        self.memory.see_those_made_before()
+        self.memory.track_existing()
 
     def start_step(self) -> None:
         self.memory.start_step()
@@ -232,16 +241,16 @@ class RealTensorCounter(OperatorCounter):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Do not skip PyTorch's guard, because a script may use torch.compile."""
+        """Return True, because a script that uses torch.compile needs PyTorch's guard."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_distributed(types):
-            return NotImplemented  # dispatches again with this rank's tensors
+            return NotImplemented  # PyTorch then dispatches the operator on this rank's tensors
         kwargs = kwargs or {}
-        if self._phase is None or func.namespace in NOT_WORK:
+        if self._phase is None or func.namespace in NAMESPACES_WITHOUT_WORK:
             return func(*args, **kwargs)
-        if is_composite(func):  # inference mode does not decompose it
+        if is_composite(func):  # inference mode does not decompose operators
             with self:
                 return func.decompose(*args, **kwargs)
         phase = self._phase
@@ -249,29 +258,29 @@ class RealTensorCounter(OperatorCounter):
         try:
             self._record(phase, func, cost(func, args, kwargs, out))
             self.memory.run(phase, [*args, *kwargs.values()], out)
-        except Exception as error:  # only counting failed: the script goes on
-            self._leave_out(func, args, out, error)
+        except Exception as error:  # a failure to count must not stop the script
+            self._note_uncounted(func, args, out, error)
         return out
 
-    def _leave_out(self, func: Any, args: Any, out: Any, error: Exception) -> None:
-        """Note that an operator was not counted, and why; the script goes on."""
+    def _note_uncounted(self, func: Any, args: Any, out: Any, error: Exception) -> None:
+        """Add a note that an operator was not counted, with the reason."""
         layouts = {str(each.layout) for each in tensors([args, out])} - {"torch.strided"}
         why = f"its tensors are {' and '.join(sorted(layouts))}" if layouts else "no rule fits it"
         if isinstance(error, UnsupportedOperation):
             why = str(error)
         self.notes[f"{NOT_COUNTED}: {label(func)}: {why}"] += 1
-        if formula_of(func) or is_unknown(func):
-            self.notes[f"{NO_FLOPS}: {label(func)} multiplies, and was not counted"] += 1
+        if formula_of(func) or lacks_formula(func):
+            self.notes[f"{NO_FLOPS}: {label(func)} multiplies but was not counted"] += 1
 
 
 @contextmanager
 def without_data() -> Iterator[OperatorCounter]:
-    """Make tensors without data within this context; the counter sees every operator.
+    """Create all new tensors without data inside the block, and yield a counter of operators.
 
-    Real tensors may be used too; only their shapes count.
+    Operators in the block may also use real tensors. Only the shapes of real tensors count.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with as_on_cuda(), fake, OperatorCounter(fake) as counter, resizing_seen(counter.memory):
+    with as_on_cuda(), fake, OperatorCounter(fake) as counter, track_resizing(counter.memory):
         yield counter
 
 
@@ -283,7 +292,16 @@ def logical_rows(
     repeat: int = 0,
     largest: int = 0,
 ) -> Iterator[Measurement]:
-    """Yield the rows of each phase of a step, and of the whole with its ``largest`` tensor."""
+    """Yield the rows of each phase of a step and of the whole step.
+
+    Args:
+        case: the case or script.
+        operators: the counts of the step.
+        phases: the phases of the step.
+        peaks: peak live bytes by phase. If None, no row has peak memory.
+        repeat: number of the step.
+        largest: bytes of the step's largest tensor. If 0, no row has this metric.
+    """
     operators = tuple(operators)
     with_others = case.gpus > 1 or (
         distributed.is_initialized() and distributed.get_world_size() > 1
@@ -309,36 +327,36 @@ def logical_rows(
 
 @cache
 def label(func: Any) -> str:
-    """An operator's name as PyTorch's profiler tables spell it, e.g. ``aten.clone``."""
+    """Return the name of an operator without its overload, such as ``aten.clone``."""
     return str(func.name()).partition(".")[0].replace("::", ".")
 
 
 @cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether an operator only calls others, which are counted instead."""
+    """Return True if an operator only calls other operators, which are counted instead."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (
         func.namespace == "aten"
-        and label(func) not in OWN_KERNELS
+        and label(func) not in FUSED_ON_CUDA
         and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite)
     )
 
 
 def is_distributed(types: Iterable[type]) -> bool:
-    """Whether an argument is a DTensor, or a tensor that a collective is still to fill."""
+    """Return True if an argument is a DTensor, or the unfinished result of a collective."""
     return any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types)
 
 
 def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
-    """The device type that a call asks for, by default ``cpu``.
+    """Return the device type on which a call creates its result, ``cpu`` or ``meta``.
 
-    Types other than ``cpu`` and ``meta`` are refused: they could end the process, see the module.
+    Other devices raise an error, because they could end the process (see the module's docstring).
     """
     device = kwargs.get("device")
     asked = "cpu" if device is None else torch.device(device).type
     if asked not in ("cpu", "meta"):
         raise UnsupportedOperation(
-            f"{label(func)} asks for device {str(device)!r}; take the device from the batch or the "
-            f"model, so that the step can be counted without hardware"
+            f"{label(func)} creates a tensor on device {str(device)!r}, but the step is counted "
+            f"without hardware: use the device of the batch or of the model"
         )
     return asked

@@ -1,20 +1,21 @@
-"""How many floating-point operations (FLOPs) an operator does.
+"""Computes how many floating-point operations (FLOPs) an operator executes.
 
-Products count: of matrices and vectors, convolutions, recurrent layers, attention. A multiply-add
-is two operations, or eight on complex numbers. Elementwise work does not count. Causal attention is
-not halved.
+Only products count: products of matrices and vectors, convolutions, recurrent layers, attention. A
+multiply-add is two operations, or eight on complex numbers. Elementwise work does not count.
+Causal attention counts as much as full attention.
 
 Convolutions
-    Each of the two gradients takes as many operations as forward, also with groups. (PyTorch's
-    formula multiplies the FLOPs of the weight's gradient by the number of groups, and ``vmap``
-    makes each example a group.) Products with padding count.
+    The gradients of the input and of the weight each need as many FLOPs as forward, also with
+    groups. PyTorch's own formula is not used, because it multiplies the FLOPs of the weight's
+    gradient by the number of groups. ``vmap`` makes a group of each example, so the result would
+    be too large. Products with padding count.
 Recurrent layers
-    Each token is multiplied by each matrix of the layer. Backward has two products for each
-    product of forward: one for the input's gradient, one for the matrix's.
+    Each token is multiplied by each matrix of the layer. Backward executes two products for each
+    product of forward: one for the gradient of the input, and one for the gradient of the matrix.
 Attention, operators of other libraries
-    PyTorch's formulas, and those registered with `torch.utils.flop_counter`.
+    PyTorch's formulas and the formulas that are registered with `torch.utils.flop_counter` apply.
 
-`is_unknown` finds operators that multiply but have no formula; notes name them.
+`lacks_formula` finds operators that multiply but have no formula. Notes name these operators.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ MULTIPLIES = re.compile(
     """,
     re.VERBOSE,
 )
-"""Matches names of PyTorch's operators that do more than elementwise work."""
+"""Matches names of PyTorch's operators that execute more than elementwise work."""
 
-Given = Mapping[str, Any]
-"""The arguments of a call, by name."""
+Arguments = Mapping[str, Any]
+"""Arguments of a call, by name."""
 
 
 def flops(
-    func: OpOverload | HigherOrderOperator, args: tuple[Any, ...], kwargs: Given, out: Any
+    func: OpOverload | HigherOrderOperator, args: tuple[Any, ...], kwargs: Arguments, out: Any
 ) -> int:
-    """The FLOPs of a call that returned ``out``; 0 without a formula."""
+    """Return the FLOPs of a call with the result ``out``, or 0 if the operator has no formula."""
     formula = formula_of(func)
     if formula is None:
         return 0
@@ -59,43 +60,52 @@ def flops(
 
 
 @cache
-def is_unknown(func: OpOverload | HigherOrderOperator) -> bool:
-    """Whether an operator has no formula but multiplies, judging by its name."""
+def lacks_formula(func: OpOverload | HigherOrderOperator) -> bool:
+    """Return True if an operator has no formula although, by its name, it multiplies."""
     if formula_of(func):
         return False
     if isinstance(func, HigherOrderOperator) or func.namespace != "aten":
-        return func.namespace not in KNOWN  # known libraries have a formula for each product
+        return func.namespace not in KNOWN  # in known libraries, each product has a formula
     return MULTIPLIES.search(operator_name(func)) is not None
 
 
 @cache
 def formula_of(func: OpOverload | HigherOrderOperator) -> Callable[..., int] | None:
-    """The formula of an operator; it takes the arguments, and the result as ``out_val``."""
+    """Return the FLOP formula of an operator, or None.
+
+    The formula takes the arguments of the call, and the result as ``out_val``.
+    """
     if isinstance(func, HigherOrderOperator):
         return flop_registry.get(func)
     name = operator_name(func).removesuffix("_")
     for pattern, formula in FORMULAS.items():
         if re.fullmatch(pattern, name):
             return partial(_by_name, func, formula)
-    # The CPU's fused attention takes its operands in the same order as CUDA's.
+    # Fused attention on the CPU takes its operands in the same order as on CUDA.
     name = str(func.overloadpacket).replace("_for_cpu", "")
     return next((formula for known, formula in flop_registry.items() if str(known) == name), None)
 
 
 def _by_name(
-    func: OpOverload, formula: Callable[[Given, Any], int], *args: Any, out_val: Any, **kwargs: Any
+    func: OpOverload,
+    formula: Callable[[Arguments, Any], int],
+    *args: Any,
+    out_val: Any,
+    **kwargs: Any,
 ) -> int:
     return formula(arguments_of(func, args, kwargs), out_val)
 
 
 def _with_repeated_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of attention as shapes, as if each query head had its own keys.
+    """Return arguments of attention in which the operands are shapes with one key per query head.
 
-    The FLOPs are the same. Formulas of PyTorch before 2.12 refuse keys that heads share.
+    The FLOPs are the same with one key per query head. The formulas of PyTorch before 2.12 refuse
+    operands in which several query heads share a key. For other operators, the arguments are
+    returned unchanged.
     """
     if "scaled_dot_product" not in str(func):
         return args
-    heads = args[0].shape[1]  # the query; in backward the output's gradient
+    heads = args[0].shape[1]  # of the query, in backward of the output's gradient
 
     def shape(value: Any) -> Any:
         return (value.shape[0], heads, *value.shape[2:]) if isinstance(value, Tensor) else value
@@ -104,33 +114,33 @@ def _with_repeated_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _product(left: Tensor, right: Tensor) -> int:
-    """FLOPs of a product of matrices, batches of matrices, or vectors."""
+    """Return the FLOPs of a product of matrices, batches of matrices, or vectors."""
     packed = 2 if left.dtype is torch.float4_e2m1fn_x2 else 1
     return 2 * packed * left.numel() * (right.shape[-1] if right.dim() > 1 else 1)
 
 
-def _product_of_groups(given: Given, out: Any) -> int:
+def _product_of_groups(given: Arguments, out: Any) -> int:
     left, right = given["self"], given["mat2"]
-    # Each group has its own columns of a right-hand matrix.
+    # Each group multiplies only its own columns of a right-hand matrix.
     return _product(left, right) // (left.shape[0] if left.dim() > right.dim() else 1)
 
 
-def _convolution(given: Given, out: Any) -> int:
+def _convolution(given: Arguments, out: Any) -> int:
     source, weight = given.get("input", given.get("self")), given["weight"]
     spread = source if given.get("transposed") else given.get("grad_output", out)
-    gradients = given.get("output_mask", [True, False])[:2]  # forward has one product
+    gradients = given.get("output_mask", [True, False])[:2]  # forward executes one product
     return int(2 * sum(gradients) * spread.numel() * weight[0].numel())
 
 
-def _recurrent(given: Given, out: Any) -> int:
+def _recurrent(given: Arguments, out: Any) -> int:
     weights = [value for name, value in given.items() if name.startswith("weight")]
     elements = sum(each.numel() for each in tensors(weights) if each.dim() == 2)
     tokens = given["input"].shape[:-1].numel()
-    backward = "output" in given  # ``output_mask`` may leave out the weights' gradients
+    backward = "output" in given  # `output_mask` may omit the gradients of the weights
     return int(2 * (1 + (backward and given.get("output_mask", [True])[-1])) * tokens * elements)
 
 
-FORMULAS: Mapping[str, Callable[[Given, Any], int]] = {
+FORMULAS: Mapping[str, Callable[[Arguments, Any], int]] = {
     r"b?mm|mv|v?dot|_int_mm|_scaled_mm(_v2)?": lambda g, out: _product(*[*g.values()][:2]),
     r"b?add(b?mm|mv)|_addmm_activation": lambda g, out: _product(*[*g.values()][1:3]),
     r"addr": lambda given, out: 2 * out.numel(),
@@ -139,4 +149,4 @@ FORMULAS: Mapping[str, Callable[[Given, Any], int]] = {
     r"(_|cudnn_|miopen_|mkldnn_)?convolution(_backward)?(_overrideable)?": _convolution,
     r"(_cudnn_rnn|miopen_rnn|mkldnn_rnn_layer)(_backward)?": _recurrent,
 }
-"""Formulas by patterns of ATen's operator names."""
+"""FLOP formulas, by patterns of names of ATen operators."""

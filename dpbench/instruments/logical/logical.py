@@ -1,12 +1,13 @@
-"""The instrument ``logical``: bytes that a step must move, counted by operator without a GPU.
+"""The instrument ``logical`` counts the bytes that a step must move, by operator, without a GPU.
 
-The real trainers run on tensors without data. `counter` sees their operators, and `rules` says how
-many bytes each must move.
+The real trainers run on tensors without data. The module `counter` receives their operators, and
+`rules` computes how many bytes each operator must move.
 
-Logical bytes are a floor for executions that keep nothing in caches between operators. On an H200
-they are within a few percent of DRAM counters if tensors are larger than the L2 cache. Long
-sequences move more, because large matrix products read operands again; tiny models move less,
-because everything stays in the cache.
+Logical bytes are a lower bound for executions that keep no data in caches between operators. On
+an H200, logical bytes and DRAM counters differ by a few percent if tensors are larger than the L2
+cache.
+Steps with long sequences move more bytes, because large matrix products read operands several
+times. Steps of tiny models move fewer bytes, because all tensors stay in the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dpbench.core.registry import is_builtin
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
-from dpbench.instruments.logical.recorder import LogicalRecorder, new_objects_collected
+from dpbench.instruments.logical.recorder import LogicalRecorder, freeze_existing_objects
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.fork_server import fork_server
 from dpbench.launch.pending import PendingMeasurement
@@ -47,72 +48,84 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STEADY = 1e-3
-"""A step is steady if it changes the live bytes by at most this share. Opacus keeps a few kilobytes
-of norms from the first step on."""
+"""A step is steady if it changes the live bytes by at most this ratio.
+
+The ratio is not 0, because Opacus keeps a few kilobytes of norms after the first step.
+"""
 
 MOST_STEPS = 3
 
 Counted = tuple[tuple[OperatorCount, ...], dict[str, int], int]
-"""The counts of one step: operators, peak live bytes by phase, bytes of the largest tensor."""
+"""Counts of a step: operators, peak live bytes by phase, bytes of the largest tensor."""
 
 
 @dataclass(frozen=True)
 class Logical(Instrument):
-    """Counts one step of a case; needs neither a GPU nor the case's memory.
+    """An instrument that counts a step of a case, and needs neither a GPU nor the case's memory.
 
-    The first steady step is counted: the first that leaves as many live bytes as it found, within
-    `STEADY`. Earlier steps are warm-up, in which optimizers allocate state. Later steps would be
-    equal. With Poisson batches they are not, so a step of each sampled size is counted too; the
-    operators are those of the steady step, which has the expected size. If none of `MOST_STEPS`
-    steps is steady, the last is counted, with a note.
+    The instrument counts the first steady step. A step is steady if the live bytes before and
+    after the step are equal, within the ratio `STEADY`. Earlier steps are not steady, because
+    optimizers allocate state. Steps after the first steady step are equal. If none of
+    `MOST_STEPS` steps is steady, the last step is counted and a note is added.
+
+    With Poisson sampling, batches have different sizes. The instrument then also counts a step of
+    each sampled size. The counts by operator come from the steady step, whose batch has the
+    expected size.
 
     For a case of several ranks, the first rank is counted (see `one_rank`), in its second step or
-    later: in the first step PyTorch runs operators on whole tensors to learn how they are sharded.
+    later. In the first step PyTorch runs additional operators on whole tensors to find how the
+    tensors are sharded.
 
-    A case is counted in a new process if its trainer or model is not dpbench's own, because it may
-    crash or hang; if this process is in a process group; or if this process has not imported torch
-    and a fork server has.
+    A case is counted in a new process if its trainer or model is not built in, because foreign
+    code may crash or hang. A new process is also used if this process is in a process group, or
+    if a fork server has imported torch but this process has not.
+
+    Attributes:
+        timeout: seconds until the new process is ended.
+        directory: directory for the log of the new process, or None to write no log.
+        active: number of Poisson batches to count.
     """
 
     name: ClassVar[str] = "logical"
     hardware: ClassVar[bool] = False
     by_rank: ClassVar[bool] = True
 
-    timeout: float = 600.0  # seconds; a process that takes longer is ended
-    directory: Path | None = None  # of the process's log; None keeps no log
-    active: int = Settings.active  # Poisson batches that are counted
+    timeout: float = 600.0
+    directory: Path | None = None
+    active: int = Settings.active
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Logical:
         return cls(settings.timeout, settings.ncu_dir, settings.active)
 
     def start(self, case: Case) -> PendingMeasurement:
-        """Start a process, or return an object that counts here when its rows are asked for."""
+        """Start a new process, or return a measurement that counts in this process later."""
         if (
             is_builtin(case)
             and not _in_process_group()
             and ("torch" in sys.modules or not fork_server())
         ):
             return Counting(self, case)
-        kept = None if is_builtin(case) else self.directory  # a built-in case leaves no log
-        log = kept and (kept / case.report_path).with_suffix(".logical.log")
+        directory = None if is_builtin(case) else self.directory
+        log = directory and (directory / case.report_path).with_suffix(".logical.log")
         return CaseProcess(Task(case, self), log=log, timeout=self.timeout, read=_read_outcome)
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         return LogicalRecorder(steps)
 
     def check_script(self) -> None:
-        """Check nothing: it leaves no files."""
+        """Do nothing, because counting a script writes no files."""
 
     def record_case(self, case: Case) -> dict[str, Any]:
-        faulthandler.enable(2)  # the log then says where a crash was
+        faulthandler.enable(2)  # after a crash, the log contains a stack
         return self.count(case).as_json()
 
     def count(self, case: Case) -> Outcome:
         """Count a case in this process, or raise `CaseFailed`.
 
-        Notes name assumed values, and operators of few bytes that were counted by their schema.
-        Tables name such operators of many bytes.
+        The notes of the outcome list assumed values. Operators of unknown libraries are counted by
+        their schema. The notes list these operators if they move few bytes. Tables list these
+        operators if they move many bytes.
         """
         from dpbench.child.build import about_sizes, labels_of
         from dpbench.instruments.logical.counter import logical_rows
@@ -127,7 +140,7 @@ class Logical(Instrument):
         light = {each.operator for each in operators if each.general_rule}
         light -= guesses(operators).keys()
         notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
-        notes += [f"{name}: counted by its schema" for name in sorted(light)]
+        notes += [f"{name} was counted by its schema" for name in sorted(light)]
         if case.sampling != "fixed":
             notes.append(about_sizes(case, self.active))
         if case.gpus > 1:
@@ -139,10 +152,10 @@ class Logical(Instrument):
     def counted(
         self, case: Case, read: Callable[[TrainerBase], T]
     ) -> tuple[OperatorCounter, T, list[Counted]]:
-        """Count a case; return the counter, the result of ``read(trainer)``, and the counts.
+        """Count a case, and return the counter, the result of ``read(trainer)``, and the counts.
 
         Raises:
-            CaseFailed: a step fails.
+            CaseFailed: a step raises an error.
         """
         from dpbench.instruments.logical.counter import without_data
         from dpbench.instruments.logical.one_rank import fake_process_group
@@ -150,7 +163,7 @@ class Logical(Instrument):
         try:
             with (
                 untouched_torch(),
-                new_objects_collected(),
+                freeze_existing_objects(),
                 fake_process_group(case.gpus),
                 without_data() as counter,
             ):
@@ -158,15 +171,16 @@ class Logical(Instrument):
                 return counter, read(trainer), steps
         except DpbenchError:
             raise
-        except Exception as error:  # a trainer can raise anything
+        except Exception as error:  # a trainer may raise any error
             raise CaseFailed(
                 f"{case.id}: counting logical bytes failed with {_in_one_line(error)}"
             ) from error
 
     def _run(self, case: Case, counter: OperatorCounter) -> tuple[TrainerBase, list[Counted]]:
-        """Train until a step is steady; return the trainer, and what was counted.
+        """Train until a step is steady, and return the trainer and the counts.
 
-        That is the steady step and, of Poisson batches, each of the sampled steps.
+        The first counts are those of the steady step. With Poisson sampling, the counts of each
+        sampled step follow.
         """
         import torch
 
@@ -192,7 +206,8 @@ class Logical(Instrument):
             if steady and number >= (case.gpus > 1):
                 break
         else:
-            counter.notes[f"step {MOST_STEPS} still added {after - before:,} B to what lives"] = 1
+            note = f"step {MOST_STEPS} still added {after - before:,} bytes to the live memory"
+            counter.notes[note] = 1
         if sampled:
             notes, by_size = counter.notes.copy(), dict[int, Counted]()
             sizes = [examples_in(batch) for batch in batches[MOST_STEPS:]]
@@ -206,7 +221,7 @@ class Logical(Instrument):
 
 @dataclass(eq=False)
 class Counting(PendingMeasurement):
-    """A case that this process counts when its rows are asked for."""
+    """A measurement of a case in this process. `rows` counts the case."""
 
     instrument: Logical
     case: Case
@@ -219,7 +234,7 @@ class Counting(PendingMeasurement):
 
 
 def _in_process_group() -> bool:
-    """Whether this process is in a process group, which a count must not replace."""
+    """Return True if this process is in a process group, which counting would replace."""
     torch = sys.modules.get("torch")
     distributed = torch and torch.distributed
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
@@ -232,20 +247,20 @@ def _read_outcome(child: CaseProcess) -> list[Measurement]:
 
 
 def _in_one_line(error: Exception) -> str:
-    """The error's class and message, and the user's line that raised it."""
+    """Return the class and message of an error, and the line of user code that raised it."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}{own_line(error.__traceback__)}"
 
 
 def live_bytes(counter: OperatorCounter) -> int:
-    """Live bytes between two steps, after garbage collection of reference cycles."""
+    """Return the live bytes between two steps, after collecting reference cycles."""
     gc.collect()
     return counter.memory.now
 
 
 @contextmanager
 def untouched_torch() -> Iterator[None]:
-    """Set PyTorch's defaults within this context, and restore the settings afterwards."""
+    """Use PyTorch's default settings within the block, and restore the user's settings then."""
     import torch
     from torch._subclasses import fake_tensor
 
@@ -259,15 +274,15 @@ def untouched_torch() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        # Errors are reported in one line; do not log their tracebacks.
+        # dpbench reports errors in one line, so PyTorch must not log their tracebacks.
         stack.enter_context(patch.object(fake_tensor.log, "disabled", True))
-        if torch.get_default_device().type != "cpu":  # only then: it costs a call per operator
+        if torch.get_default_device().type != "cpu":  # a default device slows each operator
             stack.enter_context(torch.device("cpu"))
-        # Opacus's fast gradient clipping deep-copies gradients, which reads their address.
+        # Opacus's fast gradient clipping deep-copies gradients. The copy reads their address.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        # Opacus puts full backward hooks on embeddings, whose inputs never need gradients.
+        # Opacus registers full backward hooks on embeddings, whose inputs need no gradients.
         warnings.filterwarnings("ignore", "Full backward hook is firing")
-        # FSDP2 gathers again anyway, unless the view is changed in place.
+        # FSDP2 warns about each returned view, but a gather is lost only if the view is modified.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         torch.set_default_dtype(torch.float32)
         yield

@@ -1,9 +1,10 @@
-"""Remembers the effects of operator calls, because the layers of a model repeat them.
+"""Remembers the results and costs of operator calls, because the layers of a model repeat calls.
 
-Two calls are equal if they run one operator on tensors of the same shapes, strides and dtypes that
-share memory in the same way. Without this memo, counting the ``1b`` model takes two to four times
-as long: the cache of `FakeTensorMode` is slow, because it handles every kind of tensor. Calls with
-complex tensors, or whose result depends on data, are not remembered.
+Two calls are equal if they run the same operator on tensors with the same shapes, strides and
+dtypes, and these tensors share memory in the same way. Without this module, counting the ``1b``
+model takes two to four times as long. The cache of `FakeTensorMode` is slow, because it supports
+all kinds of tensors. Calls with complex tensors, and calls whose result depends on values of
+tensors, are not remembered.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from torch.utils._mode_utils import no_dispatch
 
 from dpbench.instruments.logical.costs import Cost
 
-Given: TypeAlias = Sequence[FakeTensor]
-"""The tensors among a call's arguments, in order."""
+Inputs: TypeAlias = Sequence[FakeTensor]
+"""The tensors in the arguments of a call, in order."""
 
-Answer: TypeAlias = Callable[[Given], Any]
-"""Makes the result of a call from its tensors."""
+ResultMaker: TypeAlias = Callable[[Inputs], Any]
+"""A function that creates the result of a call from the tensors in the arguments."""
 
-UNUSUAL = (
+NOT_MEMOIZABLE = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
-    torch.Tag.inplace_view,  # changes the shape of its argument
+    torch.Tag.inplace_view,  # the operator changes the shape of its argument
 )
 
 
 @dataclass
 class Effect:
-    """The result and cost of a call; None until known."""
+    """The result and cost of a call. A field is None until the value is known."""
 
-    answer: Answer | None = None
+    make_result: ResultMaker | None = None
     cost: Cost | None = None
 
 
 class Memo:
-    """The effects of earlier calls on the tensors of one mode."""
+    """Stores the effects of earlier calls on the tensors of one `FakeTensorMode`."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -52,29 +53,38 @@ class Memo:
 
     def look_up(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Effect, Given | None]:
-        """The effect of a call, and its tensors, which are None if it cannot be remembered."""
-        if not is_usual(func):
+    ) -> tuple[Effect, Inputs | None]:
+        """Return the stored effect of a call, and the tensors in its arguments.
+
+        A new call gets an empty effect. If the call cannot be remembered, the second value is
+        None.
+        """
+        if not is_memoizable(func):
             return Effect(), None
-        given: list[FakeTensor] = []
+        inputs: list[FakeTensor] = []
         settings = torch.is_inference_mode_enabled(), torch.get_default_dtype()
         try:
-            arguments = self._describe((args, *kwargs, *kwargs.values()), given, {})
-            return self._effects.setdefault((func, *settings, arguments), Effect()), given
-        except TypeError:  # from `_describe`, or not hashable
+            arguments = self._describe((args, *kwargs, *kwargs.values()), inputs, {})
+            return self._effects.setdefault((func, *settings, arguments), Effect()), inputs
+        except TypeError:  # an argument is not supported or not hashable
             return Effect(), None
 
-    def _describe(self, value: Any, given: list[FakeTensor], storages: dict[int, int]) -> Any:
-        """Describe an argument by all that a result depends on.
+    def _describe(self, value: Any, inputs: list[FakeTensor], storages: dict[int, int]) -> Any:
+        """Return a hashable description of an argument, with everything that affects a result.
 
-        ``storages`` numbers storages, which tensors may share. A TypeError says that a tensor is
-        of a kind that is not remembered.
+        Args:
+            value: the argument.
+            inputs: receives the tensors in the argument.
+            storages: numbers of the storages that occurred so far, because tensors may share one.
+
+        Raises:
+            TypeError: calls with such a tensor are not remembered.
         """
         kind = type(value)
         if kind is FakeTensor:
             if not _is_plain(value) or value.fake_mode is not self._mode:
                 raise TypeError
-            given.append(value)
+            inputs.append(value)
             storage = value.untyped_storage()
             number = storages.setdefault(storage._cdata, len(storages))
             layout = value.shape, value.stride(), value.storage_offset(), value.dtype
@@ -82,50 +92,53 @@ class Memo:
         if isinstance(value, Tensor):
             raise TypeError
         if kind is list or kind is tuple:
-            return kind, *(self._describe(each, given, storages) for each in value)
-        return kind, value  # with its type, because 1 == 1.0 == True
+            return kind, *(self._describe(each, inputs, storages) for each in value)
+        return kind, value  # the type is needed, because 1 == 1.0 == True
 
 
 @cache
-def is_usual(func: OpOverload) -> bool:
-    """Whether an operator's result depends on its arguments' layout, not on their values."""
+def is_memoizable(func: OpOverload) -> bool:
+    """Return True if the result of an operator depends on the layout of tensors, not on values."""
     return (
         func.namespace == "aten"
-        and not any(tag in func.tags for tag in UNUSUAL)
+        and not any(tag in func.tags for tag in NOT_MEMOIZABLE)
         and not any(argument.is_out for argument in func._schema.arguments)
-        and "lift" not in func.name()  # takes a tensor from outside
+        and "lift" not in func.name()  # `lift` takes a tensor that is not fake
     )
 
 
-def answer(out: Any, given: Given) -> Answer | None:
-    """Make a function that returns a result like ``out`` for an equal call; None if impossible."""
+def result_maker(out: Any, inputs: Inputs) -> ResultMaker | None:
+    """Return a function that creates a result like ``out`` for an equal call.
+
+    Returns None if that is impossible.
+    """
     if isinstance(out, (list, tuple)):
-        kind, parts = type(out), [part for each in out if (part := answer(each, given))]
+        kind, parts = type(out), [part for each in out if (part := result_maker(each, inputs))]
         whole = len(parts) == len(out)
-        return (lambda given: kind(part(given) for part in parts)) if whole else None
+        return (lambda inputs: kind(part(inputs) for part in parts)) if whole else None
     if not isinstance(out, Tensor):
-        return lambda given: out
-    for place, tensor in enumerate(given):
+        return lambda inputs: out
+    for place, tensor in enumerate(inputs):
         if tensor is out:
             return itemgetter(place)
     if type(out) is not FakeTensor or not _is_plain(out):
         return None
     storage = out.untyped_storage()
-    bases = [n for n, each in enumerate(given) if each.untyped_storage()._cdata == storage._cdata]
+    bases = [n for n, each in enumerate(inputs) if each.untyped_storage()._cdata == storage._cdata]
     layout, offset = (tuple(out.shape), out.stride()), out.storage_offset()
     dtype, device, mode = out.dtype, out.fake_device, out.fake_mode
 
-    def make(given: Given) -> FakeTensor:
+    def make(inputs: Inputs) -> FakeTensor:
         with no_dispatch():
             if bases:
                 empty = torch.empty(0, dtype=dtype, device="meta")
-                data = empty.set_(given[bases[0]].untyped_storage(), offset, *layout)
+                data = empty.set_(inputs[bases[0]].untyped_storage(), offset, *layout)
             else:
                 data = torch.empty_strided(*layout, dtype=dtype, device="meta")
             return FakeTensor(mode, data, device)
 
-    same_size = make(given).untyped_storage().nbytes() == storage.nbytes()
-    return make if same_size else None  # None: parts of a result share a storage
+    same_size = make(inputs).untyped_storage().nbytes() == storage.nbytes()
+    return make if same_size else None  # the sizes differ if several results share a storage
 
 
 def _is_plain(tensor: FakeTensor) -> bool:

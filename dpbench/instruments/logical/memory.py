@@ -1,4 +1,4 @@
-"""The memory of tensors: the region that each addresses, and the live bytes of all."""
+"""Finds the memory region of a tensor, and tracks the live bytes of all tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.case import OUTSIDE
-from dpbench.instruments.logical.source_lines import shown, source_frame
+from dpbench.instruments.logical.source_lines import short_path, source_frame
 from dpbench.results.kernels import MemoryLine
 
 Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
-"""Storage, offset in elements, and ``(size, stride)`` of each dimension that cannot be merged."""
+"""A memory region: storage, offset in elements, and ``(size, stride)`` of each merged dimension."""
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in an argument or a result, also in lists and tuples."""
+    """Yield the tensors in an argument or result, including those in lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -34,7 +34,10 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def region_of(tensor: Tensor) -> tuple[Region, int]:
-    """The region that a tensor addresses, and its bytes; transposing changes neither."""
+    """Return the region that a tensor addresses, and the number of bytes in the region.
+
+    A tensor and its transpose have the same region.
+    """
     dims, elements = _layout(tuple(tensor.shape), tensor.stride())
     storage = tensor.untyped_storage()._cdata
     return (storage, int(tensor.storage_offset()), dims), elements * tensor.itemsize
@@ -44,10 +47,10 @@ def region_of(tensor: Tensor) -> tuple[Region, int]:
 def _layout(
     shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """The addressed elements in a normal form, and their number.
+    """Return the addressed elements in a normal form, and their number.
 
-    Dimensions are sorted by falling stride and merged where contiguous, so that `view`, `expand`
-    and `transpose` change nothing.
+    Dimensions are sorted from the largest to the smallest stride, and contiguous dimensions are
+    merged. Therefore `view`, `expand` and `transpose` do not change the result.
     """
     if 0 in shape:
         return (), 0
@@ -65,26 +68,35 @@ def _layout(
 ALLOCATION_BYTES = 512  # block size of PyTorch's CUDA allocator
 
 UNSHARED = 4, 2
-"""Reference counts of a gradient and of its storage, in `in_place`, if only autograd holds them."""
+"""Reference counts of a gradient and its storage if only autograd refers to the gradient.
+
+`in_place_variant` compares the current reference counts with these numbers.
+"""
 
 
 class LiveMemory:
-    """Live bytes ``now``, their ``peak``, and the ``largest`` storage.
+    """Tracks the live bytes of storages.
 
-    A storage lives from the operator that returns it until nothing refers to it. (PyTorch's
-    ``MemTracker`` has one peak for all phases, and rounds sizes to blocks only on CUDA.)
+    A storage is live from the operator that returns it until nothing refers to it. PyTorch's
+    ``MemTracker`` cannot be used, because it has one peak for all phases and rounds sizes to
+    blocks only on CUDA.
+
+    Attributes:
+        now: live bytes now.
+        peak: maximum of ``now``.
+        largest: bytes of the largest storage.
     """
 
     def __init__(self) -> None:
         self.now = self.peak = self.largest = 0
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
-    def see(self, tensor: Tensor) -> None:
-        """Track a tensor's storage at its present size."""
-        self.see_storage(tensor.untyped_storage())
+    def track(self, tensor: Tensor) -> None:
+        """Track the storage of a tensor with its current size."""
+        self.track_storage(tensor.untyped_storage())
 
-    def see_storage(self, storage: torch.UntypedStorage) -> None:
-        """Track a storage, whose size may have changed."""
+    def track_storage(self, storage: torch.UntypedStorage) -> None:
+        """Track a storage with its current size, also if it was tracked with another size."""
         key = storage._cdata
         size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
         before, reference = self._known.get(key, (0, None))
@@ -100,18 +112,18 @@ class LiveMemory:
 
 
 Origin: TypeAlias = tuple[str, str, int, str]
-"""Where an allocation was made: phase, file, line, and function with autograd node."""
+"""Origin of an allocation: phase, file, line, and a text with the function and autograd node."""
 
 BEFORE = "made before the counted steps"
 
 
 class ScriptMemory(LiveMemory):
-    """The live bytes of a script's tensors, by the source line that allocated them.
+    """Tracks the live bytes of a script's tensors, by the source line that allocated them.
 
-    If the script uses CUDA, its CUDA tensors are counted. On a CPU it is unknown which tensors
-    would be on a GPU. Parameters, buffers, gradients and optimizer state are counted. Any other
-    tensor is counted once an operator uses it in a phase of a step, or together with a counted
-    tensor. So a data set that only its loader reads is not counted.
+    If the script uses CUDA, only CUDA tensors are counted, otherwise CPU tensors. Parameters,
+    buffers, gradients and optimizer state are always counted. Any other tensor is counted after an
+    operator has used the tensor in a phase of a step, or together with a counted tensor. Therefore
+    a data set that only a data loader reads is not counted.
     """
 
     def __init__(self) -> None:
@@ -122,12 +134,12 @@ class ScriptMemory(LiveMemory):
         self._held = Counter[Origin]()
         self._highest, self._at_peak = 0, dict[Origin, int]()
 
-    def see_those_made_before(self) -> None:
-        """Track the parameters, gradients, buffers and optimizer state of this process."""
+    def track_existing(self) -> None:
+        """Track all existing parameters, gradients, buffers and optimizer state of this process."""
         found: dict[str, list[Any]] = {"parameters": [], "buffers": [], "optimizer state": []}
         modules, optimizers = subclasses(nn.Module), subclasses(torch.optim.Optimizer)
         kinds = modules | optimizers | subclasses(nn.Parameter)
-        # Not isinstance: it is slower for millions of objects, and may run an object's own code.
+        # `isinstance` would be slower for millions of objects, and may run code of the object.
         for each in [each for each in gc.get_objects() if type(each) in kinds]:
             if type(each) in modules:
                 found["buffers"] += vars(each).get("_buffers", {}).values()
@@ -139,34 +151,40 @@ class ScriptMemory(LiveMemory):
         found["gradients"] = [p.grad for p in found["parameters"] if p.is_leaf]
         for what, values in found.items():
             for tensor in tensors(values):
-                with suppress(RuntimeError, ValueError):  # sparse, or not initialized yet
+                with suppress(RuntimeError, ValueError):  # sparse or uninitialized tensors
                     local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a DTensor
-                    self.see(local, (OUTSIDE, f"{what} {BEFORE}", 0, ""))
+                    self.track(local, (OUTSIDE, f"{what} {BEFORE}", 0, ""))
 
     def start_step(self) -> None:
-        """Forget the last step's peak, and collect its tensors that only reference cycles hold."""
+        """Forget the peak of the last step, and free its tensors in reference cycles."""
         gc.collect()
         self._highest, self._at_peak = self.now, dict(self._held)
 
     def run(self, phase: str, used: Any, made: Any) -> None:
-        """Track the tensors that an operator has used and made."""
+        """Track the inputs and results of an operator.
+
+        Args:
+            phase: the current phase.
+            used: inputs of the operator.
+            made: result of the operator.
+        """
         self.phase = phase
         given = [(each, each.untyped_storage()._cdata in self._known) for each in tensors(used)]
         if phase != OUTSIDE or any(known for _, known in given):
             for tensor, known in given:
                 if not known:
-                    self.see(tensor, (OUTSIDE, f"others {BEFORE}", 0, ""))
+                    self.track(tensor, (OUTSIDE, f"others {BEFORE}", 0, ""))
             for tensor in tensors(made):
-                self.see(tensor)
+                self.track(tensor)
 
-    def see(self, tensor: Tensor, origin: Origin | None = None) -> None:
-        """Track a tensor's storage at its present size."""
+    def track(self, tensor: Tensor, origin: Origin | None = None) -> None:
+        """Track the storage of a tensor with its current size."""
         if tensor.device.type == ("cuda" if self._on_cuda else "cpu"):
-            self.see_storage(tensor.untyped_storage(), origin)
+            self.track_storage(tensor.untyped_storage(), origin)
 
-    def see_storage(self, storage: torch.UntypedStorage, origin: Origin | None = None) -> None:
+    def track_storage(self, storage: torch.UntypedStorage, origin: Origin | None = None) -> None:
         before, key = self.now, storage._cdata
-        super().see_storage(storage)
+        super().track_storage(storage)
         if self.now != before:
             if key not in self._origins:
                 self._origins[key] = origin or (self.phase, *source_line())
@@ -175,26 +193,32 @@ class ScriptMemory(LiveMemory):
                 self._highest, self._at_peak = self.now, dict(self._held)
 
     def _freed(self, key: int) -> None:
-        if origin := self._origins.pop(key, None):  # an empty storage has none
+        if origin := self._origins.pop(key, None):  # empty storages have no origin
             self._held[origin] -= self._known[key][0]
         super()._freed(key)
 
     def lines(self) -> tuple[MemoryLine, ...]:
-        """What lived at the peak of the latest step, by phase and line; most bytes first."""
+        """Return the live bytes at the peak of the latest step, by phase and line.
+
+        The lines are sorted from most to least bytes.
+        """
         held = Counter[tuple[str, str]]()
         for (phase, file, number, words), size in self._at_peak.items():
-            line = f"{shown(file)}:{number}{words}" if number else file
+            line = f"{short_path(file)}:{number}{words}" if number else file
             held[phase, line] += size
         return tuple(MemoryLine(*where, size) for where, size in held.most_common() if size)
 
 
 def subclasses(base: type) -> set[type]:
-    """A class and all that are derived from it."""
+    """Return a class and all its direct and indirect subclasses."""
     return {base}.union(*map(subclasses, type.__subclasses__(base)))
 
 
 def source_line() -> tuple[str, int, str]:
-    """The innermost line outside PyTorch and dpbench, with its function and node of autograd."""
+    """Return the file, line and description of the innermost frame outside PyTorch and dpbench.
+
+    The description contains the function and the current node of autograd.
+    """
     frame = source_frame(sys._getframe(1))
     node = torch._C._current_autograd_node()
     name = frame.f_code.co_name
@@ -204,24 +228,29 @@ def source_line() -> tuple[str, int, str]:
 
 
 @contextmanager
-def resizing_seen(memory: LiveMemory) -> Iterator[None]:
-    """Track storages that are resized without an operator, as FSDP2 does to gather parameters."""
+def track_resizing(memory: LiveMemory) -> Iterator[None]:
+    """Track storages that are resized without an operator within the block.
+
+    FSDP2 resizes storages in this way when it gathers parameters.
+    """
     by_torch = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         resized = by_torch(storage, size)
-        memory.see_storage(storage)
+        memory.track_storage(storage)
         return resized
 
     with patch.object(torch.UntypedStorage, "resize_", resize):
         yield
 
 
-def in_place(func: Any, args: tuple[Any, ...]) -> Any:
-    """The operator that would run without a dispatch mode: ``add_`` where autograd saves memory.
+def in_place_variant(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return the operator that PyTorch would run without a dispatch mode.
 
-    Autograd adds a second gradient of a tensor in place if nothing else holds the first, but not
-    under a mode. (``accumulate`` in ``torch/csrc/autograd/input_buffer.cpp``)
+    Under a dispatch mode, autograd adds a second gradient of a tensor with ``add``. Without a mode
+    autograd uses ``add_`` if nothing else refers to the first gradient (``accumulate`` in
+    ``torch/csrc/autograd/input_buffer.cpp``). The two operators move the same bytes, but ``add_``
+    needs less memory.
     """
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1:
         return func

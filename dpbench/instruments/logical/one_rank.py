@@ -1,20 +1,21 @@
-"""Makes one process the first of many ranks, whose collectives return at once and move nothing.
+"""Simulates many ranks in one process, which acts as the first rank.
 
-It uses PyTorch's fake process group (``torch.testing``, private). Some parts of PyTorch fail on
-tensors without data, or are slow for many ranks, and are replaced by equivalents:
+Collectives return at once and move no data, because the process uses PyTorch's private fake process
+group (``torch.testing``). Some parts of PyTorch fail on fake tensors or are slow for many ranks.
+This module replaces these parts:
 
 DistributedDataParallel
-    Its C++ reads data. `Buckets` makes the same copies and collectives.
+    The C++ code of DDP reads values of tensors. `Buckets` executes the same copies and collectives.
 Device meshes
-    A mesh needs a tensor with data for the numbers of its ranks, so it is made outside of the
-    counting modes. Opacus deep-copies layers without a rule; the copies share the mesh.
+    A mesh needs a real tensor with the numbers of its ranks, so meshes are created outside of the
+    counting modes. Opacus deep-copies layers that have no rule. The copies share the mesh.
 DTensors
-    DTensor runs an operator on whole tensors to learn the shape of its result. That run is not
-    counted and takes no memory.
-Objects
-    Gathering Python objects is refused, because those of other ranks are unknown.
+    DTensor runs an operator on whole tensors to find the shape of the result. dpbench does not
+    count the bytes and the memory of this run.
+Python objects
+    Gathering Python objects raises an error, because the objects of other ranks do not exist.
 FSDP2's chunks
-    FSDP2 cuts a parameter into one chunk per rank. Only the first is made.
+    FSDP2 divides a parameter into one chunk per rank. Only the first chunk is created.
 """
 
 from __future__ import annotations
@@ -43,15 +44,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 BUCKET = 25 * 1024**2
-"""Bytes of each DDP bucket after the first."""
+"""Bytes of each DDP bucket except the first."""
 
 WITHOUT_EFFECT = {"device_ids", "output_device", "dim"}
-"""Arguments of DDP that do not change the bytes."""
+"""Arguments of DDP that do not change the counted bytes."""
 
 
 @contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
-    """Make this process the first of ``ranks`` in a fake process group; for one, do nothing."""
+    """Make this process the first rank of a fake process group within the block.
+
+    If ``ranks`` is 1, this does nothing.
+    """
     if ranks == 1:
         yield
         return
@@ -78,7 +82,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     def real(value: Any) -> Any:
-        if not isinstance(value, FakeTensor):  # it lists the numbers of all ranks
+        if not isinstance(value, FakeTensor):  # a fake tensor contains the numbers of all ranks
             return value
         return torch.arange(value.numel(), dtype=torch.int).view(value.shape)
 
@@ -91,36 +95,36 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unknown_object(*args: Any) -> None:
     raise UnsupportedOperation(
-        "only one rank is counted, so objects of other ranks (all_gather_object and the like) are "
-        "unknown: send tensors, or nothing in a step"
+        "a step cannot gather Python objects (for example with all_gather_object), because only "
+        "one rank is counted and the objects of other ranks do not exist: gather tensors"
     )
 
 
 def _first_chunk(tensor: Tensor, number: int, dim: int) -> Sequence[Tensor]:
-    """The first rank's chunk, which is the largest."""
+    """Return the chunk of the first rank. No other chunk is larger."""
     return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // number))]
 
 
 class Buckets:
-    """Does what DDP's reducer does by default with gradients and buffers.
+    """Executes the copies and collectives of DDP's reducer with default options.
 
-    It divides each gradient by the number of ranks, copies it into a bucket, reduces the bucket and
-    copies the gradient back. Gradients fill buckets in the order in which they arrive: 1 MiB in the
-    first, 25 MiB in others. Buckets persist over steps. Before each forward the first rank
-    broadcasts its buffers.
+    DDP divides each gradient by the number of ranks, copies it into a bucket, reduces the bucket
+    and copies the gradient back. Gradients fill the buckets in the order in which autograd
+    computes them. The first bucket has 1 MiB, other buckets have 25 MiB. Buckets persist from step
+    to step. Before each forward the first rank broadcasts its buffers.
     """
 
     def __init__(self, replica: DistributedDataParallel) -> None:
         self._replica = replica
         self._arrived: list[Tensor] = []
-        self._memory: list[tuple[Tensor, list[Tensor]]] = []  # buckets, parameters
+        self._memory: list[tuple[Tensor, list[Tensor]]] = []  # buckets and their parameters
         named = replica.module.named_parameters()
         self._trained = {each: name for name, each in named if each.requires_grad}
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def send_buffers(self) -> None:
-        """Broadcast the first rank's buffers, in one call per dtype."""
+        """Broadcast the buffers of the first rank, in one call per dtype."""
         buffers = sorted(self._replica.module.buffers(), key=lambda buffer: str(buffer.dtype))
         for _, alike in groupby(buffers, key=lambda buffer: buffer.dtype):
             values = [buffer.detach() for buffer in alike]
@@ -140,8 +144,8 @@ class Buckets:
         arrived, self._arrived = self._arrived, []
         if missing := [self._trained[each] for each in self._trained.keys() - {*arrived}]:
             raise UnsupportedOperation(
-                f"DistributedDataParallel waits for the gradient of {min(missing)}, on which the "
-                f"loss does not depend: freeze it, or leave it out of the model"
+                f"DistributedDataParallel waits for the gradient of {min(missing)}, but the loss "
+                f"does not depend on this parameter: freeze or remove the parameter"
             )
         self._memory = self._memory or _buckets_for(arrived)
         part = 1 / distributed.get_world_size()
@@ -163,7 +167,7 @@ def _buckets_for(arrived: list[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
 
 
 def _views(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive views of ``memory`` with the shapes of the tensors."""
+    """Return consecutive views of ``memory`` with the shapes of the tensors."""
     parts = memory.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -171,7 +175,9 @@ def _views(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _replicate(self: Any, module: nn.Module, **options: Any) -> None:
     if unknown := {*options} - WITHOUT_EFFECT:
         what = ", ".join(sorted(unknown))
-        raise UnsupportedOperation(f"DistributedDataParallel is not counted with {what}")
+        raise UnsupportedOperation(
+            f"DistributedDataParallel with the option {what} cannot be counted: leave it out"
+        )
     nn.Module.__init__(self)
     self.module = module
     self.require_backward_grad_sync = True

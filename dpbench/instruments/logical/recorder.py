@@ -1,4 +1,4 @@
-"""Counts operators as they run on tensors with data, for scripts and functions."""
+"""Counts the operators that scripts and functions run on tensors with data."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 
 class NothingCounted(InstrumentError):
-    """No PyTorch operator ran in the steps: they use JAX, say, or replay a CUDA graph."""
+    """No PyTorch operator ran in a step, which may use another library or replay a CUDA graph."""
 
-    remedy = "train with PyTorch operators in each step, or use cupti on a GPU for other libraries"
+    remedy = (
+        "run PyTorch operators in each step, or use the instrument cupti on a GPU for other "
+        "libraries"
+    )
 
 
 class LogicalRecorder(Recorder):
@@ -31,7 +34,7 @@ class LogicalRecorder(Recorder):
 
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)
-        # Of each step: its operators, and most live bytes by phase.
+        # The operators of each step, and the peak of live bytes by phase.
         self._steps: list[tuple[Sequence[OperatorCount], Mapping[str, int]]] = []
         self._assumed = Counter[str]()
 
@@ -40,14 +43,14 @@ class LogicalRecorder(Recorder):
         import torch
 
         from dpbench.instruments.logical.counter import RealTensorCounter
-        from dpbench.instruments.logical.memory import resizing_seen
+        from dpbench.instruments.logical.memory import track_resizing
 
         counter = RealTensorCounter()
         gc.collect()
-        self.held.enter_context(new_objects_collected())
-        self.held.enter_context(resizing_seen(counter.memory))
+        self.held.enter_context(freeze_existing_objects())
+        self.held.enter_context(track_resizing(counter.memory))
         self.held.enter_context(counter)
-        # Dynamo cannot compile under a dispatch mode, and raises an error for ``fullgraph``.
+        # Dynamo cannot compile under a dispatch mode, and raises an error with `fullgraph`.
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return counter
 
@@ -59,18 +62,16 @@ class LogicalRecorder(Recorder):
         self._assumed.update(self.listener.notes)
         self.notes = [f"{note} ({times}×)" for note, times in sorted(self._assumed.items())]
         where = "CUDA" if on_cuda() else "the CPU"
-        self.notes.append(f"operators were counted as they ran on {where}")
+        self.notes.append(f"operators were counted while they ran on {where}")
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo and dynamo.counters["frames"]["total"]:
-            self.notes.append("functions that torch.compile had made ran uncompiled")
+            self.notes.append("functions that use torch.compile ran uncompiled")
 
     def rows(self, case: Subject) -> list[Measurement]:
         from dpbench.instruments.logical.counter import logical_rows
 
         if not any(operators for operators, _ in self._steps):
-            raise NothingCounted(
-                f"{case.id}: no operator of PyTorch ran in {self.observed} step(s)"
-            )
+            raise NothingCounted(f"{case.id}: no PyTorch operator ran in {self.observed} step(s)")
         return [
             row
             for repeat, (operators, peaks) in enumerate(self._steps)
@@ -82,9 +83,12 @@ class LogicalRecorder(Recorder):
 
 
 @contextmanager
-def new_objects_collected() -> Iterator[None]:
-    """Make the garbage collector skip old objects, PyTorch's above all: it takes half the time."""
-    if gc.get_freeze_count():  # do not unfreeze others' objects
+def freeze_existing_objects() -> Iterator[None]:
+    """Make the garbage collector skip existing objects within the block.
+
+    Most existing objects belong to PyTorch. Scanning them would take half of the counting time.
+    """
+    if gc.get_freeze_count():  # other code has frozen objects, which must stay frozen
         yield
         return
     gc.freeze()

@@ -1,63 +1,66 @@
-"""Computes how many bytes one ATen operator must read and write, and states the rules.
+"""Computes how many bytes an ATen operator must read and write. The rules are stated here.
 
-The count is a floor. It assumes an ideal execution: one operator after another, no cache that
-outlives an operator, and no byte fetched twice within an operator. A real GPU moves more where a
-kernel reads operands again (large matrix products), and less where the next operator finds a tensor
-in the L2 cache.
+The counts are lower bounds for an ideal execution. In an ideal execution, operators run one after
+another, no cache keeps data from one operator to the next, and no operator fetches a byte twice. A
+real GPU moves more bytes if a kernel reads operands several times, as in large matrix products. A
+real GPU moves fewer bytes if an operator finds a tensor in the L2 cache.
 
 The general rule
-    Each distinct memory region among the inputs is read once. Each output, and each argument that
-    the schema marks as mutated, is written once. A region is the set of addressed bytes:
-    ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension counts once, and overlapping
+    Each distinct memory region among the inputs is read once. Each output is written once, and so
+    is each argument that the schema marks as mutated. A region is the set of addressed bytes:
+    ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension counts once. Overlapping
     strides count at most the span that they cover. In-place operators read and write their target.
-    Tensors in lists (``_foreach_*``, ``cat``) count one by one.
+    Each tensor in a list counts (``_foreach_*``, ``cat``).
 
-Free
-    Views, ``detach``, ``alias`` and ``_unsafe_view`` touch metadata only. Allocation (``empty*``,
+Free operators
+    Views, ``detach``, ``alias`` and ``_unsafe_view`` only change metadata. Allocation (``empty*``,
     ``resize_``, ``set_``) writes nothing. An argument that is returned unchanged is not written.
 
-Not read
-    The target of a pure overwriter (``copy_``, ``fill_``, ``zero_``, random ``normal_`` …) and
-    every ``out=`` argument, whose old content cannot matter. Arguments that only give a shape: of
-    ``zeros_like`` and its kin, and of some backward formulas (logits in ``nll_loss_backward``), see
-    `SHAPE_OF_SELF`. The summand of a product with ``beta=0``.
+Arguments that are not read
+    Some operators overwrite their target (``copy_``, ``fill_``, ``zero_``, ``normal_`` …). Such a
+    target is not read, because its old content does not matter. ``out=`` arguments are not read.
+    Arguments that only determine a shape are not read. Examples are the argument of
+    ``zeros_like`` and the logits in ``nll_loss_backward`` (see `SHAPE_OF_SELF`). The summand of a
+    product with ``beta=0`` is not read.
 
-Not written
-    Gradients in ``_fused_*`` optimizers without ``grad_scale``, although schemas mark them as
-    mutable.
+Arguments that are not written
+    ``_fused_*`` optimizers without ``grad_scale`` do not write gradients, although their schemas
+    mark gradients as mutable.
 
-Not asked for
-    A gradient that ``output_mask`` leaves out is not written, and arguments that only this gradient
-    needs are not read, see `MADE_OF`. The backward of a first convolution does not read the weight.
+Gradients that are not requested
+    A gradient that ``output_mask`` excludes is not written. Arguments that only this gradient
+    needs are not read (see `GRADIENT_INPUTS`). For example, the backward of a model's first
+    convolution does not read the weight.
 
 Batch norm
-    Training also reads and writes the running statistics; its backward reads those of the batch.
-    Evaluation and its backward read the running statistics.
+    In training, forward also reads and writes the running statistics, and backward reads the
+    statistics of the batch. In evaluation, forward and backward read the running statistics.
 
 Gathers
     ``embedding``, ``index_select``, ``gather`` and indexing read as many bytes of the source as
-    they return, at most all of it. A bag of embeddings reads one row per index, and
-    ``nll_loss_forward`` one logit per target.
+    they return, but at most the whole source. A bag of embeddings reads one row per index.
+    ``nll_loss_forward`` reads one logit per target.
 
-Scatters in place
-    ``scatter_*``, ``index_add_``, ``index_put_`` … write only the elements that indices name, at
-    most the whole target, and read them only to accumulate. Their out-of-place forms return a whole
-    new tensor and follow the general rule. So does ``embedding_dense_backward``, which writes the
-    whole weight gradient with its zeros.
+In-place scatters
+    ``scatter_*``, ``index_add_``, ``index_put_`` … write only the elements that the indices select,
+    but at most the whole target. A scatter reads these elements only to accumulate. Out-of-place
+    scatters return a whole new tensor and follow the general rule. ``embedding_dense_backward``
+    also follows the general rule, because it writes the whole weight gradient including zeros.
 
 Fused kernels
-    Attention and the kernels of dpbench's trainers (``dpbench::``) follow the general rule.
-    Attention reads query, key and value, and writes output and logsumexp. Its backward reads these
-    five and the output's gradient, and writes three gradients. Dropout inside is redrawn and moves
-    nothing.
+    Attention and the kernels of dpbench's trainers (``dpbench::``) follow the general rule. The
+    forward of attention reads query, key and value, and writes output and logsumexp. The backward
+    reads these five tensors and the output's gradient, and writes three gradients. Dropout within
+    attention moves no bytes, because backward draws the same random numbers again.
 
 Collectives
-    A rank reads what it contributes and writes what it receives. A gather into memory that already
-    holds this rank's part writes the rest. ``c10d`` operators write their first argument, whatever
-    the schema says, and read it if there is no other. A sender only reads, a receiver only writes.
-    FSDP2's copy into a gather writes only this rank's part.
+    A rank reads the data that it sends and writes the data that it receives. If the output of a
+    gather already contains this rank's part, this part is not written. ``c10d`` operators write
+    their first argument, whatever their schemas declare. A ``c10d`` operator reads its first
+    argument only if the second argument contains no tensor. A sender only reads, and a receiver
+    only writes. FSDP2's copy into a gather writes only this rank's part.
 
-Scratch memory inside an operator does not count: another kernel could do without it.
+Temporary memory within an operator does not count, because another kernel may not need it.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ from dpbench.instruments.logical.memory import Region, region_of, tensors
 
 
 def names(text: str) -> frozenset[str]:
-    """The names in a text."""
+    """Return the set of names in a text."""
     return frozenset(text.split())
 
 
@@ -91,7 +94,7 @@ FREE = names(
     c10d::barrier _c10d_functional::wait_tensor _c10d_functional::_wrap_tensor_autograd
     """
 )
-"""Operators that touch metadata only; views are known from the schema."""
+"""Operators that only change metadata, except views, which the schema marks."""
 
 OVERWRITERS = names(
     """
@@ -99,7 +102,7 @@ OVERWRITERS = names(
     cauchy_ _foreach_copy_ _foreach_zero_ eye_
     """
 )
-"""In-place operators that ignore the old content of their target."""
+"""In-place operators that do not read the old content of their target."""
 
 SHAPE_OF_SELF = names(
     """
@@ -112,7 +115,7 @@ SHAPE_OF_SELF = names(
     replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
     """
 )
-"""Operators that use only the shape and dtype of their argument ``self``."""
+"""Operators that read only the shape and dtype of their argument ``self``."""
 
 _NORM = ("grad_out input mean rstd weight", "grad_out input mean rstd", "grad_out")
 _BATCH_NORM = (
@@ -121,7 +124,7 @@ _BATCH_NORM = (
 )
 _SAMPLER = ("grad_output grid", "grad_output input grid")
 
-MADE_OF: Mapping[str, tuple[str, ...]] = {
+GRADIENT_INPUTS: Mapping[str, tuple[str, ...]] = {
     "convolution_backward": ("grad_output weight", "grad_output input", "grad_output"),
     "native_layer_norm_backward": _NORM,
     "native_group_norm_backward": _NORM,
@@ -135,7 +138,7 @@ MADE_OF: Mapping[str, tuple[str, ...]] = {
     "grid_sampler_2d_backward": _SAMPLER,
     "grid_sampler_3d_backward": _SAMPLER,
 }
-"""For operators whose last argument is ``output_mask``: the arguments that each gradient needs."""
+"""Arguments that each gradient needs, for operators whose last argument is ``output_mask``."""
 
 RUNNING = ("running_mean", "running_var")
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
@@ -144,10 +147,13 @@ UNDECLARED_WRITES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(BATCH_NORMS, RUNNING),
     "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
-"""Arguments that an operator writes, though its schema does not say so."""
+"""Arguments that an operator writes although its schema does not mark them."""
 
 GATHERS = {"embedding": "weight"} | dict.fromkeys(names("index_select gather index take"), "self")
-"""Operators that read from this argument as many bytes as they return."""
+"""Operators that read only a part of one argument, and the name of this argument.
+
+Each of these operators reads as many bytes of this argument as it returns.
+"""
 
 SCATTERS = names(
     """
@@ -155,18 +161,23 @@ SCATTERS = names(
     index_reduce_
     """
 )
-"""In-place operators that write only the elements that their indices name."""
+"""In-place operators that write only the elements that their indices select."""
 
 ACCUMULATING = frozenset({"scatter_add_", "scatter_reduce_", "index_add_"})
-"""Scatters that always read what they add to; others do so by an argument."""
+"""Scatters that always read the elements that they write. Other scatters have an option for it."""
 
 KNOWN = ("aten", "dpbench", "fsdp", *BETWEEN_RANKS)
-"""Namespaces whose rules were compared with their kernels. Operators of other namespaces follow the
-general rule, from their schema, and are reported as such."""
+"""Namespaces whose rules were compared with the code of their kernels.
+
+Operators of other namespaces follow the general rule. Reports name these operators.
+"""
 
 
 class Limits(NamedTuple):
-    """Upper limits, in bytes, of what is read and written of an argument, if less than all."""
+    """Upper limits for the bytes that an operator reads and writes, by argument.
+
+    Arguments without a limit are read and written completely.
+    """
 
     reads: Mapping[str, int] = {}
     writes: Mapping[str, int] = {}
@@ -174,21 +185,23 @@ class Limits(NamedTuple):
 
 @cache
 def is_free(func: OpOverload) -> bool:
-    """Whether an operator moves no tensor data."""
+    """Return True if an operator moves no tensor data."""
     return bool(func.is_view) or operator_name(func) in FREE
 
 
-def is_foreign(operator: str) -> bool:
-    """Whether an operator, e.g. ``xformers.mul``, belongs to a library that is not in `KNOWN`."""
+def uses_general_rule(operator: str) -> bool:
+    """Return True if the namespace of an operator such as ``xformers.mul`` is not in `KNOWN`."""
     return operator.partition(".")[0] not in KNOWN
 
 
-def asked_for(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
-    """The result of a call, without gradients that its ``output_mask`` leaves out.
+def drop_masked_gradients(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> Any:
+    """Return the result of a call without the gradients that its ``output_mask`` excludes.
 
-    A fake batch norm returns them.
+    On fake tensors, batch norm returns these gradients too.
     """
-    if operator_name(func) not in MADE_OF:
+    if operator_name(func) not in GRADIENT_INPUTS:
         return out
     mask = kwargs.get("output_mask") or args[-1]
     return tuple(made if asked else None for made, asked in zip(out, mask, strict=True))
@@ -197,7 +210,7 @@ def asked_for(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
 def traffic(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> tuple[int, int]:
-    """The bytes that a call with the result ``out`` had to read and to write."""
+    """Return the bytes that a call with the result ``out`` must read, and the bytes to write."""
     if is_free(func):
         return 0, 0
     given = arguments_of(func, args, kwargs)
@@ -217,7 +230,7 @@ def traffic(
                 writes[region] = max(writes.get(region, 0), most)
     for tensor in tensors(out):
         region, size = region_of(tensor)
-        if region[0] not in storages:  # a new tensor, not an argument that is returned
+        if region[0] not in storages:  # a new tensor, not a returned argument
             writes[region] = size
     return sum(reads.values()), sum(writes.values())
 
@@ -225,20 +238,20 @@ def traffic(
 def arguments_of(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     names = (name for name, *_ in _arguments(func))
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
-    """The limits of an operator that departs from the general rule."""
+    """Return the limits of an operator. An operator without limits follows the general rule."""
     beta = given.get("beta") if name.startswith(("add", "badd")) else None
     if name in OVERWRITERS or name in SHAPE_OF_SELF or beta == 0:
         return Limits({"self": 0})
     if name.endswith("_like") or name.startswith("new_"):
         return Limits({"self": 0})
-    if name in MADE_OF:
-        formulas = MADE_OF[name if given.get("train", True) else f"{name} of evaluation"]
+    if name in GRADIENT_INPUTS:
+        formulas = GRADIENT_INPUTS[name if given.get("train", True) else f"{name} of evaluation"]
         needed = " ".join(compress(formulas, given["output_mask"])).split()
         return Limits(dict.fromkeys(given.keys() - needed, 0))
     if name in BATCH_NORMS and not given["training"]:
@@ -258,7 +271,7 @@ def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
         own = sum(region_of(tensor)[1] for tensor in given["all_gather_inputs"])
         return Limits({"all_gather_output": 0}, {"all_gather_output": own})
     if name in ("c10d::broadcast_", "c10d::reduce_"):
-        # The root of a broadcast writes nothing, nor does a reduction outside its root.
+        # The root of a broadcast writes nothing. In a reduction, only the root writes.
         if is_root(given) == (name == "c10d::broadcast_"):
             return Limits(writes={"tensors": 0})
         return Limits({"tensors": 0} if name == "c10d::broadcast_" else {})
@@ -273,12 +286,12 @@ def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
 
 
 def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
-    """The number of target elements that a scatter writes if its indices are distinct."""
+    """Return the number of target elements that a scatter with distinct indices writes."""
     target: Tensor = given["self"]
     if name == "index_put_":
         indices = {dim: index for dim, index in enumerate(given["indices"]) if index is not None}
         if any(index.dtype in (torch.bool, torch.uint8) for index in indices.values()):
-            return target.numel()  # a mask selects by data
+            return target.numel()  # the number of selected elements depends on the mask's values
         rest = target.numel() // max(1, math.prod(target.shape[dim] for dim in indices))
         together = torch.broadcast_shapes(*(index.shape for index in indices.values()))
         return int(together.numel()) * rest
@@ -290,13 +303,16 @@ def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
 
 @cache
 def operator_name(func: Any) -> str:
-    """The name, e.g. ``clone`` for ``aten::clone``; with the namespace outside of ``aten``."""
+    """Return the name of an operator, without the namespace if that is ``aten``.
+
+    For example, ``aten::clone`` has the name ``clone``.
+    """
     return str(func.name()).partition(".")[0].removeprefix("aten::")
 
 
 @cache
 def _arguments(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
-    """Each argument of an operator: its name, whether it is read, and whether it is written."""
+    """Return (name, is read, is written) for each argument of an operator."""
     undeclared = UNDECLARED_WRITES.get(operator_name(func), ())
     arguments = [
         (

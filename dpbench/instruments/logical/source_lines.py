@@ -1,7 +1,7 @@
-"""Where an operator comes from: the module and the source line that ran it.
+"""Finds the module and the source line that ran an operator.
 
-Autograd's nodes are numbered as forward makes them (``at::sequence_number`` in PyTorch), so an
-operator of backward has the place of the forward operator that made its node.
+Autograd numbers its nodes in the order in which forward creates them (``at::sequence_number`` in
+PyTorch). An operator in backward gets the place of the forward operator that created the node.
 """
 
 from __future__ import annotations
@@ -21,40 +21,49 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils import hooks
 
 CALL = nn.Module._call_impl.__code__
-"""The code that runs a module's forward; its ``self`` is the module."""
+"""Code object of the method of a module that runs the module's forward."""
 
 ENGINE = _engine_run_backward.__code__
-"""The code that runs backward; Python that it calls is a hook, or computes forward again."""
+"""Code object of the function that runs backward.
+
+Python frames within this function belong to hooks, or to activation checkpointing, which runs
+forward again.
+"""
 
 WRAPPERS = re.compile(r"\b(_module|module|_orig_mod|_fsdp_wrapped_module)\.")
-"""What Opacus, DDP, ``torch.compile`` and FSDP put before the names of modules."""
+"""Prefixes that Opacus, DDP, ``torch.compile`` and FSDP add to the names of modules."""
 
 
 class Place(NamedTuple):
-    """The module, with ``*`` for numbers of layers, and the line, e.g. ``model.py:24 forward``."""
+    """The module and source line of an operator.
+
+    Attributes:
+        module: name of the module, with ``*`` in place of numbers, as in ``blocks.*.linear``.
+        line: file, line and function, as in ``model.py:24 forward``.
+    """
 
     module: str
     line: str
 
 
-class Places:
-    """The places of the operators of one step."""
+class PlaceFinder:
+    """Finds the places of the operators of one step."""
 
     def __init__(self) -> None:
         self._of_nodes: dict[int, Place] = {}
-        self._names: dict[int, str] = {}  # of modules, by id
+        self._names: dict[int, str] = {}  # names of modules by `id`
 
-    def here(self) -> Place:
-        """The place of the operator that runs."""
+    def current(self) -> Place:
+        """Return the place of the running operator."""
         node = torch._C._current_autograd_node()
         of_node = None if node is None else self._of_nodes.get(node._sequence_nr())
         modules, source = [], None
-        for frame in _outwards(sys._getframe(1)):
+        for frame in _outer_frames(sys._getframe(1)):
             if frame.f_code is ENGINE and of_node:
                 break
-            if (module := _module_of(frame)) is not None:  # empty ones are false
+            if (module := _module_of(frame)) is not None:  # an empty container is false
                 modules.append(module)
-            if source is None and not _is_passed(frame.f_code.co_filename):
+            if source is None and not _is_skipped(frame.f_code.co_filename):
                 source = frame
         if of_node and source is None:
             return of_node
@@ -65,12 +74,15 @@ class Places:
         return place
 
     def _name(self, modules: list[nn.Module]) -> str:
-        """The innermost module's name in the outermost that was seen to call it."""
+        """Return the name of the first module as a submodule of the last module.
+
+        ``modules`` are sorted from the innermost to the outermost call.
+        """
         if not modules:
             return ""
         inner, outer = modules[0], modules[-1]
         if id(inner) not in self._names:
-            with suppress(Exception):  # a model's own method, and only a name is lost
+            with suppress(Exception):  # a model may override `named_modules`
                 for name, each in outer.named_modules():
                     plain = WRAPPERS.sub("", f"{name}.").strip(".") or type(each).__name__
                     self._names.setdefault(id(each), re.sub(r"\b\d+\b", "*", plain))
@@ -78,7 +90,7 @@ class Places:
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    """The module whose forward, or whose backward hook, a frame runs."""
+    """Return the module whose forward or backward hook a frame runs, or None."""
     if frame.f_code is CALL or frame.f_code.co_filename == hooks.__file__:
         runs = frame.f_locals.get("self")
         module = runs.module if isinstance(runs, hooks.BackwardHook) else runs
@@ -87,26 +99,31 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 
 
 def source_frame(frame: FrameType) -> FrameType:
-    """The innermost frame outside PyTorch and the parts of dpbench that measure."""
-    outside = (each for each in _outwards(frame) if not _is_passed(each.f_code.co_filename))
+    """Return the innermost frame that is not in PyTorch or in dpbench's code for measuring."""
+    outside = (each for each in _outer_frames(frame) if not _is_skipped(each.f_code.co_filename))
     return next(outside, frame)
 
 
 def line_of(frame: FrameType) -> str:
-    """A frame's line and function, e.g. ``train.py:24 step``."""
+    """Return the file, line and function of a frame, as in ``train.py:24 step``."""
     name = frame.f_code.co_name
-    return f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}" + f" {name}" * (name[0] != "<")
+    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" + f" {name}" * (
+        name[0] != "<"
+    )
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def _outer_frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame:
         yield frame
         frame = frame.f_back
 
 
 @cache
-def _is_passed(file: str) -> bool:
-    """Whether lines of a file say nothing about what runs an operator."""
+def _is_skipped(file: str) -> bool:
+    """Return True if a file belongs to PyTorch, Python's import system or dpbench.
+
+    Files of dpbench's trainers and workloads return False.
+    """
     ours = Path(__file__).parents[2]
     of_steps = file.startswith((f"{ours / 'training'}", f"{ours / 'workloads'}"))
     passed = str(ours), str(Path(str(torch.__file__)).parent), "<frozen"
@@ -114,8 +131,8 @@ def _is_passed(file: str) -> bool:
 
 
 @cache
-def shown(file: str) -> str:
-    """A file's path from this directory, or from the folder of its library."""
+def short_path(file: str) -> str:
+    """Return the path of a file relative to the current directory or to its library's folder."""
     path = Path(file)
     folders = {Path.cwd(), *map(Path, sys.path)} - {Path()}
     shorter = [str(path.relative_to(each)) for each in folders if path.is_relative_to(each)]

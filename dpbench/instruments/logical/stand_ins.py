@@ -1,8 +1,8 @@
-"""Assumed values and shapes where the real ones depend on data.
+"""Assumes values and shapes that depend on values of tensors, because fake tensors have none.
 
-A result whose *shape* depends on data (``unique``, ``nonzero``) gets its largest possible shape. A
-*value* that Python asks for (``loss.item()``) is 1 or true. Notes report both. `AssumedValues` ends
-loops that wait for another value.
+If the *shape* of a result depends on values (``unique``, ``nonzero``), the result gets its largest
+possible shape. If Python code reads a *value* (``loss.item()``), the value is 1 or True. Notes
+report both assumptions. `AssumedValues` ends loops that wait for another value.
 """
 
 from __future__ import annotations
@@ -18,51 +18,64 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-MOST_ASKED = 10_000
-"""The most values that one line may ask for in a step. Beyond these it is taken for an endless
-loop."""
+MAX_QUESTIONS = 10_000
+"""Largest number of values that a source line may read in a step.
 
-PATIENCE = 100  # number of true answers to one line, while a model is built
+A line that reads more values is assumed to be in an endless loop.
+"""
+
+TRUE_ANSWERS = 100  # how often a source line gets True while a model is built
 NOT_USER_CODE = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
-"""Path prefixes of PyTorch's files and of this package's."""
+"""Path prefixes of the files of PyTorch and of this package."""
 
 
 class UnsupportedOperation(Exception):
-    """A step cannot be counted without real data or a real device."""
+    """A step cannot be counted without values of tensors or without a GPU."""
 
 
 class AssumedValues:
-    """Answers code that asks for a tensor's value; ``asked`` counts the questions of each line.
+    """Returns assumed values to code that reads the value of a tensor.
 
-    While a model is built, loops must end: ``nn.init.trunc_normal_`` redraws until no value is out
-    of bounds. So after `PATIENCE` true answers a line gets false and true in turn. In a step every
-    answer is the same, and a line that asks more than `MOST_ASKED` times gets an error.
+    While a model is built, loops must end. For example, ``nn.init.trunc_normal_`` draws numbers
+    until no number is out of bounds. Therefore, after a source line has read True `TRUE_ANSWERS`
+    times, the line reads False and True alternately. In a step the value is always the same. A
+    line that reads more than `MAX_QUESTIONS` values in a step raises an error.
+
+    Attributes:
+        asked: number of values that each source line has read.
     """
 
     def __init__(self) -> None:
         self.asked = Counter[tuple[str, int]]()
 
     def value(self, tensor: Tensor, *, counted: bool) -> bool | int | float:
-        """The assumed value of a tensor with one element; ``counted`` says whether in a step."""
+        """Return the assumed value of a tensor with one element.
+
+        Args:
+            tensor: the tensor.
+            counted: True while a step is counted, False while a model is built.
+        """
         frames = ((f.f_code.co_filename, line) for f, line in traceback.walk_stack(sys._getframe()))
         place = next(place for place in frames if not place[0].startswith(NOT_USER_CODE))
         self.asked[place] += 1
         times = self.asked[place]
-        if times > MOST_ASKED:
+        if times > MAX_QUESTIONS:
             raise UnsupportedOperation(
-                f"asked {MOST_ASKED} times for the value of a tensor, which does not exist here "
-                f"and is taken to be 1: a loop that waits for another value does not end"
+                f"the code has read the value of a tensor {MAX_QUESTIONS} times. The step is "
+                f"counted without values, so each value is assumed to be 1, and a loop that waits "
+                f"for another value does not end"
             )
         if tensor.dtype is torch.bool:
-            return counted or times <= PATIENCE or times % 2 == 0
+            return counted or times <= TRUE_ANSWERS or times % 2 == 0
         return 1.0 if tensor.is_floating_point() or tensor.is_complex() else 1
 
 
 def with_positive_dims(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a norm with dimensions that are not negative.
+    """Return the arguments of a norm with indices of dimensions that are not negative.
 
-    On fake tensors, PyTorch before 2.13 does not remove a reduced dimension from the result if its
-    length is 1 and its index is negative.
+    On fake tensors, PyTorch before 2.13 computes a wrong shape for a negative index, because a
+    reduced dimension of length 1 stays in the result. For other operators, the arguments are
+    returned unchanged.
     """
     if func is not torch.ops.aten.linalg_vector_norm.default or len(args) < 3 or args[2] is None:
         return args
@@ -75,7 +88,7 @@ def _unique_dim(
 ) -> tuple[Any, str]:
     rows = self.shape[dim]
     out = (torch.empty_like(self), *(_index(rows if wanted else 0) for wanted in (inverse, counts)))
-    return out, f"all {rows} rows were taken to be distinct"
+    return out, f"all {rows} rows were assumed to be distinct"
 
 
 def _unique(
@@ -84,7 +97,7 @@ def _unique(
     size = self.numel()
     wheres = _index(*self.shape) if inverse else _index(0)
     out = (self.new_empty(size), wheres, _index(size if counts else 0))
-    return out, f"all {size} values were taken to be distinct"
+    return out, f"all {size} values were assumed to be distinct"
 
 
 def _unique_consecutive(
@@ -96,12 +109,12 @@ def _unique_consecutive(
 
 
 def _nonzero(self: Tensor) -> tuple[Any, str]:
-    return _index(self.numel(), self.dim()), f"all {self.numel()} were taken to be nonzero"
+    return _index(self.numel(), self.dim()), f"all {self.numel()} values were assumed to be nonzero"
 
 
 def _masked_select(self: Tensor, mask: Tensor) -> tuple[Any, str]:
     size = torch.broadcast_shapes(self.shape, mask.shape).numel()
-    return self.new_empty(size), f"all {size} were taken to be selected"
+    return self.new_empty(size), f"all {size} values were assumed to be selected"
 
 
 def _select(self: Tensor, indices: list[Tensor | None]) -> tuple[Any, str]:
@@ -112,7 +125,7 @@ def _select(self: Tensor, indices: list[Tensor | None]) -> tuple[Any, str]:
         else:
             positions.append(index)
     out = torch.ops.aten.index.Tensor(self, positions)
-    return out, "every element of a mask was taken to be true"
+    return out, "every element of a mask was assumed to be True"
 
 
 def _index(*shape: int) -> Tensor:
@@ -128,7 +141,8 @@ STAND_INS: Mapping[OpOverload, Callable[..., tuple[Any, str]]] = {
     _aten.masked_select.default: _masked_select,
     _aten.index.Tensor: _select,
 }
-"""Functions for operators whose result depends on data, by operator.
+"""Replacements of operators that return a shape which depends on values, by operator.
 
-Each takes the operator's arguments. It returns a result of the largest possible shape, and a note.
+Each function takes the arguments of the operator, and returns a result with the largest possible
+shape and a note about the assumption.
 """

@@ -1,1 +1,1 @@
-"""Nsight Compute: hardware counters by phase and by kernel."""
+"""Reads hardware counters by phase and by kernel with Nsight Compute."""

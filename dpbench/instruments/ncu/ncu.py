@@ -1,8 +1,9 @@
-"""DRAM, L2 and global-memory bytes from hardware counters, through Nsight Compute.
+"""The instruments `Ncu` and `NcuKernels` read hardware counters with Nsight Compute.
 
-The case runs again under ``ncu``. `Ncu` uses application range replay: each phase of each active
-step is one range, and its counters include copies and memsets. `NcuKernels` uses kernel replay,
-which counts each kernel apart, without copies and memsets.
+The instruments run a case again under ``ncu`` to measure DRAM, L2 and global-memory bytes. `Ncu`
+uses application range replay. In this replay mode each phase of each active step is a range, and
+the counters of a range include copies and memsets. `NcuKernels` uses kernel replay, which counts
+each kernel separately and does not count copies and memsets.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ from dpbench.results.rows import Measurement
 class NcuNotFound(InstrumentError):
     """Nsight Compute is not installed."""
 
-    remedy = "install Nsight Compute (it comes with the CUDA toolkit), or name it with --ncu-path"
+    remedy = (
+        "install Nsight Compute, which the CUDA toolkit includes, or pass the path of ncu as "
+        "--ncu-path"
+    )
 
 
 _MESSAGES: tuple[tuple[str, type[InstrumentError]], ...] = (
@@ -64,16 +68,26 @@ _MESSAGES: tuple[tuple[str, type[InstrumentError]], ...] = (
     (r"Failed to find metric", CounterUnknown),
     (r"No (ranges|kernels) were profiled", NothingProfiled),
 )
-"""Patterns of ncu's messages and their errors; the first match counts. "No ranges were profiled" is
-last, because ncu prints it after every failure."""
+"""Patterns of ncu's messages, and the errors that they mean. The first matching pattern is used.
+
+"No ranges were profiled" is last, because ncu prints it after every failure.
+"""
 
 
 @dataclass(frozen=True)
 class Ncu(InProcessInstrument):
-    """Runs a case under Nsight Compute, and reads each metric by phase and step from its report.
+    """An instrument that runs a case under Nsight Compute, and reads metrics by phase and step.
 
-    One active step is enough: DRAM bytes differ by less than 0.2 % between steps. Each further step
-    takes seconds, and 400 bytes of the report per kernel launch.
+    One active step is enough, because DRAM bytes differ by less than 0.2 % between steps. Each
+    additional step takes seconds, and adds 400 bytes per kernel launch to the report.
+
+    Attributes:
+        replay: replay mode of ncu.
+        folder: name of the subfolder for reports, in the folder of the case.
+        steps: numbers of warm-up and active steps.
+        path: path of the program ncu.
+        phases: phases to profile; if empty, all phases are profiled.
+        metrics: metrics to count.
     """
 
     name: ClassVar[str] = "ncu"
@@ -82,12 +96,12 @@ class Ncu(InProcessInstrument):
     by_rank: ClassVar[bool] = False
     leaves_files: ClassVar[bool] = True
     options: ClassVar[type | None] = CounterOptions
-    replay: ClassVar[str] = "app-range"  # ncu's replay mode
-    folder: ClassVar[str] = ""  # for reports, within that of the case
+    replay: ClassVar[str] = "app-range"
+    folder: ClassVar[str] = ""
 
     steps: Steps = Steps(warmup=1, active=1)
-    path: str = "ncu"  # the program
-    phases: tuple[str, ...] = ()  # to profile; () for all
+    path: str = "ncu"
+    phases: tuple[str, ...] = ()
     metrics: tuple[Metric, ...] = field(
         default_factory=lambda: tuple(resolve()), metadata=OF_PARENT
     )
@@ -105,8 +119,8 @@ class Ncu(InProcessInstrument):
     def check(self) -> None:
         if find_spec("ncu_report") is None:
             raise ConfigurationError(
-                "ncu reports are read with the package ncu-report, which is not installed: pip "
-                "install ncu-report, or put extras/python of Nsight Compute on PYTHONPATH"
+                "dpbench needs the package ncu-report to read reports of ncu: run `pip install "
+                "ncu-report`, or add the folder extras/python of Nsight Compute to PYTHONPATH"
             )
         super().check()
 
@@ -125,16 +139,20 @@ class Ncu(InProcessInstrument):
         return self.report(case).with_suffix(".log")
 
     def profiler_command(self, case: Subject, *more: str) -> list[str]:
-        """The command line of ncu; it profiles what any of the NVTX filters matches."""
+        """Return the command line of ncu.
+
+        ncu profiles each range that matches one of the NVTX filters. ``more`` are additional
+        arguments.
+        """
         steps = range(self.steps.active)
         chosen = [f"{NVTX_DOMAIN}@{step}.{phase}" for step in steps for phase in self.phases]
         return [
             self.path,
-            *("--config-file", "off"),  # ignore a stray config.ncu-cfg
+            *("--config-file", "off"),  # ignore a config.ncu-cfg in the current directory
             *("--replay-mode", self.replay),
-            *("--cache-control", "none"),  # a flush before each range would change the bytes
+            *("--cache-control", "none"),  # flushing caches before a range would change its bytes
             *("--clock-control", "none"),
-            *("--import-sass", "no"),  # 60 times smaller reports
+            *("--import-sass", "no"),  # reports become 60 times smaller
             "--nvtx",
             *(
                 text
@@ -148,15 +166,19 @@ class Ncu(InProcessInstrument):
         ]
 
     def start(self, case: Case) -> CaseProcess:
-        self.report(case).unlink(missing_ok=True)  # an older one would outlive a failed run
+        self.report(case).unlink(missing_ok=True)  # never read the report of an earlier run
         return super().start(case)
 
     def read(self, process: CaseProcess) -> list[Measurement]:
-        """Wait for a process, and return the rows of its report."""
+        """Wait for the process to end, and return the rows of its report."""
         return self.rows(process.case, self.record_of(process), process.log)
 
     def record_of(self, process: CaseProcess) -> dict[str, Any]:
-        """Wait for a process, and return its record, or raise the error that ncu printed."""
+        """Wait for the process to end, and return its record.
+
+        Raises:
+            InstrumentError: ncu printed an error.
+        """
         try:
             return process.record()
         except CaseFailed as error:
@@ -178,18 +200,22 @@ class Ncu(InProcessInstrument):
         return [row for row in rows if row.repeat < record["observed"]]  # completed steps only
 
     def profiler_error(self, case: Subject) -> InstrumentError | None:
-        """The error for which ncu ended a process; None if the process failed by itself.
+        """Return the error that ncu printed, or None if the process failed by itself.
 
-        ncu says that nothing was profiled after every failure, so that is not its error.
+        The line "No ranges were profiled" is ignored, because ncu prints it after every failure.
         """
         said = diagnose(case, self.log(case))
         return None if isinstance(said, NothingProfiled) else said
 
-    def report_left(self, case: Subject, log: Path) -> Path:
-        """The report of an ended process, once it is described; raises if there is none."""
+    def describe_report(self, case: Subject, log: Path) -> Path:
+        """Write the description of the report, and return the path of the report.
+
+        Raises:
+            InstrumentError: ncu wrote no report.
+        """
         report = self.report(case)
         if not report.exists():
-            message = f"{case.id}: ncu left no report"
+            message = f"{case.id}: ncu wrote no report"
             raise diagnose(case, log) or NothingProfiled(message, log=log)
         described = {
             "steps": vars(self.steps),
@@ -200,21 +226,21 @@ class Ncu(InProcessInstrument):
         return report
 
     def rows(self, case: Subject, record: Mapping[str, Any], log: Path) -> list[Measurement]:
-        """The rows of a report, whose process left this record."""
-        return read(self.report_left(case, log), case, self.metrics, tool=self.tool(record))
+        """Return the rows of the report of a process that wrote this record."""
+        return read(self.describe_report(case, log), case, self.metrics, tool=self.tool(record))
 
     def tool(self, record: Mapping[str, Any]) -> str:
-        """The versions of ncu and torch, for rows."""
+        """Return the versions of ncu and torch, for the column ``tool``."""
         return f"ncu {version_of(self.path)}, torch {record['torch']}"
 
 
 @dataclass(frozen=True)
 class NcuKernels(Ncu):
-    """Counts the bytes of each kernel; its rows are sums over kernels by phase and step."""
+    """An instrument that counts each kernel, with rows that sum the kernels by phase and step."""
 
     name: ClassVar[str] = "ncu_kernels"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
-    replay: ClassVar[str] = "kernel"  # tens of milliseconds per kernel
+    replay: ClassVar[str] = "kernel"  # takes tens of milliseconds per kernel
     folder: ClassVar[str] = KERNELS
 
     metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics, metadata=OF_PARENT)
@@ -232,15 +258,15 @@ class NcuKernels(Ncu):
         case = process.case
         try:
             record = self.record_of(process)
-            path = self.report_left(case, process.log)
-            # Read in a process that ends: NVIDIA's library never frees the 0.35 MB that it takes
-            # per kernel, 2 GB for a step of the 1b model.
+            path = self.describe_report(case, process.log)
+            # Use a new process, because NVIDIA's library never frees the 0.35 MB that it allocates
+            # per kernel. A step of the 1b model needs 2 GB.
             with ProcessPoolExecutor(1, get_context("spawn")) as reader:
                 report = reader.submit(read_kernels, path).result()
         except (NothingProfiled, ReportUnreadable):
             if not self.nothing_to_profile(case):
                 raise
-            process.notes = (f"no kernel in {', '.join(self.phases)}",)
+            process.notes = (f"no kernel ran in {', '.join(self.phases)}",)
             return []
         process.kernels = fold(report.launches)
         tool = self.tool(record)
@@ -248,7 +274,10 @@ class NcuKernels(Ncu):
         return kernel_rows(case, self.name, counts, report.device, tool, whole=whole)
 
     def nothing_to_profile(self, case: Subject) -> bool:
-        """Whether the report of ranges has no kernel in its phases; clip may launch none."""
+        """Return True if the instrument `Ncu` found no kernel in the chosen phases.
+
+        For example, the phase clip may launch no kernel.
+        """
         try:
             launches = launches_by_phase(self.directory / case.report_path)
         except InstrumentError:
@@ -260,21 +289,31 @@ class NcuKernels(Ncu):
 
 
 def diagnose(case: Subject, log: Path) -> InstrumentError | None:
-    """The error that ncu's lines in a log describe, or None."""
+    """Return the error that ncu printed to a log, or None."""
     said = [line for line in log_lines(log) if line.startswith("==")] if log.exists() else []
     for pattern, error in _MESSAGES:
         for line in said:
             if re.search(pattern, line):
-                return error(f"{case.id}: ncu says {line.split('==', 2)[2].strip()!r}", log=log)
+                text = line.split("==", 2)[2].strip()
+                return error(f"{case.id}: ncu printed {text!r}", log=log)
     return None
 
 
 def find_ncu(path: str | None = None) -> str:
-    """The program at ``path``; by default ``ncu`` on ``PATH`` or where NVIDIA installs it."""
+    """Return the path of the program ncu.
+
+    Args:
+        path: name or path of the program. If None, ncu is searched on ``PATH`` and in the folders
+            in which NVIDIA installs it.
+    """
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
     usual = ["ncu", "/usr/local/cuda/bin/ncu", *map(str, installed)]
     program = next(filter(None, map(shutil.which, usual if path is None else [path])), None)
     if program is None:
-        missing = "Nsight Compute (ncu) was not found" if path is None else f"no program {path!r}"
+        missing = (
+            "Nsight Compute (ncu) was not found"
+            if path is None
+            else f"there is no program {path!r}"
+        )
         raise NcuNotFound(missing)
     return program

@@ -13,10 +13,11 @@ from dpbench.results.rows import Measurement
 
 
 class NvtxRanges:
-    """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in dpbench's domain.
+    """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in dpbench's NVTX domain.
 
-    Push/pop ranges would miss autograd's threads, which run backward. The device is synchronized at
-    each border, so that work counts in the phase that launched it.
+    Push/pop ranges would not cover the threads of autograd, which run backward. The GPU is
+    synchronized at the start and end of each range, so that work counts in the phase that
+    launched it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class NvtxRanges:
         self.domain.end_range(self.range)
 
     def finish(self) -> None:
-        """Mark the end of the last step; it tells a reader that the report is complete."""
+        """Mark the end of the last step, so that a truncated report can be detected."""
         self._start(NVTX_END)
         self.end_step()
 
@@ -51,7 +52,7 @@ class NvtxRanges:
 
 
 class NvtxRecorder(Recorder):
-    """Marks phases as ranges, without times, which the profiler would distort."""
+    """Marks phases as NVTX ranges, and records no times, because the profiler slows the steps."""
 
     @cached_property
     def listener(self) -> NvtxRanges:
@@ -60,7 +61,7 @@ class NvtxRecorder(Recorder):
         return ranges
 
     def _finish(self) -> None:
-        if self.listener.step >= self.observed:  # the script ended in a step
+        if self.listener.step >= self.observed:  # the script ended within a step
             self.listener.end_step()
         self.listener.finish()
 

@@ -1,6 +1,7 @@
-"""Reads ``.ncu-rep`` files, of ranges or of kernels; needs neither a GPU nor ncu itself.
+"""Reads ``.ncu-rep`` files, which contain ranges or kernels.
 
-NVIDIA's library takes 0.8 ms for each action, and 0.35 MB that it never frees.
+Reading a report needs neither a GPU nor the program ncu. An action is one range or one kernel
+launch. For each action NVIDIA's library takes 0.8 ms, and allocates 0.35 MB that it never frees.
 """
 
 from __future__ import annotations
@@ -29,64 +30,68 @@ from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement
 
 REPORT_MAGIC = b"NVR\0"
-"""How a ``.ncu-rep`` file begins. The library reads other files as empty reports."""
+"""First bytes of a ``.ncu-rep`` file. NVIDIA's library reads other files as empty reports."""
 
-DEVICE = "device__attribute_display_name"  # the name of the GPU
+DEVICE = "device__attribute_display_name"  # name of the GPU
 CAPABILITY = "device__attribute_compute_capability"
 KERNELS = "kernels"
-"""The folder of reports of kernels, beside the reports of ranges."""
+"""Name of the subfolder for kernel reports, in the folder of the range reports."""
 
 DRAM = ("dram_read_bytes", "dram_write_bytes")
 L2 = "lts__t_bytes.sum"
-"""The DRAM metrics and the L2 counter from which the bytes of a `KernelCount` are taken."""
+"""The DRAM metrics and the L2 counter that a `KernelCount` contains."""
 
-TIME = "gpu__time_duration.sum"  # duration of an action, ns
+TIME = "gpu__time_duration.sum"  # duration of an action in ns
 
 
 class ReportUnreadable(InstrumentError):
-    """A report file is missing, truncated, or no report."""
+    """A report file is missing, truncated, or not a report."""
 
     remedy = "measure the case again"
 
 
 class ForeignReport(InstrumentError):
-    """A report that dpbench did not make."""
+    """A report was not made by dpbench."""
 
-    remedy = "dpbench reads complete reports of its own `--ncu` and `dpbench run`"
+    remedy = "pass a complete report that `pytest --ncu` or `dpbench run` has written"
 
 
 class NothingProfiled(InstrumentError):
-    """A report without a range or kernel, for which ncu itself reports no error."""
+    """A report contains no range and no kernel, although ncu printed no error."""
 
     remedy = (
-        "a step must run its work inside `trainer.train_step`, and ncu must follow that process"
+        "run the work of a step inside `trainer.train_step`, in the process that ncu profiles or "
+        "in its children"
     )
 
 
 def read(
     path: Path, case: Subject, metrics: Iterable[Metric] | None = None, *, tool: str = "ncu"
 ) -> list[Measurement]:
-    """The rows of a case's report of ranges: each metric by phase, and of the whole step.
+    """Return the rows of a report of ranges: each metric by phase and of the whole step.
 
     Args:
-        path: the report.
-        case: whose report it is.
-        metrics: by default every byte metric of which the report has all counters.
-        tool: what the rows say as ``tool``.
+        path: path of the report.
+        case: the case or script that was measured.
+        metrics: metrics to read. If None, all metrics whose counters the report contains are read.
+        tool: value of the column ``tool``.
     """
     ranges = list(_ranges(path))
     first = ranges[0][2]
     there = available({*first}.issuperset, chip=_chip(first)).values()
     metrics = list(there if metrics is None else metrics)
     device = str(counter(first, DEVICE, path).value())
-    # A phase may be entered more than once in a step: its ranges add up.
+    # A step may enter a phase several times. The values of these ranges are added up.
     sums: dict[tuple[int, str, Metric], float] = defaultdict(float)
     for step, phase, action in ranges:
         counted = {name: counter(action, name, path).value() for name in counters(metrics)}
         for metric in metrics:
             value = metric.value(counted)
-            if not math.isfinite(value):  # JSON cannot hold it
-                raise CounterUnknown(f"{path}: {metric.name} of {step}.{phase} is {value}")
+            if not math.isfinite(value):  # JSON cannot represent the value
+                raise CounterUnknown(
+                    f"{path}: {metric.name} of step {step}, phase {phase}, is {value}, not a "
+                    f"finite number"
+                )
             sums[step, phase, metric] += value
             sums[step, STEP, metric] += value
     units = {
@@ -100,50 +105,51 @@ def read(
 
 
 def write_description(report: Path, case: Subject, settings: Mapping[str, Any]) -> None:
-    """Write a JSON file beside a report, with its case and settings."""
+    """Write the case and the settings of a report to a JSON file in the same folder."""
     write_text(report.with_suffix(".json"), json.dumps({"case": {**case.columns}, **settings}))
 
 
 def case_of(path: Path) -> Subject:
-    """The case in the file beside a report; without such a file, a script named like the report."""
+    """Return the case of a report, which a JSON file in the same folder describes.
+
+    If the JSON file does not exist, returns a `Script` with the path of the report as its name.
+    """
     description = path.with_suffix(".json")
     try:
         if not description.exists():
             return Script(str(path))
         return subject_from(json.loads(description.read_text(encoding="utf-8"))["case"])
     except (ConfigurationError, KeyError, OSError, TypeError, ValueError) as error:
-        raise ForeignReport(f"{description} says no case ({error})") from error
+        raise ForeignReport(f"{description} does not describe a case ({error})") from error
 
 
 def _ranges(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """Step number, phase and ncu action object of each range that dpbench marked."""
+    """Yield the step number, phase and ncu action object of each range that dpbench marked."""
     actions = load_actions(path)
     if actions and is_kernel(actions[0]):
-        raise ForeignReport(f"{path}: it holds kernels, not ranges")
+        raise ForeignReport(f"{path}: the report contains kernels, not ranges")
     labels = [label(action) for action in actions]
     if None in labels:
-        raise ForeignReport(f"{path}: it holds a range without dpbench's mark")
+        raise ForeignReport(f"{path}: the report contains a range that dpbench did not mark")
     if actions and labels[-1] != NVTX_END:
-        raise ReportUnreadable(
-            f"{path}: the report of ranges is incomplete, its last range is missing"
-        )
+        raise ReportUnreadable(f"{path}: the report is incomplete: its last range is missing")
     if len(actions) < 2:
-        raise NothingProfiled(f"{path}: the report holds no range")
+        raise NothingProfiled(f"{path}: the report contains no range")
     for action, name in zip(actions[:-1], labels[:-1], strict=True):
         yield *phase_of(name), action
 
 
 def load_actions(path: Path) -> list[Any]:
-    """The ncu action objects (ranges or kernels) of a report, in the order in which they ran."""
+    """Return the ncu action objects (ranges or kernels) of a report, in the order of execution."""
     actions = list(_actions(path))
-    # The library reads a truncated report as a shorter one that ends in a kernel without metrics.
+    # In a truncated report the library finds a last kernel without metrics.
     if actions and actions[-1].metric_by_name(DEVICE) is None:
-        raise ReportUnreadable(f"{path}: the report is incomplete, it was cut off")
+        raise ReportUnreadable(f"{path}: the report is truncated")
     return actions
 
 
 def holds_kernels(path: Path) -> bool:
-    """Whether the first action of a report is a kernel, not a range."""
+    """Return True if the first action of a report is a kernel."""
     return any(map(is_kernel, islice(_actions(path), 1)))
 
 
@@ -152,28 +158,29 @@ def _actions(path: Path) -> Iterator[Any]:
 
     try:
         if not path.is_file():
-            raise ReportUnreadable(f"{path}: {'a folder' if path.is_dir() else 'no such file'}")
+            what = "a folder, not a report" if path.is_dir() else "no such file"
+            raise ReportUnreadable(f"{path}: {what}")
         with path.open("rb") as stream:
             magic = stream.read(len(REPORT_MAGIC))
     except OSError as error:
         raise ReportUnreadable(f"{path}: {error.strerror}") from error
     if magic != REPORT_MAGIC:
-        raise ReportUnreadable(f"{path}: not an Nsight Compute report")
+        raise ReportUnreadable(f"{path} is not a report of Nsight Compute")
     load_helpers_first()
     try:
         for of_process in ncu_report.load_report(str(path)):
             yield from of_process
-    except Exception as error:  # the library raises bare RuntimeError and more
-        raise ReportUnreadable(f"{path}: not a readable report ({error})") from error
+    except Exception as error:  # the library raises RuntimeError and other classes
+        raise ReportUnreadable(f"{path} cannot be read as a report ({error})") from error
 
 
 def is_kernel(action: Any) -> bool:
-    """Whether an action is one kernel launch, not a range."""
+    """Return True if an action is a kernel launch, False if it is a range."""
     return bool(action.workload_type() == action.WorkloadType_KERNEL)
 
 
 def label(action: Any) -> str | None:
-    """The name ``STEP.PHASE`` of the dpbench range around an action."""
+    """Return the name ``STEP.PHASE`` of the dpbench range that contains an action, or None."""
     state = action.nvtx_state()
     for identifier in state.domains() if state else ():
         domain = state.domain_by_id(identifier)
@@ -184,21 +191,28 @@ def label(action: Any) -> str | None:
 
 
 def counter(action: Any, name: str, path: Path) -> Any:
-    """A counter of an action; raises if the report lacks it."""
+    """Return ncu's object of a counter of an action.
+
+    Raises:
+        CounterUnknown: the report does not contain the counter.
+    """
     metric = action.metric_by_name(name)
     if metric is None:
-        raise CounterUnknown(f"{path}: the report has no {name}")
+        raise CounterUnknown(f"{path}: the report does not contain the counter {name}")
     return metric
 
 
 def _chip(action: Any) -> str:
-    """The chip that an action ran on, as `chip_of` names it."""
+    """Return the name of the chip that ran an action, as `chip_of` spells it."""
     parts = (action.metric_by_name(f"{CAPABILITY}_{part}") for part in ("major", "minor"))
     return chip_of(*(part.value() if part else 0 for part in parts))
 
 
 def launches_by_phase(path: Path) -> Counter[str]:
-    """How many kernels each phase of the first step launched, from a report of ranges."""
+    """Return the number of kernels that each phase of the first step launched.
+
+    ``path`` is a report of ranges.
+    """
     counts: Counter[str] = Counter()
     for step, phase, action in _ranges(path):
         names = action.metric_by_name("launch__kernel_name")
@@ -211,11 +225,15 @@ def launches_by_phase(path: Path) -> Counter[str]:
 
 
 def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
-    """The metrics of each kernel on a chip: one pass on GH100, so that no kernel runs twice."""
+    """Return the metrics to count for each kernel on a chip.
+
+    The chip GH100 counts these metrics in one pass, so that each kernel runs only once.
+    """
     there = on_chip(chip)
     if lacking := [metric for metric in DRAM if metric not in there]:
         raise ConfigurationError(
-            f"{chip} has no counters for {', '.join(lacking)} of kernels; measure without --kernels"
+            f"{chip} has no counters for {', '.join(lacking)} of single kernels: leave out "
+            f"--kernels (in pytest: --ncu-kernels)"
         )
     others = (Metric(name, how=Counters((name,))) for name in (L2, TIME))
     return (*(there[metric] for metric in DRAM), *others)
@@ -223,27 +241,31 @@ def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The name of the GPU, and its kernel launches in order."""
+    """The kernel launches of a report, in order, and the name of the GPU."""
 
     device: str
     launches: tuple[KernelCount, ...]
 
 
 def read_kernels(path: Path) -> KernelReport:
-    """Read a report of kernels, of any program. A kernel outside every phase is `OUTSIDE`."""
+    """Read a report of kernels of any program. Kernels in no phase get the phase `OUTSIDE`."""
     if actions := load_actions(path):
         return kernels_of(actions, path)
-    raise NothingProfiled(f"{path}: the report holds no kernel")
+    raise NothingProfiled(f"{path}: the report contains no kernel")
 
 
 def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
-    """The launches that the actions of a report are."""
+    """Return the kernel launches from the actions of a report.
+
+    Raises:
+        ForeignReport: an action is a range.
+    """
     spelled = on_chip() | available(lambda names: all(map(actions[0].metric_by_name, names)))
     of_counters = [*(spelled[name].counters for name in DRAM), (L2,)]
     launches: list[KernelCount] = []
     for action in actions:
         if not is_kernel(action):
-            raise ForeignReport(f"{path}: it holds ranges, not kernels")
+            raise ForeignReport(f"{path}: the report contains ranges, not kernels")
         read, written, l2 = (
             float(sum(counter(action, name, path).value() for name in of)) for of in of_counters
         )
@@ -255,7 +277,10 @@ def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
 
 
 def phase_of(name: str | None) -> tuple[int, str]:
-    """Step number and phase of a range named ``STEP.PHASE``; (0, `OUTSIDE`) for other names."""
+    """Return the step number and phase from a range's name ``STEP.PHASE``.
+
+    Returns (0, `OUTSIDE`) for other names.
+    """
     step, _, phase = (name or "").partition(".")
     if step.isdecimal() and phase in ALL_PHASES:
         return int(step), phase

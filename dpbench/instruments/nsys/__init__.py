@@ -1,1 +1,1 @@
-"""Nsight Systems: when the GPU works, when it waits, and for which launches."""
+"""Measures when the GPU is busy, and how many kernels it runs, with Nsight Systems."""

@@ -1,7 +1,7 @@
-"""The instrument ``nsys``: how busy the GPU is by phase, through Nsight Systems.
+"""The instrument ``nsys`` measures how busy the GPU is by phase, with Nsight Systems.
 
-``nsys profile`` records a case, and ``nsys export`` makes an SQLite file of the report. Busy time
-and launches by phase are read from that file. ``nsys stats`` adds its own statistics.
+``nsys profile`` records a case, and ``nsys export`` converts its report to an SQLite file. This
+module reads busy time and launches by phase from the SQLite file. ``nsys stats`` adds statistics.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dpbench.instruments.nsys.timeline import Timeline
 
 REPORT, EXPORTED = ".nsys-rep", ".sqlite"
-"""Suffixes of a report and of its SQLite file."""
+"""Suffixes of a report and of the SQLite file that is exported from it."""
 
 STATISTICS = (
     "cuda_gpu_kern_sum",
@@ -38,15 +38,15 @@ STATISTICS = (
     "cuda_api_sum",
     "nvtx_gpu_proj_sum",
 )
-"""Reports of ``nsys stats`` to show (``nsys stats --help-reports`` lists all)."""
+"""Reports of ``nsys stats`` that are shown. ``nsys stats --help-reports`` lists all reports."""
 
 
 class NsysNotFound(InstrumentError):
     """Nsight Systems is not installed."""
 
     remedy = (
-        "install Nsight Systems (package nsight-systems, or nsight-systems-cli of NVIDIA) and put "
-        "nsys on PATH"
+        "install the package nsight-systems or nsight-systems-cli from NVIDIA, and add the folder "
+        "of nsys to PATH"
     )
 
 
@@ -54,16 +54,19 @@ class ExportFailed(InstrumentError):
     """The installed nsys cannot export a report to SQLite."""
 
     remedy = (
-        "install Nsight Systems 2021.4 or newer, not older than the one that made the report, and "
-        "run dpbench show on the report"
+        "install Nsight Systems 2021.4 or newer, at least the version that made the report, and "
+        "run `dpbench show` on the report"
     )
 
 
 @dataclass(frozen=True)
 class Nsys(InProcessInstrument):
-    """Runs a case under ``nsys profile``: first steps are timed, further steps are recorded.
+    """An instrument that times steps of a case, and then records more steps with ``nsys profile``.
 
-    Reports and SQLite files lie beside the log.
+    The report and the SQLite file are written to the folder of the log.
+
+    Attributes:
+        path: path of the program nsys.
     """
 
     name: ClassVar[str] = "nsys"
@@ -71,7 +74,7 @@ class Nsys(InProcessInstrument):
     needs_gpu: ClassVar[bool] = True
     by_rank: ClassVar[bool] = False
     leaves_files: ClassVar[bool] = True
-    path: str = "nsys"  # the program
+    path: str = "nsys"
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -90,10 +93,13 @@ class Nsys(InProcessInstrument):
         return (self.directory / case.report_path).with_suffix(REPORT)
 
     def profiler_command(self, case: Subject) -> list[str]:
-        """The command line of ``nsys profile``, which records only between start and stop."""
+        """Return the command line of ``nsys profile``.
+
+        nsys records only between ``cudaProfilerStart`` and ``cudaProfilerStop``.
+        """
         return [
             *(self.path, "profile"),
-            "--trace=cuda,nvtx",  # with osrt, a tiny case left 2.2 GB
+            "--trace=cuda,nvtx",  # with osrt, a tiny case wrote 2.2 GB
             *("--sample=none", "--cpuctxsw=none"),
             "--cuda-graph-trace=node",
             *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
@@ -107,29 +113,33 @@ class Nsys(InProcessInstrument):
         return super().start(case)
 
     def read(self, process: CaseProcess) -> list[Measurement]:
-        """Wait for a process, and return time, busy time and launches by phase and step."""
-        from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # loads numpy
+        """Wait for the process, and return time, busy time and launches by phase and step."""
+        from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # imports numpy
 
         case, report = process.case, self.report(process.case)
         record, target = process.record(), report.with_suffix(EXPORTED)
         if not report.exists():
-            raise NothingTraced(f"{case.id}: nsys left no report")
-        exported(self.path, report, target, timeout=self.timeout)
+            raise NothingTraced(f"{case.id}: nsys wrote no report")
+        export_to_sqlite(self.path, report, target, timeout=self.timeout)
         timeline = read_timeline(target)
         if not any(each.phase == STEP for each in timeline.ranges):
-            raise NothingTraced(f"{case.id}: {target} has no step that dpbench marked")
+            raise NothingTraced(f"{case.id}: {target} contains no step that dpbench marked")
         tool = f"nsys {version_of(self.path)}, torch {record['torch']}"
         before = record["untraced_seconds"]
         traced = median((each.end - each.start) / 1e9 for each in timeline.whole_steps)
-        slowed = f"a step took {traced * 1e3:.1f} ms recorded, {before * 1e3:.1f} ms before"
+        slowed = (
+            f"a step took {traced * 1e3:.1f} ms while nsys recorded, and {before * 1e3:.1f} ms "
+            f"before"
+        )
         process.notes = (*process.notes, slowed, f"dpbench show {target}")
         return list(timeline_rows(case, timeline, record["device"], tool))
 
 
 def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
-    """The timeline of a report or of an SQLite file, and nsys's own statistics.
+    """Read the timeline of a report or an SQLite file, and run ``nsys stats`` on it.
 
-    Without nsys a report cannot be read, and an SQLite file has no statistics.
+    Reading a report needs the program nsys. If nsys is missing, the statistics of an SQLite file
+    are empty.
     """
     from dpbench.instruments.nsys.timeline import read_timeline
 
@@ -137,7 +147,7 @@ def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
         target = path
         if path.suffix == REPORT:
             target = Path(scratch, path.stem + EXPORTED)
-            exported(find_nsys(), path, target, timeout=Settings.timeout)
+            export_to_sqlite(find_nsys(), path, target, timeout=Settings.timeout)
         timeline = read_timeline(target, path)
         nsys = shutil.which("nsys")
         return timeline, statistics(nsys, target, Path(scratch)) if nsys else {}
@@ -146,7 +156,10 @@ def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
 def timeline_rows(
     case: Subject, timeline: Timeline, device: str, tool: str
 ) -> Iterator[Measurement]:
-    """Yield the rows of a timeline: phases of step 0, and whole steps numbered from 0."""
+    """Yield the rows of a timeline.
+
+    In rows of phases, the column ``repeat`` is 0. In rows of whole steps, it counts from 0.
+    """
     whole = [each.step for each in timeline.whole_steps]
     for usage in timeline.usages():
         step, phase = usage.pop("step"), usage.pop("phase")
@@ -160,14 +173,18 @@ def timeline_rows(
 
 
 def find_nsys() -> str:
-    """The ``nsys`` on ``PATH``."""
+    """Return the path of the program nsys on ``PATH``.
+
+    Raises:
+        NsysNotFound: no such program exists.
+    """
     if program := shutil.which("nsys"):
         return program
     raise NsysNotFound("Nsight Systems (nsys) was not found")
 
 
 def statistics(nsys: str, recorded: Path, folder: Path) -> dict[str, str]:
-    """Run ``nsys stats`` on an SQLite file; return the CSV of each report."""
+    """Run ``nsys stats`` on an SQLite file, and return each report as CSV text by name."""
     reports = [text for name in STATISTICS for text in ("--report", name)]
     output = ("--format", "csv", "--output", str(folder / "stats"))
     run([nsys, "stats", *reports, *output, str(recorded)], timeout=Settings.timeout)
@@ -175,12 +192,12 @@ def statistics(nsys: str, recorded: Path, folder: Path) -> dict[str, str]:
     return {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
 
 
-def exported(nsys: str, report: Path, target: Path, *, timeout: float) -> Path:
-    """Export a report to an SQLite file, ``target``."""
+def export_to_sqlite(nsys: str, report: Path, target: Path, *, timeout: float) -> Path:
+    """Export a report to the SQLite file ``target``."""
     target.unlink(missing_ok=True)
     command = [nsys, "export", "--type", "sqlite", "--force-overwrite", "true", "--quiet", "true"]
     code, output = run([*command, "--output", str(target), str(report)], timeout=timeout)
     if code or not target.exists():
         why = next(filter(None, map(str.strip, reversed(output.splitlines()))), f"exit code {code}")
-        raise ExportFailed(f"nsys {version_of(nsys)} made no SQLite file of {report} ({why})")
+        raise ExportFailed(f"nsys {version_of(nsys)} could not export {report} to SQLite ({why})")
     return target

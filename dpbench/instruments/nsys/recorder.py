@@ -18,17 +18,18 @@ from dpbench.training.phases import PhaseListener
 
 
 class PhaseRanges:
-    """Marks a step's phases as NVTX start/end ranges ``dpbench:STEP.PHASE``.
+    """Marks the phases of a step as NVTX start/end ranges ``dpbench:STEP.PHASE``.
 
-    Push/pop ranges would miss autograd's threads, which run backward. The ranges are torch's,
-    because older versions of nsys do not record those of the nvtx package.
+    Push/pop ranges would not cover the threads of autograd, which run backward. The ranges are
+    made with torch, because older versions of nsys do not record ranges of the package nvtx.
 
     Args:
         step: number of the step.
-        whole: whether another range covers the whole step. Then the device is synchronized only at
-            its ends, and the CPU runs ahead as usual. Otherwise the device is synchronized at each
-            border, so that a phase's range covers all of its work.
-        cuda: `torch.cuda`, or a stand-in.
+        whole: whether an additional range covers the whole step. If True, the GPU is synchronized
+            only at the start and end of the step, and the CPU can run ahead. If False, the GPU is
+            synchronized at the start and end of each phase, so that the range of a phase covers
+            all work of the phase.
+        cuda: `torch.cuda`, or a fake for tests.
     """
 
     def __init__(self, step: int, *, whole: bool, cuda: Any) -> None:
@@ -57,10 +58,10 @@ class PhaseRanges:
 
 
 class NsysRecorder(Recorder):
-    """Times steps, then lets nsys record others.
+    """Times steps, and then starts the recording of nsys for more steps.
 
-    nsys records from ``cudaProfilerStart`` to ``cudaProfilerStop``: one step without ranges while
-    the recording starts up, one step by phase, and one or more whole steps.
+    nsys records one step without ranges, one step by phase, and one or more whole steps. The
+    first recorded step is not used, because starting the recording slows it.
     """
 
     def __init__(self, timed: int, *, cuda: Any = torch.cuda) -> None:
@@ -79,13 +80,13 @@ class NsysRecorder(Recorder):
         super().start_step()
 
     def _start_recording(self) -> Iterator[PhaseListener]:
-        """Start the recording, and return a listener for each recorded step."""
+        """Start the recording, and return an iterator over the listeners of the recorded steps."""
         whole = [False, *[True] * whole_steps(self.timing.median_seconds)]
         self.wanted = self.timing.observed + 1 + len(whole)
         self.cuda.synchronize()
         self.cuda.profiler.start()
         self.held.callback(self.cuda.profiler.stop)
-        self.held.callback(self.cuda.synchronize)  # before the stop
+        self.held.callback(self.cuda.synchronize)  # runs before `profiler.stop`
         ranges = [PhaseRanges(step, whole=each, cuda=self.cuda) for step, each in enumerate(whole)]
         return iter([NullListener(), *ranges])
 
@@ -93,4 +94,4 @@ class NsysRecorder(Recorder):
         return self.timing.record(case) | {"untraced_seconds": self.timing.median_seconds}
 
     def rows(self, case: Subject) -> list[Measurement]:
-        return []  # they come from the exported report
+        return []  # `Nsys.read` makes the rows from the exported report

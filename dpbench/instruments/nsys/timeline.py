@@ -1,10 +1,10 @@
-"""Reads a GPU's busy time and launches by phase from a file of ``nsys export --type sqlite``.
+"""Reads busy time and launches of a GPU by phase from an SQLite file that nsys has exported.
 
-This needs neither a GPU nor Nsight Systems. Times are integer nanoseconds of one clock.
+Reading a file needs neither a GPU nor Nsight Systems. Times are integer nanoseconds of one clock.
 
 NVIDIA's "SQLite Export Schema Reference" describes the tables
-(https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). Empty tables are missing,
-and files of older versions lack some columns.
+(https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). A file does not contain
+empty tables. Files of older versions lack some columns.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dpbench.child.messages import NVTX_DOMAIN
 from dpbench.results.rows import STEP
 
 START_END_RANGE = 60
-"""``NvtxStartEndRange`` in ``ENUM_NSYS_EVENT_TYPE``."""
+"""Value of ``NvtxStartEndRange`` in ``ENUM_NSYS_EVENT_TYPE``."""
 
 DEVICE_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
-"""Tables of device activities, after the prefix ``CUPTI_ACTIVITY_KIND_``."""
+"""Names of the tables of GPU activities, without the prefix ``CUPTI_ACTIVITY_KIND_``."""
 
 PID_BITS = 24
-"""Low bits of ``globalPid`` and ``globalTid`` that identify a thread."""
+"""Number of low bits in ``globalPid`` and ``globalTid`` that identify a thread."""
 
 
 class TimelineUnreadable(InstrumentError):
@@ -42,18 +42,19 @@ class TimelineUnreadable(InstrumentError):
 
 
 class NothingTraced(InstrumentError):
-    """The GPU did nothing on the timeline."""
+    """The timeline contains no work of the GPU."""
 
     remedy = (
-        "a step must run its work inside `trainer.train_step`, on a GPU whose driver this nsys "
-        "supports, and no other profiler may hold CUPTI"
+        "run the work of a step inside `trainer.train_step`, use a version of nsys that supports "
+        "the GPU's driver, and end other profilers that use CUPTI"
     )
 
 
 class Activity(NamedTuple):
-    """A kernel, a copy or a memset on the device.
+    """A kernel, copy or memset on the GPU.
 
-    ``launched`` is when the CPU launched it; its start if the launch was not recorded.
+    ``launched`` is the time at which the CPU launched the activity. If nsys did not record the
+    launch, ``launched`` equals ``start``.
     """
 
     start: int
@@ -62,7 +63,7 @@ class Activity(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A range that the CPU marked: a phase of a step, or a whole step with the phase `STEP`."""
+    """A marked range on the CPU: a phase of a step, or a whole step with the phase `STEP`."""
 
     step: int
     phase: str
@@ -72,10 +73,17 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of the busiest GPU; ranges and activities are sorted by start.
+    """The timeline of the GPU with the most activities.
 
-    In a step with a `STEP` range the CPU runs ahead, so its phases do not tell what the GPU did. In
-    other steps the GPU finishes each phase before the next begins, so phases have busy times.
+    In a step with a `STEP` range the CPU runs ahead, so the ranges of its phases do not show when
+    the GPU did the work. In other steps the GPU finishes each phase before the next phase begins.
+    Busy times by phase come only from steps without a `STEP` range.
+
+    Attributes:
+        device: name of the GPU.
+        tool: name and version of the program that wrote the file.
+        ranges: the marked ranges, sorted by start.
+        activities: the activities of the GPU, sorted by start.
     """
 
     device: str
@@ -85,7 +93,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> NDArray[np.int64]:
-        """Starts and ends of the disjoint busy spans, sorted, ``[n, 2]``."""
+        """Starts and ends of the disjoint spans in which the GPU was busy, as ``[n, 2]``."""
         starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
         ends = np.maximum.accumulate(ends)
         idle_before = np.append(True, starts[1:] > ends[:-1])
@@ -93,13 +101,13 @@ class Timeline:
 
     @property
     def whole_steps(self) -> list[Range]:
-        """The `STEP` ranges; without any ranges, one over the whole recording."""
+        """The `STEP` ranges. Without marked ranges, one range that covers the whole recording."""
         if self.ranges:
             return [each for each in self.ranges if each.phase == STEP]
         return [Range(0, STEP, int(self.busy[0, 0]), int(self.busy[-1, 1]))]
 
     def usages(self) -> list[dict[str, Any]]:
-        """The metrics of each ``step`` and ``phase``; whole steps have the phase `STEP`."""
+        """Return the metrics of each ``step`` and ``phase``. Whole steps have the phase `STEP`."""
         whole = self.whole_steps
         marked = {each.step for each in whole}
         launched = np.sort([each.launched for each in self.activities])
@@ -122,21 +130,28 @@ class Timeline:
 
 
 def read_timeline(path: Path, named: Path | None = None) -> Timeline:
-    """Read the timeline of an SQLite file; errors name ``named`` if ``path`` is temporary."""
+    """Read the timeline of an SQLite file.
+
+    Args:
+        path: path of the SQLite file.
+        named: path to name in errors, if ``path`` is a temporary file.
+    """
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             return _Export(database).timeline(named or path)
     except sqlite3.Error as error:
-        raise TimelineUnreadable(f"{path}: not an export of Nsight Systems ({error})") from error
+        raise TimelineUnreadable(
+            f"{path} is not an SQLite file that Nsight Systems exported ({error})"
+        ) from error
 
 
 class _Export:
-    """An open SQLite file; every export has a table of strings."""
+    """An open SQLite file. The table ``StringIds`` exists in every file that nsys exports."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
         if not self._columns("StringIds"):
-            raise sqlite3.DatabaseError("no table StringIds")
+            raise sqlite3.DatabaseError("the table StringIds is missing")
         self.strings: dict[int, str] = dict(self.select("StringIds", "id", "value"))
 
     def timeline(self, path: Path) -> Timeline:
@@ -145,7 +160,9 @@ class _Export:
             by_device[device].append(activity)
         if not by_device:
             said = "; ".join(text for (text,) in self.select("DIAGNOSTIC_EVENT", "text"))
-            raise NothingTraced(f"{path}: no kernel, copy or memset was traced ({said or 'empty'})")
+            raise NothingTraced(
+                f"{path} contains no kernel, copy or memset (nsys reports: {said or 'nothing'})"
+            )
         busiest: list[Activity] = max(by_device.values(), key=len)
         names = {str(name) for (name,) in self.select("TARGET_INFO_GPU", "name")}
         return Timeline(
@@ -156,17 +173,17 @@ class _Export:
         )
 
     def _columns(self, table: str) -> set[str]:
-        """The columns of a table; none if it is missing."""
+        """Return the names of a table's columns; empty if the table is missing."""
         return {row[1] for row in self.database.execute(f"PRAGMA table_info({table})")}
 
     def select(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a table: none if it is missing, None for missing columns."""
+        """Yield the rows of a table. Missing columns are None, a missing table has no rows."""
         if having := self._columns(table):
             chosen = ", ".join(f'"{c}"' if c in having else "NULL" for c in columns)
             yield from self.database.execute(f"SELECT {chosen} FROM {table}")
 
     def _activities(self) -> Iterator[tuple[int, Activity]]:
-        """Yield each device and activity. Without a recorded launch its start counts as launch."""
+        """Yield the device number and the activity of each activity on a GPU."""
         calls = self.select("CUPTI_ACTIVITY_KIND_RUNTIME", "start", "globalTid", "correlationId")
         launched = {_key(thread, number): start for start, thread, number in calls}
         for table in DEVICE_TABLES:
@@ -193,5 +210,8 @@ class _Export:
 
 
 def _key(process_or_thread: int | None, number: int | None) -> tuple[int, int | None]:
-    """The process and correlation number, which a call shares with the activity it launched."""
+    """Return the process and the correlation number.
+
+    A CUDA call and the activity that the call launched have the same key.
+    """
     return (process_or_thread or 0) >> PID_BITS, number

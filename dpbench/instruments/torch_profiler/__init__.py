@@ -1,1 +1,1 @@
-"""The PyTorch profiler: operators, copies, memory, traces."""
+"""Measures operators, copies and memory with the PyTorch profiler, and writes traces."""

@@ -1,4 +1,4 @@
-"""Tables of operators, as the PyTorch profiler writes them."""
+"""Makes the file ``operators.txt`` with the PyTorch profiler's tables of operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch.autograd.profiler_util import EventList
 
 TOP = 20
-"""Rows of a table."""
+"""Number of rows in a table."""
 
 
 def operator_tables(
@@ -20,17 +20,18 @@ def operator_tables(
     steps: int,
     threshold: float,
 ) -> str:
-    """A list of bottlenecks, and tables by GPU time, CPU time, memory and input shape.
+    """Return a text with a list of bottlenecks, and tables by time, memory and input shape.
 
-    PyTorch counts the time of some kernels again for a CUDA call, such as "Command Buffer Full"
-    (119 of 336 ms on an H200). So only the table by CPU time has CUDA calls, and annotations.
+    PyTorch counts the time of some kernels twice: for the operator and for a CUDA call such as
+    "Command Buffer Full" (119 of 336 ms on an H200). Therefore CUDA calls and annotations appear
+    only in the table by CPU time.
 
     Args:
-        by_name: ``key_averages()`` of a profiler, sums over the recorded steps.
-        by_shape: the same, grouped by input shape as well.
-        calls: names of CUDA calls among the events.
+        by_name: ``key_averages()`` of a profiler, summed over the recorded steps.
+        by_shape: like ``by_name``, but also grouped by input shape.
+        calls: names of the CUDA calls among the events.
         steps: number of recorded steps.
-        threshold: milliseconds per step from which an operator is a bottleneck.
+        threshold: operators that take at least this many milliseconds per step are bottlenecks.
     """
     device, kind = "CPU", "cpu"
     if any(event.self_device_time_total for event in by_name):
@@ -45,7 +46,7 @@ def operator_tables(
     ]
     return "\n".join(
         [
-            f"Bottlenecks: operators that take {threshold:g} ms of a step or more on the {device}",
+            f"Bottlenecks: operators that take {threshold:g} ms or more per step on the {device}",
             *(list(_bottlenecks(operators, busiest, steps, threshold)) or ["none"]),
             f"\nSums over {steps} recorded steps.\n",
             *(
@@ -57,7 +58,7 @@ def operator_tables(
 
 
 def _without(events: EventList, calls: Collection[str]) -> EventList:
-    """The events without CUDA calls and annotations."""
+    """Return the events without CUDA calls and annotations."""
     from torch.autograd.profiler_util import EventList
 
     kept = [each for each in events if not each.is_user_annotation and each.key not in calls]
@@ -65,7 +66,10 @@ def _without(events: EventList, calls: Collection[str]) -> EventList:
 
 
 def _bottlenecks(operators: EventList, column: str, steps: int, threshold: float) -> Iterator[str]:
-    """Yield a line for each operator whose self time per step reaches the threshold, in ms."""
+    """Yield a line for each operator that takes at least ``threshold`` milliseconds per step.
+
+    The time of other operators that an operator calls is not included.
+    """
     spent = {
         event.key: getattr(event, column) / 1e3 / steps
         for event in operators

@@ -1,4 +1,4 @@
-"""The folder of a profile, and the rows and the TensorBoard log made from its traces."""
+"""Finds and clears the folder of a profile, and makes rows and a TensorBoard log from traces."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from dpbench.core.subject import Subject
 from dpbench.instruments.torch_profiler import trace
 from dpbench.results.rows import STEP, Measurement
 
-INSTRUMENT = "torch_profiler"  # the instrument's name in rows
+INSTRUMENT = "torch_profiler"  # value of the column ``instrument``
 OPERATORS, REPORT, SNAPSHOT = "operators.txt", "report.txt", "memory_snapshot.pickle"
 
 COPIES = {m.source: m.name for m in METRICS.had_by(INSTRUMENT) if m.source}
-"""Metrics of copies and memsets, by the start of their names in a trace."""
+"""Metrics of copies and memsets, by the first words of the event's name in a trace."""
 
 
 class DeviceActivityMissing(InstrumentError):
-    """A trace of a run on CUDA has no device events."""
+    """A trace of a run on a GPU contains no GPU events."""
 
-    remedy = "another profiler may hold the GPU's profiling interface (CUPTI); end it"
+    remedy = "end other profilers, because they may use the GPU's profiling interface (CUPTI)"
 
 
 def rank_folder(directory: Path, rank: int) -> Path:
-    """The folder of a rank, within that of its case."""
+    """Return the folder of a rank, in the folder of its case."""
     return directory / f"rank{rank}"
 
 
 def own_folder(directory: Path) -> Path:
-    """The folder for this process: that of the case, or under torchrun that of its rank.
+    """Return the folder for the files of this process.
 
-    Other programs than torchrun set ``WORLD_SIZE`` too, so it alone proves nothing.
+    Under torchrun with several ranks, each rank has a subfolder of ``directory``. Any other
+    process uses ``directory`` itself. The variable ``WORLD_SIZE`` alone does not show that
+    torchrun started the process, because other programs set it too.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         return directory
@@ -46,7 +48,7 @@ def own_folder(directory: Path) -> Path:
 
 
 def prepare(directory: Path) -> None:
-    """Make the folder of a profile, and delete the files of an earlier profile."""
+    """Create the folder of a profile, and delete the files of an earlier profile."""
     check_writable(directory)
     for pattern in ("trace_*.json.gz", OPERATORS, REPORT, SNAPSHOT):
         for path in directory.glob(pattern):
@@ -54,19 +56,19 @@ def prepare(directory: Path) -> None:
 
 
 def write_log(case: Subject, rows: Sequence[Measurement], directory: Path) -> None:
-    """Write TensorBoard's event file: scalars ``METRIC/PHASE`` by step, and hyper-parameters.
+    """Write an event file of TensorBoard, with scalars ``METRIC/PHASE`` and hyper-parameters.
 
-    Hyper-parameters are the case's fields, the device and PyTorch's version. Beside
-    them are the metrics of whole steps, as means over the recorded steps.
+    Hyper-parameters are the fields of the case, the device and the version of PyTorch. The event
+    file also contains the mean over the recorded steps of each metric of the whole step.
     """
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
-    ours = ".dpbench"  # suffix of our files; others are kept
+    ours = ".dpbench"  # suffix of dpbench's event files
     for earlier in directory.glob(f"events.out.tfevents.*{ours}"):
         earlier.unlink()
     of_step: dict[str, list[float]] = defaultdict(list)
-    # add_hparams would open a second event file, in a folder named after the time.
+    # `add_hparams` would write to a second event file, in a new folder.
     with SummaryWriter(str(directory), filename_suffix=ours) as writer:
         for row in rows:
             writer.add_scalar(f"{row.metric}/{row.phase}", row.value, row.repeat)
@@ -81,13 +83,13 @@ def write_log(case: Subject, rows: Sequence[Measurement], directory: Path) -> No
 def profile_rows(
     case: Subject, record: Mapping[str, Any], traces: Sequence[trace.Trace]
 ) -> Iterator[Measurement]:
-    """Yield the rows of a profile: each recorded step, by phase and as a whole."""
+    """Yield the rows of each recorded step, by phase and for the whole step."""
     on_cuda = record["device"] != "cpu"
     repeats = count()
     where = record["device"], f"torch {record['torch']}"
     for recorded in traces:
         if on_cuda and not any(launch.kind == "kernel" for launch in recorded.launches):
-            raise DeviceActivityMissing(f"{case.id}: the trace holds no GPU activity")
+            raise DeviceActivityMissing(f"{case.id}: the trace contains no GPU activity")
         for step, cpu_seconds in enumerate(recorded.cpu_seconds):
             repeat = next(repeats)
             growth = recorded.memory_growth[step].items()
@@ -109,7 +111,7 @@ def profile_rows(
 
 
 def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, float]]:
-    """Device time, copied bytes and peak memory of one step, by metric and phase."""
+    """Return GPU time, copied bytes and peak memory of a step, by metric and phase."""
     launches = [launch for launch in recorded.launches if launch.repeat == step]
     phases = [*recorded.cpu_seconds[step], *(launch.phase for launch in launches)]
     names = ["device_time_seconds", *COPIES.values()]
@@ -126,5 +128,5 @@ def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, 
 
 
 def copy_metric(name: str) -> str:
-    """The metric for a copy or memset with this name in a trace."""
+    """Return the name of the metric for a copy or memset, from the event's name in a trace."""
     return next((m for start, m in COPIES.items() if name.startswith(start)), OTHER_COPIES)

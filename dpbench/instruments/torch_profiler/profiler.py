@@ -1,7 +1,8 @@
-"""The instrument ``torch_profiler``: time, memory and copies by phase and operator.
+"""The instrument ``torch_profiler`` measures time, memory and copies by phase and operator.
 
-The case runs again in its own process, never under Nsight Compute. The profile tells which operator
-launched which kernel, and the bytes of copies and memsets, which kernel replay does not count.
+The case runs in a new process without Nsight Compute. The profile shows which operator launched
+each kernel, and the bytes of copies and memsets. Kernel replay of ncu does not count copies and
+memsets.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ class ProfilerOptions:
     """Options of the PyTorch profiler."""
 
     profile_dir: Path = option(
-        "where the PyTorch profiler's files go, a folder for each case",
+        "directory for files of the PyTorch profiler; each case has a folder in it",
         Path("runs"),
         metavar="DIR",
     )
     profile_schedule: str = option(
-        "steps that the PyTorch profiler skips, waits, warms up, records, and how often",
+        "numbers of steps that the PyTorch profiler skips first, waits, warms up and records in "
+        "each cycle, and number of cycles",
         str(Schedule()),
         metavar="NAME=N,…",
     )
     profile_threshold: float = option(
-        "list operators that take this many ms of a step or more", 10.0, metavar="MS"
+        "list operators that take at least this many milliseconds per step", 10.0, metavar="MS"
     )
 
     def __post_init__(self) -> None:
@@ -50,15 +52,21 @@ class ProfilerOptions:
 
 @dataclass(frozen=True)
 class TorchProfiler(InProcessInstrument):
-    """Runs a case, or a script's steps, under the PyTorch profiler."""
+    """An instrument that records steps of a case or a script with the PyTorch profiler.
+
+    Attributes:
+        directory: directory of the profiles; each case has a folder in it.
+        schedule: which steps of a case are recorded.
+        threshold: operators that take at least this many milliseconds per step are bottlenecks.
+    """
 
     name: ClassVar[str] = INSTRUMENT
     subjects: ClassVar[tuple[str, ...]] = ("case", "script")
     leaves_files: ClassVar[bool] = True
     options: ClassVar[type | None] = ProfilerOptions
-    directory: Path = ProfilerOptions.profile_dir  # where each case has a folder
+    directory: Path = ProfilerOptions.profile_dir
     schedule: Schedule = Schedule()
-    threshold: float = ProfilerOptions.profile_threshold  # ms per step of a bottleneck
+    threshold: float = ProfilerOptions.profile_threshold
 
     @classmethod
     def from_settings(cls, settings: Settings, **chosen: Any) -> Self:
@@ -93,4 +101,5 @@ class TorchProfiler(InProcessInstrument):
         folder = own_folder(self.directory / case.file_name)
         recorder = ScheduledRecorder(folder, self.schedule, threshold=self.threshold)
         record = run_case(case, recorder, device=self.device, **asdict(self.steps))
-        return record | {"outcome": recorder.outcome(case).as_json()}  # after the GPU was released
+        # Reading the traces is slow, so it happens after `run_case` has released the GPU.
+        return record | {"outcome": recorder.outcome(case).as_json()}

@@ -1,6 +1,7 @@
-"""Records steps under the PyTorch profiler: traces, operators and memory.
+"""Records traces, operators and memory of steps with the PyTorch profiler.
 
-This never runs under Nsight Compute, because a GPU has only one profiling interface.
+The PyTorch profiler and Nsight Compute cannot run together, because they need the same interface
+of the GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ if TYPE_CHECKING:
 
 
 class PhaseAnnotations:
-    """Marks each phase in the trace.
+    """Marks each phase in the trace, without synchronizing the GPU.
 
-    It does not synchronize the device: launches and allocations belong to the phase in which the
-    CPU made them.
+    Launches and allocations belong to the phase in which the CPU made them.
     """
 
     def __init__(self) -> None:
@@ -52,13 +52,14 @@ class PhaseAnnotations:
 class ProfileRecorder(Recorder):
     """Records time, memory and copies of a script's steps, by phase and operator.
 
-    The profiler runs only within steps that count, so that sums exclude an evaluation, for example.
+    The profiler runs only within the counted steps, so that sums exclude other work such as an
+    evaluation.
 
     Args:
-        directory: gets a Chrome trace ``trace_N.json.gz`` for each step N, and ``operators.txt``
-            for the last step.
-        wanted: number of steps; None for all.
-        threshold: milliseconds per step from which an operator is a bottleneck.
+        directory: folder of the Chrome traces ``trace_N.json.gz``, where N is the number of the
+            step, and of ``operators.txt``, which describes the last step.
+        wanted: number of steps to record. If None, all steps are recorded.
+        threshold: operators that take at least this many milliseconds per step are bottlenecks.
     """
 
     quick = False
@@ -67,9 +68,9 @@ class ProfileRecorder(Recorder):
         self, directory: Path, wanted: int | None = None, *, threshold: float = 0.0
     ) -> None:
         super().__init__(wanted)
-        self.directory = directory.absolute()  # a script may change the working directory
+        self.directory = directory.absolute()  # since a script may change the working directory
         self.threshold = threshold
-        self.cycles = 0  # written traces
+        self.cycles = 0  # number of written traces
 
     @cached_property
     def listener(self) -> PhaseListener:
@@ -80,7 +81,10 @@ class ProfileRecorder(Recorder):
         import torch
 
         if torch._C._autograd._profiler_enabled():
-            raise InstrumentError("the script runs the PyTorch profiler itself; there is only one")
+            raise InstrumentError(
+                "the script itself runs the PyTorch profiler, which cannot run twice: remove the "
+                "profiler from the script, or choose another instrument"
+            )
         self._profiler = profiler_of(on_cuda())
         self._profiler.start()
         self.held.callback(self._stop)
@@ -92,20 +96,20 @@ class ProfileRecorder(Recorder):
         self._save(self._profiler)
 
     def _stop(self) -> None:
-        if on_cuda():  # running work belongs to this step
+        if on_cuda():  # so that all work of this step is recorded
             import torch
 
             torch.cuda.synchronize()
         self._profiler.stop()
 
     def _save(self, profiler: profile) -> None:
-        """Write the trace of one profiler cycle, and keep its sums by operator."""
+        """Write the trace of a profiler cycle, and store the sums by operator of the cycle."""
         profiler.export_chrome_trace(str(self.directory / f"trace_{self.cycles}.json.gz"))
         self._by_name, self._by_shape = profiler.key_averages(), profiler.key_averages(True)
         self.cycles += 1
 
     def rows(self, case: Subject) -> list[Measurement]:
-        """The rows of all traces. This also writes operator tables and TensorBoard's log."""
+        """Return the rows of all traces, and write the operator tables and TensorBoard's log."""
         paths = [self.directory / f"trace_{cycle}.json.gz" for cycle in range(self.cycles)]
         traces = [trace.read(path) for path in paths]
         tables = operator_tables(
@@ -123,10 +127,11 @@ class ProfileRecorder(Recorder):
 
 
 class ScheduledRecorder(ProfileRecorder):
-    """Records time, memory and copies of those steps of a case that a schedule selects.
+    """Records time, memory and copies of the steps of a case that a schedule selects.
 
-    Each cycle of the schedule gives one trace. On CUDA another step writes
-    ``memory_snapshot.pickle``: recording the stack of each allocation would slow measured steps.
+    Each cycle of the schedule writes one trace. On a GPU, one more step writes
+    ``memory_snapshot.pickle``. The snapshot needs a separate step, because recording the stack of
+    each allocation slows the step.
     """
 
     hears_warmup = True
@@ -149,10 +154,10 @@ class ScheduledRecorder(ProfileRecorder):
                 profiler_of(on_cuda(), schedule=self._planned, on_trace_ready=self._save)
             )
         elif self.observed == self.schedule.steps:
-            # A step of the 1b model has about 15 000 allocations and frees.
+            # A step of the 1b model allocates and frees memory about 15 000 times.
             torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
             self.held.callback(torch.cuda.memory._record_memory_history, enabled=None)
-        recorded = self._planned(self.observed).name.startswith("RECORD")  # or RECORD_AND_SAVE
+        recorded = self._planned(self.observed).name.startswith("RECORD")
         self.listener = PhaseAnnotations() if recorded else NullListener()
         Recorder.start_step(self)
 
@@ -163,19 +168,22 @@ class ScheduledRecorder(ProfileRecorder):
         if self.observed == self.schedule.steps:
             torch.cuda.memory._dump_snapshot(str(self.directory / profile_folder.SNAPSHOT))
         else:
-            if on_cuda():  # running work must not count in the next step
+            if on_cuda():  # so that running work does not count in the next step
                 torch.cuda.synchronize()
             self._profiler.step()
         self.observed += 1
-        if self.observed >= self.schedule.steps:  # end the profiler before the snapshot
-            self.close()
+        if self.observed >= self.schedule.steps:
+            self.close()  # the profiler must not run during the snapshot
 
     def record(self, case: Subject) -> dict[str, Any]:
         return {"schedule": asdict(self.schedule)}
 
 
 def profiler_of(on_cuda: bool, **options: Any) -> profile:
-    """A profiler of the CPU and, ``on_cuda``, of the GPU, with shapes, memory and FLOPs."""
+    """Create a profiler that records operators with their shapes, memory and FLOPs.
+
+    If ``on_cuda`` is True, the profiler also records the GPU.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     return profile(

@@ -1,12 +1,14 @@
-"""Reads Chrome traces of the PyTorch profiler: what ran on the device, and in which phase.
+"""Reads Chrome traces of the PyTorch profiler, and finds the phase of each kernel and copy.
 
-A trace is a JSON object. Its ``traceEvents`` have Chrome's trace format, with times in
+A trace is a JSON object. The list ``traceEvents`` has Chrome's trace format, with times in
 microseconds. Kernels, copies and memsets have the category ``kernel``, ``gpu_memcpy`` or
-``gpu_memset``. They share a correlation number with the CUDA call that launched them. The device
-lags behind the CPU, so a kernel belongs to the phase in which it was launched. Autograd's threads
-launch in the right phase too, because the training thread waits for them.
+``gpu_memset``. Each of these events has the same correlation number as the CUDA call that launched
+it.
 
-This needs neither torch nor a GPU.
+The GPU lags behind the CPU, so a kernel belongs to the phase in which the CPU launched it. Threads
+of autograd launch kernels in the right phase, because the training thread waits for these threads.
+
+This module needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -25,19 +27,23 @@ from typing import Any
 from dpbench.child.failures import InstrumentError
 from dpbench.core.case import OUTSIDE
 
-ANNOTATION = "dpbench."  # prefix of a phase's annotation
-STEP_ANNOTATION = "ProfilerStep#"  # prefix of PyTorch's own annotation of a step
+ANNOTATION = "dpbench."
+"""Prefix of dpbench's annotations of phases."""
+
+STEP_ANNOTATION = "ProfilerStep#"
+"""Prefix of PyTorch's annotations of steps."""
+
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of device events."""
+"""Categories of events on the GPU."""
 
 CALLS = ("cuda_runtime", "cuda_driver", "overhead")
-"""Categories of CUDA calls and their overhead, which PyTorch also lists as operators."""
+"""Categories of CUDA calls. PyTorch's tables list CUDA calls as operators."""
 
 GLOO, NCCL = "gloo:", "nccl"
-"""Prefixes of collectives: annotations in gloo's threads, and NCCL's kernels."""
+"""Name prefixes of gloo's annotations and of NCCL's kernels, which are collectives."""
 
 Event = dict[str, Any]
-Span = tuple[float, float]  # start and end, µs
+Span = tuple[float, float]  # start and end in µs
 
 
 class TraceUnreadable(InstrumentError):
@@ -48,45 +54,63 @@ class TraceUnreadable(InstrumentError):
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, copy or memset on the device."""
+    """A kernel, copy or memset on the GPU.
 
-    repeat: int  # the recorded step, from 0
-    phase: str  # in which it was launched
-    kind: str  # kernel, memcpy or memset
-    name: str  # the kernel's, demangled, or e.g. "Memcpy DtoD (Device -> Device)"
-    seconds: float  # on the device
-    bytes: int  # moved by a copy or memset; 0 for a kernel
+    Attributes:
+        repeat: number of the recorded step, from 0.
+        phase: phase in which the CPU launched the work.
+        kind: ``kernel``, ``memcpy`` or ``memset``.
+        name: demangled name of a kernel, or a name such as "Memcpy DtoD (Device -> Device)".
+        seconds: duration on the GPU.
+        bytes: bytes that a copy or memset writes, or 0 for a kernel.
+    """
+
+    repeat: int
+    phase: str
+    kind: str
+    name: str
+    seconds: float
+    bytes: int
 
 
 @dataclass(frozen=True)
 class Trace:
     """A recorded trace, by step and phase.
 
-    Memory is in bytes, as allocated by PyTorch on the measured device. The growth of a phase is the
-    maximum within the phase minus the memory at the start of the step; it may be negative.
+    Memory is the number of bytes that PyTorch has allocated on the measured device. The growth of
+    a phase is the largest memory within the phase minus the memory at the start of the step. The
+    growth may be negative.
 
-    The time of a collective runs from its start in this rank to its end, so it includes waiting for
-    other ranks. It is exposed while nothing else runs: no other kernel or copy on the device, or in
-    a run on the CPU no ``aten`` operator.
+    The time of a collective lasts from its start in this rank to its end, so it includes waiting
+    for other ranks. A part of this time is exposed if nothing else runs meanwhile: no other kernel
+    or copy on the GPU, or in a run on the CPU no ``aten`` operator.
+
+    Attributes:
+        launches: work on the GPU, in launch order; empty for a run on the CPU.
+        cpu_seconds: seconds of the training thread, by step and phase.
+        memory_before: memory at the start of each step; empty if the trace contains no memory.
+        memory_growth: growth of memory, by step and phase.
+        calls: names of CUDA calls.
+        communication: seconds in collectives and exposed seconds, by step, metric and phase;
+            empty without collectives.
     """
 
-    launches: list[Launch]  # in launch order; empty on the CPU
-    cpu_seconds: list[dict[str, float]]  # by step and phase, of the training thread
-    memory_before: list[int]  # at the start of each step; empty if not recorded
-    memory_growth: list[dict[str, int]]  # by step and phase
-    calls: frozenset[str]  # the names of `CALLS`
-    # By step, metric and phase: seconds in collectives, and exposed seconds; may be empty.
+    launches: list[Launch]
+    cpu_seconds: list[dict[str, float]]
+    memory_before: list[int]
+    memory_growth: list[dict[str, int]]
+    calls: frozenset[str]
     communication: list[dict[str, dict[str, float]]]
 
 
 def read(path: Path) -> Trace:
-    """Read a trace, ``.json.gz``.
+    """Read a trace from a file ``.json.gz``.
 
-    Work launched in no phase belongs to `OUTSIDE`. A trace of another program is one step, all of
-    it `OUTSIDE`.
+    Work that was launched in no phase belongs to `OUTSIDE`. In a trace of another program, all
+    work belongs to one step and to `OUTSIDE`.
     """
     was_enabled = gc.isenabled()
-    gc.disable()  # it takes three quarters of the time
+    gc.disable()  # garbage collection would take three quarters of the time
     try:
         by_category = _events(path)
         timeline, call_of = _Timeline(by_category["user_annotation"]), _calls(by_category)
@@ -99,7 +123,7 @@ def read(path: Path) -> Trace:
         )
     except (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
         what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise TraceUnreadable(f"{path}: not a readable trace ({what})") from error
+        raise TraceUnreadable(f"{path} cannot be read as a trace ({what})") from error
     finally:
         if was_enabled:
             gc.enable()
@@ -115,12 +139,12 @@ def _events(path: Path) -> dict[str, list[Event]]:
 
 
 def _correlation(event: Event) -> Any:
-    """The number that a CUDA call shares with its device event, if any."""
+    """Return the number that a CUDA call shares with the GPU event it launched, or None."""
     return event.get("args", {}).get("correlation")
 
 
 class _Timeline:
-    """The step and phase of the training thread at any time."""
+    """Finds the step and phase of the training thread at a given time."""
 
     def __init__(self, annotations: Iterable[Event]) -> None:
         ordered = sorted(annotations, key=lambda event: float(event["ts"]))
@@ -130,7 +154,10 @@ class _Timeline:
         self.starts = [float(event["ts"]) for event in self.phases]
 
     def locate(self, when: float) -> tuple[int, str]:
-        """The step and phase at a time; time before the first step belongs to the first step."""
+        """Return the step and phase at a time.
+
+        Times before the first step belong to the first step.
+        """
         step = max(0, bisect_right(self.step_starts, when) - 1)
         place = bisect_right(self.starts, when) - 1
         if place < 0 or when > self.starts[place] + float(self.phases[place]["dur"]):
@@ -150,14 +177,17 @@ def _on_device(by_category: Mapping[str, list[Event]]) -> list[Event]:
 
 
 def _calls(by_category: Mapping[str, list[Event]]) -> dict[Any, Event]:
-    """The CUDA calls that launched something on the device, by correlation number."""
+    """Return the CUDA calls that launched work on the GPU, by correlation number."""
     wanted = {_correlation(event) for event in _on_device(by_category)} - {None}
     calls = by_category["cuda_runtime"] + by_category["cuda_driver"]
     return {number: call for call in calls if (number := _correlation(call)) in wanted}
 
 
 def _launched(event: Event, call_of: Mapping[Any, Event]) -> float:
-    """The launch time of a device event; its start if the call was not recorded."""
+    """Return the time at which the CPU launched a GPU event.
+
+    If the launching call was not recorded, returns the start of the event.
+    """
     return float(call_of.get(_correlation(event), event)["ts"])
 
 
@@ -184,10 +214,10 @@ def _launches(
 def _communication(
     by_category: dict[str, list[Event]], timeline: _Timeline, call_of: Mapping[Any, Event]
 ) -> list[dict[str, dict[str, float]]]:
-    """Seconds in collectives, by step, metric and phase.
+    """Return the seconds in collectives, by step, metric and phase.
 
-    A gloo collective belongs to the phase in which it starts; an NCCL kernel, to the phase of
-    its launch.
+    A gloo collective belongs to the phase in which it starts. An NCCL kernel belongs to the phase
+    in which the CPU launched it.
     """
     if device := _on_device(by_category):
         collectives = [event for event in device if event["name"].startswith(NCCL)]
@@ -220,7 +250,10 @@ def _span(event: Event) -> Span:
 
 
 def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the part of each span, perhaps empty, that no earlier one covers; sorted by start."""
+    """Yield the part of each span that no earlier span covers; this part may be empty.
+
+    The spans must be sorted by start.
+    """
     covered = float("-inf")
     for start, end in spans:
         start, covered = max(start, covered), max(end, covered)
@@ -228,7 +261,7 @@ def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 class _Busy:
-    """The union of some spans."""
+    """The union of several spans."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         apart = [*_uncovered(sorted(spans))]
@@ -237,7 +270,7 @@ class _Busy:
         self._before = [0.0, *accumulate(self._lengths)]
 
     def between(self, start: float, end: float) -> float:
-        """The length of the union between two times."""
+        """Return the length of the union between two times."""
         return self._until(end) - self._until(start)
 
     def _until(self, when: float) -> float:
@@ -248,7 +281,7 @@ class _Busy:
 
 
 def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[str, Any]:
-    """`Trace.memory_before` and `Trace.memory_growth`."""
+    """Return `Trace.memory_before` and `Trace.memory_growth` by name."""
     on_gpu = bool(by_category["kernel"])
     changes = [
         event
@@ -259,7 +292,7 @@ def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[st
     before = [level for _ in timeline.step_starts]
     growth: list[dict[str, int]] = [{} for _ in timeline.step_starts]
     current = 0
-    # The start of a phase is a change of 0 bytes, so that it starts with the present memory.
+    # The start of a phase counts as a change of 0 bytes. So the memory at the start is included.
     for event in sorted([*timeline.phases, *changes], key=lambda event: float(event["ts"])):
         step, phase = timeline.locate(float(event["ts"]))
         if step != current:

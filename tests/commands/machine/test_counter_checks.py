@@ -95,7 +95,7 @@ def test_what_can_be_counted_is_listed_and_held_to_known_work(tmp_path: Path) ->
         (say("counters_forbidden.txt"), "NVreg_RestrictProfilingToAdminUsers=0"),
         (say("counters_busy.txt"), "dcgmi profile --pause"),
         (say("metric_unknown.txt"), "ncu --query-metrics"),
-        (say("library_not_loaded.txt"), "driver fit each other"),
+        (say("library_not_loaded.txt"), "that the driver supports the version"),
         (say("no_ranges.txt"), ""),
         ("pass", ""),
     ],

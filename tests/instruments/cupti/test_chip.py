@@ -67,7 +67,7 @@ def test_a_counter_that_does_not_exist_is_named_with_the_chip(
     nvidia: Library, counter: str
 ) -> None:
     with pytest.raises(
-        CounterUnknown, match=rf"{counter}.* GH100.*; choose others with --ncu-metrics"
+        CounterUnknown, match=rf"{counter}.* GH100.*; choose other counters with --ncu"
     ):
         Chip(nvidia, "GH100").passes([counter])
 

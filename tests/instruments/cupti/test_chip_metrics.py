@@ -26,8 +26,7 @@ def test_links_are_counted_in_a_step_of_their_own_where_there_are_peers() -> Non
     assert [metric.name for metric in chosen(chip, peers=True)] == [*OURS, *LINKS]
     first, *lines = describe(library(gpu), "GH100").splitlines()
     assert first == (
-        "GH100, libcupti 13.0: 1 step(s) to count everything by phase, "
-        "1 more where the GPU has peers"
+        "GH100, libcupti 13.0: 1 step(s) count all metrics by phase, and 1 more with several GPUs"
     )
     assert [line.split()[:3] for line in lines[-4:]] == [[name, "step", "2"] for name in LINKS]
 
@@ -64,7 +63,7 @@ def test_what_the_chip_lacks_is_refused_where_it_is_asked_for() -> None:
 
 def test_a_chip_is_described_without_a_gpu() -> None:
     first, *lines = describe(library(FakeCupti(a_pass=12)), "GA100").splitlines()
-    assert first == "GA100, libcupti 13.0: 2 step(s) to count everything by phase"
+    assert first == "GA100, libcupti 13.0: 2 step(s) count all metrics by phase"
     assert len(lines) == len(ncu.on_chip("GA100")) + 9
     assert lines[0].split() == ["dram_read_bytes", "step", "1,", "2", "dram__bytes_read.sum"]
 

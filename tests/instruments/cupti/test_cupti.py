@@ -191,7 +191,7 @@ def test_rows_come_from_what_the_process_printed(
 
 
 def test_what_no_rank_counts_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    note = "NVLink's payload is not counted: NVML says 'Not Supported' of GPU-1"
+    note = "NVLink payload is not counted: NVML reports 'Not Supported' for GPU-1"
     with closing(CuptiRecorder(1, [], alike=True)) as recorder:
         monkeypatch.setattr(Target, "of_torch", lambda: target(FakeCupti(), peers=True, note=note))
         monkeypatch.setattr(recorder, "prepare", lambda: None)

@@ -36,11 +36,11 @@ NO_DRIVER = Driver()
         ("cuptiRangeProfilerEnable", 35, CountersForbidden, "NVreg_RestrictProfilingToAdminUsers"),
         ("cuptiRangeProfilerStart", 26, CountersBusy, "dcgmi profile --pause"),
         ("cuptiRangeProfilerEnable", 39, CountersBusy, "nsys"),
-        ("cuptiRangeProfilerEnable", 33, CountersUnsupported, "virtualised"),
+        ("cuptiRangeProfilerEnable", 33, CountersUnsupported, "split with MIG"),
         ("cuptiProfilerInitialize", 999, ProfilerNotLoaded, "nvidia-smi"),
         ("cuptiProfilerInitialize", 15, CuptiUnusable, "nvidia-cuda-cupti"),
         ("cuptiProfilerHostConfigAddMetrics", 1, CounterUnknown, "doctor"),
-        ("cuptiProfilerHostInitialize", 46, CuptiUnusable, "for CUDA 12.6.2 or newer"),
+        ("cuptiProfilerHostInitialize", 46, CuptiUnusable, "must be 12.6.2 or newer"),
         ("cuptiRangeProfilerStart", 7, CuptiError, "returned 7"),
     ],
 )
@@ -59,7 +59,9 @@ def test_an_older_driver_is_named_where_nothing_else_explains_a_failure(
 ) -> None:
     error = call_error("cuptiProfilerInitialize", code, library=(13, 4), driver=(12, 8))
     assert type(error) is kind
-    assert ("supports CUDA 12.8 and libcupti is of 13.4" in str(error)) == (kind is CuptiUnusable)
+    assert ("libcupti of CUDA 13.4 is newer than CUDA 12.8" in str(error)) == (
+        kind is CuptiUnusable
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_the_profiler_is_initialized_once() -> None:
 
 
 def test_a_library_from_before_the_range_profiler_is_too_old() -> None:
-    with pytest.raises(CuptiUnusable, match=r"for CUDA 12\.6\.2 or newer"):
+    with pytest.raises(CuptiUnusable, match=r"must be 12\.6\.2 or newer"):
         library(FakeCupti(lacks=["cuptiRangeProfilerEnable"]))
 
 
@@ -95,13 +97,13 @@ class FromThirteenTwo(FakeCupti):
 
 
 def test_a_library_that_would_crash_without_a_driver_is_not_called() -> None:
-    with pytest.raises(ProfilerNotLoaded, match=r"13\.2 or newer, which needs a driver"):
+    with pytest.raises(ProfilerNotLoaded, match=r"13\.2 or newer and needs a driver"):
         Library(FromThirteenTwo(130202), NO_DRIVER)
     assert library(FromThirteenTwo(130202)).version == 130202
 
 
 def test_a_thread_that_never_used_the_gpu_has_no_context() -> None:
-    with pytest.raises(InstrumentError, match="use the GPU before"):
+    with pytest.raises(InstrumentError, match="run an operation on the GPU"):
         Driver(FakeCuda(context=None)).current_context()
     with pytest.raises(ProfilerNotLoaded):
         NO_DRIVER.current_context()
@@ -131,7 +133,7 @@ def test_a_library_that_torch_has_loaded_is_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_usable_library_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CuptiUnusable, match=rf"no libcupti\.so in {tmp_path}; PyTorch's wheels"):
+    with pytest.raises(CuptiUnusable, match=rf"no libcupti\.so in {tmp_path}; install a build"):
         open_in(tmp_path, NO_DRIVER)
     (tmp_path / "libcupti.so.13").touch()
     with pytest.raises(CuptiUnusable, match=r"libcupti\.so\.13 cannot be loaded: .*libnvperf_host"):
@@ -173,4 +175,4 @@ def test_a_report_that_was_read_before_takes_nothing_from_libcupti(
     report = unpacked("kernels/report_dpsgd_bs4_seq64.ncu-rep", tmp_path)
     program = [sys.executable, "-c", READS_A_REPORT_FIRST, str(report), str(folder), machine]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
-    assert ("would get another libnvperf_host.so" in done.stdout) == clash
+    assert ("cannot be used with the libnvperf_host.so" in done.stdout) == clash

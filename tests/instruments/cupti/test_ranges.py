@@ -203,14 +203,14 @@ def test_links_are_counted_though_a_virtual_machine_calls_their_counters_unavail
 
 def test_other_counters_that_a_machine_calls_unavailable_are_named() -> None:
     gpu = target(FakeCupti(hidden=["dram__bytes_read.sum"]))
-    with pytest.raises(CounterUnknown, match=r"^dram__bytes_read\.sum on GH100: not readable"):
+    with pytest.raises(CounterUnknown, match=r"^dram__bytes_read\.sum on GH100: this mach"):
         StepCounter(None, gpu)
 
 
 @pytest.mark.parametrize("scales", [[1, 1.01, 1, 1], [1, 1, 1, 0.99]])
 def test_steps_that_move_other_bytes_are_refused(scales: list[float]) -> None:
     counter = count_steps(FakeCupti(a_pass=12), scales)
-    with pytest.raises(StepsDiffer, match=r"the steps moved .*30\.000.* GB; warm up longer"):
+    with pytest.raises(StepsDiffer, match=r"DRAM bytes: .*30\.000.* GB; run more warm-up"):
         counter.rounds()
 
 
@@ -261,7 +261,7 @@ def test_more_ranges_than_there_is_room_for_are_an_error() -> None:
 
 def test_a_counter_without_a_value_is_an_error_and_not_a_zero() -> None:
     silent = FakeCupti(silent=["lts__t_sectors.sum"])
-    with pytest.raises(CounterUnknown, match=r"no value came for lts__t_sectors\.sum on GH100"):
+    with pytest.raises(CounterUnknown, match=r"no value for lts__t_sectors\.sum on GH100"):
         count_steps(silent, [1, 1])
 
 
@@ -309,7 +309,7 @@ def test_a_block_can_be_counted_as_one_range() -> None:
 def test_a_block_of_several_passes_is_refused_before_it_runs() -> None:
     cupti = FakeCupti(a_pass=12)
     with (
-        pytest.raises(CountersDoNotCombine, match="need 2 passes on GH100, and a block runs once"),
+        pytest.raises(CountersDoNotCombine, match="need 2 passes on GH100, but a block runs only"),
         count_ranges(
             ["l2_served_bytes", "l2_sm_read_bytes", "l2_atomic_bytes"], target=target(cupti)
         ),

@@ -51,7 +51,7 @@ def test_a_refusal_of_a_field_is_one_line(said: dict[Any, Any], code: int, words
     said |= {138: 0, 139: 0, "code": code}
     read, note = payload_of(UUID)
     assert read() == {}
-    assert note == f"NVLink's payload is not counted: NVML says {words} of {UUID}"
+    assert note == f"NVLink payload is not counted: NVML reports {words} for {UUID}"
 
 
 def test_a_gpu_that_nvml_does_not_know_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,5 +61,5 @@ def test_a_gpu_that_nvml_does_not_know_is_one_line_too(monkeypatch: pytest.Monke
     monkeypatch.setattr(pynvml, "nvmlInit", refuse)
     assert payload_of(UUID) == (
         dict,
-        f"NVLink's payload is not counted: NVML says 'Driver Not Loaded' of {UUID}",
+        f"NVLink payload is not counted: NVML reports 'Driver Not Loaded' for {UUID}",
     )

@@ -13,7 +13,7 @@ from dpbench.child.recorder import Recorder
 from dpbench.core.case import Case
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.logical.counter import is_distributed
-from dpbench.instruments.logical.memory import LiveMemory, resizing_seen, tensors
+from dpbench.instruments.logical.memory import LiveMemory, tensors, track_resizing
 from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.results.outcome import Outcome
 from dpbench.training.base import Batch
@@ -57,7 +57,7 @@ class Alive(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for tensor in tensors(out):
-            self.memory.see(tensor)
+            self.memory.track(tensor)
         return out
 
 
@@ -96,7 +96,7 @@ class Heard(InProcessInstrument):
             recorder = PeakRecorder(alive.memory)
             # DDP's buckets are final from the second step on.
             warmup = 2 if (trainer, parallel) == ("standard", "ddp") else 1
-            with alive, resizing_seen(alive.memory):
+            with alive, track_resizing(alive.memory):
                 run_case(pair, recorder, device="cpu", warmup=warmup, active=1)
             heard.append(recorder.outcome(pair).as_json())
         return {"heard": heard}

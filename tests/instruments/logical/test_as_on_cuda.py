@@ -164,8 +164,8 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("trainer", "reason"),
         [
-            (SwitchesAutocastOn, r"set_autocast_enabled cannot be followed.*use a region of"),
-            (Compiles, r"torch\.compile fuses operators.*count the step uncompiled"),
+            (SwitchesAutocastOn, r"set_autocast_enabled cannot be simulated.*context manager"),
+            (Compiles, r"uses torch\.compile.*count the step without"),
         ],
     )
     def test_what_changes_the_bytes_is_refused_by_name(self, trainer: type, reason: str) -> None:

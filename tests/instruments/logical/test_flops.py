@@ -20,8 +20,8 @@ from dpbench.instruments.logical.counter import (
     is_composite,
     without_data,
 )
-from dpbench.instruments.logical.flops import formula_of, is_unknown
-from dpbench.instruments.logical.logical import new_objects_collected
+from dpbench.instruments.logical.flops import formula_of, lacks_formula
+from dpbench.instruments.logical.logical import freeze_existing_objects
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate
 from dpbench.results.kernels import NO_FLOPS
@@ -37,7 +37,7 @@ Work = Callable[[], Any]
 def running(work: Work) -> OperatorCounter:
     """Counts operators on the CPU."""
     counter = RealTensorCounter()
-    with new_objects_collected(), counter, observed_step(counter):
+    with freeze_existing_objects(), counter, observed_step(counter):
         work()
     return counter
 
@@ -315,8 +315,8 @@ def overloads(name: str) -> list[Any]:
 
 def test_operators_that_multiply_have_a_formula_or_are_named() -> None:
     assert not [name for name in PRODUCTS if not all(map(formula_of, overloads(name)))]
-    assert not [name for name in NAMED if not all(map(is_unknown, overloads(name)))]
-    assert not [name for name in ELEMENTWISE if any(map(is_unknown, overloads(name)))]
+    assert not [name for name in NAMED if not all(map(lacks_formula, overloads(name)))]
+    assert not [name for name in ELEMENTWISE if any(map(lacks_formula, overloads(name)))]
     assert not [name for name in ELEMENTWISE if any(map(formula_of, overloads(name)))]
 
 
@@ -343,7 +343,7 @@ def test_every_operator_of_torch_whose_name_is_a_products_counts_or_is_named() -
         if space != "aten" or name in harmless or not any(part in name for part in parts):
             continue
         func = getattr(getattr(torch.ops.aten, name), rest.partition(".")[2] or "default")
-        if not (is_composite(func) or formula_of(func) or is_unknown(func)):
+        if not (is_composite(func) or formula_of(func) or lacks_formula(func)):
             unseen.add(name)
     assert not unseen, f"in torch {torch.__version__}"
 
@@ -358,7 +358,7 @@ def test_every_operator_of_torch_whose_name_is_a_products_counts_or_is_named() -
     ],
 )
 def test_an_operator_without_a_formula_is_named(work: Work, operator: str) -> None:
-    expected = f"{NO_FLOPS}: {operator} multiplies, and has no formula"
+    expected = f"{NO_FLOPS}: {operator} multiplies but has no FLOP formula"
     assert expected in running(work).notes
     assert expected in imagined(work).notes
 
@@ -375,7 +375,7 @@ def test_operators_of_other_libraries_are_named_unless_they_have_a_formula() -> 
 def test_products_of_sparse_tensors_are_left_out_in_words_of_our_own() -> None:
     notes = running(lambda: torch.sparse.mm(torch.eye(3).to_sparse(), torch.ones(3, 3))).notes
     assert "NOT COUNTED: aten._sparse_addmm: its tensors are torch.sparse_coo" in notes
-    assert f"{NO_FLOPS}: aten._sparse_addmm multiplies, and was not counted" in notes
+    assert f"{NO_FLOPS}: aten._sparse_addmm multiplies but was not counted" in notes
     assert not [note for note in notes if "issue" in note or "storage" in note]
 
 
@@ -404,7 +404,7 @@ def counted(name: str, *notes: str) -> Run:
 
 
 def test_a_limit_on_operations_fails_where_an_operator_has_no_formula() -> None:
-    note = f"{NO_FLOPS}: aten._euclidean_dist multiplies, and has no formula (1×)"
+    note = f"{NO_FLOPS}: aten._euclidean_dist multiplies but has no FLOP formula (1×)"
     known, unknown = counted("known"), counted("unknown", note)
     flops, others = Threshold.parse("flops:1%"), Threshold.parse("logical_read_bytes:1%")
     for before, after in ((unknown, unknown), (known, unknown), (unknown, known)):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench.instruments.logical.counter import RealTensorCounter, without_data
-from dpbench.instruments.logical.logical import new_objects_collected
+from dpbench.instruments.logical.logical import freeze_existing_objects
 from dpbench.training.phases import observed_step
 from dpbench.workloads.axes import choose_trainable
 from tests.instruments.logical.test_rules import E, Moved, cost, moved
@@ -84,7 +84,7 @@ def counted(
     asks_input, asks_weight = ASKED[where]
     steps = []
     counting = without_data() if fake else RealTensorCounter()
-    with new_objects_collected(), counting as counter:
+    with freeze_existing_objects(), counting as counter:
         layer = make().requires_grad_(asks_weight)
         x = torch.zeros(shape, requires_grad=asks_input)
         with observed_step(counter):

@@ -17,8 +17,8 @@ from dpbench.core.case import PHASES
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import (
     Logical,
+    freeze_existing_objects,
     live_bytes,
-    new_objects_collected,
 )
 from dpbench.instruments.logical.memory import ALLOCATION_BYTES
 from dpbench.results.outcome import Outcome
@@ -201,7 +201,7 @@ class Adam(StandardTrainer):
 class TestSteadyStep:
     @pytest.mark.parametrize("trainer", ALL_TRAINERS)
     def test_the_second_step_of_the_built_in_trainers_repeats_the_first(self, trainer: str) -> None:
-        with new_objects_collected(), without_data() as counter:
+        with freeze_existing_objects(), without_data() as counter:
             built, batches = build(tiny(trainer), torch.device("cpu"), 2)
             steps = []
             for batch in batches:

@@ -91,7 +91,7 @@ def test_what_is_remembered_is_what_pytorch_answers(
     step: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remembered = observed(step)
-    monkeypatch.setattr(memo, "is_usual", lambda func: False)
+    monkeypatch.setattr(memo, "is_memoizable", lambda func: False)
     assert observed(step) == remembered
 
 
@@ -99,7 +99,7 @@ def test_what_is_remembered_is_what_pytorch_answers(
 def test_cases_count_the_same_without_memory(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = tiny(trainer)
     remembered = count(case)
-    monkeypatch.setattr(memo, "is_usual", lambda func: False)
+    monkeypatch.setattr(memo, "is_memoizable", lambda func: False)
     assert Logical().count(case) == remembered
 
 

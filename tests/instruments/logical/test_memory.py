@@ -12,7 +12,7 @@ from torch.profiler import profile
 
 from dpbench.instruments.logical import counter as counting
 from dpbench.instruments.logical.counter import without_data
-from dpbench.instruments.logical.memory import in_place
+from dpbench.instruments.logical.memory import in_place_variant
 from dpbench.training.phases import observed_step
 from tests.instruments.logical.cases import totals
 
@@ -58,14 +58,14 @@ def test_gradients_are_added_in_place_where_autograd_does_it(
     seen: list[str] = []
 
     def noting(func: Any, args: tuple[Any, ...]) -> Any:
-        runs = in_place(func, args)
+        runs = in_place_variant(func, args)
         if str(func) in names.values():
             seen.append(str(runs))
         return runs
 
     with without_data():
         run = backward(loss)
-        monkeypatch.setattr(counting, "in_place", noting)
+        monkeypatch.setattr(counting, "in_place_variant", noting)
         run()
     assert seen == without_mode
 

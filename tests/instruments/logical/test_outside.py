@@ -37,12 +37,12 @@ class TestValuesThatDoNotExist:
     def test_a_value_that_python_asks_for_is_one_and_noted(self) -> None:
         result = count(tiny(AsksForValues))
         assert result.notes == (
-            "aten._local_scalar_dense: a value that Python asked for was taken to be 1 (2×)",
+            "aten._local_scalar_dense: a value that Python code reads was assumed to be 1 (2×)",
         )
 
     def test_the_ghost_sampler_of_embeddings_gets_a_stated_bound(self) -> None:
         result = count(tiny("dpsgd_ghost", batch_size=4, seq_len=16))
-        assert result.notes == ("aten.unique_dim: all 64 rows were taken to be distinct (2×)",)
+        assert result.notes == ("aten.unique_dim: all 64 rows were assumed to be distinct (2×)",)
 
     def test_other_results_of_unknown_shape_are_bounded_too(self) -> None:
         result = count(tiny(CountsTokens, batch_size=4, seq_len=16))
@@ -56,13 +56,13 @@ class TestValuesThatDoNotExist:
         ]
 
     def test_without_a_bound_the_case_fails_and_names_the_operator(self) -> None:
-        with pytest.raises(CaseFailed, match=r"the result of aten\.equal depends on data"):
+        with pytest.raises(CaseFailed, match=r"the result of aten\.equal depends on values"):
             count(tiny(Compares))
 
     def test_a_loop_that_waits_for_another_value_ends_and_names_its_line(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(stand_ins, "MOST_ASKED", 200)
+        monkeypatch.setattr(stand_ins, "MAX_QUESTIONS", 200)
         with pytest.raises(CaseFailed, match=r"does not end \(test_outside\.py:\d+: while \(tok"):
             count(tiny(WaitsForALargerValue))
 
@@ -179,7 +179,7 @@ class TestOutsideCode:
         assert "\n" not in message
 
     def test_a_step_that_names_a_device_fails_with_advice(self) -> None:
-        with pytest.raises(CaseFailed, match="take the device from the batch"):
+        with pytest.raises(CaseFailed, match="use the device of the batch"):
             count(tiny(NamesCuda))
 
 

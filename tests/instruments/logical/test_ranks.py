@@ -31,8 +31,8 @@ from dpbench.core.model_size import MODEL_SIZES
 from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical import collectives, one_rank
 from dpbench.instruments.logical.counter import RealTensorCounter, without_data
-from dpbench.instruments.logical.logical import Counting, Logical, new_objects_collected
-from dpbench.instruments.logical.memory import resizing_seen
+from dpbench.instruments.logical.logical import Counting, Logical, freeze_existing_objects
+from dpbench.instruments.logical.memory import track_resizing
 from dpbench.results.compare import Threshold
 from dpbench.results.gate import Gate
 from dpbench.results.kernels import OperatorCount
@@ -110,10 +110,10 @@ def test_shards_of_tensors_with_data_take_as_much(trainer: str) -> None:
     """Compare loosely: gloo's threads free gathered tensors at varying times."""
     case, alive = case_of(trainer), Alive()
     with (
-        new_objects_collected(),
+        freeze_existing_objects(),
         one_rank.fake_process_group(case.gpus),
         alive,
-        resizing_seen(alive.memory),
+        track_resizing(alive.memory),
     ):
         taught, batches = build(case, torch.device("cpu"), 2)
         for batch in batches:
@@ -224,7 +224,7 @@ class Unused(Normed):
 def test_a_gradient_for_which_ddp_would_wait_is_named() -> None:
     with one_rank.fake_process_group(2), without_data():
         model = nn.parallel.DistributedDataParallel(Unused())
-        with pytest.raises(one_rank.UnsupportedOperation, match=r"waits for .* spare\.bias, on"):
+        with pytest.raises(one_rank.UnsupportedOperation, match=r"waits for .* spare\.bias, but"):
             model(torch.empty(3, 6)).sum().backward()
 
 

@@ -25,7 +25,7 @@ def alive() -> int:
     """The bytes that a count would begin with."""
     gc.collect()
     memory = ScriptMemory()
-    memory.see_those_made_before()
+    memory.track_existing()
     return memory.now
 
 

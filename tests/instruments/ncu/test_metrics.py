@@ -43,7 +43,7 @@ def test_a_counter_keeps_its_own_name() -> None:
     ],
 )
 def test_what_does_not_add_up_over_ranges_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{name} does not add up over the ranges"):
+    with pytest.raises(ConfigurationError, match=rf"{name} cannot be added up over the ranges"):
         resolve([name])
 
 

@@ -50,7 +50,7 @@ def test_a_report_that_could_not_be_read_is_refused_before_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dpbench.instruments.ncu.ncu.find_spec", lambda _: None)
-    with pytest.raises(ConfigurationError, match="pip install ncu-report, or put extras/python"):
+    with pytest.raises(ConfigurationError, match="pip install ncu-report`, or add the folder"):
         Ncu(tmp_path).check()
 
 
@@ -143,7 +143,7 @@ def stand_in(tmp_path: Path, text: str) -> Ncu:
 
 def test_an_exit_code_of_0_without_a_report_is_an_error(tmp_path: Path) -> None:
     broken = stand_in(tmp_path, RECORD + "report_result(torch='2', device='x')")
-    with pytest.raises(NothingProfiled, match="left no report"):
+    with pytest.raises(NothingProfiled, match="ncu wrote no report"):
         broken.measure(CASE)
 
 

@@ -34,7 +34,7 @@ def test_it_is_the_nsys_on_path(nowhere: Path) -> None:
 
 @pytest.mark.usefixtures("nowhere")
 def test_without_one_the_error_says_what_to_install() -> None:
-    with pytest.raises(NsysNotFound, match=r"not found; install Nsight Systems .* nsys on PATH"):
+    with pytest.raises(NsysNotFound, match=r"not found; install the package .* nsys to PATH"):
         nsys.find_nsys()
 
 
@@ -47,7 +47,7 @@ def test_its_version_is_what_it_says(tmp_path: Path) -> None:
 def test_a_report_is_exported(tmp_path: Path) -> None:
     path = program(tmp_path / "nsys", WRITES.format(option="--output"))
     (target := tmp_path / "a.sqlite").write_text("old")
-    assert nsys.exported(str(path), tmp_path / "a.nsys-rep", target, timeout=60) == target
+    assert nsys.export_to_sqlite(str(path), tmp_path / "a.nsys-rep", target, timeout=60) == target
     assert target.read_text() == (
         "export --type sqlite --force-overwrite true --quiet true "
         f"--output {target} {tmp_path / 'a.nsys-rep'}"
@@ -69,7 +69,7 @@ def test_a_version_that_exports_nothing_says_so(
     path = program(tmp_path / "nsys", python)
     (target := tmp_path / "a.sqlite").write_text("old")
     with pytest.raises(ExportFailed, match=why):
-        nsys.exported(str(path), tmp_path / "a.nsys-rep", target, timeout=1)
+        nsys.export_to_sqlite(str(path), tmp_path / "a.nsys-rep", target, timeout=1)
     assert not target.exists()
 
 

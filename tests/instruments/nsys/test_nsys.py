@@ -79,21 +79,21 @@ def test_rows_are_times_and_launches_by_phase_and_of_whole_steps(tmp_path: Path)
     assert found.value[STEP, "timeline_busy_share"] == pytest.approx((160 / 300 + 0.5) / 2)
     assert found.steps[STEP, "timeline_busy_share"] == 2
     export = instrument.report(CASE).with_suffix(".sqlite")
-    slowed = "a step took 0.3 ms recorded, 0.3 ms before"
+    slowed = "a step took 0.3 ms while nsys recorded, and 0.3 ms before"
     assert list(running.notes) == [slowed, f"dpbench show {export}"]
     assert list(timeline_rows(CASE, timeline_of(export)[0], "NVIDIA H200", rows[0].tool)) == rows
 
 
 def test_what_an_earlier_run_left_is_not_read(tmp_path: Path) -> None:
     stand_in(tmp_path, case_recording()).start(CASE).rows()
-    with pytest.raises(NothingTraced, match="dpsgd-bs2-seq16-tiny-fp32: nsys left no report"):
+    with pytest.raises(NothingTraced, match="dpsgd-bs2-seq16-tiny-fp32: nsys wrote no report"):
         stand_in(tmp_path, None).start(CASE).rows()
 
 
 def test_a_recording_without_whole_steps_is_refused(tmp_path: Path) -> None:
     made = Recording()
     made.kernel(0, 1)
-    with pytest.raises(NothingTraced, match="has no step that dpbench marked"):
+    with pytest.raises(NothingTraced, match="contains no step that dpbench marked"):
         stand_in(tmp_path, made).start(CASE).rows()
 
 
@@ -120,5 +120,5 @@ def test_a_report_takes_an_nsys_to_be_read(tmp_path: Path, monkeypatch: pytest.M
     assert [step.step for step in timeline_of(report)[0].whole_steps] == [1, 2]
     assert not report.with_suffix(".sqlite").exists()
     idle = Recording().write(tmp_path / "idle.nsys-rep")
-    with pytest.raises(NothingTraced, match=r"idle.nsys-rep: no kernel"):
+    with pytest.raises(NothingTraced, match=r"idle.nsys-rep contains no kernel"):
         timeline_of(idle)

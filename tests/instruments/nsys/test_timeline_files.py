@@ -79,7 +79,7 @@ def test_a_timeline_without_work_says_what_nsys_noticed(tmp_path: Path) -> None:
 def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a #%20 b.sqlite"
     path.write_bytes(content)
-    with pytest.raises(TimelineUnreadable, match=r"a #%20 b.sqlite: not an export of Nsight"):
+    with pytest.raises(TimelineUnreadable, match=r"a #%20 b.sqlite is not an SQLite file that Ns"):
         read_timeline(path)
 
 

@@ -58,7 +58,7 @@ def test_copies_of_each_kind_have_a_metric_of_their_own() -> None:
 def test_a_trace_without_the_device_is_an_error_on_cuda() -> None:
     empty = read(DATA / "standard" / "trace_0.json.gz")
     empty.launches.clear()
-    with pytest.raises(DeviceActivityMissing, match="no GPU activity; another profiler"):
+    with pytest.raises(DeviceActivityMissing, match="no GPU activity; end other profilers"):
         list(profile_rows(STANDARD, record(), [empty]))
 
 
@@ -76,7 +76,7 @@ def test_the_report_of_a_gpu_leads_from_phases_to_operators(tmp_path: Path) -> N
     sections = [
         "standard, tiny fp32, batch 4, sequence 64, NVIDIA H200: PyTorch profiler, per step",
         "CPU time ÷ GPU time: 13.",
-        "Bottlenecks: operators that take 0.05 ms of a step or more on the GPU",
+        "Bottlenecks: operators that take 0.05 ms or more per step on the GPU",
         "Sums over 1 recorded steps.",
         "Operators by GPU time",
         "Operators and CUDA calls by CPU time",

@@ -171,7 +171,7 @@ def test_what_is_no_trace_is_named(
 ) -> None:
     path = tmp_path / "trace_0.json.gz"
     path.write_bytes(pack(content))
-    with pytest.raises(TraceUnreadable, match=r"trace_0.json.gz: not a readable trace"):
+    with pytest.raises(TraceUnreadable, match=r"trace_0.json.gz cannot be read as a trace"):
         read(path)
 
 
