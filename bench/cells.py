@@ -14,7 +14,7 @@ TABLES: dict[str, Callable[..., str]] = {}
 
 
 class Place(NamedTuple):
-    """A cell (batch size × sequence length) and precision of a file in which it was measured."""
+    """A file of results, with the cell (batch size × sequence length) and precision to read."""
 
     file: str
     cell: str = ""

@@ -38,7 +38,7 @@ PLACES = {
         for precision in ("fp32", "bf16")
     ],
 }
-"""Places on two GPUs, by table; the batch size of a cell is that of both ranks."""
+"""Places on two GPUs, by table. The batch size of a cell includes both ranks."""
 
 TRAINERS = {
     "ddp": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
@@ -50,7 +50,7 @@ TRAINERS = {
 
 
 def head(place: Place) -> str:
-    """Return the head of a place's column."""
+    """Return the heading of the column for a place."""
     if place.file.startswith("h100"):
         return f"{'FSDP2' if 'fsdp2' in place.file else 'DDP'}, {place.precision}"
     return f"4 × {place.cell.partition('x')[2]} a rank, {place.precision}"
