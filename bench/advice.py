@@ -28,11 +28,11 @@ WITHIN = 0.25
 """Largest relative error of a predicted time for a step that is not launch-bound."""
 
 CLOSE = 0.05
-"""How much more time than the best method the named one may take."""
+"""Largest share by which the named method may be slower than the best method."""
 
 
 def measured() -> pd.DataFrame:
-    """Return case, seconds and busy share of each timed step; the median over files."""
+    """Return the case of each timed step, and the medians over files of its time and busy share."""
     parts = []
     for path in sorted(RESULTS.glob("h200-*.json")):
         rows = run(path).summary
@@ -73,7 +73,7 @@ def _footprint(case: Case) -> Footprint:
 
 
 def near(steps: pd.DataFrame) -> pd.Series[bool]:
-    """Return for each step that is not launch-bound if its predicted time is near the measured."""
+    """Return True for each step whose time is predicted well; leave out launch-bound steps."""
     steady = steps[steps.busy >= LAUNCH_BOUND]
     return (steady.share - 1).abs() <= WITHIN
 

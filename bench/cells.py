@@ -30,6 +30,11 @@ class Place(NamedTuple):
         return f"{self.cell.replace('x', ' × ')}, {self.precision}"
 
 
+def by_length(files: str, precisions: Sequence[str] = ("fp32", "bf16")) -> list[Place]:
+    """Return the places 8 × 256 and 8 × 1024 of the files ``FILES-LENGTH``, for each precision."""
+    return [Place(f"{files}-{n}", f"8x{n}", p) for p in precisions for n in (256, 1024)]
+
+
 def table(function: Callable[..., str]) -> Callable[..., str]:
     """Add a function to `TABLES`."""
     TABLES[function.__name__] = function
@@ -72,9 +77,10 @@ def ratio(metric: Metric, place: Place, trainer: str, to: str = "standard") -> f
 
 
 def cost(place: Place, trainer: str, to: str = "standard") -> str:
-    """Return time, DRAM bytes and peak memory ÷ those of the trainer ``to``.
+    """Return time, DRAM bytes and peak memory of a trainer, divided by those of the trainer ``to``.
 
-    For ``to`` itself these are ms, GB and GB. For a trainer that was not measured, it is "-".
+    For the trainer ``to`` itself the numbers are in ms, GB and GB. If a number was not measured,
+    the text is "-".
     """
     try:
         if trainer == to:

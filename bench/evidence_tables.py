@@ -7,7 +7,7 @@ import tomllib
 from functools import partial
 from statistics import median
 
-from bench.cells import Place, by_trainer, cost, gb, joined, markdown, ms, table
+from bench.cells import Place, by_length, by_trainer, cost, gb, joined, markdown, ms, table
 from bench.runs import RESULTS, file_of, printed, value
 from bench.tables import METHODS, WORDS
 
@@ -54,7 +54,7 @@ def diff(page: str, *trainers: str) -> str:
 
 @table
 def diff_measured(before: str, after: str) -> str:
-    """Return the DRAM GB of a step without and with the change, which is a trainer here."""
+    """Return the DRAM GB of a step of a trainer, and of the trainer that makes a change."""
     places = [Place("opacus-changes", precision=precision) for precision in ("fp32", "bf16")]
     numbers = [f"{gb(place, trainer):.1f}" for place in places for trainer in (before, after)]
     return markdown(WITH_DIFF, [[before, *numbers]])
@@ -103,11 +103,7 @@ def peers() -> str:
 @table
 def peers_measured() -> str:
     """Return the cost of other people's private training on an H200."""
-    places = {
-        f"{precision}, 8 × {length}": Place(f"peers-{length}", f"8x{length}", precision)
-        for precision in ("tf32", "bf16")
-        for length in (256, 1024)
-    }
+    places = {place.shown: place for place in by_length("peers", ("tf32", "bf16"))}
     names = ("fastdp", "fastdp:origin_params=embedding", "fused", JAX)
     return by_trainer(places, names, cell=lambda p, t: jax_cost(p) if t == JAX else cost(p, t))
 

@@ -43,7 +43,7 @@ def is_complete(file: Path) -> bool:
 
 
 def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
-    """Measure for at most these seconds; return the names of files that are not complete."""
+    """Measure until the time is over; return the names of files that are not complete."""
     end = time.monotonic() + seconds
     for name, options in plan.items():
         if is_complete(into / file_of(name)) or time.monotonic() >= end:

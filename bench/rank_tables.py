@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from bench.cells import Place, busy, by_trainer, cost, joined, markdown, metric, table
+from bench.cells import Place, busy, by_length, by_trainer, cost, joined, markdown, metric, table
 from bench.runs import collectives, of_rank, value
 from dpbench.results.rows import STEP
 
@@ -19,18 +19,9 @@ packets = metric("nvlink_sent_bytes")
 """Bytes that a rank sends with headers and replies, by CUPTI."""
 
 
-def places_of(parallel: str) -> list[Place]:
-    """Return the places of DDP or FSDP2 on two H200s."""
-    return [
-        Place(f"ranks-{parallel}-{length}", f"8x{length}", precision)
-        for precision in ("fp32", "bf16")
-        for length in (256, 1024)
-    ]
-
-
 PLACES = {
-    "ddp": places_of("ddp"),
-    "fsdp2": places_of("fsdp2"),
+    "ddp": by_length("ranks-ddp"),
+    "fsdp2": by_length("ranks-fsdp2"),
     "lora": [Place("ranks-lora", "8x1024", "bf16")],
     "h100": [
         Place(file, "8x256", precision)
@@ -85,10 +76,7 @@ def ranks_sent() -> str:
     return markdown(heads, rows)
 
 
-PROFILED = {
-    "ddp": ("standard", *TRAINERS["ddp"]),
-    "fsdp2": ("standard", "ghost_lean", "fused"),
-}
+PROFILED = {"ddp": ("standard", *TRAINERS["ddp"]), "fsdp2": ("standard", "ghost_lean", "fused")}
 """Trainers that the PyTorch profiler recorded on two ranks."""
 
 
@@ -115,7 +103,7 @@ def ranks_apart() -> str:
 
 @table
 def ranks(parallel: str, *trainers: str) -> str:
-    """Return the counted GB that one rank sends and draws, and its collectives."""
+    """Return counted GB that a rank sends, its collectives, and GB moved to draw noise."""
     rows = []
     standard = value(COUNTED_RANKS, SENT, trainer="standard", parallel=parallel, gpus=64)
     for trainer in trainers:

@@ -13,6 +13,7 @@ from bench.cells import (
     Metric,
     Place,
     busy,
+    by_length,
     by_place,
     by_trainer,
     cost,
@@ -26,11 +27,7 @@ from bench.cells import (
 )
 from bench.runs import counted, path_of, value
 
-METHODS = [
-    Place(f"methods-{length}", f"8x{length}", precision)
-    for precision in ("fp32", "bf16")
-    for length in (256, 1024)
-]
+METHODS = by_length("methods")
 PLACES = [
     *METHODS,
     *(Place("cupti-grid1-1", cell) for cell in ("16x256", "16x1024")),

@@ -121,7 +121,7 @@ def measured(name: str, what: str, script: str = __file__) -> dict[str, Any]:
 
 
 def trained(case: Case, **options: Any) -> tuple[TrainerBase, torch.Tensor]:
-    """Train three steps on a CPU; return the trainer, and by how much parameters changed."""
+    """Train three steps on a CPU; return the trainer and the change of its parameters."""
     warnings.simplefilter("ignore")
     trainer, batches = build(
         case, pick_device("cpu"), 3, learning_rate=1.0, max_grad_norm=0.3, **options
