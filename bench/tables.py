@@ -182,7 +182,7 @@ def measured() -> str:
 
 @table
 def sessions() -> str:
-    """Return how far DRAM bytes and times differ between sessions, and CUPTI's bytes from ncu's.
+    """Return how far bytes and times differ between sessions, and bytes between CUPTI and ncu.
 
     Each number is the largest among Opacus's trainers and standard training.
     """
