@@ -103,7 +103,7 @@ def ranks_apart() -> str:
 
 @table
 def ranks(parallel: str, *trainers: str) -> str:
-    """Return counted GB that a rank sends, the number of collectives, and GB moved to draw noise."""
+    """Return counted GB that a rank sends, its number of collectives, and GB moved for noise."""
     rows = []
     standard = value(COUNTED_RANKS, SENT, trainer="standard", parallel=parallel, gpus=64)
     for trainer in trainers:
