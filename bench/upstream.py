@@ -214,8 +214,8 @@ def print_layers(given: Sequence[str]) -> None:
             keys = [f"{trainer} {layer}" for layer in layers]
             for n, what in enumerate(("bytes", "peak")):
                 shares = (100 * (changed[key][n] / original[key][n] - 1) for key in keys)
-                cells = "".join(f"{share:14.1f}" for share in shares)
-                print(f"{f'{name} {trainer} {what}':50}{cells}", flush=True)
+                cells = "".join(f"{share:13.1f}" for share in shares)
+                print(f"{f'{name} {trainer} {what}':48}{cells}", flush=True)
 
 
 def print_norms() -> None:
