@@ -1,15 +1,15 @@
-"""Holds `dpbench advise` to what was measured: every timed cell of the committed runs of one GPU.
+"""Compare `dpbench advise` with every step that was timed on an H200 and published.
 
     python -m bench.advice
 
-prints predicted and measured times, and which method is named in each cell. Counting takes minutes.
-Methods whose form at the time is no longer in dpbench are left out.
+prints predicted and measured times of each case, and the method that is named for each cell.
+Counting takes minutes. Methods that dpbench no longer has in their measured form are left out.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pandas as pd
@@ -25,63 +25,64 @@ from dpbench.results.rows import STEP
 from dpbench.results.summary import of_one_instrument
 
 WITHIN = 0.25
-"""How far predicted and measured times may differ, where a step is not launch-bound."""
+"""Largest relative error of a predicted time for a step that is not launch-bound."""
 
 CLOSE = 0.05
-"""How much more time than the best method the named one may take."""
+"""Largest share by which the named method may be slower than the best method."""
 
 
 def measured() -> pd.DataFrame:
-    """The steps that were timed: case, seconds and busy share; the median over files."""
+    """Return the case of each timed step, and the medians over files of its time and busy share."""
     parts = []
     for path in sorted(RESULTS.glob("h200-*.json")):
         rows = run(path).summary
-        rows = rows[(rows.phase == STEP) & (rows.gpus == 1)] if len(rows) else rows
-        parts += [of_one_instrument(rows)] if len(rows) else []
+        if len(rows):
+            parts.append(of_one_instrument(rows[(rows.phase == STEP) & (rows.gpus == 1)]))
     rows = pd.concat(parts, ignore_index=True)
     rows = rows[rows.metric.isin(["step_time_seconds", BUSY])]
     wide = rows.pivot_table("value", "case", "metric", "median", sort=False).dropna()
     return wide.rename(columns={"step_time_seconds": "measured", BUSY: "busy"}).reset_index()
 
 
-def resolved(cases: pd.Series[Any]) -> Iterator[Case | None]:
-    """Each case as it can be counted today, or None."""
-    for case in cases:
-        try:
-            yield resolve(case)
-        except ConfigurationError:
-            yield None
+def resolved(case: Case) -> Case | None:
+    """Return the case with the classes that it names, or None if a class no longer exists."""
+    with suppress(ConfigurationError):
+        return resolve(case)
+    return None
 
 
-def held() -> pd.DataFrame:
-    """Predicted beside measured times, with ``share``, predicted ÷ measured, and ``cell``."""
+def compared() -> pd.DataFrame:
+    """Add to `measured` the predicted seconds, predicted ÷ measured (``share``) and the cell."""
     steps = measured()
-    today: list[Any] = [*resolved(steps.case)]
-    steps = steps.assign(case=today).dropna(subset=["case"])
+    cases: Any = [*map(resolved, steps.case)]
+    steps = steps.assign(case=cases).dropna(subset=["case"])
     card = reachable(find_card("h200"))
-    seconds = [predict(_footprint(case), card).predicted for case in steps.case]
+    predicted = pd.Series([predict(_footprint(c), card).predicted for c in steps.case], steps.index)
     return steps.assign(
         cell=[case.baseline.id for case in steps.case],
         trainer=[case.trainer for case in steps.case],
-        predicted=seconds,
-        share=[each / m for each, m in zip(seconds, steps.measured, strict=True)],
+        predicted=predicted,
+        share=predicted / steps.measured,
     )
 
 
 def _footprint(case: Case) -> Footprint:
-    """The counts of a case at its own batch size."""
+    """Return the counts of a case at its own batch size."""
     steps = [step for step in steps_of(case) if step[0].batch_size == case.batch_size]
     return Footprint(case, [Counts().of_step(*step) for step in steps])
 
 
 def near(steps: pd.DataFrame) -> pd.Series[bool]:
-    """Whether predicted and measured time are close, for steps that are not launch-bound."""
+    """Return True for each step whose time is predicted well; leave out launch-bound steps."""
     steady = steps[steps.busy >= LAUNCH_BOUND]
     return (steady.share - 1).abs() <= WITHIN
 
 
 def named(steps: pd.DataFrame) -> pd.DataFrame:
-    """For each cell with several private methods: the named one, the best, and their time ratio."""
+    """Return the named and the best method, and the ratio of their times, for each cell.
+
+    A cell with fewer than two private methods is left out.
+    """
     private = steps[steps.trainer != BASELINE_TRAINER]
     lines = []
     for cell, methods in private.groupby("cell", sort=False):
@@ -94,13 +95,15 @@ def named(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def main() -> None:
-    """Print both tables and both shares."""
-    steps = held()
+    """Print both tables, and how many predictions and choices are good."""
+    steps = compared()
     names = [re.sub(r"hf-[a-z-]+,|hidden_size.*heads=4,", "", case.id) for case in steps.case]
-    table = steps.assign(case=names)[["case", "measured", "predicted", "share", "busy"]]
-    print(table.to_string(index=False, float_format="{:.3f}".format))
     choices = named(steps)
-    print(choices.to_string(index=False, float_format="{:.3f}".format))
+    for table in (
+        steps.assign(case=names)[["case", "measured", "predicted", "share", "busy"]],
+        choices,
+    ):
+        print(table.to_string(index=False, float_format="{:.3f}".format))
     print(f"within {WITHIN:.0%}: {near(steps).mean():.3f} of {len(near(steps))} steps")
     good = choices.more <= 1 + CLOSE
     print(f"named within {CLOSE:.0%} of the best: {good.mean():.3f} of {len(good)} cells")

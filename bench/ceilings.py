@@ -1,10 +1,10 @@
-"""What a GPU reaches: bandwidth of a copy, operations per second of matrix products.
-
-Times a copy far larger than the L2 cache, and a large matrix product at each precision, while no
-dpbench process measures on this GPU. What it prints serves ``dpbench show --roofline FILE`` as
-roofs in place of those in the data sheet, and ``dpbench show --time FILE``.
+"""Measure the ceilings of a GPU: bandwidth of a copy, FLOP/s of a matrix product.
 
     python bench/ceilings.py > ceilings.json
+
+times a copy far larger than the L2 cache, and a large matrix product at each precision. Meanwhile
+no other dpbench process measures on this GPU. ``dpbench show --roofline FILE`` uses the file as
+roofs in place of those in the data sheet; ``dpbench show --time FILE`` reads it too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
-    "fp16": torch.float16,  # which autocast makes
+    "fp16": torch.float16,  # of fp16-amp
 }
-"""Of the operands of a product, by precision."""
+"""Types of the matrices by precision."""
 
 
 def measure_ceilings(
@@ -41,17 +41,17 @@ def measure_ceilings(
     matrix: int = 8192,
     seconds: float = 0.5,
 ) -> dict[str, Any]:
-    """Measure a device, alone among dpbench's processes.
+    """Measure a device while no other dpbench process measures on it.
 
     Args:
         device: ``auto``, ``cuda`` or ``cpu``.
-        copy_bytes: size of the buffer to copy, by default 32 times the largest L2 cache that is
-            known of (126 MB); less if half the free memory is less.
-        matrix: side of the square matrices, by default large enough to fill every card.
-        seconds: how long each measurement, the median of several runs, lasts at least.
+        copy_bytes: size of the buffer to copy, at most a quarter of the free memory. The default is
+            32 times the largest known L2 cache (126 MB).
+        matrix: side of the square matrices. The default is large enough for every card.
+        seconds: least duration of each measurement, which is the median of several runs.
 
     Returns:
-        What `dpbench.results.roofline.read_ceilings` takes for roofs.
+        A document of which `dpbench.results.roofline.read_ceilings` makes roofs.
     """
     target = pick_device(device)
     card = gpu.visible_gpus()[0] if target.type == "cuda" else None
@@ -69,14 +69,14 @@ def measure_ceilings(
 
 
 def _copy(size: int, device: torch.device, seconds: float) -> float:
-    """Bytes per second, read and written, of a copy on the device."""
+    """Return the bytes per second, read and written, of a copy on the device."""
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     copy = torch.empty_like(source)
     return 2 * size / _median(lambda: copy.copy_(source), seconds)
 
 
 def _product(precision: str, device: torch.device, side: int, seconds: float) -> float:
-    """FLOP/s of a square matrix product, a multiply-add counting as two."""
+    """Return the FLOP/s of a square matrix product; a multiply-add is two operations."""
     dtype = DTYPES[precision]
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
@@ -89,13 +89,13 @@ def _product(precision: str, device: torch.device, side: int, seconds: float) ->
 
 
 def _median(function: Callable[[], object], seconds: float) -> float:
-    """Median seconds of a call; the timer warms up, and synchronizes around what it times."""
+    """Return the median seconds of a call. The timer warms up and synchronizes."""
     timer = Timer("function()", globals={"function": function})
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print."""
+    """Measure the GPU and print the document."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.parse_args(arguments)
     try:
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    # It has no rows, because no case was measured.
+    # The run has no rows, because no case was measured.
     print(json.dumps({"schema": SCHEMA, "rows": [], "ceilings": measured}, indent=1))
     return 0
 

@@ -1,12 +1,12 @@
-"""Measure the evidence of the documents, one file after another, in as many calls as it takes.
+"""Measure the runs behind the documents, in several calls if necessary.
 
-    python -m bench.measure --list            # the command of each file
-    python -m bench.measure --minutes 9       # go on where the last call stopped
-    python -m bench.measure methods-tf32      # only these files
+    python -m bench.measure --list            # print the command of each file
+    python -m bench.measure --minutes 9       # continue where the last call stopped
+    python -m bench.measure methods-tf32      # measure only these files
 
-``docs/results/evidence.toml`` has the files. A call ends when its minutes are over: it interrupts
-the run that it is at, which keeps what is complete, and the next call resumes that run. It wants a
-clean checkout and nothing else on the machine.
+``docs/results/evidence.toml`` lists the files. After these minutes a call interrupts the current
+run, which keeps its complete cases, and ends. The next call resumes that run. The checkout must be
+clean, and nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pathlib import Path
 from bench.runs import RESULTS, ROOT, file_of
 
 PLAN: dict[str, str] = tomllib.loads((RESULTS / "evidence.toml").read_text("utf-8"))["measured"]
-"""The options of ``dpbench run`` by the name of its file."""
+"""Options of ``dpbench run`` by the name of the run's file."""
 
 
 def command(name: str, options: str, into: Path) -> list[str]:
-    """The argument list that begins a file, or goes on with it."""
+    """Return the command that measures a file, or resumes an interrupted measurement of it."""
     kept = ["--save", name, "--resume", "--storage", str(into / "runs")]
     return [
         *(sys.executable, "-m", "dpbench", "run", *shlex.split(options)),
@@ -38,14 +38,12 @@ def command(name: str, options: str, into: Path) -> list[str]:
 
 
 def is_complete(file: Path) -> bool:
-    """Whether a file is there, and no case is missing."""
-    if not file.exists():
-        return False
-    return bool(json.loads(file.read_text(encoding="utf-8"))["session"]["status"] == "complete")
+    """Return True if a file exists and no case is missing from it."""
+    return file.exists() and json.loads(file.read_bytes())["session"]["status"] == "complete"
 
 
 def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
-    """Measure for so long; returns the files that are not complete yet."""
+    """Measure until the time is over; return the names of files that are not complete."""
     end = time.monotonic() + seconds
     for name, options in plan.items():
         if is_complete(into / file_of(name)) or time.monotonic() >= end:
@@ -60,12 +58,12 @@ def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
 
 
 def main() -> int:
-    """Measure, or list what would be."""
+    """Measure, or list the commands."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these files")
-    parser.add_argument("--minutes", type=float, default=9.0, help="end after so long (default 9)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="measure only these files")
+    parser.add_argument("--minutes", type=float, default=9.0, help="stop after this (default 9)")
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
-    parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     options = parser.parse_args()
     if unknown := {*options.names} - {*PLAN}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(PLAN)}")
@@ -75,7 +73,7 @@ def main() -> int:
             print(shlex.join(command(name, chosen, options.into)))
         return 0
     if missing := measure(plan, options.into, options.minutes * 60):
-        print(f"to be completed by further calls: {', '.join(missing)}")
+        print(f"not complete yet: {', '.join(missing)}; call again to continue")
     return 1 if missing else 0
 
 

@@ -1,38 +1,27 @@
-"""The tables of several GPUs: what ranks were measured to move, send and wait for."""
+"""Tables of the documents about several GPUs: cost, bytes sent, and time in collectives."""
 
 from __future__ import annotations
 
-from bench.runs import of_rank, path_of, run, value
-from bench.tables import (
-    COUNTED_RANKS,
-    SENT,
-    TABLES,
-    Place,
-    gb,
-    joined,
-    markdown,
-    ms,
-    peak,
-    ratio,
-    table,
-)
+from contextlib import suppress
+
+from bench.cells import Place, busy, by_length, by_trainer, cost, joined, markdown, metric, table
+from bench.runs import collectives, of_rank, value
 from dpbench.results.rows import STEP
 
-__all__ = ["TABLES"]
+SENT = "collective_bytes"
+COUNTED_RANKS = "counted-ranks"
+"""The run in which one rank of several was counted."""
 
-PAYLOAD, WITH_PROTOCOL = "nvlink_payload_sent_bytes", "nvlink_sent_bytes"
+payload = metric("nvlink_payload_sent_bytes")
+"""Bytes of a message that a rank sends, by NVML."""
+
+packets = metric("nvlink_sent_bytes")
+"""Bytes that a rank sends with headers and replies, by CUPTI."""
+
 
 PLACES = {
-    "ddp": [
-        Place(f"ranks-ddp-{length}", f"8x{length}", precision)
-        for precision in ("fp32", "bf16")
-        for length in (256, 1024)
-    ],
-    "fsdp2": [
-        Place(f"ranks-fsdp2-{length}", f"8x{length}", precision)
-        for precision in ("fp32", "bf16")
-        for length in (256, 1024)
-    ],
+    "ddp": by_length("ranks-ddp"),
+    "fsdp2": by_length("ranks-fsdp2"),
     "lora": [Place("ranks-lora", "8x1024", "bf16")],
     "h100": [
         Place(file, "8x256", precision)
@@ -40,7 +29,7 @@ PLACES = {
         for precision in ("fp32", "bf16")
     ],
 }
-"""Where trainers were measured on two GPUs; a cell has the batch of both."""
+"""Places on two GPUs, by table. The batch size of a cell includes both ranks."""
 
 TRAINERS = {
     "ddp": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
@@ -48,70 +37,52 @@ TRAINERS = {
     "lora": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
     "h100": ("dpsgd", "dpsgd_ghost", "lean", "ghost_lean", "fused"),
 }
-"""The private trainers of each."""
+"""Private trainers by table."""
 
 
-def cell(place: Place, trainer: str) -> str:
-    """Time, bytes of both ranks and peak memory of one, of standard or ÷ it; how busy they were."""
-    if trainer not in {*run(path_of(place.file)).frame.trainer}:
-        return "-"
-    metrics = ms, gb, peak
-    if trainer == "standard":
-        numbers = joined((metric(place, trainer) for metric in metrics), 1)
-    else:
-        numbers = joined(ratio(metric, place, trainer) for metric in metrics)
-    busy = value(place.file, "gpu_busy_share", trainer=trainer, **place.axes)
-    return f"{numbers}; {busy:.0%}"
-
-
-def head(parallel: str, place: Place) -> str:
-    """What a column says of its place."""
-    if parallel == "h100":
+def head(place: Place) -> str:
+    """Return the heading of the column for a place."""
+    if place.file.startswith("h100"):
         return f"{'FSDP2' if 'fsdp2' in place.file else 'DDP'}, {place.precision}"
     return f"4 × {place.cell.partition('x')[2]} a rank, {place.precision}"
 
 
 @table
 def ranks_measured(parallel: str, *trainers: str) -> str:
-    """Time, bytes of both ranks, peak memory of one: of standard, and of the others ÷ it; busy."""
-    rows = []
-    for trainer in ("standard", *(trainers or TRAINERS[parallel])):
-        rows.append([trainer, *(cell(place, trainer) for place in PLACES[parallel])])
-    rows[0][0] = "standard: ms, GB, GB"
-    heads = (head(parallel, place) for place in PLACES[parallel])
-    return markdown(["time, bytes, memory; busy", *heads], rows)
+    """Return time, DRAM bytes of both ranks, peak memory of one rank, and busy share."""
+
+    def shown(place: Place, trainer: str) -> str:
+        numbers = cost(place, trainer)
+        return numbers if numbers == "-" else f"{numbers}; {busy(place, trainer):.0%}"
+
+    places = {head(place): place for place in PLACES[parallel]}
+    corner = "time, bytes, memory; busy"
+    return by_trainer(places, trainers or TRAINERS[parallel], corner, shown)
 
 
 @table
 def ranks_sent() -> str:
-    """GB that a rank sends at 4 × 256 and fp32: counted, and measured in two ways."""
+    """Return the GB that a rank sends at 4 × 256 and fp32, counted and measured."""
     rows = []
     for parallel in ("ddp", "fsdp2"):
         place = PLACES[parallel][0]
         for trainer in ("standard", *TRAINERS[parallel]):
-            axes = {"trainer": trainer, "parallel": parallel}
-            counted = value(COUNTED_RANKS, SENT, gpus=2, **axes)
-            payload, all_of_it = (
-                value(place.file, metric, trainer=trainer, **place.axes)
-                for metric in (PAYLOAD, WITH_PROTOCOL)
-            )
-            shown = (f"{n / 1e9:.3f}" for n in (counted, payload))
-            shares = f"{payload / counted:.4f}", f"{all_of_it / payload:.2f}"
+            counted = value(COUNTED_RANKS, SENT, gpus=2, trainer=trainer, parallel=parallel)
+            sent = payload(place, trainer)
+            shares = f"{sent / counted:.4f}", f"{packets(place, trainer) / sent:.2f}"
+            shown = f"{counted / 1e9:.3f}", f"{sent / 1e9:.3f}"
             rows.append([f"{parallel} {trainer}", *shown, *shares])
     heads = ["", "counted", "payload measured", "payload ÷ counted", "with headers ÷ payload"]
     return markdown(heads, rows)
 
 
-PROFILES = {
-    "ddp": ("ranks-profile-ddp", "ranks-ddp-256", ("standard", *TRAINERS["ddp"])),
-    "fsdp2": ("ranks-profile-fsdp2", "ranks-fsdp2-256", ("standard", "ghost_lean", "fused")),
-}
-"""Files of a profile and of counted bytes, and the trainers."""
+PROFILED = {"ddp": ("standard", *TRAINERS["ddp"]), "fsdp2": ("standard", "ghost_lean", "fused")}
+"""Trainers that the PyTorch profiler recorded on two ranks."""
 
 
 @table
 def ranks_apart() -> str:
-    """What the two ranks do differently at 4 × 256 and fp32: "rank 0, rank 1"."""
+    """Return noise bytes and times in collectives of rank 0 and rank 1, at 4 × 256 and fp32."""
 
     def both(file: str, *metrics: str, phase: str = STEP, scale: float = 1e3) -> str:
         axes = {"trainer": trainer, "precision": "fp32", "parallel": parallel}
@@ -119,11 +90,30 @@ def ranks_apart() -> str:
         return joined((scale * number for number in sums), 1)
 
     rows = []
-    for parallel, (profile, counted, trainers) in PROFILES.items():
+    for parallel, trainers in PROFILED.items():
+        counters, profile = f"ranks-{parallel}-256", f"ranks-profile-{parallel}"
         for trainer in trainers:
             drawn = "dram_read_bytes", "dram_write_bytes"
             noisy = trainer not in ("standard", "fused")
-            noise = both(counted, *drawn, phase="noise", scale=1e-9) if noisy else "-"
+            noise = both(counters, *drawn, phase="noise", scale=1e-9) if noisy else "-"
             times = "communication_seconds", "exposed_communication_seconds"
             rows.append([f"{parallel} {trainer}", noise, *(both(profile, time) for time in times)])
     return markdown(["rank 0, rank 1", "noise GB", "in collectives ms", "exposed ms"], rows)
+
+
+@table
+def ranks(parallel: str, *trainers: str) -> str:
+    """Return counted GB that a rank sends, its number of collectives, and GB moved for noise."""
+    rows = []
+    standard = value(COUNTED_RANKS, SENT, trainer="standard", parallel=parallel, gpus=64)
+    for trainer in trainers:
+        axes = {"trainer": trainer, "parallel": parallel}
+        sent = [value(COUNTED_RANKS, SENT, gpus=gpus, **axes) for gpus in (8, 64, 1024)]
+        noise = "-"
+        with suppress(LookupError):
+            noise = f"{value(COUNTED_RANKS, 'logical_bytes', 'noise', gpus=64, **axes) / 1e9:.2f}"
+        shown = (f"{number / 1e9:.2f}" for number in sent)
+        calls = f"{collectives(COUNTED_RANKS, gpus=64, **axes):.0f}"
+        rows.append([trainer, *shown, sent[1] / standard, calls, noise])
+    heads = [parallel, "8 GPUs", "64 GPUs", "1024 GPUs", "÷ standard", "collectives", "noise GB"]
+    return markdown(heads, rows)

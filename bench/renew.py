@@ -1,10 +1,11 @@
-"""Renew the generated blocks of the documents, and the README's picture, from the committed runs.
+"""Generate the tables of the documents, and the README's picture, from the committed runs.
 
-    python -m bench.renew            # write them anew, after a measurement
-    python -m bench.renew --check    # say which are not what the runs say; exit status 1 if any
+    python -m bench.renew            # write them, after a measurement
+    python -m bench.renew --check    # name the pages whose tables differ; exit status 1 if any
 
-A block stands between ``<!-- generated: NAME WORDS -->`` and ``<!-- end -->``; `bench.tables` or
-`bench.rank_tables` has a function of that name, called with the words, that returns Markdown.
+A table is between ``<!-- generated: NAME WORDS -->`` and ``<!-- end -->``. The function NAME of
+`bench.tables`, `bench.rank_tables` or `bench.evidence_tables` is called with the words and returns
+Markdown.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import re
 import sys
 from pathlib import Path
 
-from bench.rank_tables import TABLES
+import bench.evidence_tables
+import bench.rank_tables  # noqa: F401 - both register tables
+from bench.cells import TABLES
 from bench.runs import BOUNDS, ROOT, path_of, run
 from dpbench.core.case import OPTIONAL_AXES, USUAL
 from dpbench.results.outcome import LISTS, document_text
@@ -23,13 +26,8 @@ from dpbench.results.run import Run
 from dpbench.results.schema import json_schema
 from dpbench.show.view import TableOptions
 
-PAGES = [
-    *(
-        ROOT / name
-        for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "bench/peers/README.md")
-    ),
-    *sorted(ROOT.glob("docs/**/*.md")),
-]
+TOP = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "bench/peers/README.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted(ROOT.glob("docs/**/*.md"))]
 RUN_SCHEMA = ROOT / "docs" / "run.schema.json"
 DERIVED = ("ratios", "throughputs", "measured_over_logical")
 PICTURE, PICTURED = ROOT / "docs" / "ratios.svg", "h200-methods-256"
@@ -38,48 +36,43 @@ BLOCK = re.compile(r"(<!-- generated: ([^>\n]+) -->\n)(.*?)(<!-- end -->)", re.S
 
 
 def renewed(text: str) -> str:
-    """The text of a page with each block as the runs say it.
+    """Return the text of a page with its tables generated anew.
 
     Raises:
-        LookupError: no table has the name of a block, or a number is not there.
+        LookupError: no function has the name of a table, or a run lacks a number.
     """
 
     def block(found: re.Match[str]) -> str:
         name, *words = found[2].split()
         if name not in TABLES:
-            raise LookupError(f"no table is called {name!r}")
+            raise LookupError(f"no function makes the table {name!r}")
         return f"{found[1]}{TABLES[name](*words)}\n{found[4]}"
 
     if text.count("<!-- generated:") != len(BLOCK.findall(text)):
-        raise LookupError("a generated block has no end")
+        raise LookupError("a generated table has no end")
     return BLOCK.sub(block, text)
 
 
 def outdated(pages: list[Path], *, write: bool) -> list[Path]:
-    """The pages with blocks that are not what the runs say; written anew if asked for."""
-    found = []
-    for page in pages:
-        text = page.read_text(encoding="utf-8")
-        if (anew := renewed(text)) != text:
-            found.append(page)
-            if write:
-                page.write_text(anew, encoding="utf-8")
-    return found
+    """Return the pages with tables that differ from the runs; with ``write``, renew them."""
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    found = {page: new for page, text in texts.items() if (new := renewed(text)) != text}
+    if write:
+        for page, new in found.items():
+            page.write_text(new, encoding="utf-8")
+    return [*found]
 
 
 def committed_runs() -> list[Path]:
-    """The files of runs in the documents and of counts that tests compare."""
-    return [
-        p
-        for p in (*(ROOT / "docs").glob("**/*.json"), BOUNDS)
-        if '"rows": [' in p.read_text("utf-8")
-    ]
+    """Return the files of runs below docs, and the file of counts that tests compare."""
+    files = (*(ROOT / "docs").glob("**/*.json"), BOUNDS)
+    return [file for file in files if '"rows": [' in file.read_text("utf-8")]
 
 
 def shortened(text: str) -> str:
-    """A run without the lists that follow from its rows, and without axes at their default.
+    """Remove from a run the lists that follow from its rows, and axes at their defaults.
 
-    It is about half as long, and reads the same.
+    The file becomes about half as long, and contains the same run.
     """
     document = {name: part for name, part in json.loads(text).items() if name not in DERIVED}
     for part in ("cases", *LISTS):
@@ -91,7 +84,7 @@ def shortened(text: str) -> str:
 
 
 def picture() -> str:
-    """The README's picture: what its first table has, as bars."""
+    """Return the README's picture as SVG; its bars have the numbers of the first table."""
     from dpbench.show.picture import svg  # needs Matplotlib
 
     whole = run(path_of(PICTURED))
@@ -100,9 +93,9 @@ def picture() -> str:
 
 
 def main() -> int:
-    """Renew the documents, or check them."""
+    """Renew the documents and committed runs, or check the documents."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
     pages = outdated(PAGES, write=not check)
     if not check:
@@ -111,7 +104,7 @@ def main() -> int:
         for path in committed_runs():
             path.write_text(shortened(path.read_text(encoding="utf-8")), encoding="utf-8")
     for page in pages:
-        print(f"{page.relative_to(ROOT)}: {'not what the runs say' if check else 'renewed'}")
+        print(f"{page.relative_to(ROOT)}: {'differs from the runs' if check else 'renewed'}")
     return int(check and bool(pages))
 
 

@@ -1,9 +1,9 @@
-"""Numbers of committed runs: the only place where documents meet dpbench's results.
+"""Read numbers of committed runs for the documents.
 
-A file is named without ``h200-`` and ending: ``"methods-256"`` is
-``docs/results/h200-methods-256.json``. Axes choose rows of it: ``cell="8x256"`` (batch size ×
-sequence length), ``precision="bf16"``, or any column of dpbench's summary. What they leave must be
-one number: of counted steps their mean, of timed ones their median.
+A file is named without ``h200-`` and without its ending: ``"methods-256"`` is
+``docs/results/h200-methods-256.json``. Axes choose rows of a file: ``cell="8x256"`` (batch size ×
+sequence length), ``precision="bf16"``, or any column of dpbench's summary. They must choose exactly
+one number. A number of counted steps is their mean, and a time is the median of the timed steps.
 """
 
 from __future__ import annotations
@@ -28,90 +28,95 @@ LAYERS = 24
 
 
 def file_of(name: str) -> str:
-    """The file of what was measured: on an H200, unless its name begins with ``h100-``."""
+    """Return the file name of a measured run; only ``h100-…`` was not measured on an H200."""
     return f"{name}.json" if name.startswith("h100-") else f"h200-{name}.json"
 
 
-def path_of(file: str) -> Path:
-    """The file of a run, measured or counted."""
-    counted = RESULTS / f"{file}.json"
-    return counted if counted.exists() else RESULTS / file_of(file)
+def path_of(name: str) -> Path:
+    """Return the path of a measured or counted run."""
+    counted = RESULTS / f"{name}.json"
+    return counted if counted.exists() else RESULTS / file_of(name)
 
 
 @cache
 def run(path: Path) -> Run:
-    """A run, read once."""
+    """Return a run, which is read only once."""
     return Run.load(path)
+
+
+def chosen(rows: pd.DataFrame, what: str, **axes: object) -> pd.DataFrame:
+    """Return the rows with these values.
+
+    Raises:
+        LookupError: no row has them.
+    """
+    for axis, wanted in axes.items():
+        rows = rows[rows[axis] == wanted]
+    if rows.empty:
+        raise LookupError(f"no {what} with {axes}")
+    return rows
 
 
 @cache
 def _metric(file: str, metric: str) -> pd.DataFrame:
-    """The rows of one metric; peak memory as it was measured."""
+    """Return the rows of one metric; for peak memory, only measured rows."""
     rows = run(path_of(file)).summary
     rows = of_one_instrument(rows[rows.metric == metric])
     if metric == "peak_memory_bytes":
         rows = rows[rows.device != NO_HARDWARE]
-    cell = rows.batch_size.astype(str) + "x" + rows.seq_len.astype(str)
-    return rows.assign(cell=cell)
+    return rows.assign(cell=_cells(rows))
+
+
+def _cells(rows: pd.DataFrame) -> pd.Series[str]:
+    return rows.batch_size.astype(str) + "x" + rows.seq_len.astype(str)
 
 
 @cache
 def value(file: str, metric: str, phase: str = STEP, **axes: object) -> float:
-    """One number, in base units.
+    """Return one number in base units.
 
     Raises:
         LookupError: the axes choose no number, or several.
     """
-    rows = _metric(file, metric)
-    for axis, wanted in {"phase": phase, **axes}.items():
-        rows = rows[rows[axis] == wanted]
-    if len(rows) != 1:
+    rows = chosen(_metric(file, metric), f"{metric} in {file}", phase=phase, **axes)
+    if len(rows) > 1:
         raise LookupError(f"{file} has {len(rows)} {metric} of {axes} in {phase}")
     return float(rows.value.iloc[0])
 
 
 def of_rank(file: str, metric: str, rank: int, phase: str = STEP, **axes: object) -> float:
-    """One number of one rank, in base units: the median of its steps."""
-    rows = run(path_of(file)).frame
-    for axis, wanted in {"metric": metric, "phase": phase, "rank": rank, **axes}.items():
-        rows = rows[rows[axis] == wanted]
-    if rows.empty:
-        raise LookupError(f"{file} has no {metric} of rank {rank} and {axes} in {phase}")
-    return float(rows.value.median())
+    """Return one number of one rank in base units, the median of its steps."""
+    axes = {"metric": metric, "phase": phase, "rank": rank, **axes}
+    return float(chosen(run(path_of(file)).frame, f"row in {file}", **axes).value.median())
 
 
 def collectives(file: str, **axes: object) -> int:
-    """How often a rank sends in a step."""
+    """Return how many times a rank sends in a step."""
     counts = pd.DataFrame(run(path_of(file)).document["operators"])
     counts = counts[counts.collective_bytes > 0]
-    for axis, wanted in axes.items():
-        counts = counts[counts[axis] == wanted]
-    if counts.empty:
-        raise LookupError(f"{file} has no collectives of {axes}")
-    return int(counts.calls.sum())
+    return int(chosen(counts, f"collective in {file}", **axes).calls.sum())
 
 
 @cache
 def _operators() -> pd.DataFrame:
     counts = pd.DataFrame(run(BOUNDS).document["operators"])
-    cells = counts.batch_size.astype(str) + "x" + counts.seq_len.astype(str)
     layers = counts.model_size.str.split("x").str[2].astype(int)
-    return counts.assign(cell=cells, layers=layers, bytes=counts.read_bytes + counts.write_bytes)
+    moved = counts.read_bytes + counts.write_bytes
+    return counts.assign(cell=_cells(counts), layers=layers, bytes=moved)
 
 
 @cache
 def counted(column: str, trainer: str, cell: str) -> float:
-    """``bytes`` or ``flops`` of a step of ``1b`` at fp32, which are affine in its layers."""
-    counts = _operators()
-    rows = counts[(counts.trainer == trainer) & (counts.cell == cell)]
-    one, two = (float(rows.loc[rows.layers == layers, column].sum()) for layers in (1, 2))
-    if not one:
-        raise LookupError(f"{BOUNDS.name} has nothing of {trainer} at {cell}")
+    """Return ``bytes`` or ``flops`` of a step of ``1b`` at fp32, which are affine in its layers."""
+    one, two = (
+        float(chosen(_operators(), BOUNDS.name, **axes)[column].sum())
+        for axes in ({"trainer": trainer, "cell": cell, "layers": layers} for layers in (1, 2))
+    )
     return one + (LAYERS - 1) * (two - one)
 
 
 def printed(file: str, *start: str) -> list[float]:
-    """The numbers behind the words with which one line of a printed file begins."""
+    """Return the numbers of the one line of a printed file that begins with these words."""
     lines = [line.split() for line in (RESULTS / file).read_text(encoding="utf-8").splitlines()]
     found = [line[len(start) :] for line in lines if line[: len(start)] == [*start]]
     if len(found) != 1:

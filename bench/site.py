@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages of the top folder, the Python API, and links and blocks of documents."""
+"""Hooks of MkDocs. They add pages of the top folder and of the Python API, and adapt links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOP = {
     "changelog.md": "CHANGELOG.md",
     "security.md": "SECURITY.md",
 }
-"""Pages of the site that stand in the repository's top folder."""
+"""Pages of the site, and their files in the repository's top folder."""
 
 API = {
     "Cases and metrics": ("core",),
@@ -30,10 +30,10 @@ API = {
     "Instruments and results": ("instruments", "child", "launch", "results"),
     "Advice": ("advice",),
 }
-"""Sections of the page about the Python API, and the packages whose public names each has."""
+"""Sections of the page about the Python API, and the packages with their public names."""
 
 LONG = ("GRIDS", "METRICS")
-"""Names whose values are too long to show as they are written."""
+"""Names whose values are too long to show."""
 
 OBJECT = """\
 ::: {module}.{name}
@@ -42,14 +42,14 @@ OBJECT = """\
       toc_label: {name}
       show_attribute_values: {value}
 """
-"""What mkdocstrings replaces by the docstring of a public object."""
+"""Text that mkdocstrings replaces by the docstring of a public object."""
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
-"""The target of a link or picture, without what follows ``#``; none of other sites."""
+"""The target of a link or picture in this repository, without the part after ``#``."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Link to the repository that GitHub builds, or to a placeholder as in the guide."""
+    """Link to the repository that GitHub builds, or to the guide's placeholder ``YOU/dpbench``."""
     config.repo_name = os.environ.get("GITHUB_REPOSITORY", "YOU/dpbench")
     config.repo_url = f"https://github.com/{config.repo_name}"
     owner, _, name = config.repo_name.partition("/")
@@ -58,7 +58,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def api_page() -> str:
-    """The page that names each public object where mkdocstrings is to put its docstring."""
+    """Return the page of the Python API, with a placeholder for the docstring of each object."""
     lines = ["# Python API", "Everything here is imported from `dpbench`."]
     for section, packages in API.items():
         lines.append(f"## {section}")
@@ -71,7 +71,7 @@ def api_page() -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the top folder and that of the Python API."""
+    """Add the pages of the top folder and the page of the Python API."""
     contents = {page: (ROOT / source).read_text("utf-8") for page, source in TOP.items()}
     for page, content in {**contents, "api.md": api_page()}.items():
         files.append(File.generated(config, page, content=content))
@@ -79,7 +79,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to pages of the site, or else to files of the repository."""
+    """Make links lead to pages of the site or to files of the repository."""
     here = PurePosixPath(TOP.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
 
     def linked(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""How long dpbench itself takes, by pytest-benchmark.
+"""Time dpbench itself by pytest-benchmark.
 
 From the checkout:
 
@@ -6,7 +6,7 @@ From the checkout:
     pytest -n 0 bench/speed.py
     pytest -n 0 bench/speed.py -k counting --benchmark-autosave --benchmark-compare
 
-A counted case, a session, a comparison and a report are read or made in this process.
+All commands but those of `test_a_script_of_1000_steps` run in this process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Benchmark = Callable[..., Any]
 
 
 class Instant(Instrument):
-    """Takes no time, and has the rows of a measured case."""
+    """An instrument that takes no time and returns the rows of a measured case."""
 
     name = "instant"
 
@@ -54,7 +54,7 @@ class Instant(Instrument):
 
 
 class Rows(PendingMeasurement):
-    """Three steps of each phase and metric."""
+    """Rows of three steps for each phase and metric."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -74,27 +74,27 @@ def command(*arguments: object) -> None:
 
 
 def test_session_of_16_cases(benchmark: Benchmark, tmp_path: Path) -> None:
-    """What a session takes beside measuring: it saves, and writes each kind of file."""
+    """Time what a session does besides measuring: it saves its run and writes files."""
     files = (f"--{kind}={tmp_path / f'run.{kind}'}" for kind in ("json", "markdown", "csv"))
     instant = ("--instrument", "bench.speed:Instant", "--grid", "grid1")
     benchmark(command, "run", *instant, *files, "--save", "it", "--storage", tmp_path)
 
 
 def test_comparing_two_runs(benchmark: Benchmark) -> None:
-    """Load and compare."""
+    """Time loading and comparing two runs."""
     runs = (RESULTS / f"h200-cupti-grid1-{session}.json" for session in (1, 2))
     benchmark(command, "compare", *runs)
 
 
 @pytest.mark.parametrize("trainer", ["standard", "dpsgd", "dpsgd_ghost", "fused"])
 def test_counting(benchmark: Benchmark, trainer: str) -> None:
-    """A step of 1.34 B parameters."""
+    """Time counting a step of 1.34 B parameters."""
     cell = ("--batch-size", 8, "--seq-len", 256, "--trainer", trainer)
     benchmark(command, "run", "--instrument", "logical", *cell)
 
 
 def test_reading_a_report_of_kernels(benchmark: Benchmark, tmp_path: Path) -> None:
-    """Read by NVIDIA's library."""
+    """Time a report that NVIDIA's library reads."""
     report = tmp_path / KERNELS.stem
     report.write_bytes(lzma.decompress(KERNELS.read_bytes()))
     benchmark(command, "show", report)
@@ -102,7 +102,7 @@ def test_reading_a_report_of_kernels(benchmark: Benchmark, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_script_of_1000_steps(benchmark: Benchmark, watched: bool, tmp_path: Path) -> None:
-    """A whole process, which imports torch: by itself, and under ``dpbench exec``."""
+    """Time a process that imports torch, by itself and under ``dpbench exec``."""
     script = tmp_path / "loop.py"
     script.write_text(LOOP, encoding="utf-8")
     under = ("-m", "dpbench", "exec", "--instrument", "timing", "--continue") if watched else ()

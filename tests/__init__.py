@@ -1,1 +1,1 @@
-"""The suite: a package, so that none of the same name that is installed comes before it."""
+"""The suite. It is a package, so that an installed package ``tests`` does not hide it."""

@@ -1,8 +1,8 @@
-"""The name of a class of a test, as a command line would have it."""
+"""Name classes of tests as a command line does."""
 
 from __future__ import annotations
 
 
 def target(named: type) -> str:
-    """The import target of a class."""
+    """Return ``module:Class`` for a class."""
     return f"{named.__module__}:{named.__qualname__}"

@@ -1,4 +1,4 @@
-"""Programs of tests' own, which stand in for real ones."""
+"""Executables that tests use in place of real programs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def program(path: Path, python: str | Path) -> Path:
-    """Write an executable that runs Python: a text, or a file that exists.
+    """Write an executable that runs Python code, or an existing file.
 
-    By way of a shell, because the interpreter's path may have a blank in it or be longer than
-    the first line of a script may be.
+    A shell starts the interpreter, because the interpreter's path may contain a space or be too
+    long for the first line of a script.
     """
     what = [str(python)] if isinstance(python, Path) else ["-c", python]
     path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, *what])} "$@"\n', "utf-8")

@@ -1,4 +1,4 @@
-"""Recorded kernel reports, which are kept compressed: 7 MB in 30 kB."""
+"""Recorded kernel reports, which are compressed from 7 MB to 30 kB."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ RANGES = DATA / "tiny-fp32"
 
 
 def unpacked(name: str, directory: Path) -> Path:
-    """A recorded report below `RANGES`, e.g. ``kernels/report_dpsgd_bs4_seq64.ncu-rep``, with
-    ncu's log of it and the file that says its case, in the same place below ``directory``."""
+    """Unpack a report below `RANGES`, ncu's log and the file with its case into ``directory``.
+
+    ``name`` is a path such as ``kernels/report_dpsgd_bs4_seq64.ncu-rep``.
+    """
     path = directory / "tiny-fp32" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     for file in (path, path.with_suffix(".log")):

@@ -1,10 +1,10 @@
-"""Stands in for ``ncu`` where there is no GPU: replays a run recorded on an NVIDIA H200.
+"""Replay a run of ``ncu`` that was recorded on an NVIDIA H200, on a machine without a GPU.
 
-Started with ncu's own command line. It copies the recorded report of the trainer that the
-command names to where ``--export`` says, and prints what ncu and the process printed then. In
-kernel replay that is the recording of every phase, or of the clip phase alone if the NVTX filter
-asks for it (of standard training nothing). A trainer for which nothing was recorded fails as a
-crashed process does.
+Tests start this program with ncu's command line. It copies the recorded report of the command's
+trainer to the file in ``--export``, and prints what ncu and the process printed. For kernel replay
+there is a report of all phases and a report of the clip phase, which the NVTX filter chooses. The
+clip phase of standard training has no kernels. For a trainer without a recording, the program fails
+like a crashed process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def recording(arguments: list[str]) -> str:
-    """The folder of the recording that fits a command line, below `DATA`."""
+    """Return the folder below `DATA` with the recording for a command line."""
     if arguments[arguments.index("--replay-mode") + 1] != "kernel":
         return "tiny-fp32"
     if arguments[arguments.index("--nvtx-include") + 1] == "dpbench@0.clip":
@@ -29,12 +29,12 @@ def recording(arguments: list[str]) -> str:
 
 
 def read(path: Path) -> bytes:
-    """A recorded file, which may be compressed."""
+    """Read a recorded file, which may be compressed."""
     return path.read_bytes() if path.exists() else lzma.decompress(Path(f"{path}.xz").read_bytes())
 
 
 def say(log: str) -> None:
-    """Print a recorded log, and hand over the record that is a line of it."""
+    """Print a recorded log, and report the record in it as a measured process does."""
     for line in log.splitlines():
         if line.startswith('{"dpbench"'):
             report_result(**json.loads(line))
@@ -43,7 +43,7 @@ def say(log: str) -> None:
 
 
 def main() -> int:
-    """Replay."""
+    """Replay the recording for the command line."""
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
         print("Version 2025.3.1.0 (build 36398880) (public-release)")
@@ -51,11 +51,11 @@ def main() -> int:
     export = Path(arguments[arguments.index("--export") + 1])
     task = Path(arguments[arguments.index("--task") + 1])
     trainer = json.loads(task.read_text())["case"]["trainer"]
-    with (export.parent / "measured.txt").open("a") as stream:  # what was measured, and how often
+    with (export.parent / "measured.txt").open("a") as stream:  # a line for each measurement
         stream.write(f"{export.stem}\n")
     folder = recording(arguments)
     recorded = DATA / folder / f"report_{trainer}_bs4_seq64.ncu-rep"
-    if folder.endswith("clip") and trainer == "standard":  # which does not clip
+    if folder.endswith("clip") and trainer == "standard":  # it does not clip
         say((DATA / "ncu_output/success.txt").read_text())
         print("==WARNING== No kernels were profiled.")
         export.write_bytes((DATA / "ncu_output/nothing.ncu-rep").read_bytes())

@@ -1,8 +1,8 @@
-"""Stands in for ``python -m dpbench step`` where there is no GPU: replays a recorded process.
+"""Replay a recorded process of ``python -m dpbench step``, on a machine without a GPU.
 
-Started with the command line of an unprofiled process it prints the record of one, with that of
-the PyTorch profiler it leaves the files of one. It does so for the case and the steps that were
-recorded; anything else fails as a crashed process does.
+For an unprofiled process the program prints the recorded record. For the PyTorch profiler it also
+writes the recorded files. For a case or steps that were not recorded, it fails like a crashed
+process.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TIMES = ("self_cpu", "cpu", "self_device", "device")
 
 
 def averages(lines: list[dict[str, Any]]) -> EventList:
-    """What ``key_averages()`` returned, of the lines that were saved of it."""
-    from torch.autograd import DeviceType  # slow: only what was profiled needs it
+    """Restore the result of ``key_averages()`` from its saved lines."""
+    from torch.autograd import DeviceType  # slow, and only needed for profiles
     from torch.autograd.profiler_util import EventList, FunctionEventAvg
 
     events = []
@@ -54,7 +54,7 @@ def averages(lines: list[dict[str, Any]]) -> EventList:
 
 
 def write_operators(folder: Path, calls: Collection[str], threshold: float) -> None:
-    """Write the tables of the step whose sums are in a folder, as the recorder does."""
+    """Write the tables of operators from the recorded sums of a step, as the recorder does."""
     lines = json.loads((folder / "operators_0.json").read_text(encoding="utf-8"))
     by_name = averages([line for line in lines if line["input_shapes"] is None])
     text = operator_tables(by_name, by_name, calls=calls, steps=1, threshold=threshold)
@@ -62,19 +62,19 @@ def write_operators(folder: Path, calls: Collection[str], threshold: float) -> N
 
 
 def recording(profiled: bool) -> Path:
-    """The recorded record of such a process."""
+    """Return the path of the record of a profiled or unprofiled process."""
     return DATA / ("profile/standard" if profiled else "timing") / "record.json"
 
 
 def asked(instrument: Any) -> dict[str, Any]:
-    """What a process with this instrument says that it did."""
+    """Return the fields of the record that depend on the instrument's options."""
     if isinstance(instrument, TorchProfiler):
         return {"schedule": vars(instrument.schedule)}
     return vars(instrument.steps)
 
 
 def main() -> int:
-    """Replay."""
+    """Replay the recording for the task file in the command line."""
     task = Task.read(Path(sys.argv[-1]))
     case, instrument = task.case, task.instrument
     path = recording(isinstance(instrument, TorchProfiler))

@@ -1,4 +1,4 @@
-"""The script of the GitHub Action: counts two commits, compares them, and keeps one comment."""
+"""Tests of the GitHub Action's script, which compares two commits and updates one comment."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ for _ in range(6):
 """
 COUNT = "dpbench exec --instrument logical --json {json} train.py"
 COPY = "cp run.json {json}"
-"""Stands in for counting: each commit holds the run that its script would give."""
+"""Command used in place of counting: each commit contains the run of its script."""
 
 GH = '#!/bin/sh\necho "$@" >> "$SAID"\n'
-"""Notes what GitHub's own program, which needs an account, would be asked for."""
+"""Program used in place of ``gh``, which needs an account. It writes its arguments to a file."""
 
 
 class Repository:
-    """A repository with a base commit, whose script counts; ``gh`` notes what it is asked."""
+    """A repository with a base commit, and with `GH` as the program ``gh``."""
 
     def __init__(self, place: Path) -> None:
         programs = place / "programs"
@@ -106,7 +106,7 @@ def repository(tmp_path: Path) -> Repository:
 
 
 @pytest.mark.parametrize("count", [COPY, pytest.param(COUNT, marks=pytest.mark.slow)])
-def test_a_change_that_moves_more_fails_and_is_said_in_one_comment(
+def test_a_change_that_moves_more_bytes_fails_and_updates_one_comment(
     repository: Repository, count: str
 ) -> None:
     run = repository.place / "run.json"
@@ -126,7 +126,7 @@ def test_a_change_that_moves_more_fails_and_is_said_in_one_comment(
 
 
 @pytest.mark.slow
-def test_a_change_that_moves_as_much_passes(repository: Repository) -> None:
+def test_a_change_that_moves_equal_bytes_passes(repository: Repository) -> None:
     repository.commit(SCRIPT.replace("lr=0.1", "lr=0.2"))
     status, said = repository.run(PULL_REQUEST="")
     assert status == 0, said
@@ -142,7 +142,7 @@ def test_a_change_that_moves_as_much_passes(repository: Repository) -> None:
         ({"COUNT": "false {json}"}, "cannot be counted, so nothing was judged"),
     ],
 )
-def test_what_was_not_judged_has_not_passed(
+def test_a_commit_that_was_not_compared_does_not_pass(
     repository: Repository, given: dict[str, str], words: str
 ) -> None:
     status, said = repository.run(**given)

@@ -1,7 +1,7 @@
-"""The documents: their commands exist, their code runs, their blocks are printed.
+"""Tests that commands in the documents exist, code runs, and printed text is printed.
 
-What needs a GPU is not run. What README says runs on a laptop does. Generated tables are held by
-tests/bench.
+Commands that need a GPU are not run. `test_docs_readme.py` runs README's commands for a laptop.
+tests/bench checks generated tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.logical.layers import count_by_layers
 from tests.plugin import conftest as sessions
 from tests.recorded import unpacked
 
-imports = sessions.imports  # a fixture: what a session imported stays
+imports = sessions.imports  # a fixture
 
 parser_of = cache(build_parser)
 
@@ -34,7 +34,7 @@ RANKS = "docs/several-gpus.md"
 REFERENCE = "docs/reference.md"
 DOCUMENTS = ("README.md", "docs/guide.md", "docs/findings.md", REFERENCE, RANKS, RESULTS, *UPSTREAM)
 WITHOUT_GPU = ("show", "compare")
-"""Commands that only read files, and can be run as they stand if the repository has these."""
+"""Commands that only read files. They are run if the repository has these files."""
 
 PRINTED_AGAIN = (
     "(no hardware)",
@@ -44,7 +44,7 @@ PRINTED_AGAIN = (
     "padding_idx",
     "Opacus takes",
 )
-"""What is in blocks that other tests of these files print again."""
+"""Text of blocks that other tests print again."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Block:
     language: str
     text: str
     before: str
-    """What stands between the block before and this one."""
+    """The text between the previous block and this block."""
 
     def __str__(self) -> str:
         return f"{self.document}:{self.line}"
 
     @property
     def commands(self) -> Iterator[list[str]]:
-        """The commands of a shell block, or of a transcript, as argument lists."""
+        """Yield the commands of a shell block or of a transcript as argument lists."""
         for line in self.text.replace("\\\n", " ").splitlines():
             if self.language == "bash" or line.startswith("$ "):
                 line = line.removeprefix("$ ").partition(";")[0]
@@ -74,7 +74,7 @@ class Block:
 
 @cache
 def blocks(document: str) -> tuple[Block, ...]:
-    """The fenced blocks of a document; those in a list are indented."""
+    """Return the fenced blocks of a document, which may be indented in a list."""
     lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
     found, start, end = [], None, -1
     for number, line in enumerate(lines):
@@ -92,13 +92,13 @@ def blocks(document: str) -> tuple[Block, ...]:
 
 
 def block_with(document: str, words: str) -> str:
-    """The text of the one block of a document that has these words."""
+    """Return the text of the one block of a document that contains these words."""
     (text,) = [block.text for block in blocks(document) if words in block.text]
     return text
 
 
 def commands(program: str) -> list[tuple[str, list[str]]]:
-    """Where each command of a program stands, and its arguments, once."""
+    """Return place and arguments of each command of a program, without repetitions."""
     found = {
         shlex.join(words): (str(block), words[1:])
         for document in DOCUMENTS
@@ -110,12 +110,12 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
 
 
 def flat(text: str) -> str:
-    """Text without what differs between a table in a terminal and in Markdown."""
+    """Remove dates, times, and characters in which Markdown tables differ from terminal tables."""
     return " ".join(re.sub(r"[|#]|\d{4}-\d\d-\d\d \d\d:\d\d|in \d+\.\d+s", " ", text).split())
 
 
 def lines_with_numbers(text: str) -> list[str]:
-    """The lines that say something of their own: no rules, no column headers."""
+    """Return the lines that contain a number. Rules and heads of columns contain none."""
     return [
         flat(line)
         for line in text.splitlines()
@@ -124,7 +124,7 @@ def lines_with_numbers(text: str) -> list[str]:
 
 
 def assert_printed(block: str, printed: str) -> None:
-    """Each number of a document's block stands on a line that was printed."""
+    """Check that each line with a number in a document's block was printed."""
     shown = flat(printed)
     assert [line for line in lines_with_numbers(block) if line not in shown] == []
 
@@ -148,7 +148,7 @@ def test_options_of_pytest_in_the_documents_exist(
 
 
 def reading_files() -> Iterator[tuple[str, list[str]]]:
-    """The commands that read nothing but files of this repository."""
+    """Yield the commands that read only files of this repository."""
     for where, arguments in commands("dpbench"):
         files = [word for word in arguments[1:] if "/" in word]
         reads = arguments[0] in WITHOUT_GPU and not {"counted.json", "--html"} & {*arguments}
@@ -260,8 +260,8 @@ def test_the_reference_lists_every_public_name() -> None:
     assert sorted(listed) == sorted(dpbench.__all__)
 
 
-def test_opacus_moves_what_the_list_of_changes_says() -> None:
-    """From models of one layer and two."""
+def test_opacus_moves_the_bytes_that_the_list_of_changes_prints() -> None:
+    """Extrapolate the counts from models with one layer and with two."""
     for trainer in ("dpsgd", "dpsgd_ghost"):
         counted = count_by_layers(Case(trainer, batch_size=8, seq_len=256, model_size="1b"))
         _, said, _ = printed("upstream.txt", "Opacus", trainer)
@@ -296,7 +296,7 @@ LINKING = (*DOCUMENTS, "CONTRIBUTING.md", "bench/peers/README.md")
 
 
 @pytest.mark.parametrize("page", LINKING)
-def test_a_link_leads_to_a_file_and_a_heading_that_are_there(page: str) -> None:
+def test_a_link_leads_to_an_existing_file_and_heading(page: str) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text("utf-8")):
         path, _, heading = target.partition("#")
         there = ((ROOT / page).parent / path) if path else ROOT / page

@@ -1,4 +1,4 @@
-"""README: what it says to do on a laptop works there, and prints what it shows."""
+"""Tests that README's commands for a laptop work and print the text in README."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.commands.test_exec import ProcessHere
 from tests.plugin import conftest as sessions
 from tests.test_docs import ROOT, assert_printed, block_with, blocks
 
-imports = sessions.imports  # a fixture: what a session imported stays
+imports = sessions.imports  # a fixture
 
 SETS_UP = "python3 -m venv .venv"
-"""How the two blocks begin that set everything up; `.ci/run` runs them."""
+"""First words of the two blocks that install dpbench, which `.ci/run` runs."""
 
 ON_A_GPU = "## On a GPU"
 
@@ -37,7 +37,7 @@ def test_two_commands_set_everything_up(marker: str) -> None:
 def test_the_main_command_counts_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With the small model: `.ci/run` runs it as it stands."""
+    """Run the command with a small model; `.ci/run` runs it unchanged."""
     monkeypatch.chdir(tmp_path)
     command = block_with("README.md", "&& dpbench run").rpartition("&& dpbench ")[2]
     assert main([*shlex.split(command), "--model-size", "tiny"]) == 0
@@ -50,7 +50,7 @@ def test_the_main_command_counts_without_a_gpu(
 def laptop(
     pytester: pytest.Pytester, imports: sessions.Imports, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], None]:
-    """Paste a block into a checkout's directory; its commands run in this process."""
+    """Return a function that runs the commands of a block in this process."""
     monkeypatch.setattr("dpbench.instruments.script.subprocess", SimpleNamespace(Popen=ProcessHere))
 
     def paste(text: str) -> None:
@@ -70,7 +70,7 @@ def laptop(
 
 @pytest.mark.usefixtures("counted_once")
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off")
-def test_what_the_readme_has_for_a_laptop_works_in_order_and_prints_what_it_shows(
+def test_the_commands_for_a_laptop_work_in_order_and_print_the_text_in_readme(
     laptop: Callable[[str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     commands = [block for block in blocks("README.md") if block.language == "bash"]

@@ -1,4 +1,4 @@
-"""However a session ends, ncu and the processes under it end with it, and the GPU is free."""
+"""Tests that ncu and its processes end with their session, whatever ends the session."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.plugin.conftest import WITHOUT
 NCU = """#!/bin/sh
 [ "$1" = --version ] && exit
 {trap}
-exec 9>alive  # held open by every process below
-sleep 100 &   # as ncu starts the process that it profiles
+exec 9>alive  # open in every process that this one starts
+sleep 100 &   # in place of the profiled process
 echo $PPID >started
 wait
 """
 
 PATIENCE = 300
-"""Seconds after which what should have happened will not; on a busy machine all takes long."""
+"""Seconds after which a test gives up; on a busy machine everything takes long."""
 
 GPU = """
 import dpbench.core.gpu
@@ -62,7 +62,7 @@ def test_hangs(ncu, trainer):
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where a killed session leaves its files
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed session leaves files there
     (tmp_path / "conftest.py").write_text(GPU)
     (tmp_path / "test_suite.py").write_text(SUITE)
     os.mkfifo(tmp_path / "alive")
@@ -73,9 +73,9 @@ class Session:
     """A session whose ncu hangs.
 
     Args:
-        command: what starts it.
-        trap: what its ncu does with signals.
-        options: of `subprocess.Popen`.
+        command: command that starts the session.
+        trap: shell code in ``ncu`` that handles signals.
+        options: options of `subprocess.Popen`.
     """
 
     def __init__(self, command: list[str], trap: str = "", **options: object) -> None:
@@ -89,18 +89,18 @@ class Session:
             )
 
     def owner(self) -> int:
-        """The process that started ncu, once ncu has started its own."""
+        """Wait until ncu has started its process; return the id of the process that started ncu."""
         return int(self.wait_for("started"))
 
     def wait_for(self, file: str) -> str:
-        """What is in a file, once something is."""
+        """Wait until a file has text, and return the text."""
         while not (Path(file).exists() and (text := Path(file).read_text())):
             assert self.process.poll() is None, Path("err").read_text()
             time.sleep(0.05)
         return text
 
     def is_gone(self, seconds: float = PATIENCE) -> bool:
-        """Whether every process of ncu's ends."""
+        """Return True if ncu and all its processes end in time."""
         return bool(select.select([self.alive], [], [], seconds)[0])
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ def begin(project: Path) -> Iterator[Callable[..., Session]]:
 
 
 @pytest.mark.parametrize("command", [COMMAND, PYTEST], ids=["run", "xdist worker"])
-def test_ncu_ends_when_whoever_started_it_is_killed(
+def test_ncu_ends_when_the_process_that_started_it_is_killed(
     begin: Callable[..., Session], command: list[str]
 ) -> None:
     session = begin(command)
@@ -150,7 +150,12 @@ def test_ncu_ends_at_hangup(begin: Callable[..., Session]) -> None:
 
 def test_ncu_ends_with_its_terminal(begin: Callable[..., Session]) -> None:
     master, slave = pty.openpty()
-    shell = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(slave)]  # its controlling one
+    shell = [
+        "sh",
+        "-c",
+        'exec "$@" <>"$0" >&0 2>&0',
+        os.ttyname(slave),
+    ]  # controls the shell
     session = begin([*shell, *COMMAND])
     os.close(slave)
     session.owner()
@@ -170,10 +175,10 @@ def test_ncu_ends_with_its_terminal(begin: Callable[..., Session]) -> None:
 def test_a_second_ctrl_c_ends_ncu_and_leaves_the_run_interrupted(
     begin: Callable[..., Session], command: list[str], status: int
 ) -> None:
-    """The first is polite, and this ncu only takes note of it; it would be waited for."""
+    """After the first Ctrl-C dpbench waits for ncu, and this ncu does not end by itself."""
     Path("conftest.py").write_text(GPU + PATIENT)
     command = [argument.replace(GPU, GPU + PATIENT) for argument in command]
-    fails_once = "[ -e begun ] || { touch begun; exit 1; }"  # the first case is in the run then
+    fails_once = "[ -e begun ] || { touch begun; exit 1; }"  # so the run contains one case
     goes_on = "exec 9>alive; trap 'echo TERM >asked' TERM; echo $PPID >started"
     forever = "while :; do sleep 100 & wait; done"
     session = begin(command, trap=f"{fails_once}; {goes_on}; {forever}")
@@ -188,7 +193,7 @@ def test_a_second_ctrl_c_ends_ncu_and_leaves_the_run_interrupted(
     assert (run.status, len(run.outcomes)) == ("interrupted", 1)
 
 
-def test_nohup_outlasts_a_hangup(begin: Callable[..., Session]) -> None:
+def test_a_session_under_nohup_survives_a_hangup(begin: Callable[..., Session]) -> None:
     session = begin(["nohup", *COMMAND])
     session.owner()
     session.process.send_signal(signal.SIGHUP)

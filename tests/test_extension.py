@@ -1,4 +1,4 @@
-"""What a project adds to dpbench from outside the package, as CONTRIBUTING shows it."""
+"""Tests of metrics, trainers and workloads that a project adds to dpbench."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEASURED += ["--seq-len=64", "--trainer=standard", "--trainer=dpsgd"]
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a replaying ``ncu``, on a machine with a GPU."""
+    """Change to a directory with a replaying ``ncu``, as if the machine had a GPU."""
     program(tmp_path / "ncu", REPLAY)
     monkeypatch.chdir(tmp_path)
     gpus = [Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")]
@@ -44,7 +44,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def saved(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """A run with a metric that its session registered, and nobody knows after it; what it said."""
+    """Save a run with a metric that only its session registered; return the printed text."""
     with monkeypatch.context() as session:
         session.setattr(METRICS, "_known", dict(METRICS._known))
         session.setattr(METRICS, "_every", {})
@@ -56,14 +56,14 @@ def saved(
 
 
 def document() -> tuple[dict[str, Any], dict[tuple[str, str], float]]:
-    """The saved run, and its values of whole steps by trainer and metric."""
+    """Return the saved run, and the values of its steps by trainer and metric."""
     [path] = Path(".dpbench").rglob("0001_own.json")
     document = json.loads(path.read_text())
     steps = [row for row in document["rows"] if row["phase"] == "step"]
     return document, {(row["trainer"], row["metric"]): row["value"] for row in steps}
 
 
-def test_metric_of_counters_is_one_line_and_shown_in_its_session(saved: str) -> None:
+def test_a_registered_metric_of_counters_is_measured_and_shown(saved: str) -> None:
     _, values = document()
     for trainer in ("standard", "dpsgd"):
         both = values[trainer, "global_load_bytes"] + values[trainer, "global_store_bytes"]
@@ -71,7 +71,7 @@ def test_metric_of_counters_is_one_line_and_shown_in_its_session(saved: str) -> 
     assert {"global", "both"} <= {*saved.split()}
 
 
-def test_saved_run_says_what_its_metrics_are(
+def test_a_saved_run_contains_the_definitions_of_its_metrics(
     saved: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, values = document()
@@ -89,7 +89,9 @@ def test_saved_run_says_what_its_metrics_are(
     assert "'global_bytes'" in capsys.readouterr().err
 
 
-def test_runs_with_it_are_compared(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_with_a_registered_metric_are_compared(
+    saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     changed, _ = document()
     for row in changed["rows"]:
         if (row["trainer"], row["metric"]) == ("dpsgd", "global_bytes"):
@@ -108,7 +110,7 @@ def test_runs_with_it_are_compared(saved: str, capsys: pytest.CaptureFixture[str
 
 
 def test_metric_of_an_installed_package_is_known_to_every_command(tmp_path: Path) -> None:
-    """It is a sum of others, so runs that were saved before it was declared have it, too."""
+    """Declare a sum of other metrics, which earlier runs therefore have, too."""
     (tmp_path / "ownmetrics.py").write_text(
         "from dpbench.core.metrics import Metric, Sum\n"
         "MOVED = Metric(\n"
@@ -167,7 +169,7 @@ class Line(Workload):
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module with a trainer and a workload, both with parameters."""
+    """Return the name of a module with a trainer and a workload, both with parameters."""
     name = f"trained_{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:8]}"
     (tmp_path / f"{name}.py").write_text(TRAINED)
     monkeypatch.chdir(tmp_path)
@@ -177,7 +179,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_trainer_with_labels_and_parameters_of_trainer_and_workload(
+def test_labels_and_parameters_of_trainer_and_workload_are_saved_and_shown(
     trained: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["--instrument=timing", "--device=cpu", "--batch-size=4", "--warmup=0", "--active=1"]
@@ -229,7 +231,7 @@ def test_trainer_with_labels_and_parameters_of_trainer_and_workload(
         ),
     ],
 )
-def test_parameter_that_is_not_taken_is_refused_before_anything_is_measured(
+def test_an_unknown_parameter_is_refused_before_anything_is_measured(
     options: list[str], said: str, trained: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = [option.format(trained) for option in options]

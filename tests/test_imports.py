@@ -1,4 +1,4 @@
-"""What loads what: `pytest --help` must stay fast, and arrows go one way."""
+"""Tests that imports go one way, and that `pytest --help` loads no slow package."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MAY_IMPORT = {
     "show": {"core", "results"},
     "advice": {"core", "child", "launch", "instruments", "results"},
 }
-"""What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
+"""Folders of dpbench that each folder may import. `FRONTS` may import all of them."""
 
 FRONTS = {"session", "plugin", "commands", "__main__", "__init__", "pytest_plugin"}
 FRONTS |= {"runner", "session_store"}
-"""Nothing but another front imports a front."""
+"""Files and folders that only another front may import."""
 
 MAY_USE = {
     "torch": {
@@ -48,7 +48,7 @@ MAY_USE = {
     "pytest": {"plugin", "pytest_plugin"},
     "xdist": {"plugin"},
 }
-"""The places that use a library."""
+"""Folders that may import a library."""
 
 
 def name_of(path: Path) -> str:
@@ -60,7 +60,7 @@ FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every name that a file imports: in functions and for type checks, too."""
+    """Yield every name that a file imports, also in functions and for type checks."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -70,26 +70,26 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def file_of(name: str) -> str | None:
-    """The file of dpbench that an imported name is in."""
+    """Return the module of dpbench that contains an imported name, or None."""
     while name and name not in FILES:
         name = name.rpartition(".")[0]
     return name or None
 
 
 def place_of(module: str) -> str:
-    """The room or file of the package that a module is in."""
+    """Return the folder or file of the package to which a module belongs."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
 @cache
 def names_imported() -> dict[str, set[str]]:
-    """What each module imports."""
+    """Return the names that each module imports."""
     return {module: set(imports(path)) for module, path in FILES.items()}
 
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    """The modules of dpbench that each imports."""
+    """Return the modules of dpbench that each module imports."""
     return {
         module: {found for name in names if (found := file_of(name))} - {module}
         for module, names in names_imported().items()
@@ -97,7 +97,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def loaded_by(*modules: str) -> set[str]:
-    """The packages that a new process has after importing modules."""
+    """Return the packages that a new process has loaded after importing modules."""
     script = f"import sys, {', '.join(modules)}; print(*sys.modules, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", script], check=True, capture_output=True, text=True
@@ -116,7 +116,7 @@ def test_importing_dpbench_its_plugin_or_its_commands_loads_neither_torch_nor_pa
     measuring = [
         f"dpbench.commands.{name}" for name in ("run", "exec", "doctor", "smoke", "verify")
     ]
-    # A script may set its environment before it imports torch, and Nsight alone hears no script.
+    # A script may set its environment before it imports torch. nsys measures no script.
     recorders = {module for module in FILES if module.endswith(".recorder")}
     measuring += sorted(recorders - {"dpbench.instruments.nsys.recorder"})
     measuring += ["dpbench.commands.step", *(kind.__module__ for kind in built_in())]
@@ -170,7 +170,7 @@ def test_results_know_no_settings_grid_or_gpu() -> None:
 
 
 def test_no_instrument_imports_another() -> None:
-    """What two of them share is beside them, or in ``counters/``."""
+    """Code that instruments share is in ``instruments/`` itself or in ``counters/``."""
 
     def folder(module: str) -> str:
         return module.split(".")[2] if module.count(".") > 2 else ""
@@ -186,7 +186,7 @@ def test_no_instrument_imports_another() -> None:
     assert not found
 
 
-def test_no_circle_of_files() -> None:
+def test_files_do_not_import_each_other_in_a_circle() -> None:
     try:
         TopologicalSorter(arrows()).prepare()
     except CycleError as error:

@@ -1,4 +1,4 @@
-"""An instrument from outside the package, from the command line to a comparison."""
+"""Tests of an instrument from outside the package, from the command line to a comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.commands import scripts
 from tests.commands.test_exec import ProcessHere
 from tests.plugin import conftest as sessions
 
-imports = sessions.imports  # a fixture: what a session imported stays
+imports = sessions.imports  # a fixture
 
 POWER = """
 import os
@@ -74,7 +74,7 @@ RUN = ["run", "--instrument=meter:Power", *CELL, "--trainer=standard"]
 
 @pytest.fixture(autouse=True)
 def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module of a user's own, in the current directory."""
+    """Write a user's module with instruments into the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(INSTRUMENTS, "_targets", dict(INSTRUMENTS._targets))
@@ -92,7 +92,7 @@ def write(place: Path, joules: float = 2.0, hardware: bool = True) -> None:
 
 
 @pytest.mark.parametrize("hardware", [False, True], ids=["counts", "on hardware"])
-def test_it_runs_and_is_saved_and_compared(
+def test_an_instrument_runs_and_its_runs_are_saved_and_compared(
     hardware: bool, meter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(meter, hardware=hardware)
@@ -100,26 +100,28 @@ def test_it_runs_and_is_saved_and_compared(
     assert main([*RUN, *on_cpu, "--save=first", "--json=run.json"]) == 0
     [row] = json.loads(Path("run.json").read_text())["rows"]
     assert (row["instrument"], row["metric"], row["value"]) == ("power", "energy_joules", 8.0)
-    assert "energy" in capsys.readouterr().out  # shown without asking
+    assert "energy" in capsys.readouterr().out  # shown by default
     assert main([*RUN, *on_cpu, "--compare"]) == 0
     assert "compared with 0001_first" in capsys.readouterr().err
 
 
-def test_it_may_have_no_options_and_its_versions_are_saved() -> None:
+def test_an_instrument_without_options_runs_and_its_versions_are_saved() -> None:
     run = ["run", "--instrument=meter:Plain", *RUN[2:], "--device=cpu"]
     assert main([*run, "--save=first", "--json=run.json"]) == 0
     environment = json.loads(Path("run.json").read_text())["environment"]
     assert environment["versions"]["meter"] == "7"
 
 
-def test_its_metric_is_a_column_in_its_own_unit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric_of_the_instrument_is_a_column_in_its_unit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     columns = "--columns=energy_joules,energy_ratio"
     assert main([*RUN, "--trainer=dpsgd", "--device=cpu", columns]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "dpsgd 8.00 1.00" in lines
 
 
-def test_a_resumed_run_is_judged_by_what_it_kept_too(
+def test_limits_also_check_the_kept_cases_of_a_resumed_run(
     meter: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = [*RUN, "--trainer=dpsgd", "--device=cpu"]
@@ -132,7 +134,7 @@ def test_a_resumed_run_is_judged_by_what_it_kept_too(
             assert main([*run, f"--save={end}"]) == 130
         capsys.readouterr()
         if end == "edited":
-            write(meter)  # what it measured before is measured again
+            write(meter)  # so the kept case is measured again
         assert main([*run, "--resume", *limited]) == (end == "kept")
         said = capsys.readouterr()
         assert "compared with 0001_first" in said.err
@@ -141,7 +143,7 @@ def test_a_resumed_run_is_judged_by_what_it_kept_too(
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("joules", ["float('nan')", "float('inf')", "'2'", "None", "10**400 // 1"])
-def test_a_number_that_cannot_be_is_refused_by_name_and_the_others_are_kept(
+def test_an_impossible_number_is_refused_by_name_and_other_rows_are_kept(
     meter: Path, capsys: pytest.CaptureFixture[str], joules: str
 ) -> None:
     text = (meter / "meter.py").read_text()
@@ -157,13 +159,13 @@ def test_a_number_that_cannot_be_is_refused_by_name_and_the_others_are_kept(
     assert known == [{"power", "logical"}, {"logical"}]
 
 
-def test_its_errors_fail_their_case_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_instrument_fails_only_its_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RUN, "--trainer=dpsgd_fgc", "--json=run.json"]) == 1
     cases = json.loads(Path("run.json").read_text())["cases"]
     assert [case["error"] for case in cases] == [None, "LookupError"]
 
 
-def test_what_is_no_instrument_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_no_instrument_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for name, words in {
         "meter:Reading": "instrument 'Reading' is not a subclass of dpbench.Instrument",
         "metre": "unknown instrument 'metre'; choose from timing, ncu",
@@ -198,10 +200,10 @@ METRICS.register(Metric("phases_times", "phases", ("pace",)))
 
 @dataclass(frozen=True)
 class Pace(dpbench.InProcessInstrument):
-    \"\"\"Counts the phases of a step, each so many times.\"\"\"
+    \"\"\"Counts the phases of a step, times a factor.\"\"\"
 
     name: ClassVar[str] = "pace"
-    pace_times: int = dpbench.option("how often a phase counts", 1, metavar="N")
+    pace_times: int = dpbench.option("factor of the count", 1, metavar="N")
 
     def recorder(self, case, steps=None):
         return PaceRecorder(self.pace_times, steps)
@@ -233,7 +235,7 @@ def values(path: str) -> list[float]:
 
 
 @pytest.mark.usefixtures("pace")
-def test_a_recorder_with_an_option_hears_the_steps_of_a_case(
+def test_a_recorder_with_an_option_records_the_steps_of_a_case(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     how = ["--instrument=pace:Pace", "--pace-times=3", "--device=cpu", "--active=2"]
@@ -250,7 +252,9 @@ def test_a_recorder_with_an_option_hears_the_steps_of_a_case(
 
 
 @pytest.mark.usefixtures("pace")
-def test_it_hears_the_steps_of_a_script_and_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_records_the_steps_of_a_script_and_of_a_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here = SimpleNamespace(Popen=ProcessHere)
     monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
     Path("folder").mkdir()
@@ -270,7 +274,9 @@ def test_it_hears_the_steps_of_a_script_and_of_a_loop(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("pace")
 @pytest.mark.parametrize("command", ["run", "exec", "step"])
-def test_help_lists_it_with_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_instrument_with_its_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([command, "--instrument=pace:Pace", "--help"])
     said = capsys.readouterr().out
@@ -279,7 +285,9 @@ def test_help_lists_it_with_its_options(command: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("pace")
-def test_pytest_has_its_options(pytester: pytest.Pytester, imports: sessions.Imports) -> None:
+def test_pytest_has_the_options_of_the_instrument(
+    pytester: pytest.Pytester, imports: sessions.Imports
+) -> None:
     pytester.makepyfile(pace=PACE)
     pytester.makepyfile(
         """
@@ -296,7 +304,7 @@ def test_pytest_has_its_options(pytester: pytest.Pytester, imports: sessions.Imp
 
 
 @pytest.mark.usefixtures("pace")
-def test_an_option_that_another_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_with_the_name_of_another_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("pace.py").write_text(PACE.replace("pace_times", "warmup"))
     assert main(["run", "--instrument=pace:Pace", *CELL]) == 2
     said = capsys.readouterr().err
@@ -304,7 +312,9 @@ def test_an_option_that_another_has_is_refused(capsys: pytest.CaptureFixture[str
     assert said.endswith("): rename the field in its class\n")
 
 
-def test_what_has_no_recorder_is_refused_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_instrument_without_recorder_is_refused_for_scripts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("training.py").touch()
     assert main(["exec", "--instrument=meter:Power", "training.py"]) == 2
     assert "power cannot measure a script: choose timing" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""An output from outside the package, by the ending of its file, from the commands and pytest."""
+"""Tests of outputs from outside the package, which commands and pytest choose by file ending."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpbench.commands.cli import main
 from dpbench.core.registry import OUTPUTS
 from tests.plugin import conftest as sessions
 
-imports = sessions.imports  # a fixture: what a session imported stays
+imports = sessions.imports  # a fixture
 
 LINES = """
 def largest(runs, view):
@@ -35,7 +35,7 @@ RUN = [
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package with two outputs, as pip leaves it."""
+    """Write a package with two outputs and its metadata, as pip installs it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(OUTPUTS, "_targets", dict(OUTPUTS._targets))
@@ -49,7 +49,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     sys.modules.pop("ownoutputs", None)
 
 
-def test_run_and_show_write_it_beside_those_of_dpbench(
+def test_run_and_show_write_installed_and_built_in_outputs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     files = [f"--output=out/run.{ending}" for ending in ("txt", "bin", "json", "csv", "md", "html")]
@@ -72,7 +72,7 @@ def test_run_and_show_write_it_beside_those_of_dpbench(
     assert Path("again.csv").read_bytes() == Path("out/run.csv").read_bytes()
 
 
-def test_pytest_writes_one_that_a_conftest_registers(
+def test_pytest_writes_an_output_that_a_conftest_registers(
     pytester: pytest.Pytester, installed: Path, imports: sessions.Imports
 ) -> None:
     pytester.makeconftest(
@@ -95,7 +95,7 @@ def test_pytest_writes_one_that_a_conftest_registers(
     assert json.loads((pytester.path / "b.json").read_text())["rows"]
 
 
-def test_one_that_fails_is_a_line_and_keeps_no_other_from_being_written(
+def test_a_failing_output_prints_one_line_and_other_outputs_are_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*RUN, "--sort=trainer", "--output=run.txt", "--output=run.csv"]) == 1
@@ -115,7 +115,7 @@ def test_one_that_fails_is_a_line_and_keeps_no_other_from_being_written(
         (["show", "run.json", "--output=run.json"], "name the same file, 'run.json'"),
     ],
 )
-def test_what_cannot_be_written_is_said_before_anything_runs(
+def test_an_impossible_output_is_refused_before_anything_runs(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

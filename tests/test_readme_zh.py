@@ -1,4 +1,4 @@
-"""The Chinese README has the commands, printed text, tables, links and numbers of the English."""
+"""Tests that the Chinese README has the commands, tables, links and numbers of the English."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prose(text: str) -> str:
     return text
 
 
-def test_it_has_the_same_blocks_in_the_same_order() -> None:
+def test_it_has_the_blocks_and_tables_of_the_english_readme() -> None:
     [advise] = FENCE.findall(ADVICE)
     blocks = FENCE.findall(CHINESE)
     blocks.remove(advise)
@@ -39,7 +39,7 @@ def test_its_prose_has_the_same_numbers_and_code(pattern: re.Pattern[str]) -> No
     assert sorted(pattern.findall(prose(CHINESE))) == sorted(pattern.findall(both))
 
 
-def test_it_leads_where_the_english_one_leads() -> None:
+def test_it_has_the_links_of_the_english_readme() -> None:
     assert {*LINK.findall(CHINESE)} - {"README.md"} == {*LINK.findall(ENGLISH)} - {
         "README.zh-CN.md"
     }

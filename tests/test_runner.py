@@ -1,4 +1,4 @@
-"""One case through its instruments, beside what else is going on."""
+"""Tests of measuring one case, also while other sessions run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CASE = Case("standard", batch_size=4, seq_len=64, model_size="tiny")
 
 @dataclass(frozen=True)
 class Writing(Instrument):
-    """Writes a file for each case, as the instruments with processes do."""
+    """An instrument that writes a file for each case."""
 
     name: ClassVar[str] = "writing"
 
     directory: Path
 
     def check(self) -> None:
-        """It works anywhere."""
+        """Accept any machine."""
 
     def start(self, case: Case) -> PendingMeasurement:
         file = self.directory / case.file_name
@@ -41,7 +41,7 @@ class Writing(Instrument):
 
 
 class Written(PendingMeasurement):
-    """It is done, and there is no number in it."""
+    """A measurement that has ended and has no rows."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -55,14 +55,14 @@ class Written(PendingMeasurement):
 
 
 class Failing(Writing):
-    """Fails after it has seen something."""
+    """An instrument whose measurement fails after its first step."""
 
     def start(self, case: Case) -> PendingMeasurement:
-        return Seen(self.directory / case.id)
+        return FailedScript(self.directory / case.id)
 
 
-class Seen(Written):
-    """A script that takes a step and then fails."""
+class FailedScript(Written):
+    """A measurement of a script that takes a step and then fails."""
 
     def rows(self) -> list[Measurement]:
         self.operators = (OperatorCount("clip", "aten.clone", 1, 8, 8, 0),)
@@ -70,7 +70,7 @@ class Seen(Written):
         raise CaseFailed("the script failed; 1 step was counted until then")
 
 
-def test_what_was_seen_until_a_failure_is_kept(tmp_path: Path) -> None:
+def test_counts_before_a_failure_are_kept(tmp_path: Path) -> None:
     outcome = measure(CASE, [Failing(tmp_path)])
     assert outcome.error == "CaseFailed"
     assert [count.operator for count in outcome.operators] == ["aten.clone"]
@@ -89,7 +89,7 @@ def test_a_case_waits_for_the_session_that_writes_the_same_files(
                 time.sleep(0.01)
                 said = capsys.readouterr().err
             waiting = f"dpbench: waiting for a session that measures {CASE.id} in {tmp_path}"
-            assert said.rstrip() == waiting  # the end of a line is printed after the line
+            assert said.rstrip() == waiting  # the end of the line is printed separately
             assert not (tmp_path / CASE.id).exists()
         assert outcome.result().error is None
     assert (tmp_path / CASE.id).exists()
@@ -110,7 +110,7 @@ def test_a_case_waits_for_no_other_case_and_no_other_directory(tmp_path: Path) -
         assert measure(CASE, [Writing(here)]).error is None
 
 
-def test_a_session_does_not_wait_for_itself_where_it_names_a_directory_twice(
+def test_a_session_that_names_a_directory_twice_does_not_wait_for_itself(
     tmp_path: Path,
 ) -> None:
     spelled = tmp_path, tmp_path / ".." / tmp_path.name

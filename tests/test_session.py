@@ -1,4 +1,4 @@
-"""The file of a session: written as it goes, held while it runs, and resumed."""
+"""Tests of a session's file: when it is written, locked, resumed and removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAILS = Case("dpsgd", batch_size=8, seq_len=256)
 
 
 class Meter(Instrument):
-    """Measures at once; one trainer fails."""
+    """An instrument that returns one row at once, and fails for one trainer."""
 
     name: ClassVar[str] = "meter"
 
@@ -56,7 +56,7 @@ def storage(tmp_path: Path) -> Storage:
 
 @pytest.fixture
 def begin(tmp_path: Path, storage: Storage) -> Iterator[Begin]:
-    """Begin a session that saves its run."""
+    """Return a function that begins a session which saves its run."""
     with ExitStack() as ending:
 
         def begin(**settings: Any) -> Session:
@@ -76,8 +76,8 @@ def file_of(session: Session) -> Path:
     return session.files.path
 
 
-def broken_off(begin: Begin) -> Run:
-    """A run whose session ended before its time."""
+def interrupted_run(begin: Begin) -> Run:
+    """Return a run whose session was interrupted."""
     session = begin(save="first")
     for case in (DONE, FAILS):
         session.measure(case)
@@ -87,12 +87,12 @@ def broken_off(begin: Begin) -> Run:
 
 
 def failing(*_: object, **__: object) -> None:
-    """What any change comes to where a file system has become read-only."""
+    """Raise the error of a read-only file system."""
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def saved(session: Session) -> tuple[str, list[Case]]:
-    """How the run's file says that its session ended, and the cases in it."""
+    """Return the status and the cases in the run's file."""
     run = Run.load(file_of(session))
     return run.status, [outcome.case for outcome in run.outcomes]
 
@@ -108,8 +108,8 @@ def test_file_is_interrupted_until_its_session_is_over(begin: Begin) -> None:
     assert session.notes == [f"saved {session.files.path}"]
 
 
-def test_resumed_run_goes_on_with_what_did_not_fail_and_adds_up_its_time(begin: Begin) -> None:
-    run = broken_off(begin)
+def test_a_resumed_run_keeps_successful_cases_and_adds_its_time(begin: Begin) -> None:
+    run = interrupted_run(begin)
     session = begin(resume=True)
     assert session.files.path == run.path
     assert [outcome.case for outcome in session.store.outcomes()] == [DONE]
@@ -119,8 +119,8 @@ def test_resumed_run_goes_on_with_what_did_not_fail_and_adds_up_its_time(begin: 
     assert 1000 <= run.session["seconds"] <= Run.load(run.path).session["seconds"] < 1100
 
 
-def test_run_that_cannot_be_resumed_is_let_go_of(begin: Begin, storage: Storage) -> None:
-    path = broken_off(begin).path
+def test_a_run_that_cannot_be_resumed_is_unlocked(begin: Begin, storage: Storage) -> None:
+    path = interrupted_run(begin).path
     held = path.read_bytes()
     with pytest.raises(ConfigurationError, match="grid's batch_size"):
         begin(resume=True, grid="grid2")
@@ -128,17 +128,17 @@ def test_run_that_cannot_be_resumed_is_let_go_of(begin: Begin, storage: Storage)
         assert path.read_bytes() == held
 
 
-def test_storage_that_cannot_be_written_any_more_is_found_out_before_a_run_goes_on(
+def test_a_storage_that_became_read_only_is_refused_before_a_run_is_resumed(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken_off(begin)
+    interrupted_run(begin)
 
     monkeypatch.setattr("tempfile.TemporaryFile", failing)
     with pytest.raises(ConfigurationError, match=r"cannot be written: Read-only file system"):
         begin(resume=True)
 
 
-def test_full_disk_leaves_what_the_file_held(begin: Begin, storage: Storage) -> None:
+def test_a_full_disk_leaves_the_earlier_file(begin: Begin, storage: Storage) -> None:
     session = begin(save="first")
     session.measure(DONE)
     held = file_of(session).read_bytes()
@@ -156,7 +156,7 @@ def test_full_disk_leaves_what_the_file_held(begin: Begin, storage: Storage) -> 
     assert session.failed
 
 
-def test_file_in_which_nothing_could_be_written_is_removed(begin: Begin, storage: Storage) -> None:
+def test_a_file_without_a_case_is_removed_after_a_full_disk(begin: Begin, storage: Storage) -> None:
     session = begin(save="first")
     size = file_of(session).stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -170,7 +170,7 @@ def test_file_in_which_nothing_could_be_written_is_removed(begin: Begin, storage
     assert storage.paths() == []
 
 
-def test_file_in_which_nothing_stands_is_removed(begin: Begin, storage: Storage) -> None:
+def test_a_file_without_a_case_is_removed(begin: Begin, storage: Storage) -> None:
     session = begin(autosave=True)
     assert file_of(session).name.startswith("0001_2")
     session.finish(complete=True)

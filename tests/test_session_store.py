@@ -1,4 +1,4 @@
-"""Outcomes that the processes of a session share."""
+"""Tests of the outcomes that the processes of a session share."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_case_is_measured_once_whether_it_succeeds_or_fails(
     ],
     ids=lambda difference: next(iter(difference)),
 )
-def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, object]) -> None:
+def test_cases_that_differ_in_one_axis_are_measured_separately(
+    tmp_path: Path, other: dict[str, object]
+) -> None:
     store = SessionStore(tmp_path)
     store.once(CASE, measured)
     different = replace(CASE, **other)  # type: ignore[arg-type]
@@ -64,7 +66,7 @@ def test_each_case_is_measured_for_itself(tmp_path: Path, other: dict[str, objec
     assert store.once(CASE, never) == measured(CASE)
 
 
-def test_any_name_has_an_outcome_of_its_own(tmp_path: Path) -> None:
+def test_similar_and_unusual_names_have_separate_outcomes(tmp_path: Path) -> None:
     store = SessionStore(tmp_path)
     names = ["test_it[a/b]", "test_it[a_b]", "x" * 1000, f"{'x' * 1000}y", "\0", "../up"]
     cases = [Script(name) for name in names]
@@ -72,7 +74,7 @@ def test_any_name_has_an_outcome_of_its_own(tmp_path: Path) -> None:
     assert {outcome.case for outcome in SessionStore(tmp_path).outcomes()} == {*cases}
 
 
-def test_instruments_do_not_mix(tmp_path: Path) -> None:
+def test_outcomes_of_different_instruments_are_separate(tmp_path: Path) -> None:
     store = SessionStore(tmp_path)
     store.once(CASE, measured, by=("timing", "ncu"))
     assert store.once(CASE, out_of_memory, by=("logical",)) == out_of_memory(CASE)
@@ -87,7 +89,7 @@ def test_outcomes_survive_the_process_that_measured_them(tmp_path: Path) -> None
     assert later.once(CASE, never) == measured(CASE)
 
 
-def test_measurement_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
+def test_an_interrupted_case_is_measured_again(tmp_path: Path) -> None:
     def interrupted(case: Case) -> Outcome:
         raise KeyboardInterrupt
 
@@ -98,7 +100,7 @@ def test_measurement_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
     assert store.once(CASE, measured) == measured(CASE)
 
 
-def test_what_cannot_be_written_stays_with_who_measured_it(
+def test_an_outcome_that_cannot_be_written_is_kept_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
@@ -118,7 +120,7 @@ def test_what_cannot_be_written_stays_with_who_measured_it(
     assert other.requests == [Request("it", CASE)]
 
 
-def test_what_tests_ask_for_is_known_to_all_in_its_order(tmp_path: Path) -> None:
+def test_all_processes_know_the_requests_in_order(tmp_path: Path) -> None:
     one, other = SessionStore(tmp_path), SessionStore(tmp_path)
     known = Request("it", CASE, ("ncu",), limits=("dram_bytes:5%",))
     asks = replace(known, params={"size": "1"}, extra_info={"why": "size"})
@@ -130,10 +132,10 @@ def test_what_tests_ask_for_is_known_to_all_in_its_order(tmp_path: Path) -> None
         assert each.outcomes() == []
     one.once(CASE, measured, by=("ncu",))
     [outcome] = other.outcomes()
-    assert outcome.tests == ()  # it was measured by no instrument of that name
+    assert outcome.tests == ()  # its instruments are not those of the requests
 
 
-def test_an_outcome_has_the_tests_that_asked_for_it(tmp_path: Path) -> None:
+def test_an_outcome_lists_the_tests_that_requested_it(tmp_path: Path) -> None:
     store = SessionStore(tmp_path)
     store.ask([Request("skipped", CASE, ("ncu",)), Request("it", CASE, ("ncu",), params={})])
     store.once(CASE, lambda case: replace(measured(case), instruments=("ncu",)), by=("ncu",))
@@ -141,18 +143,18 @@ def test_an_outcome_has_the_tests_that_asked_for_it(tmp_path: Path) -> None:
     assert outcome.tests == ({"test": "it", "params": {}},)
 
 
-def test_outcomes_come_in_the_order_in_which_they_were_finished(tmp_path: Path) -> None:
+def test_outcomes_are_in_the_order_in_which_they_finished(tmp_path: Path) -> None:
     store = SessionStore(tmp_path)
     cases = [replace(CASE, batch_size=batch_size) for batch_size in (8, 16, 4)]
     for second, case in enumerate(cases):
         there = {*tmp_path.iterdir()}
         store.once(case, measured)
         for path in {*tmp_path.iterdir()} - there:
-            os.utime(path, (second, second))  # measuring takes longer than a clock tick
+            os.utime(path, (second, second))  # real cases take longer than a clock tick
     assert [outcome.case for outcome in store.outcomes()] == cases
 
 
-def test_nothing_measured_is_no_outcome(tmp_path: Path) -> None:
+def test_a_new_store_has_no_outcomes(tmp_path: Path) -> None:
     store = SessionStore(tmp_path)
     with store.lock():
         assert store.outcomes() == []
@@ -183,7 +185,7 @@ directory = pathlib.Path(sys.argv[1])
 def measure(case):
     with open(directory / "measured", "a") as stream:
         stream.write(f"{os.getpid()}\\n")
-    time.sleep(0.2)  # so that the other process asks meanwhile
+    time.sleep(0.2)  # the other process asks meanwhile
     return Outcome(case, (), 1.0, error="CaseFailed", message=str(os.getpid()))
 
 input()  # until both are ready

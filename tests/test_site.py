@@ -1,4 +1,4 @@
-"""The site: each document and public name is on a page, and each link leads somewhere."""
+"""Tests that each document and public name is on the site, and that links work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.site import ROOT, TOP
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a link or heading that is not there raises an error."""
+    """Build the site; a missing link target or heading raises an error."""
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 

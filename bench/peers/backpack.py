@@ -1,8 +1,8 @@
-"""BackPACK (https://backpack.pt) as a trainer: its per-sample gradients, clipped flat.
+"""A trainer that clips the per-sample gradients of BackPACK (https://backpack.pt).
 
-BackPACK has rules for linear, embedding, convolutional, recurrent and batch norm layers; the one
-for layer norms here is written as its documentation says. It knows of no privacy: clipping, noise
-and update are what its user adds.
+BackPACK has rules for linear, embedding, convolutional, recurrent and batch norm layers. The rule
+for layer norms in this file follows BackPACK's documentation. BackPACK does not clip, add noise or
+update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dpbench.training.phases import phase
 
 
 class LayerNormGradients(FirstOrderModuleExtension):
-    """Each example's gradients of a layer norm's parameters, ``[B, …]``."""
+    """Rule for each example's gradients of a layer norm's parameters, ``[B, …]``."""
 
     def __init__(self) -> None:
         super().__init__(params=["weight", "bias"])
@@ -37,22 +37,22 @@ class LayerNormGradients(FirstOrderModuleExtension):
 
 
 def by_example(g: Tensor, layer: Any) -> Tensor:
-    """The sum over all that is between the example and the layer's normalized shape."""
+    """Sum over the dimensions between the example and the layer's normalized shape."""
     return g.reshape(len(g), -1, *layer.normalized_shape).sum(1)
 
 
 class BackPACKTrainer(ClippedSumTrainer):
-    """Every per-sample gradient is kept in ``grad_batch`` until it is clipped.
+    """Flat clipping of per-sample gradients that BackPACK keeps in ``grad_batch``.
 
-    Arguments as `TrainerBase`.
+    The arguments are those of `TrainerBase`.
 
     Raises:
-        ConfigurationError: BackPACK has no rule for a layer, whose parameter is named.
+        ConfigurationError: BackPACK has no rule for a layer; the message names a parameter.
     """
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        for layer in model.modules():  # not the model: BackPACK sets `output` of what it extends
+        for layer in model.modules():  # not the model, whose layer `output` BackPACK would replace
             if any(True for _ in layer.parameters(recurse=False)):
                 extend(layer)
         self.per_sample = BatchGrad()
@@ -64,7 +64,7 @@ class BackPACKTrainer(ClippedSumTrainer):
             with phase("forward"):
                 loss = self.mean_loss(self.model, part)
             with phase("backward"), backpack(self.per_sample):
-                (loss * self.part_size).backward()  # of the sum: each example's own gradient
+                (loss * self.part_size).backward()  # the sum gives each example's own gradient
             losses.append(loss.detach())
             with phase("clip"), torch.no_grad():
                 self.clip()
@@ -72,7 +72,7 @@ class BackPACKTrainer(ClippedSumTrainer):
         return mean_of(losses)
 
     def clip(self) -> None:
-        """Add the clipped gradients to those of earlier micro-batches."""
+        """Add the clipped gradients of this micro-batch to the sums of earlier micro-batches."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not hasattr(parameter, "grad_batch"):
                 raise ConfigurationError(f"BackPACK has no per-sample gradients of {name}")

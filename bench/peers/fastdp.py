@@ -1,6 +1,6 @@
-"""fastDP (https://github.com/awslabs/fast-differential-privacy) as a trainer.
+"""A trainer that uses fastDP (https://github.com/awslabs/fast-differential-privacy).
 
-Its hooks clip when backward comes to the model's first layer, and add the noise with the first
+fastDP's hooks clip when backward reaches the model's first layer, and add the noise with the first
 micro-batch: Bu et al., "Differentially Private Optimization on Large Foundation Models" (2022),
 https://arxiv.org/abs/2210.00038.
 """
@@ -18,20 +18,20 @@ from dpbench.training.base import Batch, TrainerBase, mean_of
 from dpbench.training.phases import phase
 
 CLIPS = {"all-layer": "flat", "param-wise": "per layer"}
-"""What fastDP's clipping styles are called here."""
+"""Value of the label ``clips`` by fastDP's clipping style."""
 
 
 class FastDPTrainer(TrainerBase):
-    """fastDP's privacy engine; norms, clipping and noise are all in ``backward``.
+    """A trainer with fastDP's privacy engine. It clips and adds noise in ``backward``.
 
     Args:
-        clipping_mode: its ``MixOpt``, ``MixGhostClip`` or ``ghost``.
-        clipping_style: its ``all-layer`` or ``param-wise``.
-        clipping_fn: its ``Abadi``, which clips; its own default, ``automatic``, divides each
-            gradient by its norm and takes 1 for the threshold.
-        origin_params: a part of the names of the parameters that alone have an ordinary gradient;
-            by default all have. Every embedding must be among them: others are not trained.
-        options: as `TrainerBase`.
+        clipping_mode: ``MixOpt``, ``MixGhostClip`` or ``ghost`` of fastDP.
+        clipping_style: ``all-layer`` or ``param-wise`` of fastDP.
+        clipping_fn: ``Abadi`` clips. fastDP's default, ``automatic``, divides each gradient by its
+            norm and uses 1 as the threshold.
+        origin_params: a part of parameters' names; only these parameters get an ordinary gradient.
+            By default all parameters do. An embedding without an ordinary gradient is not trained.
+        options: options of `TrainerBase`.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class FastDPTrainer(TrainerBase):
         if clipping_style not in CLIPS:
             raise unknown("clipping_style", clipping_style, CLIPS)
         self.labels = {"clips": CLIPS[clipping_style], "noise": "in backward"}
-        with redirect_stdout(None):  # it prints its settings
+        with redirect_stdout(None):  # the engine prints its settings
             engine = PrivacyEngine(
                 model,
                 batch_size=batch_size,
-                sample_size=batch_size,  # this and the number of steps are for accounting alone
+                sample_size=batch_size,  # only the accountant uses this and the number of steps
                 num_steps=1,
                 noise_multiplier=self.noise_multiplier,
                 max_grad_norm=self.max_grad_norm,

@@ -1,11 +1,11 @@
-"""jax-privacy (https://github.com/google-deepmind/jax_privacy) on the transformer, in JAX.
+"""Train the transformer in JAX by jax-privacy (https://github.com/google-deepmind/jax_privacy).
 
-`PrivateSteps` trains it; `dpbench.observe` hears these steps as it hears any loop:
+`PrivateSteps` is a training loop that `dpbench.observe` measures:
 
     python -m bench.peers.jax_transformer --instrument cupti --batch-size 8 --seq-len 256
 
-`JaxPrivacyTrainer` takes such a step with the parameters of the built-in model, so that
-``dpbench verify`` can hold it to what it says; what it copies is not to be measured.
+`JaxPrivacyTrainer` trains the built-in model by such a step, so that ``dpbench verify`` can check
+it. Do not measure this trainer: it copies the parameters in every step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dpbench.core.model_size import ModelSize
 from dpbench.training.base import Batch, TrainerBase
 
 Parameters: TypeAlias = Mapping[str, jax.Array]
-"""Those of `SimpleBigModel`, by their names there."""
+"""Parameters of `SimpleBigModel` by name."""
 
 
 def mean_loss(
     parameters: Parameters, layers: int, heads: int, ids: jax.Array, labels: jax.Array
 ) -> Any:
-    """The mean cross-entropy that `SimpleBigModel` has for ids and labels ``[B, T]``."""
+    """Return the mean cross-entropy of `SimpleBigModel` for ids and labels ``[B, T]``."""
 
     def linear(name: str, x: jax.Array) -> jax.Array:
         return x @ parameters[f"{name}.weight"].T + parameters.get(f"{name}.bias", 0.0)
@@ -63,17 +63,17 @@ def mean_loss(
 
 
 class PrivateSteps:
-    """Steps of SGD with clipped gradients and noise, each one compiled program.
+    """DP-SGD whose step is one compiled program.
 
     Args:
-        model: whose arithmetic and parameters they have.
-        batch_size: examples in every batch, B.
-        learning_rate: of the update.
-        noise_multiplier: σ.
-        max_grad_norm: C.
+        model: the built-in model, whose parameters are copied.
+        batch_size: examples in every batch.
+        learning_rate: learning rate of SGD.
+        noise_multiplier: standard deviation of the noise ÷ ``max_grad_norm``.
+        max_grad_norm: clipping threshold.
 
     Raises:
-        ConfigurationError: the model is another than the built-in one.
+        ConfigurationError: the model is not the built-in model.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PrivateSteps:
         max_grad_norm: float = 1.0,
     ) -> None:
         if type(model) is not SimpleBigModel:
-            raise ConfigurationError("the transformer in JAX is the built-in model, and no other")
+            raise ConfigurationError("jax_privacy trains the built-in model only")
         layers, heads = len(model.blocks), model.blocks[0].attention.heads
         gradient = clipped_grad(
             lambda parameters, *batch: mean_loss(parameters, layers, heads, *batch),
@@ -110,35 +110,29 @@ class PrivateSteps:
         self.compiled = jax.jit(step, donate_argnums=(0, 1))
 
     def step(self, ids: jax.Array, labels: jax.Array) -> jax.Array:
-        """One step with ids and labels ``[B, T]``; returns the mean loss before it."""
+        """Take a step with ids and labels ``[B, T]``; return the mean loss before the update."""
         self.parameters, self.state, loss = self.compiled(self.parameters, self.state, ids, labels)
         return loss
 
 
 class JaxPrivacyTrainer(TrainerBase):
-    """Plain SGD by `PrivateSteps`; arguments as `TrainerBase`.
+    """A trainer that takes steps of `PrivateSteps`. The arguments are those of `TrainerBase`.
 
     Raises:
-        ConfigurationError: another model, optimizer or precision than it has.
+        ConfigurationError: the model is not built in, or the case asks for an optimizer other than
+            SGD or for autocast.
     """
 
     labels: ClassVar[Mapping[str, str]] = {"clips": "flat", "noise": "in the compiled step"}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        batch_size: int,
-        learning_rate: float = 1e-3,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, batch_size=batch_size, learning_rate=learning_rate, **options)
+    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+        super().__init__(model, batch_size=batch_size, **options)
         if self.autocast or type(self.plain_optimizer) is not torch.optim.SGD:
-            raise ConfigurationError("the steps in JAX are of SGD, without autocast")
+            raise ConfigurationError("jax_privacy trains by SGD, without autocast")
         self.steps = PrivateSteps(
             model,
             batch_size=batch_size,
-            learning_rate=learning_rate,
+            learning_rate=self.plain_optimizer.param_groups[0]["lr"],
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=self.max_grad_norm,
         )
@@ -154,18 +148,18 @@ class JaxPrivacyTrainer(TrainerBase):
 
 
 def in_jax(tensor: Tensor) -> jax.Array:
-    """A copy where JAX has its arrays."""
+    """Copy a tensor to JAX's default device."""
     return jnp.array(tensor.detach().cpu().numpy())
 
 
 def main() -> None:
-    """Print what an instrument says of a step of `PrivateSteps`."""
+    """Print the rows that an instrument records of `PrivateSteps`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--instrument", default="timing")
     parser.add_argument("--model-size", default="1b", type=ModelSize.parse)
     parser.add_argument("--batch-size", default=8, type=int)
     parser.add_argument("--seq-len", default=256, type=int)
-    parser.add_argument("--steps", default=5, type=int, help="that count (default: 5)")
+    parser.add_argument("--steps", default=5, type=int, help="steps to measure (default: 5)")
     given = parser.parse_args()
     steps = PrivateSteps(SimpleBigModel(given.model_size), batch_size=given.batch_size)
     [first, *_] = get_random_dataloader(

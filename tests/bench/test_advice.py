@@ -1,4 +1,4 @@
-"""`dpbench advise`, held to every published step of one GPU."""
+"""`dpbench advise` is compared with every published step of one GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench import advice
 @pytest.mark.slow
 def test_predictions_and_choices_hold_in_nine_of_ten() -> None:
     """Steps that are not launch-bound are within 25 %, named methods within 5 % of the best."""
-    steps = advice.held()
+    steps = advice.compared()
     near, choices = advice.near(steps), advice.named(steps)
     assert len(near) > 90
     assert len(choices) >= 20

@@ -49,7 +49,7 @@ def test_help_needs_no_gpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "What a GPU reaches" in capsys.readouterr().out
+    assert "Measure the ceilings of a GPU" in capsys.readouterr().out
 
 
 def test_they_are_the_roofs_of_their_device_alone(tmp_path: Path) -> None:

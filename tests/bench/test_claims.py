@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from bench.cells import Place, gb, ms, peak, ratio
+from bench.rank_tables import COUNTED_RANKS, SENT
 from bench.runs import collectives, printed, value
-from bench.tables import (
-    COUNTED_RANKS,
-    METHODS,
-    MODELS,
-    OPACUS,
-    OWN,
-    PLACES,
-    PRIVATE,
-    SENT,
-    Place,
-    gb,
-    ms,
-    peak,
-    ratio,
-    seen,
-    spread,
-)
+from bench.tables import METHODS, MODELS, OPACUS, OWN, PLACES, PRIVATE, seen, spread
 
 
 def test_fused_costs_little_more_than_a_standard_step() -> None:

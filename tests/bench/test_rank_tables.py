@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.rank_tables import PAYLOAD, PLACES, TRAINERS
+from bench.cells import Place, busy, gb, ms, peak, ratio
+from bench.rank_tables import COUNTED_RANKS, PLACES, SENT, TRAINERS, payload
 from bench.runs import of_rank, value
-from bench.tables import COUNTED_RANKS, SENT, Place, gb, ms, peak, ratio
 
 PAIRS = [(parallel, t) for parallel in ("ddp", "fsdp2") for t in ("standard", *TRAINERS[parallel])]
 OF_FUSED = [*PLACES["fsdp2"], *PLACES["h100"][2:]]
@@ -19,7 +19,7 @@ def test_the_payload_is_what_was_counted(parallel: str, trainer: str) -> None:
     h100 = PLACES["h100"][:2] if parallel == "ddp" else ()
     for place in (*PLACES[parallel], *h100):
         share = {"fp32": 1.0, "bf16": 0.5}[place.precision]
-        sent = value(place.file, PAYLOAD, trainer=trainer, **place.axes)
+        sent = payload(place, trainer)
         assert sent == pytest.approx(share * counted, rel=0.005)
 
 
@@ -82,18 +82,14 @@ def test_at_bf16_private_steps_wait_for_python_but_not_those_of_fused() -> None:
     for parallel in ("ddp", "fsdp2"):
         [place] = [p for p in PLACES[parallel] if (p.cell, p.precision) == ("8x256", "bf16")]
         for trainer in TRAINERS[parallel]:
-            busy = value(place.file, "gpu_busy_share", trainer=trainer, **place.axes)
-            assert (busy > 0.9) == (trainer == "fused"), trainer
+            assert (busy(place, trainer) > 0.9) == (trainer == "fused"), trainer
 
 
 def test_under_fsdp2_opacus_waits_at_fp32_and_ghost_lean_does_not() -> None:
     place = PLACES["fsdp2"][0]
-    busy = {
-        trainer: value(place.file, "gpu_busy_share", trainer=trainer, **place.axes)
-        for trainer in ("standard", *TRAINERS["fsdp2"])
-    }
-    assert busy.pop("dpsgd_ghost") < 0.7
-    assert min(busy.values()) > 0.95
+    shares = {trainer: busy(place, trainer) for trainer in ("standard", *TRAINERS["fsdp2"])}
+    assert shares.pop("dpsgd_ghost") < 0.7
+    assert min(shares.values()) > 0.95
     assert ratio(ms, place, "dpsgd_ghost") > 2 * ratio(ms, place, "ghost_lean")
 
 
@@ -102,5 +98,5 @@ def test_under_fsdp2_fused_sends_what_standard_sends_in_at_most_1_15_times_its_t
     place: Place,
 ) -> None:
     assert ratio(ms, place, "fused") <= 1.15
-    sent = [value(place.file, PAYLOAD, trainer=t, **place.axes) for t in ("fused", "standard")]
+    sent = [payload(place, t) for t in ("fused", "standard")]
     assert sent[0] == pytest.approx(sent[1], rel=0.02)

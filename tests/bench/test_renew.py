@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.cells import TABLES
 from bench.measure import PLAN
-from bench.rank_tables import TABLES
 from bench.renew import (
     BLOCK,
     DERIVED,

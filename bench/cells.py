@@ -1,0 +1,108 @@
+"""Numbers and layout that the modules with the documents' tables share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from tabulate import tabulate
+
+from bench.runs import value
+
+TABLES: dict[str, Callable[..., str]] = {}
+"""Functions that return a table in Markdown, by the name that a page uses."""
+
+
+class Place(NamedTuple):
+    """A file of results, with the cell (batch size × sequence length) and precision to read."""
+
+    file: str
+    cell: str = ""
+    precision: str = "fp32"
+
+    @property
+    def axes(self) -> dict[str, object]:
+        axes: dict[str, object] = {"precision": self.precision}
+        return {**axes, "cell": self.cell} if self.cell else axes
+
+    @property
+    def shown(self) -> str:
+        return f"{self.cell.replace('x', ' × ')}, {self.precision}"
+
+
+def by_length(files: str, precisions: Sequence[str] = ("fp32", "bf16")) -> list[Place]:
+    """Return the places 8 × 256 and 8 × 1024 of the files ``FILES-LENGTH``, for each precision."""
+    return [Place(f"{files}-{n}", f"8x{n}", p) for p in precisions for n in (256, 1024)]
+
+
+def table(function: Callable[..., str]) -> Callable[..., str]:
+    """Add a function to `TABLES`."""
+    TABLES[function.__name__] = function
+    return function
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table. Numbers are rounded to two decimals, and text stays as it is."""
+    cells = [[cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row] for row in rows]
+    return tabulate(cells, heads, tablefmt="github", disable_numparse=True)
+
+
+def joined(numbers: Iterable[float], digits: int = 2) -> str:
+    """Return several numbers as the text of one table cell."""
+    return ", ".join(f"{number:.{digits}f}" for number in numbers)
+
+
+Metric = Callable[..., float]
+"""A function of a place, a trainer and a phase (by default ``step``) that returns one number."""
+
+
+def metric(name: str, scale: float = 1.0) -> Metric:
+    """Return the function that reads a metric of a run, multiplied by ``scale``."""
+
+    def read(place: Place, trainer: str, phase: str = "step") -> float:
+        return scale * value(place.file, name, phase, trainer=trainer, **place.axes)
+
+    return read
+
+
+gb = metric("dram_bytes", 1e-9)
+ms = metric("step_time_seconds", 1e3)
+peak = metric("peak_memory_bytes", 1e-9)
+busy = metric("gpu_busy_share")
+
+
+def ratio(metric: Metric, place: Place, trainer: str, to: str = "standard") -> float:
+    """Divide a metric of one trainer by the same metric of another trainer."""
+    return metric(place, trainer) / metric(place, to)
+
+
+def cost(place: Place, trainer: str, to: str = "standard") -> str:
+    """Return time, DRAM bytes and peak memory of a trainer, divided by those of the trainer ``to``.
+
+    For the trainer ``to`` itself the numbers are in ms, GB and GB. If a number was not measured,
+    the text is "-".
+    """
+    try:
+        if trainer == to:
+            return joined((metric(place, trainer) for metric in (ms, gb, peak)), 1)
+        return joined(ratio(metric, place, trainer, to) for metric in (ms, gb, peak))
+    except LookupError:
+        return "-"
+
+
+def by_trainer(
+    places: Mapping[str, Place],
+    trainers: Sequence[str],
+    corner: str = "time, bytes, memory",
+    cell: Callable[[Place, str], str] = cost,
+) -> str:
+    """Return a table with a row for each trainer, standard first, and a column for each place."""
+    rows = [[t, *(cell(place, t) for place in places.values())] for t in ("standard", *trainers)]
+    rows[0][0] = "standard: ms, GB, GB"
+    return markdown([corner, *places], rows)
+
+
+def by_place(places: Mapping[str, Place], trainers: Sequence[str]) -> str:
+    """Return a table with a row for each place and a column for each trainer, standard first."""
+    rows = [[name, *(cost(p, t) for t in ("standard", *trainers))] for name, p in places.items()]
+    return markdown(["time, bytes, memory", "standard: ms, GB, GB", *trainers], rows)

@@ -1,0 +1,134 @@
+"""Tables of the documents about diffs to Opacus, other people's code, and files of results."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import partial
+from statistics import median
+
+from bench.cells import Place, by_length, by_trainer, cost, gb, joined, markdown, ms, table
+from bench.runs import RESULTS, file_of, printed, value
+from bench.tables import METHODS, WORDS
+
+CHANGES: dict[str, tuple[str, str, str]] = WORDS["changes"]
+
+
+# --- diffs to Opacus ------------------------------------------------------------------------------
+
+
+def saved_by(place: Place, before: str, after: str) -> list[str]:
+    """Return the DRAM GB and the ms that the trainer ``after`` saves over ``before``."""
+    return [f"{metric(place, before) - metric(place, after):.1f}" for metric in (gb, ms)]
+
+
+@table
+def changes(*pages: str) -> str:
+    """Return the bytes and times that changes to Opacus save at 8 × 256 and fp32."""
+    place, rows = Place("opacus-changes"), []
+    for page in pages:
+        _, before, after = CHANGES[page]
+        opacus, diff = (printed("upstream.txt", name, before)[1] for name in ("Opacus", page))
+        saved = f"{opacus - diff:.1f}", *saved_by(place, before, after)
+        rows.append([f"[{page}](upstream/{page}.md)", before, *saved])
+    for trainer, before in (("lean", "dpsgd"), ("ghost_lean", "dpsgd_ghost")):
+        rows.append([f"all, `{trainer}`", before, "-", *saved_by(METHODS[0], before, trainer)])
+    zeroing = "in your loop, `zero_grad(set_to_none=True)`"
+    rows.append([zeroing, "dpsgd", "-", *saved_by(place, "dpsgd_zeroing", "dpsgd")])
+    return markdown(["change", "of", "counted GB saved", "DRAM GB saved", "ms saved"], rows)
+
+
+WITH_DIFF = ["", "fp32", "with it", "bf16", "with it"]
+
+
+@table
+def diff(page: str, *trainers: str) -> str:
+    """Return the logical GB of a step without and with the diff of a page."""
+    rows = []
+    for trainer in trainers:
+        _, *before = printed("upstream.txt", "Opacus", trainer)
+        _, *after = printed("upstream.txt", page, trainer)
+        rows.append([trainer, *(f"{n:.1f}" for n in (before[0], after[0], before[1], after[1]))])
+    return markdown(WITH_DIFF, rows)
+
+
+@table
+def diff_measured(before: str, after: str) -> str:
+    """Return the DRAM GB of a step of a trainer, and of the trainer that makes a change."""
+    places = [Place("opacus-changes", precision=precision) for precision in ("fp32", "bf16")]
+    numbers = [f"{gb(place, trainer):.1f}" for place in places for trainer in (before, after)]
+    return markdown(WITH_DIFF, [[before, *numbers]])
+
+
+@table
+def saved() -> str:
+    """Return the logical GB that each diff saves."""
+    rows = []
+    for page, (what, trainer, _) in CHANGES.items():
+        before, after = (printed("upstream.txt", name, trainer) for name in ("Opacus", page))
+        numbers = (f"{b - a:.1f}" for b, a in zip(before[1:], after[1:], strict=True))
+        rows.append([f"[{page}]({page}.md): {what}", trainer, *numbers])
+    return markdown(["change", "of", "GB saved at 8 × 256, fp32", "bf16"], rows)
+
+
+@table
+def diff_ranks(*pages: str) -> str:
+    """Return what `bench/upstream_ranks.py` printed for Opacus and for diffs under FSDP2."""
+    rows = []
+    for page in ("Opacus", *pages):
+        update, sent, noise, alike, passed, failed = printed("upstream-ranks.txt", page)
+        rows.append([page, f"{update:.1f}", sent, noise, alike, f"{passed:.0f}, {failed:.0f}"])
+    heads = ["", "update differs by", "sent GB", "noise GB", "r of one seed", "checks ok, failed"]
+    return markdown(heads, rows)
+
+
+# --- other people's code, and files ---------------------------------------------------------------
+
+
+@table
+def peers() -> str:
+    """Return the logical bytes of other people's trainers."""
+    names = ("dpsgd", "backpack", "dpsgd_ghost", "fastdp", "fastdp:origin_params=embedding")
+    rows = []
+    for trainer in ("standard", *names, "book_keeping", "fused"):
+        row = [f"`{trainer}`"]
+        for file in ("counted-peers-two-layers", "counted-peers"):
+            logical = partial(value, file, "logical_bytes")
+            moved, standard = logical(trainer=trainer), logical(trainer="standard")
+            row += [f"{moved / 1e9:.1f}", f"{moved / standard:.2f}"]
+        rows.append(row)
+    return markdown(["trainer", "GB, two layers", "÷ standard", "GB, `1b`", "÷ standard"], rows)
+
+
+@table
+def peers_measured() -> str:
+    """Return the cost of other people's private training on an H200."""
+    places = {place.shown: place for place in by_length("peers", ("tf32", "bf16"))}
+    names = ("fastdp", "fastdp:origin_params=embedding", "fused", JAX)
+    return by_trainer(places, names, cell=lambda p, t: jax_cost(p) if t == JAX else cost(p, t))
+
+
+JAX = "jax-privacy"
+
+
+def jax_cost(place: Place) -> str:
+    """Return time and DRAM bytes of a step of jax-privacy ÷ standard; memory is not measured."""
+    if place.precision != "tf32":
+        return "-"
+    text = (RESULTS / f"h200-jax-{place.cell.partition('x')[2]}.txt").read_text("utf-8")
+    seconds, read, written = (
+        median(map(float, re.findall(rf"cupti +step +{name} +(\S+)", text)))
+        for name in ("step_time_seconds", "dram_read_bytes", "dram_write_bytes")
+    )
+    time, moved = 1e3 * seconds / ms(place, "standard"), (read + written) / 1e9
+    return f"{joined((time, moved / gb(place, 'standard')))}, -"
+
+
+@table
+def evidence() -> str:
+    """Return the files of docs/results and the commands that make them."""
+    kinds = tomllib.loads((RESULTS / "evidence.toml").read_text(encoding="utf-8"))
+    files = {file_of(name): f"dpbench run {o} --json …" for name, o in kinds["measured"].items()}
+    files |= kinds["counted"] | kinds["printed"] | kinds["recorded"]
+    rows = ([f"`{file}`", f"`{command}`"] for file, command in files.items())
+    return markdown(["file", "command"], rows)
