@@ -245,7 +245,10 @@ def test_what_a_grid_file_cannot_set_is_refused(tmp_path: Path, text: str, said:
         (digits.NoBatch, "NoBatch.batches gave no batch"),
         (digits.NoReturn, "NoReturn.batches gave no batch"),
         (digits.NoModel, "NoModel.model must return an nn.Module, not NoneType"),
-        (digits.NoWorkload, "is a NoWorkload; a workload is a subclass of dpbench.Workload"),
+        (
+            digits.NoWorkload,
+            "is a NoWorkload, which is no Workload; a workload is a subclass of dpbench.Workload",
+        ),
     ],
 )
 def test_a_wrong_workload_is_refused_in_a_line(workload: type, said: str) -> None:
