@@ -172,7 +172,11 @@ def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
         (["no_step.py"], "took no step that can be found: no torch.optim optimizer stepped", 0),
         (["thread.py"], "took no step that can be found", 0),
         (["fork.py"], "took no step that can be found", 0),
-        (["needs_arguments.py"], "ended by itself with exit status 2, before a step counted", 0),
+        (
+            ["needs_arguments.py"],
+            "ended by itself with exit status 2, before any step was counted",
+            0,
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
