@@ -215,7 +215,7 @@ def check_parameters(case: Case) -> None:
         if parted(name)[1] and registry.is_builtin(name):
             try:
                 registry[name](**arguments)
-            except ValueError as error:  # raised by an optimizer
+            except ValueError as error:  # an optimizer raises this error
                 raise ConfigurationError(f"{axis} {name}: {error}") from error
 
 

@@ -53,10 +53,10 @@ class Calls:
         return call(module, *args, **options)
 
     def backward(self) -> None:
-        """Handle the begin of a backward pass."""
+        """Handle the beginning of a backward pass."""
 
     def update(self, optimizer: Any, outer: Any) -> None:
-        """Handle the begin of an optimizer's step.
+        """Handle the beginning of an optimizer's step.
 
         Args:
             optimizer: the optimizer; None if ``outer`` steps.

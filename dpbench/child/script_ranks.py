@@ -36,7 +36,7 @@ class Rank:
     Attributes:
         number: number of this rank.
         ranks: number of ranks.
-        folder: folder for files of all ranks. Each start of ``torchrun`` has another folder.
+        folder: folder for files of all ranks. Each start of ``torchrun`` has a new folder.
     """
 
     number: int
