@@ -248,7 +248,7 @@ def test_script_finds_the_modules_that_it_would_alone_and_ours_none_of_its(
     (of_script / "statuses.py").write_text("STATUS = 7")
     (of_script / "ends.py").write_text("import json, statuses, sys; sys.exit(statuses.STATUS)")
     assert main(["exec", *how]) == 1
-    assert "ended by itself with exit status 7, before a step" in capfd.readouterr().err
+    assert "ended by itself with exit status 7, before any step" in capfd.readouterr().err
 
 
 @pytest.mark.repeats
