@@ -1,4 +1,4 @@
-"""DP-SGD with flat clipping in one backward pass, without per-sample gradients.
+"""DP-SGD with flat clipping in one backward pass.
 
 The backward computes gradients of layers' outputs, but not of parameters. Per-example norms and
 then the sum of clipped gradients are computed from these output gradients and the saved

@@ -224,7 +224,7 @@ def gram_bound(
 def gradient_bound(
     parts: Sequence[Tensor], tokens: int, error: ProductError, dtype: torch.dtype
 ) -> Tensor:
-    """Return the same bounds as `gram_bound`, for per-sample gradients that were computed.
+    """Return the same bounds as `gram_bound`, from per-sample gradients in memory.
 
     Args:
         parts: for each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D.
@@ -266,7 +266,7 @@ def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) 
 
     Args:
         squared: upper bounds of squared norms, without rounding of the update.
-        rounded: norm of the update's errors before its result is rounded.
+        rounded: norm of the update's rounding errors, without the rounding of its result.
         dtype: dtype of the update.
     """
     of_result = 1 + unit(dtype) + 8 * wide_unit(dtype)
