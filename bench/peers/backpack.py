@@ -80,6 +80,6 @@ class BackPACKTrainer(ClippedSumTrainer):
         factors = self.factors_for(torch.stack(norms).norm(dim=0))
         for parameter in self.trained:
             total = torch.einsum("b...,b->...", parameter.grad_batch, factors)
-            self.sums.put(parameter, total)
+            self.sums.add(parameter, total)
             del parameter.grad_batch
         self.plain_optimizer.zero_grad(set_to_none=True)

@@ -1,1 +1,1 @@
-"""Code of the measured process, and its messages to and from its parent."""
+"""Code of the measured process, and the messages between this process and its parent."""

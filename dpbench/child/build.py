@@ -24,27 +24,28 @@ from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 from dpbench.workloads.base import Workload, batches_of
 
 SEED = 0
-"""The seed of every build, so that a profiler that runs a case several times gets equal runs."""
+"""Seed of every build. A profiler may run a case several times, and needs equal runs."""
 
 
 TRAINER = (
-    "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model, batch_size=…, "
-    "**options), with train_step(batch)"
+    "a trainer is a subclass of dpbench.TrainerBase with a method train_step(batch); its "
+    "constructor is called as Trainer(model, batch_size=…, **options)"
 )
-"""Message of the error for an object that is no trainer."""
+"""End of the error message about an object that is not a trainer."""
 
-WORKLOAD = "a workload is a subclass of dpbench.Workload, with its parameters by --set"
-"""Message of the error for an object that is no workload."""
+WORKLOAD = "a workload is a subclass of dpbench.Workload; set its parameters with --set"
+"""End of the error message about an object that is not a workload."""
 
 
 def pick_device(name: str) -> torch.device:
-    """The device for ``auto``, ``cpu`` or ``cuda``."""
+    """Return the device named ``auto``, ``cpu`` or ``cuda``."""
     if name == "auto":
         name = "cuda" if gpu.visible_gpus() else "cpu"
     if name == "cuda" and not (torch.backends.cuda.is_built() and gpu.visible_gpus()):
         raise ConfigurationError(
-            f"no CUDA GPU: torch {torch.__version__}, {len(gpu.visible_gpus())} visible to the "
-            f"driver; install a CUDA build of torch on a machine with one, or use --device cpu"
+            f"no CUDA GPU can be used: this is torch {torch.__version__}, and the driver shows "
+            f"{len(gpu.visible_gpus())} GPUs; install a CUDA build of torch on a machine with a "
+            f"GPU, or use --device cpu"
         )
     return torch.device(name)
 
@@ -59,20 +60,29 @@ def build(
     alone: bool = False,
     **options: Any,
 ) -> tuple[TrainerBase, list[Batch]]:
-    """Build the trainer of a case and its batches on ``device``, with a fixed seed.
+    """Build the trainer and the batches of a case on ``device``.
 
-    Further options are passed to the trainer's constructor, in addition to those of the case.
-    With several ranks, each batch is this rank's part. All ranks build the same model, and then
-    draw different random numbers. With ``alone`` this process trains whole batches by itself, even
-    in a process group. The last ``sampled`` batches have the case's `batch_sizes`; earlier ones
-    have the expected size.
+    If several ranks train the case, they all build the same model from ``seed``. Afterwards each
+    rank draws different random numbers, and its batches contain only its own examples.
+
+    Args:
+        case: the case.
+        device: where the model and the batches are allocated.
+        num_batches: number of batches.
+        sampled: number of last batches whose sizes are sampled by `batch_sizes`. Earlier batches
+            have the case's batch size.
+        seed: seed of PyTorch's default random number generators.
+        alone: whether this process trains whole batches alone, even in a process group.
+        **options: further arguments of the trainer's constructor.
 
     Raises:
-        ConfigurationError: the case's number of ranks differs from that of this process group.
+        ConfigurationError: this process group does not have as many ranks as the case needs.
     """
     rank, ranks = (0, 1) if alone else rank_and_ranks()
     if ranks != case.gpus:
-        raise ConfigurationError(f"{case.id} has {case.gpus} ranks, and {ranks} train it")
+        raise ConfigurationError(
+            f"{case.id} needs {case.gpus} ranks, but this process group has {ranks}"
+        )
     torch.manual_seed(seed)
     set_tf32(case, device)
     workload = workload_of(case)
@@ -82,7 +92,7 @@ def build(
     if isinstance(named, type) and not hasattr(named, "train_step"):
         raise ConfigurationError(
             f"trainer {case.trainer} is the class {named.__qualname__}, "
-            f"without train_step; {TRAINER}"
+            f"which has no method train_step; {TRAINER}"
         )
     trainer = called(
         f"trainer {case.trainer}",
@@ -95,8 +105,8 @@ def build(
     )
     if not (isinstance(trainer, TrainerBase) and hasattr(trainer, "model")):
         raise ConfigurationError(
-            f"trainer {case.trainer} makes a {type(trainer).__name__}, which is no TrainerBase, or "
-            f"has not called its constructor; {TRAINER}"
+            f"trainer {case.trainer} makes a {type(trainer).__name__}, which is no TrainerBase or "
+            f"does not call the constructor of TrainerBase; {TRAINER}"
         )
     set_tf32(case, device)  # again, because modules of models often switch TF32 on
 
@@ -106,15 +116,16 @@ def build(
 
     def place(tensor: Tensor) -> Tensor:
         kind = dtype if tensor.is_floating_point() else None
-        return tensor[own].to(device, kind, copy=ranks > 1)  # a copy frees other ranks' parts
+        # A copy does not keep the other ranks' examples in memory, as a view would.
+        return tensor[own].to(device, kind, copy=ranks > 1)
 
-    labels_of(trainer)  # raises for invalid labels, before training
+    labels_of(trainer)  # raises before the training if the labels are invalid
     batches = [*batches_of(workload, largest, num_batches, place)]
     if case.sampling != "fixed":
         cut = [slice(size) for size in sizes]
         batches = [pytree.tree_map(itemgetter(n), b) for n, b in zip(cut, batches, strict=True)]
     if ranks > 1:
-        torch.manual_seed((seed + 1) * ranks + rank)  # differs between ranks, with any seed
+        torch.manual_seed((seed + 1) * ranks + rank)  # another seed in each rank
     if case.micro_batches > 1:
         size = case.batch_size // ranks // case.micro_batches
         enforce_micro_batches(trainer, case.micro_batches, size)
@@ -129,12 +140,13 @@ def set_tf32(case: Case, device: torch.device) -> None:
 
 
 def batch_sizes(case: Case, number: int) -> list[int]:
-    """The sizes of a case's measured batches; all trainers and instruments get the same.
+    """Return the sizes of a case's measured batches, which depend only on the case and ``number``.
 
     If examples are drawn independently from a large dataset, their number is Poisson distributed
-    (Le Cam, "An Approximation Theorem for the Poisson Binomial Distribution", 1960). Sizes are
-    stratified so that the mean of a few steps is close to the distribution's: they are the medians
-    of ``number`` equally likely ranges, in random order. A single step has the median.
+    (Le Cam, "An Approximation Theorem for the Poisson Binomial Distribution", 1960). The
+    distribution is divided into ``number`` equally likely ranges. The sizes are the medians of
+    these ranges, in random order, so that their mean is close to the distribution's mean. A single
+    batch has the median of the distribution.
     """
     if case.sampling == "fixed":
         return [case.batch_size] * number
@@ -145,14 +157,17 @@ def batch_sizes(case: Case, number: int) -> list[int]:
 
 
 def about_sizes(case: Case, number: int) -> str:
-    """Note for the reader that batches differ in size."""
+    """Return a note that lists the sizes of a case's measured batches."""
     sizes = batch_sizes(case, number)
-    each, mean = ", ".join(map(str, sizes)), sum(sizes) / number
-    return f"steps of {each} examples, {mean:.3g} in the mean; {case.batch_size} expected"
+    listed, mean = ", ".join(map(str, sizes)), sum(sizes) / number
+    return (
+        f"batches have {listed} examples, on average {mean:.3g}; the expected number is "
+        f"{case.batch_size}"
+    )
 
 
 def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module:
-    """Build the workload's model on a device, with the case's options."""
+    """Build the workload's model on a device, and apply the case's options to it."""
     with device:
         model = workload.model()
     if not isinstance(model, nn.Module):
@@ -167,7 +182,7 @@ def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module
 
 
 def labels_of(trainer: TrainerBase) -> dict[str, str]:
-    """A trainer's labels, with values as text."""
+    """Return a trainer's labels, with their values converted to strings."""
     labels = trainer.labels
     if not isinstance(labels, Mapping):
         raise ConfigurationError(
@@ -178,20 +193,22 @@ def labels_of(trainer: TrainerBase) -> dict[str, str]:
 
 
 def workload_of(case: Case) -> Workload:
-    """Build the workload of a case, with its parameters."""
+    """Build the workload of a case from its name and parameters."""
     named = WORKLOADS[case.workload]
     workload = called(f"workload {case.workload}", named, WORKLOAD, **case.parameters)
     if not isinstance(workload, Workload):
         kind = type(workload).__name__
-        raise ConfigurationError(f"workload {case.workload} is a {kind}; {WORKLOAD}")
+        raise ConfigurationError(
+            f"workload {case.workload} is a {kind}, which is no Workload; {WORKLOAD}"
+        )
     return workload
 
 
 def check_parameters(case: Case) -> None:
-    """Refuse values of parameters that a built-in trainer, workload or optimizer refuses.
+    """Raise if a built-in trainer, workload or optimizer refuses its parameters' values.
 
-    Each is built once, for a layer with two parameters. A user's class may need more than that, so
-    its parameters are checked only against annotations.
+    Trainers and optimizers are built once, for a layer with two parameters. A user's class may need
+    a larger model, so this function does not check its parameters.
     """
     if case.set and WORKLOADS.is_builtin(case.workload):
         workload_of(case)
@@ -204,12 +221,12 @@ def check_parameters(case: Case) -> None:
         if parted(name)[1] and registry.is_builtin(name):
             try:
                 registry[name](**arguments)
-            except ValueError as error:  # raised by an optimizer
+            except ValueError as error:  # an optimizer raises this error
                 raise ConfigurationError(f"{axis} {name}: {error}") from error
 
 
 def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
-    """The arguments that differ from defaults: a trainer need not accept the others."""
+    """Return the trainer's arguments that are not defaults: a trainer need not accept others."""
     options: dict[str, Any] = {}
     if case.workload != TRANSFORMER:
         options["workload"] = workload
@@ -222,7 +239,7 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
     if case.sampling != "fixed":
         options["sampling"] = case.sampling
     if case.compile == "on":
-        torch.compiler.reset()  # Dynamo keeps 8 versions of a function, then runs it eagerly
+        torch.compiler.reset()  # Dynamo compiles a function 8 times at most, then runs it eagerly
         options["compile"] = True
     if case.precision in MIXED:
         options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16
@@ -239,6 +256,6 @@ def smoke_test(case: Case, *, device: str = "cpu") -> None:
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     losses = [float(trainer.train_step(batch)) for batch in batches]
     if not all(map(math.isfinite, losses)):
-        raise AssertionError(f"the loss is not finite: {losses}")
+        raise AssertionError(f"the losses of two steps are {losses}, which are not all finite")
     if all(map(torch.equal, before, trainer.model.parameters())):
         raise AssertionError("no parameter changed in two steps")

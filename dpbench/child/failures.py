@@ -1,4 +1,4 @@
-"""Errors of a measurement; a measured process reports them by name to its parent."""
+"""Errors of a measurement. A measured process reports an error's class name to its parent."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from dpbench.results.rows import Measurement
 
 
 class InstrumentError(DpbenchError):
-    """A measurement failed. ``log`` is the case's log file, if any.
+    """A failed measurement.
 
-    ``rows`` are those measured before the failure.
+    Attributes:
+        remedy: what the user can do about the failure; empty if unknown.
+        rows: the numbers that were measured before the failure.
+        log: the case's log file; None if the case has no log.
     """
 
     remedy: ClassVar[str] = ""
     rows: Sequence[Measurement] = ()
 
     def __init__(self, message: str, *, log: Path | None = None) -> None:
-        super().__init__(message)  # one argument, so that it can be pickled
+        super().__init__(message)  # pickle calls the constructor with these arguments
         self.log = log
 
     def __str__(self) -> str:
@@ -28,30 +31,30 @@ class InstrumentError(DpbenchError):
 
 
 class CaseOutOfMemory(InstrumentError):
-    """The case needs more memory than the GPU has."""
+    """A case that needs more memory than the GPU has."""
 
     remedy = "use a smaller batch size, sequence length or model size"
 
 
 class CaseTimedOut(InstrumentError):
-    """The case ran longer than its time-out and was ended, with all its processes."""
+    """A case that ran longer than its time-out. All its processes were ended."""
 
-    remedy = "raise the time-out, or look in the log for where it hung"
+    remedy = "raise the time-out, or read in the log where the case hung"
 
 
 class GpuBusy(InstrumentError):
-    """Another process held the GPU for longer than the case's time-out."""
+    """A case whose GPU was locked by another process for longer than the case's time-out."""
 
     remedy = "end that process, or raise the time-out"
 
 
 class CaseFailed(InstrumentError):
-    """The measured process failed by itself; its log says why."""
+    """A case or script that failed in the measured process. The log, if any, gives details."""
 
 
 class ScriptInterrupted(CaseFailed):
-    """The user pressed Ctrl-C."""
+    """A script that the user interrupted with Ctrl-C."""
 
 
 class CaseRefused(InstrumentError):
-    """The case is invalid on any machine: a name is unknown, or options do not fit together."""
+    """A case that no machine can run, because of an unknown name or incompatible options."""

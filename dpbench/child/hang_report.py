@@ -1,4 +1,4 @@
-"""Reports where a hanging process was when it was ended, from Python's faulthandler."""
+"""Reads from a Python stack where a hanging process was when it was ended."""
 
 from __future__ import annotations
 
@@ -6,36 +6,38 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-STACK = "stack"  # the name of the file with these frames
+STACK = "stack"
+"""Name of the file to which Python's faulthandler writes the stack."""
 
 STACK_SIGNAL = "SIGURG"
-"""The signal that asks ranks to write their stacks; ignored by default. SIGTERM cannot be used: the
-launcher sends it as well, and the second would interrupt the writing."""
+"""The signal that asks ranks to write their stacks. By default a process ignores this signal.
+SIGTERM cannot be used: the launcher also sends SIGTERM, which would interrupt the writing."""
 
 COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
-"""Parts of PyTorch in which a process waits for other ranks, or for a GPU that waits for them."""
+"""Folders of PyTorch whose functions wait for other ranks, directly or through the GPU."""
 
 RANK_MESSAGES = str(Path(__file__).with_name("rank_messages.py"))
-"""The file in which ranks wait for each other between steps."""
+"""File whose functions make ranks wait for each other between steps."""
 
-WAITED = "waited for others"
+WAITED = "waited for other ranks"
 
 FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 def where_stuck(stack: str) -> tuple[bool, str]:
-    """Whether a rank waited for others in a collective, and the place in its main thread.
+    """Return True if a rank waited for other ranks in a collective, and where its main thread was.
 
-    A rank that was not asked, or had no time to answer, leaves no stack.
+    The stack is empty if the rank was not asked to write it, or was ended before it had written it.
+    Such a rank counts as waiting.
     """
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:
         return True, "left no stack"
     if any(file == RANK_MESSAGES for file, *_ in frames):
-        return False, "had taken its steps"
+        return False, "had finished its steps"
     of_torch = str(Path(str(getattr(find_spec("torch"), "origin", ""))).parent)
     waited = frames[0][0].startswith(tuple(f"{of_torch}/{part}" for part in COLLECTIVES))
-    others = (of_torch, str(Path(__file__).parent))  # the step finder wraps calls of PyTorch
+    others = (of_torch, str(Path(__file__).parent))  # dpbench's step finder wraps PyTorch's calls
     own = (frame for frame in frames if not frame[0].startswith(others))
     file, line, name = next(own, frames[-1])
     return waited, f"{WAITED if waited else 'was'} in {name} ({Path(file).name}:{line})"

@@ -1,7 +1,7 @@
-"""The messages between a measured process and its parent.
+"""Messages between a measured process and its parent process.
 
-The parent chooses how many steps to take, and which of them the PyTorch profiler records. The
-process appends records, one line of JSON each, to the file named by `RECORDS`.
+The parent chooses how many steps to take, and which steps the PyTorch profiler records. The
+measured process appends records, one line of JSON each, to the file named by `RECORDS`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from dpbench.core.names import parameters_text, read_parameters
 from dpbench.core.parameters import arguments
 
 WAITING, MEASURING = "waiting for", "measuring"
-"""Keys of status records: the process waits for its GPU, or has it. All other records are
-results."""
+"""Keys of status records: the process waits for the GPU's lock, or holds it. A record without these
+keys is a result."""
 
 LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
-"""Matches errors of ranks that fail because another rank has ended."""
+"""Matches the errors of a rank that failed because another rank had ended."""
 
-NVTX_DOMAIN = "dpbench"  # the NVTX domain of the ranges by which a profiler knows a step's phases
+NVTX_DOMAIN = "dpbench"
+"""NVTX domain of the ranges that mark phases for a profiler."""
+
 NVTX_END = "end"
-"""The name of the last range of a run. Nsight Compute's reader cannot tell a truncated report from
-a shorter one, but a report without this range is incomplete."""
+"""Name of the last NVTX range of a process. A profiler's report without this range is incomplete:
+Nsight Compute's reader accepts truncated reports without an error."""
 
 POLL_SECONDS = 0.05
-"""Seconds between two reads of a file that another process writes."""
+"""Seconds between two attempts to read a file that another process writes."""
 
 RECORDS = "DPBENCH_RECORDS"
-"""The environment variable with the path of the records file."""
+"""Environment variable with the path of the records file."""
 
 
 def append_record(record: dict[str, Any], path: str | None = None) -> None:
@@ -45,7 +47,7 @@ def append_record(record: dict[str, Any], path: str | None = None) -> None:
 
 
 def report_result(**record: Any) -> None:
-    """Append this process's result or error; print it if the process has no parent to read it."""
+    """Append this process's result or error to the records file, or print it if there is none."""
     if RECORDS in os.environ:
         append_record(record | {"imported": imported_files()})
     else:
@@ -53,20 +55,20 @@ def report_result(**record: Any) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The complete records in a file; one that is still being written is left out."""
+    """Return the complete records in a file. A partly written last record is left out."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def result_of(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last record that is a result; empty if there is none."""
+    """Return the last record that is a result; an empty dictionary if there is no result."""
     results = [record for record in records if not record.keys() & {WAITING, MEASURING}]
     return results[-1] if results else {}
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Numbers of steps of a measured process: ``warmup`` unobserved, then ``active`` observed."""
+    """Numbers of a measured process's steps: ``warmup`` unobserved, then ``active`` observed."""
 
     warmup: int
     active: int
@@ -74,19 +76,28 @@ class Steps:
     def __post_init__(self) -> None:
         if self.warmup < 0 or self.active < 1:
             raise ConfigurationError(
-                f"steps: needs warm-up >= 0 and active >= 1, not {self.warmup} and {self.active}"
+                f"the numbers of steps must be warm-up >= 0 and active >= 1, not {self.warmup} "
+                f"and {self.active}"
             )
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The arguments of ``torch.profiler.schedule``, in steps."""
+    """Arguments of ``torch.profiler.schedule``.
 
-    skip_first: int = 1  # steps before the first cycle; the first step initialises libraries
-    wait: int = 0  # in each cycle, steps without the profiler
-    warmup: int = 1  # steps that it traces and discards
-    active: int = 1  # steps that it records
-    repeat: int = 1  # cycles
+    Attributes:
+        skip_first: number of steps before the first cycle. The first step initialises libraries.
+        wait: number of steps without the profiler at the start of each cycle.
+        warmup: number of steps in each cycle that the profiler traces and discards.
+        active: number of steps in each cycle that the profiler records.
+        repeat: number of cycles.
+    """
+
+    skip_first: int = 1
+    wait: int = 0
+    warmup: int = 1
+    active: int = 1
+    repeat: int = 1
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -98,7 +109,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Parse a schedule such as ``wait=1,active=3``; missing fields have their defaults."""
+        """Parse a schedule such as ``wait=1,active=3``. Missing fields have their defaults."""
         given = read_parameters(parameters_text(text))
         return cls(**arguments("a profiler schedule", cls, given))  # type: ignore[arg-type]
 
@@ -107,5 +118,5 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """How many training steps the whole schedule takes."""
+        """Number of training steps of the whole schedule."""
         return self.skip_first + self.repeat * (self.wait + self.warmup + self.active)

@@ -1,6 +1,7 @@
 """Checks that a trainer uses micro-batches, by counting the examples in its loss calls.
 
-Under ``torch.func.vmap`` a loss call sees one example, but computes all mapped examples.
+Under ``torch.func.vmap`` a loss call receives one example, but computes the losses of all mapped
+examples. All mapped examples are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dpbench.workloads.base import examples_in
 
 
 def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
-    """Make steps raise if a forward sees more than ``size`` examples, one micro-batch."""
+    """Make a training step raise if one forward computes more than ``size`` examples."""
     seen: list[int] = []
 
     def refuse(why: str) -> None:
@@ -31,8 +32,8 @@ def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
                 seen.append(examples_with_mapped(batch))
                 if seen[-1] > size:
                     refuse(
-                        "a forward sees more examples than a micro-batch has; train each part by "
-                        "itself: for last, part in self.parts(batch)"
+                        "one forward computes more examples than a micro-batch has; train each "
+                        "micro-batch separately: for last, part in self.parts(batch)"
                     )
             return losses(model, batch)
 
@@ -48,9 +49,9 @@ def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
         examples = examples_in(batch)
         if not seen and examples:
             losses = f"{type(trainer.workload).__name__}.losses"
-            refuse(f"a step never calls {losses}, so the examples of a forward cannot be counted")
+            refuse(f"a step never calls {losses}, so the examples in a forward cannot be counted")
         if sum(seen) < examples:
-            refuse("the forwards of a step see fewer examples than the batch has")
+            refuse("all forwards of a step together compute fewer examples than the batch has")
         return loss
 
     workload = trainer.workload = copy.copy(trainer.workload)  # other trainers may share it
@@ -59,7 +60,7 @@ def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
 
 
 def examples_with_mapped(batch: Batch) -> int:
-    """How many examples a batch has, including the dimensions that ``torch.func`` maps over."""
+    """Return the number of examples in a batch, multiplied by the sizes of mapped dimensions."""
     leaves = pytree.tree_leaves(batch)
     mapped: int = max(_unmapped(leaf).numel() // leaf.numel() for leaf in leaves)
     return examples_in(batch) * mapped

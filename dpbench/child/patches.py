@@ -1,7 +1,8 @@
-"""Wraps functions of PyTorch and Opacus that every training loop calls, for a `StepFinder`.
+"""Wraps functions that every training loop calls, and reports their calls to a `StepFinder`.
 
-A library's functions are wrapped once the script has imported it. They are not imported earlier, so
-that settings that the script makes before its imports (threads, allocators) take effect.
+The functions are those of PyTorch, Opacus and fastDP. A library's functions are wrapped when the
+script imports the library. dpbench does not import the library earlier: the script may first set
+the number of threads or the allocator, and these settings must take effect.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ FUNCTIONS: dict[str, dict[str, str]] = {
         "amp.GradScaler.update": "optimizer",
         "optim.Optimizer.zero_grad": "optimizer",
     },
-    # The backward of this loss runs two backward passes: mark them as one.
+    # The backward of this loss runs two backward passes, which are marked as one backward.
     "opacus.utils.fast_gradient_clipping_utils": {
         "DPTensorFastGradientClipping.backward": "backward",
     },
-    # Book-keeping clips within backward, and adds noise before the optimizer's own step.
+    # fastDP clips during the backward, and adds noise before the optimizer's step.
     "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
     "fastDP.privacy_engine": {"PrivacyEngine._create_noisy_clipped_gradient": "noise"},
 }
-"""The phases of functions, by module and name."""
+"""Phases of functions, by the names of their modules and of the functions."""
 
 OPACUS = {
     "clip_and_accumulate": "clip",
@@ -57,20 +58,20 @@ OPACUS = {
     "reduce_gradients": OUTSIDE,
     "zero_grad": "optimizer",
 }
-"""The phases of methods of Opacus's optimizers."""
+"""Phases of the methods of Opacus's optimizers."""
 
 BEGIN_STEPS = ("backward", OUTSIDE)
-"""A step may begin with a call in one of these phases: a backward, or fetching a batch."""
+"""Phases of calls that may begin a step: a backward, and the fetching of a batch."""
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""The module with which Dynamo compiles Python functions that compiled code calls."""
+"""Module of PyTorch's compiler that can be told to skip functions."""
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Takes a function; returns a wrapper that reports its calls to a `StepFinder`."""
+"""Takes a function, and returns a wrapper that reports the function's calls to a `StepFinder`."""
 
 
 def watch(finder: StepFinder) -> None:
-    """Wrap functions of PyTorch and Opacus once imported; closing the finder undoes it."""
+    """Wrap the libraries' functions, now or when they are imported, until the finder is closed."""
     watching = _Watching(finder)
     later = set()
     for name in {*FUNCTIONS, *watching.further}:
@@ -81,18 +82,18 @@ def watch(finder: StepFinder) -> None:
     after_import = _AfterImport(later, watching.library)
     sys.meta_path.insert(0, after_import)
     finder.undo.callback(sys.meta_path.remove, after_import)
-    # Forks of this process, such as a data loader's workers, do not train: stop watching in them.
+    # Forks of this process, such as a data loader's workers, do not train.
     forked = weakref.WeakMethod(finder.forget)
     os.register_at_fork(after_in_child=lambda: (forget := forked()) and forget())
 
 
 class _Watching:
-    """Wraps functions of libraries for a finder."""
+    """Wraps functions of libraries, and reports their calls to a finder."""
 
     def __init__(self, finder: StepFinder) -> None:
         self.finder = finder
         self._updates: list[tuple[Any, Any]] = []
-        self._codes: set[CodeType] = set()  # code of the wrappers
+        self._codes: set[CodeType] = set()  # the wrappers' code, which Dynamo must not compile
         self.further: dict[str, Callable[[Any], None]] = {
             "torch": self.torch,
             DYNAMO: self.dynamo,
@@ -101,7 +102,7 @@ class _Watching:
         }
 
     def library(self, module: ModuleType) -> None:
-        """Wrap a library's functions; note those that this version of it lacks."""
+        """Wrap a library's functions. Add a note if this version of the library lacks any."""
         name = module.__name__
         try:
             if name in self.further:
@@ -110,10 +111,10 @@ class _Watching:
                 *owner, function = path.split(".")
                 self.replace(reduce(getattr, owner, module), function, self.phase(phase))
         except (AttributeError, ImportError, KeyError) as error:
-            self.finder.notes.append(f"not all phases of {name} were found: {error}")
+            self.finder.notes.append(f"not all phases in {name} can be found: {error}")
 
     def replace(self, owner: Any, name: str, made: Replacement) -> None:
-        """Replace a function of a module or a class by its wrapper."""
+        """Replace a function of a module or class with its wrapper."""
         original = vars(owner)[name]
         replacement = made(original)
         self._codes.add(replacement.__code__)
@@ -125,7 +126,7 @@ class _Watching:
     # --- functions ---------------------------------------------------------------------------
 
     def phase(self, phase: str) -> Replacement:
-        """Make a wrapper whose calls belong to a phase; see `StepFinder.within`."""
+        """Return a `Replacement` for functions whose calls belong to a phase."""
         finder, begins = self.finder, phase in BEGIN_STEPS
         compiles = is_compiling()
 
@@ -133,8 +134,8 @@ class _Watching:
             def called(*args: Any, **options: Any) -> Any:
                 if compiles():
                     return function(*args, **options)
-                # With ``create_graph`` a gradient is part of the loss, so forward resumes after it.
-                # A gradient by torch.func is a complete backward.
+                # With ``create_graph`` the gradient is part of the loss, so the forward continues
+                # afterwards. A gradient computed by torch.func is a complete backward.
                 resumes = bool(options.get("create_graph")) and not in_transform()
                 with finder.within(phase, begins=begins, resumes=resumes):
                     return function(*args, **options)
@@ -144,7 +145,7 @@ class _Watching:
         return made
 
     def outer_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the ``step`` of a wrapper that may call an optimizer's ``step``."""
+        """Wrap the ``step`` of Opacus's optimizer, which may call another optimizer's ``step``."""
         compiles = is_compiling()
 
         def called(*args: Any, **options: Any) -> Any:
@@ -159,7 +160,7 @@ class _Watching:
         return called
 
     def scaled_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a scaler's ``step``, which skips the optimizer's if gradients are not finite."""
+        """Wrap GradScaler's ``step``, which skips the optimizer's if gradients are not finite."""
 
         def called(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
             with self.finder.scaled_update(optimizer):
@@ -168,7 +169,7 @@ class _Watching:
         return called
 
     def optimizer(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Wrap the constructor of optimizers: each new one is expected to step."""
+        """Wrap the constructor of optimizers, because each optimizer is expected to step."""
 
         def called(optimizer: Any, *args: Any, **options: Any) -> None:
             init(optimizer, *args, **options)
@@ -177,14 +178,14 @@ class _Watching:
         return called
 
     def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the call of modules; calls inside another module's call take a fast path."""
+        """Wrap the call of modules. A call inside another module's call takes a fast path."""
         finder, compiles = self.finder, is_compiling()
 
         def called(module: Any, /, *args: Any, **options: Any) -> Any:
             if compiles():
                 return call(module, *args, **options)
             if finder.inside and module._compiled_call_impl is None:
-                return module._call_impl(*args, **options)  # as the original does
+                return module._call_impl(*args, **options)  # what the original call does
             if finder.inside or not finder.begins_forward(module):
                 return call(module, *args, **options)
             with finder.forward():
@@ -196,7 +197,7 @@ class _Watching:
         self._updates.append((optimizer, self.finder.begin_update(optimizer)))
 
     def _after_update(self, optimizer: Any, args: Any, options: Any) -> None:
-        while self._updates:  # updates that raised are still on the stack
+        while self._updates:  # the stack still has the updates that raised
             begun, update = self._updates.pop()
             self.finder.end_update(update)
             if begun is optimizer:
@@ -205,7 +206,7 @@ class _Watching:
     # --- libraries ---------------------------------------------------------------------------
 
     def torch(self, torch: Any) -> None:
-        """Wrap modules, optimizers and scalers."""
+        """Wrap PyTorch's modules, optimizers and GradScaler."""
         from torch.optim import optimizer
 
         self.replace(torch.nn.Module, "__call__", self.module)
@@ -219,14 +220,14 @@ class _Watching:
     def dynamo(self, eval_frame: Any) -> None:
         """Exclude the wrappers from compilation, as Dynamo excludes the wrapped functions.
 
-        Otherwise ``Sequential.compile()`` would compile its layers, which Dynamo usually skips, and
-        they would draw other random numbers.
+        Otherwise, ``Sequential.compile()`` would compile the layers, which Dynamo usually skips,
+        and compiled layers draw other random numbers.
         """
         for code in self._codes:
             eval_frame.skip_code(code)
 
     def opacus(self, module: ModuleType) -> None:
-        """Wrap clip, noise and step of Opacus's optimizers: PyTorch's hooks miss their steps."""
+        """Wrap methods of Opacus's optimizers, whose steps do not call PyTorch's hooks."""
         seen: set[type] = set()
 
         def watch_all() -> None:
@@ -240,7 +241,7 @@ class _Watching:
 
         def made(init: Callable[..., None]) -> Callable[..., None]:
             def initialised(optimizer: Any, /, *args: Any, **options: Any) -> None:
-                watch_all()  # also the script's own later classes
+                watch_all()  # the script may have derived its own classes meanwhile
                 init(optimizer, *args, **options)
 
             return initialised
@@ -249,20 +250,23 @@ class _Watching:
         self.replace(module.DPOptimizer, "__init__", made)
 
     def norms(self, module: ModuleType) -> None:
-        """Wrap the function by which ghost clipping makes clipping factors from norms."""
+        """Wrap the method with which ghost clipping computes clipping factors from norms."""
         for cls in vars(module).values():
             if isinstance(cls, type) and "get_clipping_coef" in vars(cls):
                 self.replace(cls, "get_clipping_coef", self.phase("clip"))
 
 
 def is_compiling() -> Callable[[], bool]:
-    """PyTorch's test whether Dynamo is tracing; if so, wrappers call the function only."""
+    """Return PyTorch's function that returns True while Dynamo traces a function.
+
+    A wrapper that is traced only calls the wrapped function.
+    """
     compiles: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
     return compiles
 
 
 def in_transform() -> bool:
-    """Whether this call is inside a transform of ``torch.func``, such as ``grad`` or ``vmap``."""
+    """Return True inside a transform of ``torch.func``, such as ``grad`` or ``vmap``."""
     return sys.modules["torch"]._C._functorch.maybe_current_level() is not None
 
 
@@ -273,18 +277,18 @@ def _derived(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 class _AfterImport(MetaPathFinder):
-    """Import hook: calls a function with each of the named modules once it is imported."""
+    """Import hook that calls a function with each of the named modules after the import."""
 
     def __init__(self, names: set[str], function: Callable[[ModuleType], None]) -> None:
         self._names, self._function = names, function
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Find a module as usual, and call the function after it has been executed."""
+        """Find a module as usual, and make its loader call the function after the import."""
         if name not in self._names:
             return None
-        self._names.remove(name)  # only during this search: the caller may not import it
+        self._names.remove(name)  # so that the search below does not find this import hook
         spec = importlib.util.find_spec(name)
-        self._names.add(name)
+        self._names.add(name)  # the caller may search for a module without importing it
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

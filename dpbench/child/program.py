@@ -1,4 +1,4 @@
-"""Runs a Python program in this process as Python would, and prints its errors."""
+"""Runs a Python program in this process as the Python interpreter would, and prints its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 
 def run_program(program: Sequence[str], *, is_module: bool) -> None:
-    """Run a script, or a module by its name, with its arguments."""
+    """Run a script, or a module given by name, with its arguments."""
     sys.argv = list(program)
     path = Path(program[0]).resolve()
     if not sys.flags.safe_path:
@@ -24,7 +24,8 @@ def run_program(program: Sequence[str], *, is_module: bool) -> None:
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         return
-    main = ModuleType("__main__")  # kept, unlike runpy's: exit handlers may pickle
+    # runpy would delete this module at the end, but exit handlers may pickle its classes.
+    main = ModuleType("__main__")
     main.__dict__.update(__file__=str(path), __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
@@ -42,7 +43,9 @@ def print_error(error: BaseException) -> None:
 def exit_process(code: int, *, wait: bool = True) -> NoReturn:
     """End the process as `multiprocessing` does, without finalizing the interpreter.
 
-    With ``wait``, wait for its threads first.
+    Args:
+        code: exit status.
+        wait: whether to wait first for the process's threads.
     """
     if wait:
         threading._shutdown()  # type: ignore[attr-defined]

@@ -12,20 +12,20 @@ from dpbench.training.parallel import leave_group, rank_and_ranks
 
 __all__ = ["FOR_EVER", "all_gather", "leave_group"]
 
-FOR_EVER = timedelta(days=30)  # the process that started the ranks ends hanging ones
+FOR_EVER = timedelta(days=30)  # the process that started the ranks ends hanging ranks
 
 
 @lru_cache(maxsize=1)
 def _group(of: Any) -> Any:
-    """A gloo process group with the ranks of ``of``; gloo does not use the GPU."""
+    """Return a gloo process group with the ranks of the group ``of``. gloo uses no GPU."""
     return distributed.new_group(backend="gloo", timeout=FOR_EVER)
 
 
 def all_gather(word: str) -> list[str]:
-    """Send a string to all ranks, and wait for theirs; return the strings by rank.
+    """Send a string to all ranks, and return the strings that all ranks sent, by rank.
 
-    All ranks must take the same number of steps, or some would wait in a collective for ever. So
-    they agree here, between two steps, whether to go on. All ranks must make the same calls.
+    All ranks must call this function equally often. They use it to agree whether to take another
+    step. A rank that took more steps than the others would wait in a collective for ever.
     """
     _, ranks = rank_and_ranks()
     if ranks == 1:

@@ -1,8 +1,8 @@
 """Recorders observe steps and phases in the process that trains, and make rows from them.
 
-Each instrument has one recorder. The same recorder runs in the process of a case, of a script or of
-a test, with that process's tensors and devices. A script may set up its environment before it
-imports torch. So a recorder imports torch only when the first step begins.
+Each instrument has its own class of recorder. A recorder runs in the process of a case, of a script
+or of a test. It imports torch only when the first step begins, because a script may set up its
+environment before it imports torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
 
 WHOLE_STEPS = 3
-"""How many short steps are observed as a whole: a single one may coincide with a CPU pause."""
+"""Number of short steps that are each measured as a whole, not by phase. A CPU pause may spoil a
+single step."""
 
 SHORT_SECONDS = 1.0
-"""Steps shorter than this are observed several times."""
+"""A step that takes less than this number of seconds is short."""
 
 
 class NullListener(PhaseListener):
-    """A listener that ignores everything."""
+    """A listener that ignores all steps and phases."""
 
     def start_step(self) -> None:
         return
@@ -45,57 +46,75 @@ class NullListener(PhaseListener):
 
 
 class Calls:
-    """Is told of the calls that a step consists of; this class ignores them."""
+    """Receives the calls that the training loop makes in a step. This base class ignores them."""
 
     def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
-        """The loop calls a module; return ``call(module, *args, **options)``."""
+        """Return ``call(module, *args, **options)``, the result of a module called by the loop."""
         return call(module, *args, **options)
 
     def backward(self) -> None:
-        """The loop begins a backward pass."""
+        """Handle the beginning of a backward pass."""
 
     def update(self, optimizer: Any, outer: Any) -> None:
-        """An optimizer begins its step, called by the wrapper ``outer`` (of Opacus), if any."""
+        """Handle the beginning of an optimizer's step.
+
+        Args:
+            optimizer: the optimizer; None if ``outer`` steps.
+            outer: Opacus's optimizer if it steps; otherwise None.
+        """
 
 
 class Recorder(PhaseListener):
     """Observes a number of steps of any training loop.
 
-    A subclass overrides `rows`, and either `listener` or `start_step`, `switch` and `end_step`, of
-    which it also calls the base methods.
+    A subclass overrides `rows`. It also overrides either `listener` or the methods `start_step`,
+    `switch` and `end_step`, in which it calls the base class's methods.
 
     Args:
-        wanted: the number of steps; None for all.
+        wanted: number of steps to observe; None for all steps.
+
+    Attributes:
+        quick: whether making rows is fast enough to do so after each step.
+        hears_warmup: whether the recorder also observes a case's warm-up steps.
+        calls: receives the calls that the training loop makes.
+        more: further entries of a script's record.
+        wait: whether `rows` waits for the GPU. Otherwise, it uses the steps that the GPU finished.
+        operators: the operators of the last step, if the recorder counts operators.
+        memory_lines: the lines that hold memory at the peak, if the recorder counts memory.
+        notes: assumptions behind the rows.
+        observed: number of observed steps.
+        phases: for each step that has begun, the phases that occurred in the step.
+        held: resources that `close` releases.
     """
 
-    quick: ClassVar[bool] = True  # whether rows can be made after each step
-    hears_warmup: ClassVar[bool] = False  # whether it also observes a case's warm-up steps
+    quick: ClassVar[bool] = True
+    hears_warmup: ClassVar[bool] = False
 
     calls = Calls()
-    more: Mapping[str, Any] = MappingProxyType({})  # further keys of a script's record
+    more: Mapping[str, Any] = MappingProxyType({})
 
-    wait = True  # whether to wait for the GPU; otherwise use the steps it has finished
-    operators: Sequence[OperatorCount] = ()  # of the last step, if it counts operators
-    memory_lines: Sequence[MemoryLine] = ()  # at the peak of memory, if it counts memory
-    notes: Sequence[str] = ()  # assumptions behind the rows
+    wait = True
+    operators: Sequence[OperatorCount] = ()
+    memory_lines: Sequence[MemoryLine] = ()
+    notes: Sequence[str] = ()
 
     def __init__(self, wanted: int | None = None) -> None:
         self.wanted = wanted
         self.observed = 0
-        self.phases: list[set[str]] = []  # by begun step
-        self.held = ExitStack()  # what `close` releases
+        self.phases: list[set[str]] = []
+        self.held = ExitStack()
 
     def prepare(self) -> None:
-        """Do, before this process locks its GPU, what is slow or may fail, such as imports."""
+        """Do slow work, or work that may fail, such as imports, before the GPU is locked."""
 
     @property
     def finished(self) -> bool:
-        """Whether it has observed as many steps as it wanted."""
+        """True if the recorder has observed all wanted steps."""
         return self.wanted is not None and self.observed >= self.wanted
 
     @cached_property
     def listener(self) -> PhaseListener:
-        """The listener to phases, made when the first step begins and the device is known."""
+        """Listener to phases. It is made when the first step begins and the device is known."""
         return NullListener()
 
     def start_step(self) -> None:
@@ -114,10 +133,10 @@ class Recorder(PhaseListener):
 
     @abstractmethod
     def rows(self, case: Subject) -> list[Measurement]:
-        """The rows of the completed steps; called with at least one."""
+        """Return the rows of the completed steps. It is only called after the first step."""
 
     def outcome(self, case: Subject) -> Outcome:
-        """The outcome of the steps, in the same form as that of a case."""
+        """Return the outcome of the observed steps."""
         rows = tuple(self.rows(case)) if self.observed else ()
         present = Counter(phase for step in self.phases[: self.observed] for phase in step)
         some = [
@@ -129,32 +148,35 @@ class Recorder(PhaseListener):
         return replace(outcome, memory_lines=tuple(self.memory_lines))
 
     def record(self, case: Subject) -> dict[str, Any]:
-        """The recorder's part of a case's record, as plain JSON types."""
+        """Return the recorder's part of a case's record, as plain JSON types."""
         return {"outcome": self.outcome(case).as_json()}
 
     def close(self) -> None:
-        """Release what the recorder holds in this process, such as modes and counters."""
+        """Release the recorder's resources in this process, such as dispatch modes and counters."""
         self.held.close()
 
     def forked(self) -> None:
-        """In a fork of this process, release what it inherited; the parent keeps counters."""
+        """Release inherited resources in a fork of this process. The parent keeps its counters."""
 
 
 def whole_steps(seconds: float) -> int:
-    """How many steps of this duration are observed as a whole; rank 0 decides for all ranks."""
-    from dpbench.child.rank_messages import all_gather  # which imports torch
+    """Return how many steps are measured as a whole, given the seconds that one step takes.
+
+    All ranks use the duration in rank 0.
+    """
+    from dpbench.child.rank_messages import all_gather  # this module imports torch
 
     return int(all_gather(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])
 
 
 def on_cuda() -> bool:
-    """Whether this process uses a GPU."""
+    """Return True if this process uses a GPU."""
     torch = sys.modules.get("torch")
     return bool(torch and torch.cuda.is_initialized())
 
 
 def device_and_torch() -> dict[str, str]:
-    """The device and the PyTorch version of this process, as in a case's record."""
+    """Return the device and the PyTorch version of this process, as in a case's record."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""Runs a script, unmodified, while a recorder observes its steps."""
+"""Runs an unmodified script while a recorder observes the script's steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import NoReturn
 
 from dpbench.child.hang_report import STACK
 from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
-from dpbench.child.other_threads import watch_elsewhere
+from dpbench.child.other_threads import watch_threads_and_forks
 from dpbench.child.patches import watch
 from dpbench.child.program import exit_process, print_error, run_program
 from dpbench.child.recorder import Recorder
-from dpbench.child.script_faults import what_is_wrong
+from dpbench.child.script_faults import failure_message
 from dpbench.child.script_ranks import Rank
 from dpbench.child.step_finder import StepFinder, Stop
 from dpbench.child.task import Program, Task
@@ -32,18 +32,18 @@ from dpbench.core.files import write_text
 from dpbench.core.subject import Subject
 from dpbench.results.outcome import Outcome
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 OFTEN = 100
-"""The record is written after each of the first steps, and then at this interval, in case the
-process is killed."""
+"""A record is written after each of this many first steps, and then once per this many steps. So a
+record exists if the process is killed."""
 
 
 def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bool]:
-    """Run a script and append records of its steps.
+    """Run a script, and append records of its steps to the file ``records``.
 
     Returns:
-        Its exit status, as for `sys.exit`, and whether dpbench ended it early.
+        The script's exit status, as for `sys.exit`, and whether dpbench ended the script early.
     """
     process, raised, case = os.getpid(), "", task.case
     code, stopped = None, False
@@ -65,7 +65,7 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
         held.callback(recorder.close)
         watch(finder)
         if not task.instrument.hardware:
-            watch_elsewhere(finder)
+            watch_threads_and_forks(finder)
         try:
             run_program(script.program, is_module=script.is_module)
         except SystemExit as error:
@@ -74,11 +74,11 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
             print_error(error)
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             raised = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-        if os.getpid() != process:  # this is a fork by the script: the parent owns all resources
+        if os.getpid() != process:  # this is a fork of the script, and the parent owns resources
             held.pop_all()
             if isinstance(code, str):
                 print(code, file=sys.stderr)
-            # At exit, Python would wait for the time-out's thread, which does not exist in a fork.
+            # `sys.exit` would wait for the time-out's thread, which does not exist in a fork.
             exit_process(code if isinstance(code, int) else int(code is not None))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _write_down(records, case, finder, recorder, code, raised)
@@ -86,7 +86,7 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
 
 
 def _lock_gpus(case: Subject, held: ExitStack) -> None:
-    """Lock this process's GPU; the first rank locks all ranks' GPUs, and the others wait."""
+    """Lock this process's GPU. If there are several ranks, rank 0 locks the GPUs of all ranks."""
     rank = Rank.here()
     cards = gpu.visible_gpus()[: rank.ranks if rank else 1]
     if rank and rank.number:
@@ -112,7 +112,7 @@ def _write_down(
     *,
     under_way: bool = False,
 ) -> None:
-    """Append a record with rows and any error, for the process that started this one."""
+    """Append a record with the rows and any error, for the parent process."""
     if not under_way:
         finder.close()
     recorder.wait = not under_way
@@ -122,11 +122,11 @@ def _write_down(
         outcome = replace(
             outcome,
             notes=(*outcome.notes, *_notes(finder, recorder, {row.phase for row in outcome.rows})),
-            message=what_is_wrong(finder, recorder, raised, code),
+            message=failure_message(finder, recorder, raised, code),
         )
     except DpbenchError as error:
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
-    # ncu's report may also have a step that did not end.
+    # The parent needs this number, because ncu's report may contain a step that did not end.
     more = {"torch": torch, "observed": recorder.observed, "under_way": under_way, **recorder.more}
     append_record({**outcome.as_json(), **more}, path)
 
@@ -134,18 +134,18 @@ def _write_down(
 def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> Iterator[str]:
     yield from finder.remarks()
     if "backward" in phases and "forward" not in phases:
-        yield f"no module was called before backward: forward is in {OUTSIDE!r}, or compiled"
+        yield f"no module was called before backward: forward is compiled, or in {OUTSIDE!r}"
     if recorder.observed and not recorder.finished:
-        yield f"steps that count: {recorder.observed}, where {recorder.wanted} were asked for"
+        yield f"{recorder.observed} steps were counted, and {recorder.wanted} were requested"
 
 
 def main() -> NoReturn:
-    """Run the script of the task that the first argument names."""
-    # End when the parent ends, however that happens.
+    """Run the script of the task whose file is the first argument."""
+    # The kernel ends this process when the parent ends, even if the parent is killed.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     task = Task.read(Path(sys.argv[1]))
     assert task.program
     code, stopped = run(task, task.program, os.environ.pop(RECORDS))
-    if stopped:  # its threads may wait for unfinished work
+    if stopped:  # the script's threads may wait for work that the script has not finished
         exit_process(0, wait=False)
     sys.exit(code)

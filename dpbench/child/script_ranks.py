@@ -1,7 +1,8 @@
-"""Measures a script in several ranks: ``torchrun`` starts them, each runs ``dpbench exec``.
+"""Collects the measurements of a script that runs in several ranks.
 
-Each rank records its own steps. Rank 0 collects all rows, through files because the script may have
-destroyed its process group.
+``torchrun`` starts the ranks, and each rank runs ``dpbench exec`` and records its own steps. Rank 0
+collects the rows of all ranks. They are sent in files, because the script may have destroyed its
+process group.
 """
 
 from __future__ import annotations
@@ -21,60 +22,69 @@ from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
 
 PATIENCE_SECONDS = 60.0
-"""Seconds that rank 0 waits for other ranks after its own script has ended."""
+"""Seconds that rank 0 waits for other ranks' files after the script has ended in rank 0."""
 
 CAUSE_SECONDS = 3.0
-"""The same if the script failed in rank 0, perhaps because another rank failed."""
+"""Seconds that rank 0 waits for other ranks' files after the script has failed in rank 0. It may
+have failed because another rank failed."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One of several ranks that run a script together on this machine."""
+    """A rank of a script that runs in several ranks on this machine.
+
+    Attributes:
+        number: number of this rank.
+        ranks: number of ranks.
+        folder: folder for files of all ranks. Each start of ``torchrun`` has a new folder.
+    """
 
     number: int
     ranks: int
-    folder: Path  # named by the launcher's id, which is new for each start
+    folder: Path
 
     @classmethod
     def here(cls) -> Rank | None:
-        """The rank of this process; None if there is only one."""
-        said = os.environ.get
-        ranks, own = said("WORLD_SIZE", "1"), said("TORCHELASTIC_ERROR_FILE", "")
+        """Return the rank of this process; None if only one rank runs the script."""
+        variable = os.environ.get
+        ranks, own = variable("WORLD_SIZE", "1"), variable("TORCHELASTIC_ERROR_FILE", "")
         if ranks == "1":
             return None
-        if not own.endswith("error.json") or said("LOCAL_WORLD_SIZE") != ranks:
+        if not own.endswith("error.json") or variable("LOCAL_WORLD_SIZE") != ranks:
             raise ConfigurationError(
-                f"exec measures ranks that one torchrun starts, all on this machine; this is one "
-                f"of {ranks} (WORLD_SIZE) that are on several machines or were started otherwise"
+                f"dpbench exec measures only ranks that one torchrun has started on this machine; "
+                f"WORLD_SIZE says that there are {ranks} ranks, which are on several machines or "
+                f"were not started by torchrun"
             )
         return cls(int(os.environ["RANK"]), int(ranks), Path(own).parents[1])
 
     def file(self, number: int) -> Path:
-        """The file for a rank's outcome."""
+        """Return the path of the file with a rank's outcome."""
         return self.folder / f"dpbench-{number}.json"
 
     @property
     def locked(self) -> Path:
-        """The file whose existence says that rank 0 has locked the GPUs of all ranks."""
+        """Path of the file that rank 0 creates when it has locked the GPUs of all ranks."""
         return self.folder / "dpbench-locked"
 
     def hand_over(self, outcome: Outcome) -> int:
-        """Write this rank's outcome for rank 0; return the exit status."""
+        """Write this rank's outcome to a file for rank 0, and return the exit status."""
         write_text(self.file(self.number), json.dumps(outcome.as_json()))
         if outcome.error == CaseTimedOut.__name__:
-            time.sleep(CAUSE_SECONDS)  # let others write: after this exit the launcher ends them
+            time.sleep(CAUSE_SECONDS)  # torchrun ends the other ranks when this rank exits
         return 1 if outcome.error else 0
 
     def gather(self, own: Outcome) -> Outcome:
-        """The outcome of all ranks, with rows by rank.
+        """Return the joint outcome of all ranks, in which each row names its rank.
 
-        If ranks failed, it has no rows, and the error of the rank that probably failed first.
+        If ranks failed, the outcome has no rows, and the error of the rank that probably failed
+        first.
         """
         deadline = time.monotonic() + (CAUSE_SECONDS if own.error else PATIENCE_SECONDS)
         every = [own, *(self._of(number, own, deadline) for number in range(1, self.ranks))]
         failed = [(rank, outcome) for rank, outcome in enumerate(every) if outcome.error]
         if failed:
-            rank, first = min(failed, key=lambda each: _blame_rank(each[1]))
+            rank, first = min(failed, key=lambda each: _blame_order(each[1]))
             message = first.message.removeprefix(f"{own.case.id}: ")
             message = f"{own.case.id}: rank {rank}: {message}"
             return replace(own, rows=(), error=first.error, message=message)
@@ -82,8 +92,8 @@ class Rank:
         steps = [len({row.repeat for row in outcome.rows}) for outcome in every]
         if len({*steps}) > 1:
             notes[
-                f"ranks took {', '.join(map(str, steps))} steps: only those that every rank took "
-                f"count"
+                f"the ranks took {', '.join(map(str, steps))} steps: only steps that every rank "
+                f"took are counted"
             ] = None
         rows = [
             replace(row, rank=rank)
@@ -94,21 +104,21 @@ class Rank:
         return replace(own, rows=tuple(rows), notes=tuple(notes))
 
     def _of(self, number: int, own: Outcome, deadline: float) -> Outcome:
-        """Wait for another rank's outcome, and return it."""
-        with suppress(KeyboardInterrupt):  # the launcher ends this rank, because another failed
+        """Return another rank's outcome, after the rank has written it or the deadline."""
+        with suppress(KeyboardInterrupt):  # torchrun interrupts this rank if another rank failed
             while not self.file(number).exists() and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         try:
             return Outcome.from_json(json.loads(self.file(number).read_text(encoding="utf-8")))
         except OSError:
-            missing = "it left no record of its steps: it died, or has not ended"
+            missing = "it left no record of its steps, because it died or has not ended"
             return Outcome(own.case, (), error=CaseFailed.__name__, message=missing)
 
 
-def _blame_rank(outcome: Outcome) -> int:
-    """How probable it is that a rank failed only because another did; 0 if by itself."""
+def _blame_order(outcome: Outcome) -> int:
+    """Return a number from 0 to 3. The rank with the smallest number probably failed first."""
     if outcome.error == ScriptInterrupted.__name__:
         return 3
     if LOST.search(outcome.message) or WAITED in outcome.message:
         return 2
-    return int(not outcome.instruments)  # the rank died or was ended
+    return int(not outcome.instruments)  # a rank without a record died or was ended

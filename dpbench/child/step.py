@@ -1,6 +1,7 @@
-"""Builds one case, warms up, and runs the active steps, in the measured process.
+"""Builds a case in the measured process, warms up, and runs the observed steps.
 
-The process is started as ``dpbench step`` (`dpbench.commands.step`), or forked to run it.
+The measured process runs the command ``dpbench step`` (`dpbench.commands.step`), or is a fork that
+calls the same function.
 """
 
 from __future__ import annotations
@@ -36,11 +37,17 @@ from dpbench.workloads.base import examples_in
 
 
 class PhaseTimes:
-    """Seconds by phase and step; on CUDA from events, which do not synchronize."""
+    """Measures the seconds of each phase in each step. On CUDA, it uses events.
+
+    Attributes:
+        on_cuda: whether events are used, which do not make the CPU wait for the GPU.
+        marks: for each change of phase, the step, the phase that begins, and a time or an event.
+        step: number of the current step.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
-        self.marks: list[tuple[int, str, Any]] = []  # step, phase that begins, time or event
+        self.marks: list[tuple[int, str, Any]] = []
         self.step = -1
 
     def start_step(self, phase: str = OUTSIDE) -> None:
@@ -60,13 +67,13 @@ class PhaseTimes:
 
     @property
     def ranges(self) -> int:
-        """The largest number of ranges in a step. A range lies between two changes of phase."""
+        """Largest number of ranges in a step. A range lies between two changes of phase."""
         return max(Counter(step for step, phase, _ in self.marks if phase).values(), default=0)
 
     def seconds(self, *, wait: bool = True) -> list[dict[str, float]]:
-        """For each step, the time in each phase; their sum is the step's time.
+        """Return for each step the seconds in each phase, whose sum is the step's duration.
 
-        Without ``wait``, only steps that the GPU has finished are returned.
+        Without ``wait``, the result contains only steps that the GPU has finished.
         """
         steps: list[dict[str, float]] = []
         if self.on_cuda and wait:
@@ -89,15 +96,15 @@ def run_case(
     """Run one case in this process.
 
     Args:
-        case: what to run.
-        recorder: observes the steps after the warm-up. If it wants more steps than the active
-            ones, their batches are used again, from the first on.
+        case: the case to run.
+        recorder: observes the steps after the warm-up. If the recorder wants more steps than
+            ``active``, further steps use the active steps' batches again.
         device: ``auto``, ``cpu`` or ``cuda``.
-        warmup: number of unobserved first steps.
-        active: number of steps after these.
+        warmup: number of unobserved warm-up steps.
+        active: number of active steps, which follow the warm-up steps.
 
     Returns:
-        The run as plain JSON types, with the recorder's record.
+        A record of the run and of the recorder, as plain JSON types.
     """
     target = pick_device(device)
     recorder.prepare()
@@ -115,7 +122,7 @@ def _active_steps(
     spent.switch("warmup")
     warmup = batches[: steps.warmup]
     if case.sampling != "fixed":
-        warmup += active  # the first step of each size compiles and allocates
+        warmup += active  # the first step with each batch size compiles and allocates
     for batch in warmup:
         with observed_step(recorder if recorder.hears_warmup else None):
             trainer.train_step(batch)
@@ -130,40 +137,47 @@ def _active_steps(
                 loss = trainer.train_step(batch)
         check_stepped(trainer.scaler, scaler_before, sum(size > 0 for size in sizes))
         if _compilations() > compiled:
-            raise ConfigurationError("torch.compile compiled in a step that counts: warm up longer")
+            raise ConfigurationError(
+                "torch.compile compiled a function during a counted step: use more warm-up steps"
+            )
         record = describe(case, device, trainer, loss) | asdict(steps)
         if case.sampling != "fixed":
             record |= {"sizes": sizes, "about": [about_sizes(case, steps.active)]}
         spent.switch("after")
-        for batch in takewhile(lambda _: _one_wants_more(recorder), cycle(active)):
+        for batch in takewhile(lambda _: _any_rank_wants_more(recorder), cycle(active)):
             with observed_step(None if recorder.finished else recorder):
                 trainer.train_step(batch)
         return record | recorder.record(case)
 
 
-def _one_wants_more(recorder: Recorder) -> bool:
-    """Whether the recorder of any rank wants more steps; all ranks take the same number."""
+def _any_rank_wants_more(recorder: Recorder) -> bool:
+    """Return True if the recorder of any rank wants another step, which all ranks then take."""
     return "more" in all_gather("enough" if recorder.finished else "more")
 
 
 def _compilations() -> int:
-    """How many functions torch.compile has compiled in this process."""
+    """Return the number of functions that torch.compile has compiled in this process."""
     made: int = import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
     return made
 
 
 def peak_memory() -> int:
-    """Peak bytes in use on this GPU since the allocator's peak was reset.
+    """Return the peak of bytes in use on this GPU since the allocator's peak was reset.
 
-    It is the allocator's peak plus unheld memory in the pools of CUDA graphs: a replay uses that
-    memory without allocating it.
+    The result is the allocator's peak plus the free memory in the pools of CUDA graphs. A graph's
+    replay uses this memory without allocating it.
     """
     held = held_by_graphs(torch.cuda.memory_snapshot(), torch.cuda.current_device())
     return torch.cuda.max_memory_allocated() + held
 
 
 def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
-    """Bytes in private pools that no tensor holds, from ``torch.cuda.memory_snapshot()``."""
+    """Return the free bytes in the pools of CUDA graphs on a device.
+
+    Args:
+        segments: the result of ``torch.cuda.memory_snapshot()``.
+        device: number of the device.
+    """
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in segments
@@ -174,12 +188,13 @@ def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
 def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], active: int) -> None:
     """Raise if a GradScaler skipped an active step, because a skipped step moves fewer bytes.
 
-    Without a skip, the scaler's growth tracker counts each step, and restarts if the scale grows.
+    If no step is skipped, the scaler's growth tracker counts the steps, and restarts from zero
+    whenever the scale grows.
 
     Args:
-        scaler: after these steps.
+        scaler: the scaler after the active steps.
         before: the scaler's ``state_dict()`` before the active steps.
-        active: the number of active steps.
+        active: number of active steps.
     """
     if not scaler.is_enabled():
         return
@@ -188,34 +203,36 @@ def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], activ
     after = scaler.state_dict()
     if after["_growth_tracker"] != steps or not math.isclose(after["scale"], scale, rel_tol=1e-3):
         raise ConfigurationError(
-            "the GradScaler has skipped a step that counts, because gradients overflowed: let it "
-            "find its scale in more warm-up steps"
+            "the GradScaler skipped a counted step because gradients overflowed: use more warm-up "
+            "steps, in which the GradScaler lowers its scale"
         )
 
 
 @contextmanager
 def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
-    """Run a case while no other dpbench process uses the GPU, and leave its memory free.
+    """Lock the GPU against other dpbench processes, and free its memory at the end.
 
-    Yields the times of this process's activities, as phases of one step, from the request for the
-    GPU to its release.
+    Yields:
+        The seconds that this process spends in each activity, as phases of one step. The step lasts
+        from the request for the GPU to the GPU's release.
     """
-    import_named(case)  # before locking the GPU, which others may use meanwhile
-    import_module("torch._dynamo")  # the first optimizer would import it
+    # Slow imports run before the GPU is locked, so that other processes can use it meanwhile.
+    import_named(case)
+    import_module("torch._dynamo")  # the first optimizer would import this module
     spent = PhaseTimes(torch.device("cpu"))
     spent.start_step("waiting")
-    with with_gpus_locked(device, case.id):  # before the first CUDA call
+    with with_gpus_locked(device, case.id):  # the first CUDA call comes later
         spent.switch("building")
         try:
             yield spent
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they keep the model's memory alive
+            traceback.clear_frames(error.__traceback__)  # these frames hold the model's memory
             if isinstance(error, torch.OutOfMemoryError):
                 raise OutOfMemory(str(error).partition(" If reserved")[0]) from None
             raise
         finally:
             spent.switch("freeing")
-            if device.type == "cuda":  # before the next process gets the GPU
+            if device.type == "cuda":  # the next process needs this memory
                 gc.collect()
                 torch.cuda.empty_cache()
         spent.end_step()
@@ -223,16 +240,17 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
 
 @contextmanager
 def with_gpus_locked(device: torch.device, purpose: str, number: int = 1) -> Iterator[None]:
-    """Lock the first ``number`` GPUs against other dpbench processes; report any that holds one.
+    """Lock the first ``number`` GPUs, and report which other dpbench process holds a lock.
 
-    The ranks of a case take no locks: the process that started them holds all locks.
+    A rank of a case takes no locks, because the process that started the ranks holds all locks.
     """
     locks = device.type == "cuda" and rank_and_ranks()[1] == 1
     cards = gpu.visible_gpus()[:number] if locks else []
     if locks and len(cards) < number:
         raise ConfigurationError(
-            f"{purpose} needs {number} GPUs, and {len(cards)} are visible; CUDA_VISIBLE_DEVICES "
-            f"chooses them, and --device cpu trains in as many processes without GPUs"
+            f"{purpose} needs {number} GPUs, and {len(cards)} are visible; make more GPUs visible "
+            f"with CUDA_VISIBLE_DEVICES, or train in {number} processes without GPUs by "
+            f"--device cpu"
         )
 
     def say(what: str) -> None:
@@ -249,7 +267,7 @@ def with_gpus_locked(device: torch.device, purpose: str, number: int = 1) -> Ite
 def describe(
     case: Case, device: torch.device, trainer: TrainerBase, loss: Tensor
 ) -> dict[str, Any]:
-    """The record of what ran and where, as plain JSON types."""
+    """Return a record of the case, the trainer and the device, as plain JSON types."""
     record: dict[str, Any] = {
         "case": asdict(case),
         "device": "cpu",

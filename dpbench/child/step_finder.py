@@ -1,11 +1,11 @@
 """Finds the steps and phases of an unmodified training loop in this process.
 
-Functions that every training loop calls are wrapped (`dpbench.child.patches`): the outermost
-module's call, ``backward``, clipping, noise, optimizers, batches. Forward lasts until backward
-begins, so it contains the loss. A training step ends where the next one begins: at the first batch,
-forward or backward after the last optimizer that takes turns (`dpbench.child.optimizers`). It does
-not end with an optimizer's step, because another optimizer, a scheduler or a log may follow. All
-other work is outside every phase: batches, logs, evaluation.
+`dpbench.child.patches` wraps functions that every training loop calls: the calls of modules, the
+backward, clipping, noise, optimizers' steps and the fetching of batches. The forward phase lasts
+until the backward begins, so it contains the loss. A training step ends where the next training
+step begins: at the first batch, forward or backward after the last optimizer has stepped
+(`dpbench.child.optimizers`). It does not end with the optimizer's step, because another optimizer,
+a scheduler or logging may follow. Batches, logging and evaluation are outside every phase.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dpbench.training.phases import OpenPhase, Step, set_current_step
 
 
 class Stop(SystemExit):
-    """Ends a script where its next step would begin, with exit code 0.
+    """Exception that ends a script where its next training step would begin, with exit status 0.
 
-    A script that catches it goes on unobserved.
+    A script that catches this exception continues, and is no longer observed.
     """
 
 
@@ -32,14 +32,25 @@ IGNORED = Calls()
 
 
 class StepFinder:
-    """Finds the steps and phases of a training loop that runs in the thread that creates this.
+    """Finds the steps and phases of the training loop in the thread that creates the finder.
 
     Args:
-        recorder: observes steps until it has finished.
-        skip: the number of first steps that are not observed.
-        go_on: whether the loop continues after the recorder has finished; otherwise `Stop` ends it.
-        by_hand: whether the caller calls `start_step` and `end_step`; then only phases are found.
-        keep: called after each observed step.
+        recorder: observes steps until the recorder has finished.
+        skip: number of first steps that are not observed.
+        go_on: whether the loop continues after the recorder has finished. Otherwise, `Stop` ends
+            the loop.
+        by_hand: whether the caller calls `start_step` and `end_step`. If so, only phases are found.
+        keep: function that is called after each observed step.
+
+    Attributes:
+        steps: number of ended steps.
+        evaluations: number of modules' calls without gradients in observed steps.
+        failure: the error that ended the recording, if any. Afterwards the recorder is not called.
+        notes: notes for readers of the measured numbers.
+        turns: the optimizers that take turns.
+        inside: whether the loop is inside a module's call, a backward or the fetching of a batch,
+            where no step begins.
+        undo: undoes the wrapping of functions when the finder is closed.
     """
 
     def __init__(
@@ -53,29 +64,30 @@ class StepFinder:
     ) -> None:
         self.recorder, self.keep = recorder, keep
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
-        self.steps = 0  # that have ended
-        self.evaluations = 0  # calls of modules without gradients, in counted steps
-        self.failure: Exception | None = None  # once set, the recorder is not called again
-        self.notes: list[str] = []  # for the reader of the numbers
+        self.steps = 0
+        self.evaluations = 0
+        self.failure: Exception | None = None
+        self.notes: list[str] = []
         self.turns = AlternatingOptimizers()
-        self.inside = False  # inside a module, backward or batch, where no step begins
-        self.undo = ExitStack()  # run by `close`
+        self.inside = False
+        self.undo = ExitStack()
         self._thread = threading.get_ident()
         self._closed = False
         self._begun = False  # whether a step has begun
-        self._updated = False  # an optimizer has stepped, so the next call begins a new turn
+        self._updated = False  # whether an optimizer has stepped in this turn
         self._step = Step()
-        self._forward: OpenPhase | None = None  # may outlast the module's call
+        self._forward: OpenPhase | None = None  # lasts until the backward, not only for the call
         self._in_backward = False
-        self._updating = 0  # depth of nested optimizers' steps
-        self._updates = 0  # number of begun steps of optimizers
-        self._skipped = 0  # optimizer steps that scalers skipped, in counted steps
-        self._infinite: list[Any] = []  # found_inf of optimizers that skip steps themselves
+        self._updating = 0  # depth of nested calls of optimizers' steps
+        self._updates = 0  # number of optimizers' steps that have begun
+        self._skipped = 0  # number of updates that scalers skipped in observed steps
+        # Tensors ``found_inf`` of optimizers that skip updates themselves, in observed steps.
+        self._infinite: list[Any] = []
 
     # --- steps -------------------------------------------------------------------------------
 
     def start_step(self) -> None:
-        """Begin a step; it is recorded unless it is one of the skipped ones."""
+        """Begin a step. The first ``skip`` steps are not recorded."""
         self._begun = True
         counts = self.steps >= self.skip and not (self.recorder.finished or self.failure)
         self._step, self._forward = Step(self if counts else None), None
@@ -84,7 +96,7 @@ class StepFinder:
             set_current_step(self._step)
 
     def end_step(self) -> None:
-        """End the step."""
+        """End the current step."""
         set_current_step(None)
         if self.counts:
             self._tell(self.recorder.end_step)
@@ -94,51 +106,53 @@ class StepFinder:
         self._begun = self._updated = False
 
     def give_up_step(self) -> None:
-        """Abandon a step that did not end, and record nothing more."""
-        self.failure = self.failure or InterruptedError("a step did not end")
+        """Discard the current step, and stop recording."""
+        self.failure = self.failure or InterruptedError("a step began but did not end")
         self._step.listener = None
         self.end_step()
 
     def switch(self, phase: str) -> None:
-        """See `dpbench.training.phases.PhaseListener`; called in observed steps only."""
+        """Tell the recorder that a new phase begins. Only observed steps call this method."""
         self._tell(self.recorder.switch, phase)
 
-    def _tell(self, method: Callable[..., object], *given: Any) -> None:
-        """Call the recorder; if it raises, the recording ends and the script goes on."""
+    def _tell(self, method: Callable[..., object], *arguments: Any) -> None:
+        """Call a method of the recorder. If the method raises, only the recording ends."""
         if self.failure is None:
             try:
-                method(*given)
+                method(*arguments)
             except Exception as error:
                 self.failure = error
 
     def _end_turn(self) -> None:
-        """End the training step if all optimizers that take turns have stepped."""
+        """End the current turn, and end the training step if the step is complete."""
         self._updated = False
         if not self.turns.end_turn():
             return
         if not self.counts:
-            steps = self.turns.start()
+            steps = self.turns.begin_step()
             if steps > 1:
                 self.notes.append(
-                    f"an optimizer did not step in {MOST_TURNS} turns of others: it is ignored"
+                    f"an optimizer is ignored, because it did not step in {MOST_TURNS} turns of "
+                    f"other optimizers"
                 )
             self.steps += steps - 1
             self.end_step()
-        elif self.turns.is_round:
-            self.turns.most = max(self.turns.most, self.turns.taken)
-            self.turns.start()
+        elif self.turns.is_complete_round:
+            self.turns.most_turns = max(self.turns.most_turns, self.turns.turns_taken)
+            self.turns.begin_step()
             self.end_step()
         else:
             self.failure = RuntimeError(
-                f"other optimizers step in step {self.steps + 1} than in the steps before it: "
-                f"choose --skip and --steps so that it does not count"
+                f"the turns of the optimizers in step {self.steps + 1} differ from those in "
+                f"earlier steps: choose --skip and --steps so that this step does not count"
             )
             self.give_up_step()
 
     def _maybe_begin_step(self) -> None:
-        """At a call that may begin a step, end the last step if it is complete, and begin one.
+        """End the last step if it is complete, and begin the next step if none is under way.
 
-        Do nothing in inference mode: its end would undo a dispatch mode begun or ended inside.
+        It does nothing in inference mode, where recorders must not begin or end: the end of
+        inference mode restores the dispatch modes that were active before it.
         """
         import torch
 
@@ -156,25 +170,28 @@ class StepFinder:
 
     @property
     def counts(self) -> bool:
-        """Whether a recorded step is under way."""
+        """True if a recorded step is under way."""
         return self._step.listener is not None
 
     @property
     def calls(self) -> Calls:
-        """The object to which calls are reported now."""
+        """The object to which the loop's calls are reported at the moment."""
         return self.recorder.calls if self.counts else IGNORED
 
     # --- phases ------------------------------------------------------------------------------
 
     def _is_loop_thread(self) -> bool:
-        """Whether this is the loop's thread, or any thread in backward: autograd has its own."""
+        """Return True in the loop's thread, and during backward in autograd's threads."""
         return not self._closed and (threading.get_ident() == self._thread or self._in_backward)
 
     @contextmanager
     def within(self, phase: str, *, begins: bool = False, resumes: bool = False) -> Iterator[None]:
         """Mark the phase of a call.
 
-        With ``begins`` the call may begin a step; with ``resumes`` open forwards go on after it.
+        Args:
+            phase: the phase that lasts during the call.
+            begins: whether the call may begin a step.
+            resumes: whether an open forward phase continues after the call.
         """
         if not self._is_loop_thread():
             yield
@@ -202,7 +219,7 @@ class StepFinder:
                 self._forward = step.enter("forward")
 
     def begins_forward(self, module: Any) -> bool:
-        """Whether the loop itself calls a module; ones without parameters (losses) do not count."""
+        """Return True if the loop itself calls a module with parameters, which a loss lacks."""
         return (
             not (self._closed or self._in_backward)
             and threading.get_ident() == self._thread
@@ -212,7 +229,7 @@ class StepFinder:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Mark a module's call as forward; if gradients are off, as an evaluation."""
+        """Mark a module's call as forward, or as an evaluation if gradients are disabled."""
         import torch
 
         evaluation = None
@@ -235,19 +252,24 @@ class StepFinder:
         """Begin an optimizer's step.
 
         Args:
-            optimizer: None for a wrapper's step, Opacus's or a scaler's, which calls an optimizer.
-            outer: the wrapper, if it is Opacus's.
+            optimizer: the optimizer; None if a wrapper steps, such as Opacus's optimizer or a
+                GradScaler, which may call the optimizer.
+            outer: Opacus's optimizer if it steps; otherwise None.
+
+        Returns:
+            A value to pass to `end_update`.
         """
         if not self._is_loop_thread():
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
-            self._maybe_begin_step()  # no call between steps: a closure calls the model
+            # The loop called nothing since the last update: a closure will call the model.
+            self._maybe_begin_step()
         within = self.within("optimizer")
         within.__enter__()
         self._updating += 1
         self._updates += 1
-        self._closed = True  # ignore calls that the recorder makes
+        self._closed = True  # ignores calls that the recorder makes
         self._tell(self.calls.update, optimizer, outer)
         self._closed = False
         if optimizer is not None:
@@ -268,7 +290,7 @@ class StepFinder:
 
     @contextmanager
     def scaled_update(self, optimizer: Any) -> Iterator[None]:
-        """Count a scaler's step as an update, even if it skips the optimizer's."""
+        """Count a GradScaler's step as an update, even if the scaler skips the optimizer's step."""
         updates, within = self._updates + 1, self.begin_update()
         try:
             yield
@@ -281,21 +303,22 @@ class StepFinder:
     def remarks(self) -> Iterator[str]:
         """Yield notes about the observed steps."""
         yield from self.notes
-        if self.turns.most > 1:
-            yield f"optimizers take turns: a step is a round, of at most {self.turns.most} turns"
+        if self.turns.most_turns > 1:
+            most = self.turns.most_turns
+            yield f"optimizers take turns: a counted step contains at most {most} of their turns"
         if skipped := self._skipped + sum(bool(infinite) for infinite in self._infinite):
             yield (
-                f"updates that GradScaler skipped because gradients were inf or nan: {skipped}; "
-                f"the steps that count lack their work"
+                f"GradScaler skipped {skipped} updates in counted steps because gradients were inf "
+                f"or nan, so the work of these updates is missing"
             )
         if self.evaluations:
             yield (
-                f"{self.evaluations} calls of a model without gradients (as in evaluation) are in "
-                f"{OUTSIDE!r}"
+                f"{self.evaluations} calls of a model without gradients (as in evaluation) count "
+                f"as {OUTSIDE!r}"
             )
 
     def close(self) -> None:
-        """Stop watching; end the last step if an optimizer has stepped in it."""
+        """Stop observing, and end the last step if an optimizer has stepped in it."""
         if not self._closed:
             if self._updated and not self.by_hand:
                 self._end_turn()
@@ -304,7 +327,7 @@ class StepFinder:
             self.undo.close()
 
     def forget(self) -> None:
-        """Stop recording in this process, a fork of the one that trains."""
+        """Stop recording in a fork of the training process, which does not train itself."""
         self._closed = True
         set_current_step(None)
         if self.counts:

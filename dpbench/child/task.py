@@ -1,4 +1,4 @@
-"""A task: what a process should measure, in a JSON file written by its parent."""
+"""Tasks: a task tells a process what to measure, in a JSON file written by the parent process."""
 
 from __future__ import annotations
 
@@ -17,34 +17,48 @@ from dpbench.core.registry import folder_of, names_of, resolve
 from dpbench.core.subject import Subject, subject_from
 
 OF_PARENT = {"parent": True}
-"""Metadata that marks an instrument's field as not needed by the measured process."""
+"""Metadata of an instrument's fields that the measured process does not need."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run, and which of its steps are counted."""
+    """A program to run, and the selection of its counted steps.
 
-    program: tuple[str, ...]  # a script or module, and its arguments
+    Attributes:
+        program: a script's path or a module's name, and the program's arguments.
+        is_module: whether ``program`` begins with a module's name.
+        skip: number of first steps that are not counted.
+        steps: number of counted steps.
+        go_on: whether the program continues after the counted steps.
+        timeout: seconds, from the locking of the GPU, after which the program is ended.
+    """
+
+    program: tuple[str, ...]
     is_module: bool = False
-    skip: int = 3  # number of first steps that are not counted
-    steps: int = 5  # number of counted steps after these
-    go_on: bool = False  # whether the program continues afterwards
-    timeout: float | None = None  # seconds on its GPU after which it is ended
+    skip: int = 3
+    steps: int = 5
+    go_on: bool = False
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
 class Task:
-    """Measure the steps of a case or a script with an instrument."""
+    """The task to measure the steps of a case or a script with an instrument."""
 
     case: Subject
     instrument: Any
     program: Program | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The task as plain JSON types; names can be resolved without registration."""
+        """Return the task as plain JSON types, which another process can read.
+
+        Registered names are replaced by module and class, because they may be registered only in
+        this process.
+        """
         case = {**self.case.columns}
         for axis, known, spelled in names_of(self.case):
-            case |= {axis: known.argument(spelled), "set": ""}  # part of the workload's spelling
+            # The spelling of the workload contains the parameters of the column ``set``.
+            case |= {axis: known.argument(spelled), "set": ""}
         kind = type(self.instrument)
         folder = folder_of(kind.__module__)
         return {
@@ -57,7 +71,7 @@ class Task:
 
     @classmethod
     def from_json(cls, task: Mapping[str, Any]) -> Task:
-        """The inverse of `as_json`."""
+        """Return the task whose `as_json` is ``task``."""
         before = [*sys.path]
         sys.path += filter(None, [task["folder"]])
         try:
@@ -78,11 +92,11 @@ class Task:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """The fields of a dataclass ``kind`` as plain JSON types."""
+    """Return the fields of an instance of the dataclass ``kind``, as plain JSON types."""
     own = [field.name for field in fields(kind) if field.metadata != OF_PARENT]
     return msgspec.to_builtins({name: getattr(value, name) for name in own}, enc_hook=str)
 
 
-def _typed(given: Any, kind: Any) -> Any:
-    """The inverse of `_plain`; a type that JSON lacks, such as `Path`, is made of a text."""
-    return msgspec.convert(given, kind, dec_hook=lambda kind, text: kind(text))
+def _typed(plain: Any, kind: Any) -> Any:
+    """Return the instance of ``kind`` that `_plain` has converted to ``plain``."""
+    return msgspec.convert(plain, kind, dec_hook=lambda kind, text: kind(text))  # e.g. a Path

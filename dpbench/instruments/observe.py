@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dpbench.child.failures import CaseFailed
 from dpbench.child.imported import imported_files
 from dpbench.child.messages import Steps
-from dpbench.child.other_threads import watch_elsewhere
+from dpbench.child.other_threads import watch_threads_and_forks
 from dpbench.child.patches import watch
 from dpbench.child.recorder import Recorder, on_cuda
 from dpbench.child.step_finder import StepFinder
@@ -107,7 +107,7 @@ def observe(
     with closing(recorder), closing(finder):
         watch(finder)
         if not chosen.hardware:
-            watch_elsewhere(finder)
+            watch_threads_and_forks(finder)
         yield Observation(case, recorder, finder)
 
 

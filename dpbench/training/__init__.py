@@ -1,1 +1,1 @@
-"""What is measured: models, data, trainers, and the phases of their steps."""
+"""Trainers, and the phases of their steps."""

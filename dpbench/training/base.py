@@ -31,57 +31,60 @@ __all__ = ["Batch", "Momentum", "TrainerBase", "mean_cross_entropy"]
 Momentum = partial(torch.optim.SGD, momentum=0.9)
 
 PRIVATE: Mapping[str, str] = MappingProxyType({"clips": "flat", "noise": "in a phase of its own"})
-"""The labels of most private trainers."""
+"""Labels of most private trainers."""
 
 DRAWN_BY = "noise drawn by"
-"""The label of private trainers in parallel that says which ranks draw noise, and for what."""
+"""Name of the label that says which ranks draw the noise of which parameters."""
 
 
 class TrainerBase(ABC):
-    """Trains ``model`` one batch at a time; the subclass says how.
+    """Base class of trainers. A trainer trains ``model`` one batch at a time.
 
-    A subclass marks the parts of its step with `dpbench.phase`. It computes losses only through
-    `mean_loss` and `example_losses`, so it works with every workload.
+    A subclass marks the phases of its step with `dpbench.phase`. It computes losses only through
+    `mean_loss` and `example_losses`, so that it works with every workload.
 
     Attributes:
-        labels: what a reader must know to compare it with others, such as ``{"clips": "flat"}``;
-            tables name the labels in which two trainers differ. An instance may override them.
-        joint_batch_size: B × ranks; a DP trainer divides the clipped sum over all ranks by it.
+        labels: what a reader must know to compare two trainers, such as ``{"clips": "flat"}``.
+            Tables name the labels in which trainers differ. An instance may override the labels.
+        joint_batch_size: B × number of ranks. A DP trainer divides the sum of clipped gradients
+            over all ranks by this number.
         part_size: the largest number of examples in one forward pass.
-        sizes: the number of examples in each part of the current batch; set by `parts`.
-        examples: the number of examples in the current part; set by `parts`.
+        sizes: number of examples in each part of the current batch. `parts` sets it.
+        examples: number of examples in the current part. `parts` sets it.
 
     Args:
         model: the workload's model.
-        batch_size: examples in every batch, B; with several ranks, in each rank's part; with
-            Poisson sampling, the expected number. A DP trainer scales its noise by the joint size.
+        batch_size: B, the number of examples in each batch. With several ranks, it is the number in
+            each rank's part. With Poisson sampling, it is the expected number.
         learning_rate: step size of the optimizer.
-        noise_multiplier: σ; the noise added to the summed gradient has deviation σ·C.
+        noise_multiplier: σ. The noise in the sum of clipped gradients has standard deviation σ·C.
         max_grad_norm: C, the threshold to which each example's gradient is clipped.
-        optimizer: called as ``optimizer(parameters, lr=…)``; SGD without momentum by default.
-        workload: computes the losses; by default the transformer, whose batches are
-            ``(input_ids, labels)``, both int64 ``[B, T]``, labels aligned with positions.
-        micro_batches: the number of equal parts of a batch; gradients accumulate over them.
-        compile: compile the model and its loss as one function.
-        noise: ``independent`` in each step, or ``banded`` or ``blt``: correlated over steps.
-        bands: see `dpbench.training.correlated_noise.mechanism`, also for ``buffers``.
-        noise_steps: the ``steps`` of the same function.
-        sampling: ``fixed``, or ``poisson``: batches have any number of examples, 0 included.
-        autocast: the 16-bit type of ``torch.autocast`` for the losses, if any. With float16 a
-            ``GradScaler`` scales them.
+        optimizer: called as ``optimizer(parameters, lr=…)``. The default is SGD without momentum.
+        workload: computes the losses. The default is the transformer, whose batches are pairs
+            ``(input_ids, labels)`` of int64 tensors ``[B, T]``.
+        micro_batches: number of equal parts of a batch. Gradients accumulate over the parts.
+        compile: whether to compile the model and its loss as one function.
+        noise: ``independent`` noise in each step, or noise that is correlated over steps:
+            ``banded`` or ``blt``.
+        bands: see `dpbench.training.correlated_noise.mechanism`.
+        buffers: see `dpbench.training.correlated_noise.mechanism`.
+        noise_steps: the argument ``steps`` of `dpbench.training.correlated_noise.mechanism`.
+        sampling: ``fixed``, or ``poisson`` for batches with any number of examples, including 0.
+        autocast: the 16-bit type of ``torch.autocast`` for the losses; None for no autocast. With
+            float16, a ``GradScaler`` scales the losses.
         parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`. Each rank trains
             ``batch_size`` examples.
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
     in_graphs = False
-    """Whether its steps run as CUDA graphs on a GPU."""
+    """Whether the trainer's steps run as CUDA graphs on a GPU."""
     replays = False
     """Whether the last step replayed CUDA graphs, so that Python did not call the model."""
     compiles: bool = True
-    """Whether model and loss can be compiled."""
+    """Whether the model and the loss can be compiled."""
     noises: tuple[str, ...] = ("independent",)
-    """The kinds of noise that it can add, see `dpbench.training.correlated_noise.NOISES`."""
+    """Kinds of noise that the trainer can add, from `dpbench.training.correlated_noise.NOISES`."""
 
     def __init__(
         self,
@@ -123,9 +126,9 @@ class TrainerBase(ABC):
         if self.noise_weights != INDEPENDENT:
             if noise not in self.noises or parallel != "none":
                 where = "" if parallel == "none" else f" under parallel={parallel}"
-                has = "independent" if where else " or ".join(self.noises)
+                supported = "independent" if where else " or ".join(self.noises)
                 raise ConfigurationError(
-                    f"{type(self).__name__} adds no {noise} noise{where}; use noise={has}"
+                    f"{type(self).__name__} adds no {noise} noise{where}; use noise={supported}"
                 )
             over = f"{bands} steps" if bands > 1 else f"all steps, by {buffers} buffers"
             self.labels = {**self.labels, "noise correlated over": over}
@@ -133,8 +136,8 @@ class TrainerBase(ABC):
         if compile:
             if not self.compiles:
                 raise ConfigurationError(
-                    f"{type(self).__name__} does not train under compile=on: it needs hooks on "
-                    f"layers, or torch.func, around what would be compiled"
+                    f"{type(self).__name__} does not train under compile=on: compiled code would "
+                    f"lack the trainer's hooks on layers, or its transforms of torch.func"
                 )
             for name in ("mean_loss", "example_losses"):
                 setattr(self, name, torch.compile(getattr(self, name)))
@@ -142,63 +145,64 @@ class TrainerBase(ABC):
         self.plain_optimizer = optimizer(trained, lr=learning_rate)
 
     def distribute(self, model: nn.Module) -> nn.Module:
-        """Return the model spread over the ranks as ``parallel`` says; here, only one rank."""
+        """Return the model distributed over the ranks. The base class supports only one rank."""
         if self.parallel != "none":
-            raise self.refusal("its distribute(model) must say how ranks share a model")
+            raise self.refusal("the trainer does not override distribute(model)")
         return model
 
     def refusal(self, why: str) -> ConfigurationError:
-        """The error that this trainer does not support ``parallel``."""
+        """Return the error that says why this trainer does not support ``parallel``."""
         name = type(self).__name__
         return ConfigurationError(f"{name} does not train under parallel={self.parallel}: {why}")
 
     @abstractmethod
     def train_step(self, batch: Batch) -> Tensor:
-        """One optimization step.
+        """Take one training step.
 
         Args:
-            batch: a batch of the workload, of ``batch_size`` examples; with Poisson sampling, of
-                any number.
+            batch: a batch of the workload with ``batch_size`` examples, or with any number of
+                examples under Poisson sampling.
 
         Returns:
-            The mean loss over the batch before the update, a detached scalar; NaN if it is empty.
+            The mean loss over the batch before the update, a detached scalar; NaN for an empty
+            batch.
         """
 
     def example_losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The loss of each example, ``[B]``; ``model`` is the model or a wrapper of it."""
+        """Return the loss of each example, ``[B]``. ``model`` may be a wrapper of the model."""
         with self.autocast_context():
             losses = self.workload.losses(model, batch)
         return checked_losses(losses, self.workload, batch)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The mean loss over the batch, a scalar; ``model`` is the model or a wrapper of it."""
+        """Return the mean loss over the batch, a scalar. ``model`` may be a wrapper."""
         if type(self.workload).loss is Workload.loss:
             return self.example_losses(model, batch).mean()
         with self.autocast_context():
             return self.workload.loss(model, batch)
 
     def autocast_context(self) -> AbstractContextManager[object]:
-        """The context in which losses are computed: autocast, if it was asked for."""
+        """Return the context in which losses are computed, with autocast if ``autocast`` is set."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.autocast)
 
     def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
-        """Yield the micro-batches of a batch, each with whether it is the last; usually one.
+        """Yield the micro-batches of a batch, as pairs: whether it is the last one, and its data.
 
-        A fixed-size batch must have the size that this trainer was built for. DP noise is scaled
-        by that size, so a smaller last batch would silently get the wrong noise.
+        With fixed sampling, the batch must have ``batch_size`` examples. The noise is scaled for
+        this number, so a smaller last batch would silently get the wrong noise.
 
-        Poisson batches have any size. A batch of more than ``part_size`` examples is split into as
-        few parts as possible, whose sizes differ by at most 1, as in Opacus's
-        ``BatchMemoryManager``. An empty batch has no part: a private trainer still adds noise and
-        updates.
+        With Poisson sampling, the batch may have any size. If it has more than ``part_size``
+        examples, it is split into as few parts as possible, whose sizes differ by at most 1, as
+        Opacus's ``BatchMemoryManager`` does. An empty batch has no parts, but a private trainer
+        still adds noise and updates the parameters.
         """
         examples = examples_in(batch)
         if self.sampling == "fixed" and examples != self.batch_size:
             raise ValueError(
-                f"{type(self).__name__} was built for batches of {self.batch_size} "
-                f"and got one of {examples}"
+                f"{type(self).__name__} was built for batches of {self.batch_size} examples, "
+                f"and this batch has {examples}"
             )
         self.sizes = part_sizes(examples, -(-examples // self.part_size))
         for number, part in enumerate(parts_of(batch, self.sizes), 1):
@@ -213,41 +217,43 @@ def check_numbers(
     max_grad_norm: float,
     learning_rate: float,
 ) -> None:
-    """Refuse values that would make a step not private, or make it drop examples."""
+    """Raise for values with which a step would not be private, or would drop examples."""
     named = {
         "max_grad_norm": max_grad_norm,
         "noise_multiplier": noise_multiplier,
         "learning_rate": learning_rate,
     }
     for name, value in named.items():
-        if isinstance(value, str):  # given with a trainer's name, such as dpsgd:max_grad_norm=nan
+        if isinstance(value, str):  # from a trainer's name, such as dpsgd:max_grad_norm=nan
             raise ConfigurationError(f"{name} is {value!r}, and must be a finite number")
     parts = micro_batches > 0 and batch_size % micro_batches == 0
     for name, value, right, must in (
         ("max_grad_norm", max_grad_norm, 0 < max_grad_norm < math.inf, "be finite and above 0"),
         ("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < math.inf,
-         "be finite and not below 0 (0 is no noise)"),
+         "be finite and not below 0 (0 means no noise)"),
         ("micro_batches", micro_batches, parts, f"divide the batch size, {batch_size}"),
     ):  # fmt: skip
         if not right:
             raise ConfigurationError(f"{name} is {value}, and must {must}")
 
 
-def check_optimizer(name: str, made: Callable[..., torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that cannot be built with its parameters, or cannot step."""
+def check_optimizer(name: str, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    """Raise if an optimizer cannot be built with its parameters, or cannot step."""
     try:
         parameter = torch.zeros(1, 1, requires_grad=True)
         parameter.grad = torch.zeros(1, 1)
-        made([parameter], lr=1e-3).step()
+        optimizer([parameter], lr=1e-3).step()
     except Exception as error:  # a user's optimizer can raise anything
         words = " ".join(str(error).split())
         raise ConfigurationError(f"optimizer {name} cannot step: {words}") from error
 
 
 def mean_of(losses: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
-    """The mean loss of parts with these numbers of examples; by default all parts are equal.
+    """Return the mean over examples of the mean losses of several parts; NaN without parts.
 
-    A single loss is returned as it is. Without losses the mean is NaN.
+    Args:
+        losses: the mean loss of each part.
+        sizes: number of examples in each part. By default, all parts are equally large.
     """
     if len(losses) == 1:
         return losses[0]

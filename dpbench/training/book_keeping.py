@@ -1,9 +1,9 @@
-"""DP-SGD with flat clipping in one backward pass, without per-sample gradients.
+"""DP-SGD with flat clipping in one backward pass.
 
-Backward computes gradients of layers' outputs only, not of parameters. Norms are computed from
-these gradients and the saved activations, and then the sum of clipped gradients. This is
-"book-keeping" of Bu et al., "Differentially Private Optimization on Large Foundation Models"
-(2022), https://arxiv.org/abs/2210.00038.
+The backward computes gradients of layers' outputs, but not of parameters. Per-example norms and
+then the sum of clipped gradients are computed from these output gradients and the saved
+activations. This method is "book-keeping" of Bu et al., "Differentially Private Optimization on
+Large Foundation Models" (2022), https://arxiv.org/abs/2210.00038.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from dpbench.training.phases import phase
 
 
 class BookKeepingTrainer(ClippedSumTrainer):
-    """One backward pass; then norms, clipping factors and weighted sums, all in ``clip``.
+    """Trains with one backward pass. The phase ``clip`` computes norms, factors and weighted sums.
 
-    Any optimizer works, and a layer may be called several times. For linear and embedding layers,
-    backward keeps activations and output gradients until clipping, or else the per-sample gradients
-    made from them. For other layers it always keeps per-sample gradients. Activation checkpointing
-    does not change this.
+    Any optimizer works, and a layer may be called several times. For a linear layer or an
+    embedding, the backward keeps either activations and output gradients, or per-sample gradients.
+    For other layers, the backward always keeps per-sample gradients. Activation checkpointing does
+    not change what is kept.
+
+    The constructor has the arguments of `TrainerBase`.
 
     Attributes:
-        ways: how the last step computed the norms of each trained layer, by layer name; see
+        ways: how the last step computed the norms of each trained layer, by the layer's name; see
             `dpbench.training.norm_ways`.
 
-    Arguments as `TrainerBase`.
-
     Raises:
-        ConfigurationError: names a layer or parameter that this trainer cannot clip.
+        ConfigurationError: the trainer cannot clip a layer or parameter of the model.
     """
 
     scaled = staticmethod(scaled)
     known_ways: Collection[str] = (PRODUCTS, GRADIENT, KEPT)
     has_kernel = False
-    """Whether one kernel computes norms from products T × T; ``kernel`` of `norm_ways.costs`."""
+    """Whether one kernel computes norms from products T × T. `norm_ways.costs` uses this."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         check_untied(model)
         self._listening = False
-        self._uses_are_checked = False  # before the first step
+        self._uses_are_checked = False  # the first step checks how the model uses parameters
         self.seen: dict[nn.Module, KeptOfLayer] = {}
         self.rules: dict[nn.Module, Rule[Any]] = {}
         self.ways: dict[str, str] = {}
@@ -73,7 +73,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return sharded(model, self.workload)
 
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
-        """The rule by which a layer with parameters of its own is clipped."""
+        """Return the rule that clips a layer with its own parameters."""
         return rule_of(layer, name)
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -84,27 +84,31 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 with phase("forward"):
                     loss = self.mean_loss(self.model, part)
                 with phase("backward"):
-                    (loss * self.examples).backward()  # of the sum: per-sample gradients
+                    # The sum of losses: an example's output gradient must not be divided by B.
+                    (loss * self.examples).backward()
             losses.append(loss.detach())
-            del loss  # its graph keeps layers' inputs alive
+            del loss  # the loss's graph keeps layers' inputs in memory
             with phase("clip"):
                 self.clip(last)
         self.update()
         return mean_of(losses, self.sizes)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The mean loss. The first call also refuses parameters used outside their layer's call."""
+        """Return the mean loss. The first call also checks how the model uses its parameters.
+
+        It raises if the model uses a trained parameter outside the call of the parameter's layer.
+        """
         if self._uses_are_checked:
             return super().mean_loss(model, batch)
-        with outside_of_their_layers(self.model, self.rules) as names:
+        with gradients_only_outside_layers(self.model, self.rules) as names:
             loss = super().mean_loss(model, batch)
-        check_heard(names, loss)
+        check_unused_outside_layers(names, loss)
         self._uses_are_checked = True
         return loss
 
     @contextmanager
     def without_parameter_gradients(self) -> Iterator[None]:
-        """A context with hooks on layers, in which autograd makes no parameter gradients."""
+        """Keep in this context what clipping needs, and compute no gradients of parameters."""
         self.seen = {}
         self._listening = True
         for parameter in self.trained:
@@ -119,12 +123,12 @@ class BookKeepingTrainer(ClippedSumTrainer):
     def _keep(
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
     ) -> Tensor | None:
-        """Keep a layer's input and, when backward reaches the layer, its output gradient."""
-        # Activation checkpointing runs the layer first without autograd, and again in backward.
+        """Keep a layer's input and, when the backward reaches the layer, the output gradient."""
+        # Activation checkpointing runs the layer first without autograd, and again during backward.
         if not (self._listening and torch.is_grad_enabled()):
             return None
         rule.check_call(given, options, returned, self.examples)
-        is_first = not returned.requires_grad  # no trained layer precedes it
+        is_first = not returned.requires_grad  # no trained layer comes before this layer
         if is_first:
             returned.requires_grad_()
         held = [given[0].detach()]
@@ -132,16 +136,17 @@ class BookKeepingTrainer(ClippedSumTrainer):
         seen = self.seen.setdefault(layer, [])
 
         def keep_gradient(gradient: Tensor) -> None:
-            activations = held.pop()  # the graph references this function until backward ends
-            if activations._version != version:  # autograd may not have saved it, so does not check
-                raise rule.refusal("what it was given was changed in place afterwards")
-            self._put_aside(rule, seen, activations, gradient.detach())
+            activations = held.pop()  # frees them earlier: this function lives until backward ends
+            # Autograd checks only tensors that it has saved, and may not have saved the input.
+            if activations._version != version:
+                raise rule.refusal("its input was changed in place after the call")
+            self._keep_call(rule, seen, activations, gradient.detach())
 
         returned.register_hook(keep_gradient)
         return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
 
-    def _put_aside(self, rule: Rule[Any], seen: KeptOfLayer, x: Tensor, g: Tensor) -> None:
-        """Keep what clipping needs from a call; the layer's first call decides the way."""
+    def _keep_call(self, rule: Rule[Any], seen: KeptOfLayer, x: Tensor, g: Tensor) -> None:
+        """Keep what clipping needs from a call. The layer's first call chooses the way to norms."""
         if not seen:
             alone = self.part_size == self.micro_batches == 1
             kernel = self.has_kernel
@@ -149,16 +154,17 @@ class BookKeepingTrainer(ClippedSumTrainer):
         rule.keep(seen, x, g, self.ways[rule.name])
 
     def clip(self, last: bool) -> None:
-        """Add the clipped gradients to the sums; after the last micro-batch, reduce the sums."""
+        """Add clipped gradients to the sums. After the last micro-batch, reduce the sums."""
         for buffer in self.clipped(last):
             self.reduce(buffer)
 
     @torch.no_grad()
     def clipped(self, last: bool) -> Iterator[Buffer]:
-        """Clip; with several ranks, yield each buffer that is complete after the last micro-batch.
+        """Add clipped gradients to the sums, and yield each buffer that is complete.
 
-        All ranks yield buffers in the order of the model's layers, even if a rank has not called
-        a layer.
+        Buffers are complete only after the last micro-batch. They are yielded only if several ranks
+        train. All ranks yield the buffers in the order of the model's layers, even if a rank has
+        not called a layer.
         """
         early = last and self.parallel != "none"
         seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
@@ -169,16 +175,16 @@ class BookKeepingTrainer(ClippedSumTrainer):
         kept = KeptGradients(made)
         norms = kept.squared_norms() + self.squared_norms(seen)
         factors = Factors(self.factors_for(norms), self.scaled)
-        kept.put_small(factors.exact, self.sums)
+        kept.add_small(factors.exact, self.sums)
         for layer, rule in self.rules.items():
-            kept.put(rule.trained, factors.exact, self.sums)
+            kept.add_large(rule.trained, factors.exact, self.sums)
             if layer in seen and isinstance(rule, PairRule):
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
             if early:
                 yield from self.sums.finish(rule.trained)
 
     def squared_norms(self, seen: dict[nn.Module, KeptOfLayer]) -> list[Tensor]:
-        """Squared norms of the gradients that are not kept, each ``[B]``, float32 or wider.
+        """Return squared norms of the gradients that are not kept, each ``[B]``.
 
         Args:
             seen: pairs of activations and output gradients, by layer.
@@ -192,7 +198,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
 
 class ChangeableInPlace(torch.autograd.Function):
-    """Returns a leaf tensor as a non-leaf in the same memory, which may be changed in place."""
+    """Returns a tensor with a leaf tensor's memory, which may then be changed in place."""
 
     @staticmethod
     def forward(_: Any, leaf: Tensor) -> Tensor:
@@ -204,13 +210,13 @@ class ChangeableInPlace(torch.autograd.Function):
 
 
 @contextmanager
-def outside_of_their_layers(
+def gradients_only_outside_layers(
     model: nn.Module, rules: Mapping[nn.Module, Rule[Any]]
 ) -> Iterator[dict[Any, str]]:
-    """A context in which trained parameters require gradients only outside their layers' calls.
+    """Let trained parameters require gradients only outside the calls of their layers.
 
     Yields:
-        The names of parameters. FSDP2's gathered parameters are added when they are gathered.
+        The name of each parameter. A parameter that FSDP2 gathers is added when it is gathered.
     """
     trained = [parameter for rule in rules.values() for parameter in rule.trained]
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -237,8 +243,8 @@ def outside_of_their_layers(
             hook.remove()
 
 
-def check_heard(names: Mapping[Any, str], loss: Tensor) -> None:
-    """Refuse a parameter that the loss uses outside its layer's calls."""
+def check_unused_outside_layers(names: Mapping[Any, str], loss: Tensor) -> None:
+    """Raise if the loss uses a parameter outside the calls of the parameter's layer."""
     waiting: list[Any] = [loss.grad_fn]
     known: set[Any] = {None}
     while waiting:
@@ -248,15 +254,15 @@ def check_heard(names: Mapping[Any, str], loss: Tensor) -> None:
         known.add(node)
         if (name := names.get(getattr(node, "variable", None))) is not None:
             raise ConfigurationError(
-                f"the model uses parameter {name} without a call of its layer, where each "
-                f"example's gradient is not seen: call the layer, freeze it with "
+                f"the model uses parameter {name} without a call of its layer, so the gradients "
+                f"of single examples are unknown: call the layer, freeze the parameter with "
                 f"requires_grad_(False), or use the trainer micro_batch"
             )
         waiting += (following for following, _ in node.next_functions)
 
 
 def check_untied(model: nn.Module) -> None:
-    """Refuse a trained parameter shared by two layers: its gradient is a sum over both."""
+    """Raise if two layers share a trained parameter, whose gradient is a sum over both layers."""
     owners = Counter(
         parameter
         for layer in model.modules()
@@ -266,6 +272,6 @@ def check_untied(model: nn.Module) -> None:
     for shared in (parameter for parameter, times in owners.items() if times > 1):
         names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is shared]
         raise ConfigurationError(
-            f"{' and '.join(names)} are one parameter of several layers, whose norms this trainer "
-            f"takes apart: untie or freeze them, or use the trainer dpsgd"
+            f"{' and '.join(names)} are one parameter of several layers, and this trainer can only "
+            f"compute norms for each layer: untie or freeze them, or use the trainer dpsgd"
         )

@@ -1,4 +1,4 @@
-"""The base of trainers that sum clipped gradients themselves: sums, noise, update."""
+"""Base class of trainers that clip, add noise and update without Opacus's optimizer."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ from dpbench.training.refusals import ONLY_GHOST, check_layers
 
 
 class ClippedSumTrainer(TrainerBase):
-    """Flat clipping without Opacus's optimizer; a subclass adds clipped gradients to `sums`.
+    """Adds noise to sums of clipped gradients, and updates the parameters.
 
-    Arguments as `TrainerBase`.
+    A subclass clips each example's gradient, and adds the clipped gradients to `sums`.
+
+    The constructor has the arguments of `TrainerBase`.
 
     Raises:
-        ConfigurationError: names a layer or parameter that this trainer cannot clip.
+        ConfigurationError: the trainer cannot clip a layer or parameter of the model.
     """
 
     labels = PRIVATE
     compiles = False
     noises: tuple[str, ...] = NOISES
     sums_in: torch.dtype | None = None
-    """The dtype of the sums, if it differs from the parameters'."""
+    """Dtype of the sums; None for the dtype of the parameters."""
     draws_in_update = False
-    """Whether the update draws the noise, so that there is no phase ``noise``."""
+    """Whether the update draws the noise. Such a trainer has no phase ``noise``."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         if self.autocast is torch.float16:
             raise ConfigurationError(
-                "a GradScaler scales gradients before they are clipped: use bf16-amp"
+                "with fp16-amp, a GradScaler would scale gradients before they are clipped: use "
+                "bf16-amp"
             )
         check_layers(model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         check_alike(self.trained)
         self.sharing = in_buffers(self.trained)
-        self.known = ModelSnapshot(self.model)
+        self.snapshot = ModelSnapshot(self.model)
         self.kept_noise = KeptNoise(self.mechanism)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []
@@ -66,51 +69,63 @@ class ClippedSumTrainer(TrainerBase):
 
     @property
     def sums(self) -> Sums:
-        """The sums of clipped gradients over the examples of this batch so far."""
+        """Sums of clipped gradients over the examples of this batch so far."""
         if self._sums is None:
             ranks = rank_and_ranks()[1] if self.parallel == "fsdp2" else 1
             self._sums = Sums(self.sharing, self.sums_in, ranks)
         return self._sums
 
     def take_sums(self) -> Sums:
-        """Return the sums of a whole batch; the next step begins with new ones."""
+        """Return the sums of a batch. The next step begins with new sums."""
         sums, self._sums = self.sums, None
         return sums
 
     def begin_step(self) -> None:
-        """Raise if the model has changed; discard the sums of a failed step."""
+        """Raise if the model has changed, and discard the sums of a failed step."""
         if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # a forward without backward leaves the root module gathered
-        self.known.check()
+            self.model.reshard()  # a forward without a backward leaves the root module gathered
+        self.snapshot.check()
         self._sums, self._reductions = None, []
 
     def factors_for(self, squared_norms: Sequence[Tensor]) -> Tensor:
-        """The clipping factors ``[B]``, from squared norms ``[B]`` of parts of the gradients."""
+        """Return clipping factors ``[B]``.
+
+        Args:
+            squared_norms: squared norms ``[B]`` of the parts of each example's gradient.
+        """
         return clipping_factors(total(squared_norms), self.max_grad_norm)
 
     def reduce(self, buffer: Buffer) -> None:
         """Begin to reduce a complete buffer over the ranks.
 
-        Under DDP the buffer includes noise: each rank draws a share of it.
+        Under DDP, each rank first adds its share of the noise, except if the update draws the
+        noise.
         """
         if self.parallel == "ddp" and not self.draws_in_update:
             with phase("noise"):
                 self.make_private(buffer.flat, buffer.number)
         self._reductions.append(Reduction(buffer, self.parallel))
         if self.parallel == "fsdp2" and len(self._reductions) > AT_ONCE:
-            self._reductions[-1 - AT_ONCE].wait()  # frees the sent buffer
+            self._reductions[-1 - AT_ONCE].wait()  # frees the buffer that was sent
 
     def all_reductions(self) -> list[Reduction]:
-        """Reduce the remaining buffers; return the reductions of all buffers."""
+        """Begin to reduce the remaining buffers, and return the reductions of all buffers."""
         for buffer in self.take_sums().finish():
             self.reduce(buffer)
         reductions, self._reductions = self._reductions, []
         return reductions
 
     def make_private(self, gradient: Tensor, number: int) -> None:
-        """Add noise to sum ``number`` and divide by the batch size; under DDP, to a rank's part."""
-        # Not by ``alpha`` of `add_`: a CPU rounds that to the gradients' dtype, which in bf16
-        # makes noise up to 0.4 % too small.
+        """Add noise to a sum of clipped gradients, and divide the sum by the batch size.
+
+        Under DDP, this rank adds only its share of the noise.
+
+        Args:
+            gradient: the sum, changed in place.
+            number: the sum's number, which identifies its correlated noise in later steps.
+        """
+        # The deviation is no ``alpha`` of `add_`, because a CPU rounds ``alpha`` to the gradients'
+        # dtype. In bf16 the noise would be up to 0.4 % too small.
         if deviation := self.noise_multiplier * self.max_grad_norm:
             own = own_part(gradient, "ddp") if self.parallel == "ddp" else gradient
             if len(self.noise_weights) > 1:
@@ -121,15 +136,15 @@ class ClippedSumTrainer(TrainerBase):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add noise to the summed gradients, and let the optimizer step with their mean."""
+        """Add noise to the sums of clipped gradients, and let the optimizer step with the means."""
         reductions = self.all_reductions()
         if self.parallel != "ddp":
             with phase("noise"):
                 for each in reductions:
                     self.make_private(each.wait(), each.number)
-        self.take_own_step(reductions)
+        self.step_optimizer(reductions)
 
-    def take_own_step(self, reductions: Sequence[Reduction]) -> None:
+    def step_optimizer(self, reductions: Sequence[Reduction]) -> None:
         """Let the optimizer step with the noisy mean gradients."""
         with phase("optimizer"):
             for each in reductions:
@@ -140,14 +155,14 @@ class ClippedSumTrainer(TrainerBase):
 
 
 AT_ONCE = 4
-"""How many buffers FSDP2 may reduce while others are filled; each of them takes memory."""
+"""Largest number of buffers that are reduced at the same time under FSDP2. Each takes memory."""
 
 
 def check_alike(parameters: list[nn.Parameter]) -> None:
-    """Refuse parameters whose gradients cannot share a buffer."""
+    """Raise if parameters differ in dtype or device, so that gradients cannot share a buffer."""
     kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in parameters}
     if len(kinds) > 1:
         raise ConfigurationError(
-            f"this trainer has the gradients of trained parameters in common buffers, so these "
+            f"the gradients of trained parameters share buffers in this trainer, so the parameters "
             f"must be of one type on one device, not {' and '.join(sorted(kinds))}"
         )

@@ -1,7 +1,7 @@
-"""Noise that is correlated over steps: its weights.
+"""Weights of noise that is correlated over steps.
 
-The noise of a step is ``w[0] × z + w[1] × (z of the step before) + …``. Each z is a new normal
-sample. So later steps cancel part of the noise of earlier steps.
+The noise of a step is ``w[0] × z[t] + w[1] × z[t - 1] + …``, where z[t] is a normal sample that is
+drawn in step t. So later steps cancel part of the noise of earlier steps.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from dpbench.core.errors import ConfigurationError, unknown
 Numbers: TypeAlias = NDArray[np.float64]
 
 INDEPENDENT = (1.0,)
-"""The weights of noise that is independent in each step."""
+"""Weights of noise that is independent in each step."""
 
 NOISES = ("independent", "banded", "blt")
+"""Kinds of noise, see `mechanism`."""
 
 
 class Mechanism(NamedTuple):
-    """How noise is correlated over steps.
+    """Description of the correlation of noise over steps.
 
     Attributes:
-        weights: of the newest z, the one before, and so on, in units of σC. The noise of ``blt``
-            has one for each step of the training.
-        decays: of each buffer of ``blt``; otherwise empty.
-        shares: of each buffer in the next noise.
+        weights: weights of z in this step, the step before, and so on, in units of σC. ``blt``
+            noise has a weight for each step of the training.
+        decays: decay of each buffer of ``blt`` noise; empty for other noise.
+        shares: share of each buffer of ``blt`` noise in the next noise; empty for other noise.
     """
 
     weights: tuple[float, ...] = INDEPENDENT
@@ -40,33 +41,37 @@ class Mechanism(NamedTuple):
 
 
 def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -> Mechanism:
-    """Choose how noise is correlated over steps.
+    """Return the mechanism for a kind of noise.
 
-    ``banded`` is the banded inverse square root of Kalinin et al., "Back to Square Roots" (2025),
-    https://arxiv.org/abs/2505.12128: the first coefficients of √(1 - x). Two bands are close to
-    DP-λCGD, https://arxiv.org/abs/2601.22334, which chooses the second weight.
+    The weights of ``banded`` noise are the first coefficients of √(1 - x). This is the banded
+    inverse square root of Kalinin et al., "Back to Square Roots" (2025),
+    https://arxiv.org/abs/2505.12128. Two bands are close to DP-λCGD,
+    https://arxiv.org/abs/2601.22334, which cancels a chosen share of the preceding step's noise.
 
-    ``blt`` is the buffered linear Toeplitz mechanism of Dvijotham et al. (2024),
-    https://arxiv.org/abs/2404.16706, with the least maximum error over all steps.
+    ``blt`` noise is that of the buffered linear Toeplitz mechanism of Dvijotham et al. (2024),
+    https://arxiv.org/abs/2404.16706. The maximum of its error over all steps is minimized.
 
-    The weights are multiplied by the sensitivity of ``steps`` steps, in which each example takes
-    part once. So training is as private as one Gaussian mechanism with noise multiplier σ.
+    The weights are multiplied by the sensitivity of a training with ``steps`` steps, in which each
+    example takes part once. So the training is as private as one Gaussian mechanism with noise
+    multiplier σ.
 
     Args:
         noise: one of `NOISES`.
-        bands: of ``banded``, the number of weights, at least 1; with 1, noise is independent.
-        buffers: of ``blt``, the number of buffers, at least 1.
-        steps: the number of steps of the whole training.
+        bands: number of weights of ``banded`` noise, at least 1. With one weight, the noise is
+            independent.
+        buffers: number of buffers of ``blt`` noise, at least 1.
+        steps: number of steps of the whole training.
 
     Raises:
-        ConfigurationError: ``noise`` is unknown, or a number is too small or not for this noise.
+        ConfigurationError: ``noise`` is unknown, a number is too small, or a number has no meaning
+            for this noise.
     """
     if noise not in NOISES:
         raise unknown("noise", noise, NOISES)
     of_noise = {"banded": {"bands": bands}, "blt": {"buffers": buffers}}.get(noise, {})
     for name, number in {**of_noise, "noise_steps": steps}.items():
         if not isinstance(number, int) or number < 1:
-            raise ConfigurationError(f"{name} is {number}, and must be a whole number from 1 on")
+            raise ConfigurationError(f"{name} is {number}, and must be a whole number, at least 1")
     for name, number, usual, of in (("bands", bands, 1, "banded"), ("buffers", buffers, 0, "blt")):
         if noise != of and number != usual:
             raise ConfigurationError(f"{name} has no meaning without noise={of}")
@@ -84,9 +89,9 @@ def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -
 
 
 def whitening(weights: Sequence[float], steps: int) -> list[float]:
-    """The coefficients whose weighted sum of successive steps' noise is the newest z.
+    """Return the coefficients with which a weighted sum of the steps' noise is the newest z.
 
-    They form the inverse of the weights' lower triangular Toeplitz matrix.
+    They are the first column of the inverse of the weights' lower triangular Toeplitz matrix.
     """
     padded = np.zeros(steps)
     padded[: len(weights)] = weights[:steps]
@@ -95,7 +100,10 @@ def whitening(weights: Sequence[float], steps: int) -> list[float]:
 
 
 def _inverse(series: Numbers) -> Numbers:
-    """The first coefficients of 1 / a power series, by Newton's method, which doubles them."""
+    """Return the first coefficients of the reciprocal of a power series.
+
+    Each step of Newton's method doubles the number of coefficients.
+    """
     found = 1 / series[:1]
     while len(found) < len(series):
         length, size = min(2 * len(found), len(series)), 4 * len(found)
@@ -107,10 +115,13 @@ def _inverse(series: Numbers) -> Numbers:
 
 @cache
 def _best_buffers(buffers: int, steps: int) -> tuple[list[float], list[float], list[float]]:
-    """Minimize sensitivity × maximum error of ``blt`` over its shares and decays.
+    """Find the shares and decays of ``blt`` noise that minimize sensitivity × maximum error.
 
-    Returns the coefficients of the strategy matrix, 1 and sums of share × decay^(k - 1); the
-    shares; and the decays. The search starts at a quadrature of 1 / √(1 - x).
+    The search starts at a quadrature of 1 / √(1 - x).
+
+    Returns:
+        The coefficients of the strategy matrix, the shares, and the decays. Coefficient 0 is 1, and
+        coefficient k > 0 is the sum over buffers of share × decay^(k - 1).
     """
     from scipy.optimize import minimize
     from scipy.signal import fftconvolve
@@ -123,14 +134,17 @@ def _best_buffers(buffers: int, steps: int) -> tuple[list[float], list[float], l
     exponents = np.arange(steps - 1)
 
     def loss(chosen: Numbers) -> tuple[float, Numbers]:
-        """The logarithm of the square, and its gradient by log shares and logits of decays."""
+        """Return the logarithm of the squared product, and its gradient.
+
+        The variables are the logarithms of the shares and the logits of the decays.
+        """
         decays = expit(chosen[buffers:])
         terms = np.exp(chosen[:buffers])[:, None] * decays[:, None] ** exponents
         strategy = np.concatenate([[1.0], terms.sum(0)])
         inverse = _inverse(strategy)
         errors = inverse.cumsum()
         moved, lost = strategy @ strategy, errors @ errors
-        by_inverse = 2 * errors[::-1].cumsum() / lost  # from the last to the first
+        by_inverse = 2 * errors[::-1].cumsum() / lost  # in reverse order
         square = fftconvolve(inverse, inverse)[:steps]
         by_strategy = 2 * strategy / moved - fftconvolve(by_inverse, square)[:steps][::-1]
         by_share = terms @ by_strategy[1:]

@@ -1,7 +1,7 @@
-"""DP-SGD: every per-sample gradient is materialised, then clipped.
+"""DP-SGD as Opacus implements it: all per-sample gradients are kept in memory, and then clipped.
 
-The algorithm is that of Abadi et al., "Deep Learning with Differential Privacy" (2016),
-https://arxiv.org/abs/1607.00133, as Opacus implements it.
+The algorithm is from Abadi et al., "Deep Learning with Differential Privacy" (2016),
+https://arxiv.org/abs/1607.00133.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
 
 
 def mark_phases(optimizer: DPOptimizer) -> None:
-    """Mark the phases inside ``optimizer.step()``.
+    """Mark the phases inside ``optimizer.step()``, in which Opacus clips, adds noise and updates.
 
-    Opacus clips, adds noise and updates inside one call. Its methods are wrapped and the call
-    stays, so that Opacus itself is measured.
+    The optimizer's methods are wrapped, and their code stays Opacus's own.
     """
     for method, name in (
         ("clip_and_accumulate", "clip"),  # flat clipping
-        ("accumulate", "clip"),  # fast gradient clipping: sums gradients that are already clipped
+        ("accumulate", "clip"),  # fast gradient clipping, which sums clipped gradients here
         ("add_noise", "noise"),
         ("scale_grad", "noise"),
     ):
@@ -41,7 +40,7 @@ def mark_phases(optimizer: DPOptimizer) -> None:
 
 
 def correlate_noise(optimizer: DPOptimizer, kept: KeptNoise) -> None:
-    """Make an optimizer of Opacus add correlated noise to each parameter."""
+    """Make Opacus's optimizer add correlated noise."""
     deviation = optimizer.noise_multiplier * optimizer.max_grad_norm
 
     def add_noise() -> None:
@@ -57,17 +56,21 @@ def correlate_noise(optimizer: DPOptimizer, kept: KeptNoise) -> None:
 
 
 class OpacusTrainer(TrainerBase):
-    """The base of all Opacus trainers; arguments as `TrainerBase`.
+    """Base class of trainers that use Opacus. It has the arguments of `TrainerBase`.
 
-    A subclass chooses the wrapper of the model, and Opacus's optimizer. With several ranks Opacus
-    chooses the optimizer by the clipping and the ``grad_sample_mode``.
+    A subclass chooses Opacus's wrapper of the model, and Opacus's optimizer. With several ranks,
+    Opacus chooses the optimizer's class by the attributes ``clip`` and ``mode``.
+
+    Attributes:
+        clip: how Opacus clips: ``flat`` or ``per_layer``.
+        mode: Opacus's ``grad_sample_mode``; None for a trainer that supports only one rank.
     """
 
     labels = PRIVATE
     compiles = False
     noises: tuple[str, ...] = NOISES
     clip = "flat"
-    mode: str | None = None  # Opacus's grad_sample_mode, if one does the same
+    mode: str | None = None
     optimizer_class: type[DPOptimizer] = DPOptimizer
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
@@ -75,10 +78,10 @@ class OpacusTrainer(TrainerBase):
         super().__init__(model, batch_size=batch_size, **options)
         if self.autocast is torch.float16:
             raise ConfigurationError(
-                "Opacus clips gradients as a GradScaler has scaled them, all of them down to the "
-                "threshold, and fp16-amp needs one: use bf16-amp"
+                "fp16-amp needs a GradScaler, which would scale gradients before Opacus clips "
+                "them: use bf16-amp"
             )
-        self.grad_sample_module = self.wrapped()
+        self.grad_sample_module = self.wrap()
         self.optimizer = self.private_optimizer()
         if len(self.noise_weights) > 1:
             correlate_noise(self.optimizer, KeptNoise(self.mechanism))
@@ -95,19 +98,23 @@ class OpacusTrainer(TrainerBase):
         return replica
 
     def distributed_optimizer(self, mode: str) -> type[DPOptimizer]:
-        """Opacus's optimizer class for several ranks; an error with Opacus's message if none."""
+        """Return Opacus's optimizer class for several ranks.
+
+        Raises:
+            ConfigurationError: Opacus has no such class. The error quotes Opacus's message.
+        """
         try:
             found: type[DPOptimizer] = get_optimizer_class(self.clip, True, mode)
         except ValueError as error:
-            raise self.refusal(f"Opacus says {str(error)!r}; use grad_sample=hooks") from error
+            raise self.refusal(f"Opacus raises {str(error)!r}; use grad_sample=hooks") from error
         return found
 
     @abstractmethod
-    def wrapped(self) -> nn.Module:
-        """The model with Opacus's hooks."""
+    def wrap(self) -> nn.Module:
+        """Return the model with Opacus's hooks."""
 
     def private_optimizer(self) -> DPOptimizer:
-        """The optimizer that clips and adds noise."""
+        """Return the optimizer that clips and adds noise."""
         return self.optimizer_class(
             self.plain_optimizer,
             noise_multiplier=self.noise_multiplier,
@@ -116,44 +123,47 @@ class OpacusTrainer(TrainerBase):
         )
 
     def private_loss(self, batch: Batch) -> Any:
-        """A loss whose ``backward()`` leaves on the parameters what the optimizer clips."""
+        """Return a loss whose ``backward()`` sets the gradients that the optimizer clips."""
         return self.mean_loss(self.grad_sample_module, batch)
 
     def backward(self, loss: Any) -> None:
-        """Run backward from what `private_loss` returned."""
+        """Run the backward of a loss from `private_loss`."""
         loss.backward()
 
     def train_step(self, batch: Batch) -> Tensor:
         with refusals(self.model):
             losses = [self.train_part(part, last) for last, part in self.parts(batch)]
             if not losses:
-                self.train_nothing()
+                self.train_empty_batch()
             return mean_of(losses, self.sizes)
 
     def train_part(self, part: Batch, last: bool) -> Tensor:
-        """Clip a micro-batch; with the last, add noise and update. Returns its mean loss."""
+        """Clip the gradients of a micro-batch, and return its mean loss.
+
+        After the last micro-batch of a batch, the optimizer adds noise and updates the parameters.
+        """
         with phase("forward"):
             loss = self.private_loss(part)
-            mean: Tensor = loss.detach()  # with fast gradient clipping, ``detach`` takes the mean
+            mean: Tensor = loss.detach()  # in fast gradient clipping, ``detach`` takes the mean
         with phase("backward"):
             self.backward(loss)
         with phase("optimizer"):
-            if not last:  # as Opacus's BatchMemoryManager does it
+            if not last:  # Opacus's BatchMemoryManager does the same
                 self.optimizer.signal_skip_step()
-            self.optimizer.step()  # with phases clip and, if last, noise: mark_phases
+            self.optimizer.step()  # contains the phases that `mark_phases` marks
             self.optimizer.zero_grad(set_to_none=True)
         return mean
 
-    def leave_nothing(self, parameter: Any) -> None:
-        """Set on a parameter what backward would leave for an empty batch."""
+    def set_empty_gradient(self, parameter: Any) -> None:
+        """Set the gradient that the backward of an empty batch would set on a parameter."""
         parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
 
-    def train_nothing(self) -> None:
-        """Update by noise alone, as after an empty batch."""
+    def train_empty_batch(self) -> None:
+        """Update the parameters by noise alone."""
         with phase("optimizer"):
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
-                    self.leave_nothing(parameter)
+                    self.set_empty_gradient(parameter)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -166,13 +176,15 @@ class DPSGDTrainer(OpacusTrainer):
     """DP-SGD that keeps the per-sample gradients of all parameters, and then clips them.
 
     Args:
-        clip: ``flat`` clips an example's whole gradient to C. ``per_layer`` clips its gradient of
-            each of n parameters to C/√n, so that the whole gradient is at most C and the noise is
-            that of flat clipping.
-        grad_sample: how per-sample gradients are made. ``hooks``: by a rule for each kind of
-            layer. ``functorch``: by ``vmap`` of ``grad`` for every layer. ``ew``: by PyTorch's
-            expanded weights.
-        options: as `TrainerBase`.
+        model: the workload's model.
+        batch_size: number of examples in each batch.
+        clip: ``flat`` clips an example's whole gradient to C. ``per_layer`` clips the gradient of
+            each of n parameters to C/√n, so that the whole gradient is at most C. Both need the
+            same noise.
+        grad_sample: how per-sample gradients are computed: by a rule for each kind of layer
+            (``hooks``), by ``vmap`` of ``grad`` for every layer (``functorch``), or by PyTorch's
+            expanded weights (``ew``).
+        options: further arguments of `TrainerBase`.
     """
 
     def __init__(
@@ -194,10 +206,11 @@ class DPSGDTrainer(OpacusTrainer):
         self.labels = {**PRIVATE, "clips": clip.replace("_", " ")}
         super().__init__(model, batch_size=batch_size, **options)
 
-    def wrapped(self) -> nn.Module:
+    def wrap(self) -> nn.Module:
         if self.grad_sample == "ew" and self.autocast:
             raise ConfigurationError(
-                "expanded weights (grad_sample=ew) don't work under autocast: use grad_sample=hooks"
+                "expanded weights (grad_sample=ew) do not work under autocast: use "
+                "grad_sample=hooks"
             )
         model: nn.Module = wrap_model(self.model, grad_sample_mode=self.grad_sample)
         return model

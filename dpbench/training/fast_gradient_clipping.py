@@ -1,9 +1,9 @@
-"""DP-SGD that clips through a second backward pass, with or without ghost norms.
+"""DP-SGD with two backward passes, as Opacus implements it, with or without ghost clipping.
 
-The first backward pass computes each example's gradient norm. The second pass runs on the loss
-weighted by the clipping factors. So per-sample gradients need not be kept (Lee and Kifer,
-https://arxiv.org/abs/2009.03106). Ghost clipping computes the norms of Linear and Embedding
-layers without per-sample gradients (Li et al., https://arxiv.org/abs/2110.05679).
+The first backward pass computes the norm of each example's gradient. The second pass runs on the
+loss weighted by the clipping factors, so that per-sample gradients need not be kept (Lee and Kifer,
+https://arxiv.org/abs/2009.03106). Ghost clipping computes the norms of linear layers and embeddings
+without per-sample gradients (Li et al., https://arxiv.org/abs/2110.05679).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dpbench.training.parallel import mesh_of_all
 
 
 def sharded_as_opacus_does(model: nn.Module) -> nn.Module:
-    """Shard the model with FSDP2, each layer by itself, as Opacus's ``FSDP2Wrapper`` does."""
+    """Shard each layer of the model separately with FSDP2, by Opacus's ``FSDP2Wrapper``."""
     mesh = mesh_of_all(next(model.parameters()).device.type)
     with patch.object(fsdp_utils, "fully_shard", partial(fully_shard, mesh=mesh)):
         wrapped: nn.Module = fsdp_utils.FSDP2Wrapper(model)
@@ -37,10 +37,11 @@ def sharded_as_opacus_does(model: nn.Module) -> nn.Module:
 
 
 class DPFastGradientClippingTrainer(OpacusTrainer):
-    """Fast gradient clipping: norms from per-sample gradients, one layer at a time.
+    """Fast gradient clipping, which keeps per-sample gradients of only one layer at a time.
 
-    Arguments as `TrainerBase`. Both backward passes count as the phase ``backward``: Opacus
-    runs them, and the clipping factors between them, in one call.
+    The constructor has the arguments of `TrainerBase`. The phase ``backward`` contains both
+    backward passes and the computation of the clipping factors, because Opacus runs them in one
+    call.
     """
 
     use_ghost_clipping: ClassVar[bool] = False
@@ -49,7 +50,7 @@ class DPFastGradientClippingTrainer(OpacusTrainer):
     mode = "ghost"
     loss_reduction = "mean"
 
-    def wrapped(self) -> nn.Module:
+    def wrap(self) -> nn.Module:
         model: nn.Module = self.module_class(
             self.model,
             loss_reduction=self.loss_reduction,
@@ -58,17 +59,20 @@ class DPFastGradientClippingTrainer(OpacusTrainer):
         )
         return model
 
-    def leave_nothing(self, parameter: Any) -> None:
+    def set_empty_gradient(self, parameter: Any) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
     def private_loss(self, batch: Batch) -> DPTensorFastGradientClipping:
-        """A loss whose ``backward()`` runs two passes: for the norms, then of the weighted loss."""
+        """Return a loss whose ``backward()`` runs both backward passes."""
         losses = self.example_losses(self.grad_sample_module, batch)
         return DPTensorFastGradientClipping(self.grad_sample_module, self.optimizer, losses)
 
 
 class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
-    """Ghost clipping: norms of Linear and Embedding layers without per-sample gradients."""
+    """Ghost clipping, which computes norms of some layers without per-sample gradients.
+
+    The layers are linear layers and embeddings.
+    """
 
     use_ghost_clipping = True
 
@@ -86,9 +90,10 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
         return super().private_optimizer()
 
     def _check_rows(self) -> None:
-        """Refuse a parameter with fewer rows than ranks, to which Opacus cannot add noise.
+        """Raise if a parameter has fewer rows than there are ranks.
 
-        PyTorch would replicate the sum of shard and noise, and could not update the shard with it.
+        Opacus cannot add noise to it: PyTorch would replicate the sum of the shard and the noise,
+        and could not update the shard with this sum.
         """
         of_opacus = self.distributed_optimizer("ghost_fsdp").add_noise
         if self.optimizer_class.add_noise is not of_opacus:
@@ -97,11 +102,11 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and (rows := len(parameter)) < ranks:
                 raise self.refusal(
-                    f"Opacus's noise cannot be added to {name}, which has {rows} row"
-                    f"{'s' * (rows > 1)} for {ranks} ranks; use ghost_lean, whose ranks draw it "
-                    f"for their shards, or fewer ranks"
+                    f"Opacus cannot add noise to {name}, which has only {rows} row"
+                    f"{'s' * (rows > 1)} for {ranks} ranks; use ghost_lean, whose ranks draw noise "
+                    f"for their own shards, or use fewer ranks"
                 )
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """The model under FSDP2."""
+        """Return the model, sharded with FSDP2."""
         return sharded_as_opacus_does(model)

@@ -1,8 +1,8 @@
 """DP-SGD with flat clipping that moves few more bytes than a standard step.
 
-This is book-keeping (`dpbench.training.book_keeping`) with merged passes. One kernel computes the
-norms of all layers of a shape, and stores neither per-sample gradients nor products T × T. The
-update itself draws the noise. On a GPU forward, backward and clip are CUDA graphs, which do not
+The method is book-keeping (`dpbench.training.book_keeping`) with merged passes. One kernel computes
+the norms of all layers of a shape, and stores neither per-sample gradients nor products T × T. The
+update itself draws the noise. On a GPU, forward, backward and clip are CUDA graphs, which do not
 wait for Python.
 """
 
@@ -43,12 +43,12 @@ from dpbench.training.updates import MergedUpdate, Update, groups_of, why_not
 
 
 class LayerNormRule(SampledRule):
-    """Makes a layer norm's per-sample gradients in one pass over its input."""
+    """Computes the per-sample gradients of a layer norm in one pass over the layer's input."""
 
     layer: nn.LayerNorm
 
     def __init__(self, layer: nn.Module, name: str) -> None:
-        Rule.__init__(self, layer, name)  # it needs no sampler
+        Rule.__init__(self, layer, name)  # the rule needs no sampler of Opacus
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
         samples = layer_norm_samples(three_dimensional(x), three_dimensional(g), self.layer.eps)
@@ -59,31 +59,32 @@ class LayerNormRule(SampledRule):
 class FusedTrainer(BookKeepingTrainer):
     """`BookKeepingTrainer` with merged passes, and with CUDA graphs on a GPU.
 
-    With SGD, Adam and AdamW the parameters and the optimizer's state become views of flat buffers.
-    The update draws the noise and adds it, so there is no phase ``noise``. Other optimizers take
-    their own step after a separate pass that adds the noise; so do optimizers whose step has hooks,
-    and under FSDP2 all but plain SGD.
-    Under DDP all ranks draw the same noise: none of it is sent, and every rank knows it. Under
-    FSDP2 each rank draws the noise of its shards, which are not moved into flat buffers.
+    With SGD, Adam and AdamW, the parameters and the optimizer's state become views of flat buffers.
+    The update draws and adds the noise, so there is no phase ``noise``. With other optimizers, a
+    separate pass adds the noise before the optimizer's own step. The same holds if the optimizer's
+    step has hooks, and under FSDP2 for all optimizers except plain SGD.
 
-    Only the first step captures graphs. A step runs eagerly if its batch has other shapes, if its
-    operators are counted, or if a layer has since switched to `eval` or back. A warning says why a
-    model cannot be captured; then all steps run eagerly.
-    Under FSDP2 the graphs hold its collectives: see `dpbench.training.parallel.leave_group`.
+    Under DDP, all ranks draw the same noise. So no noise is sent, and every rank knows the noise.
+    Under FSDP2, each rank draws the noise of its shards, which are not moved into flat buffers.
+
+    Only the first step captures graphs. A later step runs eagerly if its batch has other shapes, if
+    its operators are counted, or if a layer has since changed between training and evaluation mode.
+    If the model cannot be captured, a warning says why, and all steps run eagerly. Under FSDP2, the
+    graphs contain FSDP2's collectives, see `dpbench.training.parallel.leave_group`.
     """
 
     scaled = staticmethod(scaled)
     draws_in_update = True
     has_kernel = True
     in_graphs = True
-    noises = ("independent", "banded")  # it keeps nothing, and draws again what is reused
+    noises = ("independent", "banded")  # `blt` would need buffers in memory
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         self.sharing = in_buffers(self.trained, groups_of(self.plain_optimizer))
         why = why_not(self.plain_optimizer)
         if self.parallel == "fsdp2" and not is_plain(self.plain_optimizer):
-            why = "its state is sharded"
+            why = "the optimizer's state is sharded"
         self.merged = not why
         self._update: MergedUpdate | None = None
         if self.merged:
@@ -91,7 +92,7 @@ class FusedTrainer(BookKeepingTrainer):
             if self.parallel != "fsdp2":
                 self._update = MergedUpdate(self.sharing)
         self._warned: set[str] = set()
-        self.known = ModelSnapshot(self.model, in_place=True)
+        self.snapshot = ModelSnapshot(self.model, in_place=True)
         self._seed_buffers()
         self._graphs: StepGraphs | None = None
         self._is_first = True
@@ -105,7 +106,7 @@ class FusedTrainer(BookKeepingTrainer):
         self.last_block = block
 
     def _seed_buffers(self) -> None:
-        """Give each buffer a seed; under FSDP2 seeds differ between ranks."""
+        """Give each buffer a seed. Under FSDP2, the seeds differ between ranks."""
         number, (rank, ranks) = len(self.sharing), rank_and_ranks()
         seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(self.trained[0].device)
         if self.parallel != "none":
@@ -114,8 +115,8 @@ class FusedTrainer(BookKeepingTrainer):
             self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
         self.seeds, self._seeds_of_a_step = seeds, number
         self._steps, bands = 0, len(self.noise_weights)
-        # Row i: the weights of step i; the last row: of all later steps. Early steps have zeros
-        # for noise of steps before the first.
+        # Row i has the weights in step i, and the last row also those in later steps. A weight is
+        # 0 for noise of steps before the first step.
         weights = seeds.new_tensor(self.noise_weights, dtype=torch.float32) / self.noise_weights[0]
         self._weights = weights.expand(bands, bands).tril()
         self._ages = number * torch.arange(bands, device=seeds.device)
@@ -141,7 +142,7 @@ class FusedTrainer(BookKeepingTrainer):
         return norms
 
     def train_step(self, batch: Batch) -> Tensor:
-        # Operators inside a graph cannot be counted, and its collectives cannot be skipped.
+        # Operators of graphs cannot be counted, and micro-batches cannot skip graphs' collectives.
         graphs = self.trained[0].is_cuda and _get_current_dispatch_mode() is None
         graphs = graphs and not (self.parallel == "fsdp2" and self.micro_batches > 1)
         if not graphs:
@@ -166,9 +167,9 @@ class FusedTrainer(BookKeepingTrainer):
 
     @torch.no_grad()
     def _add_noise_and_update(self, reductions: Sequence[Reduction]) -> None:
-        """Add noise and update the parameters, if possible in one merged pass."""
+        """Add noise and update the parameters, in one merged pass if possible."""
         deviation = self.noise_multiplier * self.max_grad_norm * self.noise_weights[0]
-        self.seeds += self._seeds_of_a_step  # only correlated noise reuses seeds
+        self.seeds += self._seeds_of_a_step  # new seeds, which only correlated noise uses again
         seeds, weights = self.seeds.unbind(), None
         if len(self.noise_weights) > 1:
             seeds = (self.seeds[:, None] - self._ages).unbind()
@@ -187,7 +188,10 @@ class FusedTrainer(BookKeepingTrainer):
         elif isinstance(updates, str):
             if updates and updates not in self._warned:
                 self._warned.add(updates)
-                warnings.warn(f"fused updates after the noise, because {updates}", stacklevel=4)
+                warnings.warn(
+                    f"fused adds the noise in a pass before the update, because {updates}",
+                    stacklevel=4,
+                )
             with phase("noise"):
                 for each in reductions:
                     noisy_mean(
@@ -197,19 +201,19 @@ class FusedTrainer(BookKeepingTrainer):
                         1 / self.joint_batch_size,
                         weights,
                     )
-            self.take_own_step(reductions)
+            self.step_optimizer(reductions)
         else:
             with phase("optimizer"):
                 for each in reductions:
                     updates[each.number](each.wait(), seeds[each.number], weights)
 
     def _update_shards(self, reduction: Reduction, seed: Tensor, deviation: float) -> None:
-        """Update this rank's shards by plain SGD with noise."""
+        """Update this rank's shards by plain SGD, and add noise."""
         rate = self.plain_optimizer.param_groups[0]["lr"]
         numbers = Numbers(deviation, 1 / self.joint_batch_size, rate)
         gradient = reduction.wait()
         shards = [parameter.to_local() for parameter in reduction.parameters]
-        if len(shards) > 1:  # small parameters, whose shards are not contiguous
+        if len(shards) > 1:  # shards of small parameters, which are not contiguous in memory
             change = torch.zeros_like(gradient)
             noisy_update(change, [], gradient, seed, "plain", numbers)
             torch._foreach_add_(shards, reduction.parts(change))
@@ -219,13 +223,13 @@ class FusedTrainer(BookKeepingTrainer):
 
 @cache
 def plain_options() -> dict[str, object]:
-    """The options of plain SGD, which only subtracts gradient × learning rate."""
+    """Return the options of plain SGD, which only subtracts gradient × learning rate."""
     usual = torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults
     return {name: value for name, value in usual.items() if name != "lr"}
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is plain SGD."""
+    """Return True if an optimizer is plain SGD."""
     first, *others = optimizer.param_groups
     plain = all(first.get(name) == value for name, value in plain_options().items())
     return type(optimizer) is torch.optim.SGD and plain and not others and not why_not(optimizer)

@@ -1,8 +1,8 @@
 """Opacus's ghost clipping, without needless memory traffic.
 
-A first backward pass computes the norms, and a second one the gradient of the weighted loss, as in
-`dpbench.training.fast_gradient_clipping`. `docs/upstream` has most of the differences from Opacus
-1.6.0 as diffs.
+A first backward pass computes the norms. A second backward pass computes the gradient of the
+weighted loss, as in `dpbench.training.fast_gradient_clipping`. The folder ``docs/upstream``
+contains most of the differences from Opacus 1.6.0 as diffs.
 """
 
 from __future__ import annotations
@@ -43,40 +43,43 @@ from dpbench.training.phases import phase
 from dpbench.training.refusals import check_layers
 
 WAYS = {"cheaper": (PRODUCTS, GRADIENT), "products": (PRODUCTS,)}
+"""Ways to compute norms from which the trainer may choose, by the argument ``norms``."""
 
 
 class GhostLeanTrainer(ClippedMeanTrainer):
     """`DPGhostClippingTrainer` with these changes.
 
-    - The loss is a sum; Opacus takes the mean and rescales each layer's output gradient.
-    - Norms are upper bounds, see `dpbench.training.norm_bounds`; Opacus's may be too small.
-    - The pass for the norms computes no parameter gradients, so FSDP2 reduces none in it. Under
-      activation checkpointing autograd computes them anyway, and they are dropped. Opacus sets
-      them to zero and accumulates into them.
-    - Linear, embedding and convolution layers aside, a layer's per-sample gradients are computed
-      once and kept, because its parameters are mostly small. The update uses their weighted sum,
-      so norm and update round alike.
+    - The loss is a sum. Opacus uses the mean loss, and rescales each layer's output gradient.
+    - Norms are upper bounds, see `dpbench.training.norm_bounds`. Opacus's norms may be too small.
+    - The first pass computes no parameter gradients, so FSDP2 reduces no gradients in this pass.
+      Under activation checkpointing, autograd computes parameter gradients, which are discarded.
+      Opacus sets parameter gradients to zero, and accumulates into them.
+    - The per-sample gradients of other layers than linear layers, embeddings and convolutions are
+      computed once and kept, because these layers mostly have small parameters. The update uses the
+      weighted sum of these gradients, so the norm and the update have the same rounding errors.
     - The clipped sums are not copied. Noise is drawn as in `dpbench.training.lean.LeanTrainer`.
-      Under FSDP2 each rank draws the noise of its shard; with Opacus, that of all shards.
-    - Under FSDP2 embeddings are not gathered in backward, which does not read them. The layers of
-      a block are gathered and reduced together, if the workload names its blocks.
-
-    - Norms of a linear layer, an embedding or a convolution are computed from products T × T or
-      from per-sample gradients, whichever is cheaper. A 3-D or grouped convolution always takes
-      per-sample gradients. Opacus takes products for linear layers, per-sample gradients for
-      convolutions, and the looked-up rows for embeddings.
+      Under FSDP2, each rank draws the noise of its shard. In Opacus, each rank draws the noise of
+      all shards.
+    - Under FSDP2, embeddings are not gathered in the backward, which does not read them. The layers
+      of a block are gathered and reduced together, if the workload names the model's blocks.
+    - Norms of linear layers, embeddings and convolutions are computed from products T × T or from
+      per-sample gradients, whichever is cheaper. For 3-D and grouped convolutions, they are always
+      computed from per-sample gradients. Opacus uses products for linear layers, per-sample
+      gradients for convolutions, and looked-up rows for embeddings.
 
     Attributes:
-        ways: how the last step computed the norms of each trained layer, by layer name; see
+        ways: how the last step computed the norms of each trained layer, by the layer's name; see
             `dpbench.training.norm_ways`.
 
     Args:
-        norms: ``cheaper``, as above; or ``products``: linear layers and embeddings always take
-            products, and convolutions per-sample gradients.
-        options: as `TrainerBase`.
+        model: the workload's model.
+        batch_size: number of examples in each batch.
+        norms: ``cheaper`` chooses the cheaper way for each layer. ``products`` always uses products
+            for linear layers and embeddings, and per-sample gradients for convolutions.
+        options: further arguments of `TrainerBase`.
 
     Raises:
-        ConfigurationError: names a layer or parameter that this trainer cannot clip.
+        ConfigurationError: the trainer cannot clip a layer or parameter of the model.
     """
 
     def __init__(
@@ -88,12 +91,12 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         self.known_ways, self.ways = WAYS[norms], dict[str, str]()
         self._found: FirstPass | None = None  # None outside the first pass
         for layer, rule in self.rules.items():
-            layer.register_forward_hook(partial(self._hear, rule), with_kwargs=True)
+            layer.register_forward_hook(partial(self._watch_layer, rule), with_kwargs=True)
 
     def distribute(self, model: nn.Module) -> nn.Module:
         check_layers(model)
         check_untied(model)
-        # Make the rules now, before FSDP2 replaces the layers' classes.
+        # The rules are made before FSDP2 replaces the layers' classes.
         self.rules: dict[nn.Module, Rule[Any]] = {
             layer: rule_of(layer, name)
             for name, layer in model.named_modules()
@@ -104,13 +107,13 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
         try:
             model = sharded(model, self.workload, [nn.Embedding])
-        except ConfigurationError:  # the workload does not name its blocks
+        except ConfigurationError:  # the workload does not name the model's blocks
             model = sharded_as_opacus_does(model)
         for layer in model.modules():
             if isinstance(layer, nn.Embedding) and isinstance(layer, FSDPModule):
                 layer.set_unshard_in_backward(False)
         for rule in self.rules.values():
-            rule.find_parameters()  # the unsharded ones would stay in memory
+            rule.find_parameters()  # otherwise, the rule would keep unsharded parameters in memory
         return model
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -121,25 +124,25 @@ class GhostLeanTrainer(ClippedMeanTrainer):
             with phase("forward"):
                 losses = self.example_losses(self.model, part)
                 means.append(losses.detach().mean())
-            with phase("backward"):  # contains clipping: its second pass weights the losses
+            with phase("backward"):  # contains clipping, because the second pass weights losses
                 self.backward(losses, found)
-                del losses  # frees the graph, which has hooks
+                del losses  # frees autograd's graph, which has hooks
                 self.take_gradients(found)
         self.update()
         return mean_of(means, self.sizes)
 
-    def _hear(
+    def _watch_layer(
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
     ) -> None:
-        """In the first pass, measure a layer's output gradient when backward reaches it."""
+        """Compute a layer's norms when the backward of the first pass reaches the layer."""
         found = self._found
         if found is None:
             return
-        if not torch.is_grad_enabled():  # checkpointing will run it again, with another graph
+        if not torch.is_grad_enabled():  # activation checkpointing will run the layer again
             found.runs_again |= layer.training
             return
         rule.check_call(given, options, returned, self.examples)
-        if not given[0].requires_grad:  # no trained layer precedes it
+        if not given[0].requires_grad:  # no trained layer comes before this layer
             found.firsts.append(get_gradient_edge(returned))
         held = [given[0].detach()]
         version = held[0]._version
@@ -147,24 +150,26 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         def measure(gradient: Tensor) -> None:
             if self._found is None:
                 return
-            activations = held.pop()  # the graph keeps this function until the second pass ends
-            if activations._version != version:  # autograd may not have saved it, so does not check
-                raise rule.refusal("what it was given was changed in place afterwards")
+            activations = held.pop()  # frees them earlier: this function lives until pass 2 ends
+            # Autograd checks only tensors that it has saved, and may not have saved the input.
+            if activations._version != version:
+                raise rule.refusal("its input was changed in place after the call")
             found.measure(rule, activations, gradient.detach())
 
         returned.register_hook(measure)
 
     def backward(self, losses: Tensor, found: FirstPass) -> None:
-        """Run both passes; they leave the mean of the clipped gradients on the parameters."""
+        """Run both passes, which set the parameters' gradients to the mean clipped gradients."""
         if found.firsts and not found.runs_again:
-            # Ask for gradients of the first layers' outputs only: backward then visits every layer
-            # and makes no parameter gradients. FSDP2 would add such gradients to the second pass's.
+            # To compute the gradients of the first layers' outputs, the backward visits every
+            # layer, but computes no parameter gradients. FSDP2 would add parameter gradients of
+            # this pass to those of the second pass.
             torch.autograd.grad(losses.sum(), found.firsts, retain_graph=True, allow_unused=True)
         else:
             losses.sum().backward(retain_graph=True)
             self.plain_optimizer.zero_grad(set_to_none=True)
         self._found = None
-        # FSDP2 divides by the number of ranks itself.
+        # FSDP2 divides gradients by the number of ranks.
         divisor = self.batch_size if self.parallel == "fsdp2" else self.joint_batch_size
         weights = clipping_factors(total(found.squared_norms()), self.max_grad_norm, divisor)
         hooks = [
@@ -177,28 +182,28 @@ class GhostLeanTrainer(ClippedMeanTrainer):
 
     @torch.no_grad()
     def take_gradients(self, found: FirstPass) -> None:
-        """Add the gradients that both passes left; zeros if the loss does not use a parameter."""
+        """Add the gradients that both passes have set. An unused parameter's gradient is zero."""
         for layer, rule in self.rules.items():
             grown = any(p.grad is not None for p in layer.parameters(recurse=False))
             if grown and rule not in found.measured:
-                raise rule.refusal("the model uses its parameters without calling it")
+                raise rule.refusal("the model uses the layer's parameters without calling it")
         for parameter in self.trained:
             gradient, parameter.grad = parameter.grad, None
             self.add(parameter, torch.zeros_like(parameter) if gradient is None else gradient)
 
 
 class FirstPass:
-    """What the pass for the norms finds in a micro-batch.
+    """Results of the first pass for a micro-batch.
 
     Args:
-        known: the ways to compute norms from which to choose.
-        ways: receives the way of each layer, by name.
+        known: the ways to compute norms from which the trainer may choose.
+        ways: receives the chosen way of each layer, by the layer's name.
 
     Attributes:
-        firsts: outputs of the layers that no trained layer precedes; backward may end there.
-        runs_again: whether activation checkpointing runs layers again in backward.
-        measured: the rules of the layers that backward has reached.
-        samples: the per-sample gradients ``[B, …]``, by parameter, that are kept for the update.
+        firsts: outputs of the first trained layers, where the backward may end.
+        runs_again: whether activation checkpointing runs layers again during the backward.
+        measured: the rules of the layers that the backward has reached.
+        samples: the per-sample gradients ``[B, …]`` that are kept for the update, by parameter.
     """
 
     def __init__(self, known: Collection[str], ways: dict[str, str]) -> None:
@@ -213,7 +218,7 @@ class FirstPass:
         layer = rule.layer
         by_norms = isinstance(rule, LinearRule | EmbeddingRule) or is_convolution(layer)
         if by_norms and rule in self.measured:
-            raise rule.refusal("it is called twice, and norms of both calls are not known together")
+            raise rule.refusal("it is called twice, and its norms need the gradients of both calls")
         self.measured.add(rule)
         way = self._ways[rule.name] = way_of(rule, x, g, self._known) if by_norms else KEPT
         if isinstance(rule, LinearRule):
@@ -242,28 +247,28 @@ class FirstPass:
         rows = rows.reshape(len(g), -1).long()
         if layer.padding_idx is not None:
             g = g * (rows != layer.padding_idx)[:, :, None]
-        on_cpu = g.itemsize == 2 and not g.is_cuda  # its second pass sums in 16 bits
+        on_cpu = g.itemsize == 2 and not g.is_cuda  # a CPU's second pass sums in 16 bits
         summed_in = g.dtype if on_cpu else None
         self._norms.add(rows, g, way=self._ways[rule.name], summed_in=summed_in)
 
     def squared_norms(self) -> list[Tensor]:
-        """The squared norms of parts of each example's gradient, each ``[B]``."""
+        """Return squared norms of the parts of each example's gradient, each ``[B]``."""
         for parameter, samples in self.samples.items():
             self._norms.add_samples(samples, parameter.dtype)
         return self._norms.squared_norms()
 
     def weighted_sum(self, parameter: Tensor, weights: Tensor, gradient: Tensor) -> Tensor:
-        """The clipped gradient of a parameter, which replaces that of the second pass."""
+        """Return the clipped gradient of a parameter, which replaces the second pass's gradient."""
         samples = self.samples.pop(parameter, None)
-        if samples is None:  # a later call: checkpointing calls this hook for each block
+        if samples is None:  # a later call, because checkpointing calls this hook for each block
             return torch.zeros_like(gradient)
-        wide = torch.promote_types(samples.dtype, weights.dtype)  # round once, at the end
+        wide = torch.promote_types(samples.dtype, weights.dtype)  # rounds only once, at the end
         by_example = samples.reshape(len(samples), -1).t().to(wide)
         return torch.mv(by_example, weights.to(wide)).view_as(gradient).to(gradient.dtype)
 
 
 def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str:
-    """The cheapest way to a layer's norms; a convolution counts as linear on its patches."""
+    """Return the cheapest way to a layer's norms. A convolution counts as linear on its patches."""
     layer = rule.layer
     if not is_convolution(layer):
         return rule.way(x, g, known)
@@ -276,17 +281,17 @@ def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str
 
 
 def is_convolution(layer: nn.Module) -> bool:
-    """Whether a layer is a convolution with zero padding, whose patches can be computed."""
+    """Return True if a layer is a convolution with zero padding, whose patches can be computed."""
     kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
     return isinstance(layer, kinds) and layer.padding_mode == "zeros"
 
 
 def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
-    """How far a convolution's gradient in the second pass may be from that in the first, ``[B]``.
+    """Bound the difference between a convolution's gradients in both passes, in norm ``[B]``.
 
-    Roundings in sums over n positions are assumed to be independent, so a sum is off by ``n^½``
-    units: Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci.
-    Comput. 41(5), 2019. Twice that is used.
+    Roundings in sums over n positions are assumed to be independent, so the error of a sum is about
+    ``n^½`` units (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM
+    J. Sci. Comput. 41(5), 2019). The bound uses twice this error.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
     ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
@@ -300,8 +305,8 @@ def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """The input patches that a convolution multiplies by its weight, ``[B, D, T positions]``."""
-    flat = isinstance(layer, nn.Conv1d)  # treat it as an image of one row
+    """Return the patches that a convolution multiplies by its weight, ``[B, D, T positions]``."""
+    flat = isinstance(layer, nn.Conv1d)  # its input is treated as an image of one row
     unfolded: Tensor = unfold2d(
         x.unsqueeze(2) if flat else x,
         kernel_size=(1, *layer.kernel_size)[-2:],

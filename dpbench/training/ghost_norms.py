@@ -1,7 +1,7 @@
-"""Norms of per-sample gradients, from layers' inputs and output gradients.
+"""Norms of per-sample gradients, computed from layers' inputs and output gradients.
 
-`dpbench.training.norm_ways` chooses the way to compute them. For large layers of
-one shape on a GPU, `squared_norms_of_alike` computes norms from products T × T by one kernel.
+`dpbench.training.norm_ways` chooses the way to compute the norms. For large layers of equal shape
+on a GPU, `squared_norms_of_alike` computes the norms from products T × T in one kernel.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from dpbench.training.norm_ways import PRODUCTS
 
 
 class GhostNorms:
-    """Collects, layer by layer, squared norms of parts of each example's gradient.
+    """Computes upper bounds of the squared norms of parts of each example's gradient.
 
-    They are upper bounds. A bound takes about twenty small kernels, whose launches would slow a
-    step. So it is computed once for all layers of a shape, at the end. Until then a few numbers per
-    example are kept.
+    The parts are added layer by layer. A bound takes about twenty small kernels, whose launches
+    would make a step slower. So the bounds of all layers of a shape are computed at once, at the
+    end. Until then, a few numbers per example are kept.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,13 @@ class GhostNorms:
         """Add a linear layer or an embedding.
 
         Args:
-            x: activations ``[B, T, K]``; of an embedding, row indices ``[B, T]`` int64.
+            x: activations ``[B, T, K]`` of a linear layer, or row indices ``[B, T]`` int64 of an
+                embedding.
             g: output gradients, ``[B, T, N]``.
-            way: from ``products`` T × T or from the ``gradient``.
-            weight: whether its weight is trained.
-            bias: whether its bias is trained.
-            summed_in: the dtype of the update's sums, if narrower than float32.
+            way: ``products`` T × T, or the per-sample ``gradient``.
+            weight: whether the weight is trained.
+            bias: whether the bias is trained.
+            summed_in: dtype of the update's sums, if narrower than float32.
         """
         tokens = g.shape[1]
         if weight and way == PRODUCTS:
@@ -93,12 +94,13 @@ class GhostNorms:
     def add_samples(
         self, samples: Tensor, dtype: torch.dtype, rounded: Tensor | None = None
     ) -> None:
-        """Add per-sample gradients ``[B, …]`` that exist in memory.
+        """Add per-sample gradients that are in memory.
 
         Args:
-            samples: the gradients that the update multiplies by clipping factors.
-            dtype: the parameter's dtype.
-            rounded: how far the update's gradients may differ from these, ``[B]``; None if equal.
+            samples: the per-sample gradients, ``[B, …]``.
+            dtype: dtype of the parameter.
+            rounded: the largest norm of the difference between the gradients that the update uses
+                and ``samples``, ``[B]``; None if the update uses ``samples``.
         """
         # The update sums the gradients in the narrower of the two dtypes.
         dtype = min(dtype, samples.dtype, key=lambda each: each.itemsize)
@@ -114,14 +116,17 @@ class GhostNorms:
         self._parts.setdefault((bound, part.dtype, *about), []).append(part)
 
     def squared_norms(self) -> list[Tensor]:
-        """The squared norms of the parts, each ``[B]``, float32 or wider."""
+        """Return upper bounds of the squared norms of the parts, each ``[B]``, float32 or wider."""
         kinds = self._parts.items()
         made = [bound(parts, *about) for (bound, _, *about), parts in kinds]
         return [each for norms in made for each in norms.unbind()]
 
 
 def row_sums(rows: Tensor, g: Tensor) -> Tensor:
-    """What `row_bound` needs of an embedding, ``[3, B]``. No shape depends on data."""
+    """Return the numbers ``[3, B]`` from which `row_bound` bounds the norm of an embedding.
+
+    No shape depends on data, so that a CUDA graph can contain this function.
+    """
     examples, tokens = rows.shape
     order = rows.argsort(1)
     differs = rows.gather(1, order).diff(dim=1).ne(0).long()
@@ -140,18 +145,24 @@ def row_sums(rows: Tensor, g: Tensor) -> Tensor:
 
 
 def off_bound(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Squared norms from parts ``[2, B]``: the samples' norms and the update's error."""
+    """Return upper bounds of squared norms, ``[layers, B]``.
+
+    Args:
+        parts: for each layer ``[2, B]``: the squared norms of per-sample gradients, and the largest
+            norms of their difference from the gradients that the update uses.
+        dtype: dtype of the update.
+    """
     squares, rounded = torch.stack([*parts], 1)
     return with_rounding(squares, rounded, dtype)
 
 
 def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
-    """Squared norms of layers of one shape, ``[layers, B]``, by `gram_norms`.
+    """Return upper bounds of the squared norms of layers of one shape, ``[layers, B]``.
 
     Args:
-        xs: the ``x`` of each layer, as in `GhostNorms.add`.
-        gs: the ``g`` of each layer.
-        bias: whether the layers have a bias.
+        xs: for each layer the argument ``x`` of `GhostNorms.add`.
+        gs: for each layer the argument ``g`` of `GhostNorms.add`.
+        bias: whether the layers have a trained bias.
     """
     x, g = xs[0], gs[0]
     errors = [product_error(each, by_kernel=by_kernel(x, g)) for each in (x, g)]

@@ -1,4 +1,4 @@
-"""The sums of clipped gradients: their buffers, and the clipping factors of what is added."""
+"""Sums of clipped gradients, the buffers of these sums, and forms of the clipping factors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ ALIGNED = 128
 
 
 class Buffer(NamedTuple):
-    """Flat memory, and each parameter's part of it, in the parameter's shape."""
+    """Memory that several parameters share.
+
+    Attributes:
+        flat: the whole memory, one-dimensional.
+        places: for each parameter a view of ``flat``, in the shape of the parameter.
+        number: number of the buffer.
+    """
 
     flat: Tensor
     places: dict[Tensor, Tensor]
     number: int = 0
-    """Its index among the buffers."""
 
 
 def one_buffer(
@@ -26,7 +31,11 @@ def one_buffer(
 ) -> Buffer:
     """Allocate a buffer for these parameters, without initial values.
 
-    For ``ranks`` > 1, each parameter's rows are padded so that they split equally over the ranks.
+    Args:
+        parameters: the parameters.
+        dtype: dtype of the buffer; None for the dtype of the parameters.
+        ranks: number of ranks. The rows of each parameter are padded to a multiple of this number.
+        number: number of the buffer.
     """
     sizes = [-(-ranks * part_size(p, ranks) // ALIGNED) * ALIGNED for p in parameters]
     first = parameters[0]
@@ -36,19 +45,24 @@ def one_buffer(
 
 
 def part_size(parameter: Tensor, ranks: int) -> int:
-    """The largest number of a parameter's elements that one rank has under FSDP2."""
+    """Return the largest number of a parameter's elements that one rank has under FSDP2."""
     rows = len(parameter) if parameter.dim() else 1
     return -(-rows // ranks) * (parameter.numel() // max(rows, 1))
 
 
 LARGE = 2**18
-"""A parameter with at least this many elements has its own gradient buffer."""
+"""A parameter with at least this many elements has its own buffer."""
 
 
 def in_buffers(
     parameters: Sequence[Tensor], groups: Mapping[Tensor, int] | None = None
 ) -> list[list[Tensor]]:
-    """Group parameters into gradient buffers; the small parameters of a group share one."""
+    """Return the parameters of each buffer. Small parameters of the same group share a buffer.
+
+    Args:
+        parameters: all trained parameters.
+        groups: number of each parameter's group; None for one group.
+    """
     small: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.numel() < LARGE:
@@ -58,14 +72,14 @@ def in_buffers(
 
 
 class Sums:
-    """The sums of clipped gradients, one per parameter, as views of buffers; see `in_buffers`.
+    """Sums of clipped gradients, one for each parameter, as views of buffers.
 
     A buffer is allocated on first use, when some activations have been freed.
 
     Args:
-        sharing: the parameters of each buffer.
-        dtype: the dtype of the sums, if not the parameters'.
-        ranks: how many ranks will share the sums; see `one_buffer`.
+        sharing: the parameters of each buffer, from `in_buffers`.
+        dtype: dtype of the sums; None for the dtype of the parameters.
+        ranks: number of ranks over which FSDP2 will distribute the sums.
     """
 
     def __init__(
@@ -83,60 +97,72 @@ class Sums:
         self._left = {number: len(sharing) for number, sharing in self._sharing.items()}
 
     def begin_at_zero(self) -> list[Buffer]:
-        """Allocate all buffers with zeros, so that even the first sum is added, not copied."""
+        """Allocate all buffers and fill them with zeros.
+
+        Then even the first gradient is added to the buffer, not copied into it.
+        """
         for parameter in self._number:
             self._place(parameter).zero_()
             self._filled.add(parameter)
         return [*self._made.values()]
 
-    def put(self, parameter: Tensor, total: Tensor) -> None:
-        """Add ``total`` to a parameter's sum."""
+    def add(self, parameter: Tensor, total: Tensor) -> None:
+        """Add ``total`` to the sum of a parameter."""
         place = self._place(parameter)
         if self._is_first(parameter):
             place.copy_(total)
         else:
             place.add_(total)
 
-    def put_scaled(self, parameter: Tensor, gradient: Tensor, factor: Tensor) -> None:
-        """Add ``gradient × factor`` to a parameter's sum; the factor has one element."""
+    def add_scaled(self, parameter: Tensor, gradient: Tensor, factor: Tensor) -> None:
+        """Add ``gradient × factor`` to the sum of a parameter. The factor has one element."""
         place = self._place(parameter)
         if self._is_first(parameter):
             torch.mul(gradient, factor, out=place)
         else:
             place.addcmul_(gradient, factor)
 
-    def put_all(self, totals: Mapping[Tensor, Tensor]) -> None:
-        """Add to the sums of many small parameters, with few launches."""
+    def add_many(self, totals: Mapping[Tensor, Tensor]) -> None:
+        """Add to the sums of many small parameters, with few kernel launches."""
         places = [self._place(parameter) for parameter in totals]
-        first = [self._is_first(parameter) for parameter in totals]
-        for into, sums in ((torch._foreach_copy_, True), (torch._foreach_add_, False)):
-            those = [n for n, each in enumerate(first) if each is sums]
-            parts = [*totals.values()]
-            if those:
-                into([places[n] for n in those], [parts[n] for n in those])
+        is_first = [self._is_first(parameter) for parameter in totals]
+        parts = [*totals.values()]
+        for combine, first in ((torch._foreach_copy_, True), (torch._foreach_add_, False)):
+            chosen = [n for n, each in enumerate(is_first) if each is first]
+            if chosen:
+                combine([places[n] for n in chosen], [parts[n] for n in chosen])
 
-    def put_made(self, parameter: Tensor, make: Callable[[Tensor], object]) -> None:
-        """Add what ``make`` writes into a flat tensor; the first time, into the buffer itself."""
+    def add_written(self, parameter: Tensor, write: Callable[[Tensor], object]) -> None:
+        """Add to the sum of a parameter the numbers that ``write`` writes into a flat tensor.
+
+        The first time, ``write`` writes directly into the buffer.
+        """
         place = self._place(parameter).view(-1)
         if self._is_first(parameter):
-            make(place)
+            write(place)
         else:
             total = torch.empty_like(place)
-            make(total)
+            write(total)
             place.add_(total)
 
-    def put_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add ``a @ b``; it is computed into the buffer if the dtypes agree."""
+    def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add ``a @ b`` to the sum of a parameter. Equal dtypes need no copy of the product."""
         place = self._place(parameter)
         if place.dtype != a.dtype:
-            self.put(parameter, a @ b)
+            self.add(parameter, a @ b)
         elif self._is_first(parameter):
             torch.mm(a, b, out=place)
         else:
             place.addmm_(a, b)
 
-    def put_rows(self, parameter: Tensor, rows: Tensor, totals: Tensor) -> None:
-        """Add each of ``totals`` to the row with that index; other rows do not change."""
+    def add_rows(self, parameter: Tensor, rows: Tensor, totals: Tensor) -> None:
+        """Add to rows of the sum of a parameter.
+
+        Args:
+            parameter: the parameter.
+            rows: row indices, ``[n]``, in which an index may be repeated.
+            totals: what is added to each of these rows, ``[n, columns]``.
+        """
         place = self._place(parameter)
         if self._is_first(parameter):
             place.zero_()
@@ -155,11 +181,11 @@ class Sums:
         return first
 
     def finish(self, parameters: Iterable[Tensor] | None = None) -> Iterator[Buffer]:
-        """Finish the sums of some parameters; yield each buffer all of whose sums are finished.
+        """Finish the sums of some parameters, and yield each buffer whose sums are all finished.
 
         Args:
-            parameters: those to which nothing more is added; all by default. A sum to which
-                nothing was added is zero.
+            parameters: the parameters; None for all parameters. If nothing was added to the sum of
+                a parameter, the sum is zero.
         """
         for parameter in self._number if parameters is None else parameters:
             if parameter in self._closed:
@@ -174,11 +200,11 @@ class Sums:
 
 
 class Factors:
-    """Each example's clipping factor, in the forms that the sums need.
+    """The clipping factors of a batch, in the forms that the sums need.
 
     Args:
-        exact: ``[B]``, float32.
-        scaled: `scaled`, or a faster function with the same result.
+        exact: the factors ``[B]``, float32.
+        scaled: the function `scaled`, or a faster function with the same result.
     """
 
     def __init__(self, exact: Tensor, scaled: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -187,14 +213,14 @@ class Factors:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def times(self, tensor: Tensor) -> Tensor:
-        """`scaled`, with the result cached for successive layers that share their input."""
+        """Return `scaled` of a tensor. Layers that share their input share the result."""
         if self._last is None or not is_same_memory(self._last[0], tensor):
-            self._last = None  # free it before making another
+            self._last = None  # frees the memory before more is allocated
             self._last = tensor, self._scaled(tensor, self.exact)
         return self._last[1]
 
     def by_token(self, dtype: torch.dtype, tokens: int) -> Tensor:
-        """The factors rounded down and repeated for each token, ``[B · tokens]``."""
+        """Return the factors, rounded down and repeated for each token, ``[B · tokens]``."""
         if (dtype, tokens) not in self._by_token:
             rounded = rounded_down(self.exact, dtype)
             self._by_token[dtype, tokens] = rounded.repeat_interleave(tokens)
@@ -202,17 +228,20 @@ class Factors:
 
 
 def add_rows(place: Tensor, rows: Tensor, totals: Tensor) -> None:
-    """Add each of ``totals`` to the row with that index."""
-    if place.itemsize == 2:  # summed one by one in bf16, 256 + 1 = 256
+    """Add to rows of a tensor, as in `Sums.add_rows`."""
+    if place.itemsize == 2:  # in bf16, 256 + 1 = 256, so adding one by one would lose gradients
         rows, totals = summed_by_row(rows, totals)
     place.index_add_(0, rows, totals.to(place.dtype))
 
 
 def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum rows with equal indices; return unique indices ``[N]`` and sums ``[N, K]`` in float32.
+    """Sum the totals of equal row indices in float32.
 
-    No shape depends on data, so a CUDA graph can hold it. Each repetition leaves an entry at the
-    end that adds zeros to row 0.
+    No shape depends on data, so that a CUDA graph can contain this function. For each repetition of
+    an index, the result has an entry at its end that adds zeros to row 0.
+
+    Returns:
+        The unique indices ``[n]``, and their sums ``[n, columns]``.
     """
     order = rows.argsort()
     rows = rows[order]
@@ -224,7 +253,7 @@ def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two live tensors view the same data; also works for tensors without data."""
+    """Return True if two tensors view the same memory. It also works for tensors without data."""
     first, second = (
         (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
         for t in (one, other)
@@ -235,7 +264,7 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
     """Multiply each example by its factor, in float32, and round once.
 
-    A factor rounded down to bf16 first would make an example up to 0.8 % smaller.
+    If the factor were first rounded down to bf16, the product could be 0.8 % too small.
 
     Args:
         tensor: ``[B, T, N]``.
@@ -245,7 +274,7 @@ def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round factors down to another dtype, so that no example is scaled above its threshold."""
+    """Round factors down to another dtype, so that no example exceeds the clipping threshold."""
     rounded = factors.to(dtype)
     if dtype == factors.dtype:
         return rounded

@@ -1,4 +1,4 @@
-"""Captures and replays the forward, backward and clip of a step as CUDA graphs."""
+"""Captures the forward, backward and clip of a step as CUDA graphs, and replays the graphs."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ from dpbench.workloads.base import examples_in
 T = TypeVar("T")
 
 Recorded = list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]
-"""The graphs of a phase, each with the buffers that are complete when it ends."""
+"""Graphs of a phase, each with the buffers that are complete after the graph's replay."""
 
 REDUCED_TOGETHER = 2**26
-"""Buffers are reduced together once they have this many bytes, while the next graph runs."""
+"""A graph ends when it has completed buffers of this many bytes. These buffers are then reduced
+while the next graph runs."""
 
 is_capturing = torch.cuda.is_current_stream_capturing
-"""PyTorch's own function; `unnoticed_capture` hides the capture from models by replacing it."""
+"""The original function of PyTorch, which `hidden_capture` replaces to hide a capture."""
 
 
 BROKEN: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture CUDA ended with an error, kept because allocators may refer to them."""
+"""Graphs whose capture CUDA ended with an error. Allocators may still refer to these graphs."""
 
 
 class StepGraphs:
-    """The graphs of a trainer's forward, backward and clip, captured after one warm-up step.
+    """The CUDA graphs of a trainer's forward, backward and clip.
 
-    With micro-batches the graphs are captured for one and replayed for each. Sums accumulate in
-    buffers that begin as zeros, and are reduced after the last micro-batch. If a part of a Poisson
-    batch has fewer examples, it is padded with copies of its first example, whose losses are
-    multiplied by 0.
+    With micro-batches, the graphs are captured for one micro-batch and replayed for each. The sums
+    accumulate in buffers that begin as zeros, and are reduced after the last micro-batch. If a part
+    of a Poisson batch has too few examples, it is padded with copies of its first example, whose
+    losses are multiplied by 0.
 
     Args:
         trainer: a `dpbench.training.fused.FusedTrainer`.
-        part: a batch or micro-batch; the graphs are for its shapes.
+        part: a batch or a micro-batch, whose shapes the graphs have.
     """
 
     def __init__(self, trainer: Any, part: Batch) -> None:
@@ -65,50 +66,54 @@ class StepGraphs:
         self.phases: dict[str, Recorded] = {}
         self._accumulates = trainer.micro_batches > 1 or self._weighted
         self._sums: list[Buffer] = []
-        self._reductions: list[Reduction] = []  # inside a graph, under FSDP2
+        self._reductions: list[Reduction] = []  # under FSDP2, where a graph contains them
         self._live: Any = None
         self._made: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
-        """Run a step without update, so that all is allocated and compiled before a capture."""
+        """Run a step without an update, so that nothing must be compiled during a capture."""
         self.trainer.examples = self.trainer.part_size
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self.trainer.without_parameter_gradients():
             before = torch.cuda.get_rng_state()
-            with noted(torch.utils.checkpoint, "get_device_states") as saved:
-                if self._weighted:  # only `mean_loss` checks how parameters are used
+            with calls_of(torch.utils.checkpoint, "get_device_states") as saved:
+                if self._weighted:  # only `mean_loss` checks how the model uses parameters
                     self.trainer.mean_loss(self.trainer.model, self.batch)
-                self._waits = waits_for_the_gpu(self._forward)
+                self._model_waits = waits_for_gpu(self._forward)
                 self._backward()
             drawn = not torch.equal(before, torch.cuda.get_rng_state())
             self._recomputes, self._draws_again = bool(saved), bool(saved) and drawn
         with torch.cuda.stream(side):
             for _ in self._sum_clipped():
-                pass  # the graphs have buffers of their own
+                pass  # the graphs allocate their own buffers
         torch.cuda.current_stream().wait_stream(side)
 
     def record(self) -> None:
         """Capture the graphs."""
         if self._draws_again:
-            raise RuntimeError("activation checkpointing draws the same random numbers twice")
+            raise RuntimeError(
+                "activation checkpointing must draw the same random numbers twice, which a graph "
+                "cannot do"
+            )
         if self._accumulates:
             self._sums = self.trainer.sums.begin_at_zero()
-        # Activation checkpointing saves random states, which no capture allows. It needs none here.
-        saves = patch.object(torch.utils.checkpoint, "get_device_states", saves_nothing)
-        # While a stream is captured, Hugging Face's attention makes a mask and runs other kernels.
-        # So hide the capture from the model, unless the model reads from the GPU.
+        # Activation checkpointing saves the states of random number generators, which is forbidden
+        # during a capture. The states are not needed, because no random numbers are drawn.
+        saves = patch.object(torch.utils.checkpoint, "get_device_states", no_device_states)
+        # During a capture, Hugging Face's attention makes a mask and runs other kernels. So the
+        # capture is hidden from the model, unless the model reads from the GPU.
         with self.trainer.without_parameter_gradients(), saves:
-            with nullcontext() if self._waits else unnoticed_capture():
-                self.phases["forward"] = [(self._captured(self._forward)[0], [])]
-            recomputed = self._recomputes and not self._waits
-            with unnoticed_capture() if recomputed else nullcontext():
-                self.phases["backward"] = [(self._captured(self._backward)[0], [])]
-        self.phases["clip"] = self._recorded_clip()
+            with nullcontext() if self._model_waits else hidden_capture():
+                self.phases["forward"] = [(self._capture(self._forward)[0], [])]
+            recomputed = self._recomputes and not self._model_waits
+            with hidden_capture() if recomputed else nullcontext():
+                self.phases["backward"] = [(self._capture(self._backward)[0], [])]
+        self.phases["clip"] = self._capture_clip()
 
     def replay(self, parts: Sequence[Batch]) -> Tensor:
-        """Replay the graphs for each micro-batch of a step; return the mean loss."""
+        """Replay the graphs for each micro-batch of a step, and return the mean loss."""
         if self._sums:
             with phase("clip"):
                 torch._foreach_zero_([buffer.flat for buffer in self._sums])
@@ -131,30 +136,30 @@ class StepGraphs:
         return mean_of(losses)
 
     def _fill(self, part: Batch) -> None:
-        """Copy a part into the graphs' input."""
+        """Copy a batch or micro-batch into the graphs' input."""
         examples = examples_in(part)
 
-        def fill(mine: Tensor, given: Tensor) -> None:
-            mine[:examples].copy_(given)
-            mine[examples:].copy_(given[:1].expand_as(mine[examples:]))
+        def fill(target: Tensor, source: Tensor) -> None:
+            target[:examples].copy_(source)
+            target[examples:].copy_(source[:1].expand_as(target[examples:]))
 
         pytree.tree_map(fill, self.batch, part)
         if self._weighted:
             self._weights[:examples] = 1
             self._weights[examples:] = 0
 
-    def _captured(self, part: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Capture a part of a step; returns the graph and the part's result."""
+    def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture the operators of a function in a graph. Return the graph and the result."""
         graph = torch.cuda.CUDAGraph()
         GRAPHS.add(graph)
         self._made.append(graph)
-        # Raise for operators that wait for the GPU: an error of CUDA would break the capture.
+        # Operators that wait for the GPU raise before CUDA ends the capture with an error.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, pool=self._pool),
             synchronization("error"),
         ):
-            returned = part()
+            returned = function()
         return graph, returned
 
     def _forward(self) -> None:
@@ -170,8 +175,8 @@ class StepGraphs:
 
     def _backward(self) -> None:
         if self.trainer.parallel == "fsdp2" and is_capturing():
-            # FSDP2 prefetches on its own streams. A stream joins a capture only if it waits for a
-            # captured stream, so let these streams wait for this one first.
+            # FSDP2 prefetches on its own streams. A stream joins the capture only if it waits for a
+            # captured stream. This call makes FSDP2's streams wait for the current stream.
             self.trainer.last_block.unshard(async_op=True)
         self._live.backward()
         self._live = None
@@ -185,7 +190,7 @@ class StepGraphs:
             pass
 
     def _clip_and_reduce_in_graph(self) -> list[Reduction]:
-        """Clip and reduce in one graph; memory of reduced buffers is reused for further sums."""
+        """Clip and reduce. In a graph, further sums use the memory of buffers that were reduced."""
         reductions: list[Reduction] = []
         self.trainer._reductions = reductions
         for buffer in self._sum_clipped():
@@ -195,25 +200,25 @@ class StepGraphs:
         self.trainer._reductions = []
         return reductions
 
-    def _recorded_clip(self) -> Recorded:
-        """Capture clip; under DDP as several graphs, each with the buffers to reduce after it."""
+    def _capture_clip(self) -> Recorded:
+        """Capture the phase clip. Under DDP, reductions overlap with the next of several graphs."""
         if self._accumulates:
-            graph, _ = self._captured(self._add_clipped)
+            graph, _ = self._capture(self._add_clipped)
             self.trainer.take_sums()
             return [(graph, [])]
         if self.trainer.parallel == "fsdp2":
-            graph, self._reductions = self._captured(self._clip_and_reduce_in_graph)
+            graph, self._reductions = self._capture(self._clip_and_reduce_in_graph)
             return [(graph, [])]
         buffers, left = self._sum_clipped(), len(self.trainer.sharing)
         least = REDUCED_TOGETHER if self.trainer.parallel == "ddp" else math.inf
         graphs = []
         while left:
-            graphs.append(self._captured(partial(next_buffers, buffers, least)))
+            graphs.append(self._capture(partial(next_buffers, buffers, least)))
             left -= len(graphs[-1][1])
         return graphs
 
     def discard(self) -> None:
-        """Free what a failed capture left. PyTorch does not if CUDA ended the capture."""
+        """Free the memory of a failed capture, which PyTorch keeps if CUDA ended the capture."""
         self._live, self._sums, self.phases = None, [], {}
         ended = True
         for graph in self._made:
@@ -226,7 +231,7 @@ class StepGraphs:
                 torch._C._cuda_endAllocateToPool(device, self._pool)
                 torch._C._cuda_releasePool(device, self._pool)
             graph.reset()
-        if not ended:  # the generator leaves that capture when another one ends
+        if not ended:  # PyTorch's generator leaves the failed capture when another capture ends
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 torch.zeros(1, device="cuda")
         gc.collect()
@@ -234,15 +239,15 @@ class StepGraphs:
 
 
 def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
-    """Capture a trainer's step; return None, with a warning that says why, if that fails."""
+    """Capture a trainer's step. If the capture fails, warn with the reason, and return None."""
     graphs = StepGraphs(trainer, part)
     graphs.warm_up()
     try:
         graphs.record()
     except RuntimeError as error:
-        first: BaseException = error  # CUDA's later errors only repeat that there was one
+        first: BaseException = error  # later errors of CUDA only say that an error occurred before
         while isinstance(first.__context__, RuntimeError):
-            traceback.clear_frames(first.__traceback__)  # they keep tensors alive
+            traceback.clear_frames(first.__traceback__)  # these frames hold tensors in memory
             first = first.__context__
         why = reason(first)
         traceback.clear_frames(first.__traceback__)
@@ -256,25 +261,25 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
 
 
 def reason(error: BaseException) -> str:
-    """Why a step cannot be captured, and at which line of the user's code."""
+    """Return why a step cannot be captured, and the line of the user's code that is the cause."""
     what = str(error).partition("\n")[0]
     if "synchronizing" in what:
         what = f"the model or its loss reads from the GPU ({what})"
     own = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(own)]
-    return f"{what}, at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else what
+    of_user = [frame for frame in frames if not frame.filename.startswith(own)]
+    return f"{what}, at {of_user[-1].filename}:{of_user[-1].lineno}" if of_user else what
 
 
 def signature(trainer: Any, part: Batch) -> tuple[object, ...]:
-    """All that must be equal for captured graphs to be replayed."""
+    """Return all properties that must be equal to replay captured graphs for another batch."""
     leaves, structure = pytree.tree_flatten(part)
     kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
     return structure, trainer.max_grad_norm, kinds, [layer.training for layer in trainer.layers]
 
 
 def next_buffers(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
-    """Take the next buffers until they have ``least`` bytes in total; fewer at the end."""
+    """Take the next buffers until they have ``least`` bytes in total, or until the last buffer."""
     some: list[Buffer] = []
     for buffer in buffers:
         some.append(buffer)
@@ -284,26 +289,26 @@ def next_buffers(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
 
 
 @contextmanager
-def noted(module: Any, name: str) -> Iterator[list[str]]:
-    """A context that yields a list, to which each call of a function adds its name."""
+def calls_of(module: Any, name: str) -> Iterator[list[str]]:
+    """Yield a list to which each call of the module's function ``name`` adds this name."""
     function, calls = getattr(module, name), list[str]()
 
-    def noting(*given: Any) -> Any:
+    def called(*arguments: Any) -> Any:
         calls.append(name)
-        return function(*given)
+        return function(*arguments)
 
-    with patch.object(module, name, noting):
+    with patch.object(module, name, called):
         yield calls
 
 
-def saves_nothing(*_: object) -> tuple[list[int], list[Tensor]]:
-    """Replaces ``get_device_states``: returns no random states."""
+def no_device_states(*_: object) -> tuple[list[int], list[Tensor]]:
+    """Return no states of random number generators, instead of PyTorch's ``get_device_states``."""
     return [], []
 
 
 @contextmanager
 def synchronization(mode: str | int) -> Iterator[None]:
-    """A context in which operators that wait for the GPU ``warn``, or are an ``error``."""
+    """Let operators that wait for the GPU ``warn``, or raise an ``error``, in this context."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode(mode)
     try:
@@ -312,12 +317,12 @@ def synchronization(mode: str | int) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def waits_for_the_gpu(part: Callable[[], object]) -> bool:
-    """Run a part of a step; return whether Python waited for the GPU in it."""
+def waits_for_gpu(function: Callable[[], object]) -> bool:
+    """Call a function. Return True if Python waited for the GPU during the call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with synchronization("warn"):
-            part()
+            function()
     waits = False
     for each in caught:
         if "synchronizing CUDA operation" in str(each.message):
@@ -327,6 +332,6 @@ def waits_for_the_gpu(part: Callable[[], object]) -> bool:
     return waits
 
 
-def unnoticed_capture() -> AbstractContextManager[object]:
-    """A context in which PyTorch tells models that no stream is being captured."""
+def hidden_capture() -> AbstractContextManager[object]:
+    """Return a context in which PyTorch tells models that no stream is being captured."""
     return patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)

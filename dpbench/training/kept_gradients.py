@@ -1,4 +1,4 @@
-"""Per-sample gradients that backward made, kept from the norms to the update."""
+"""Per-sample gradients that the backward has computed, and that are kept until the update."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from dpbench.training.gradient_sums import LARGE, Sums
 from dpbench.training.kernels import weighted_sum
 
 ROW = 128
-"""Small gradients are concatenated and cut into rows of this many numbers; each row has a norm."""
+"""Small gradients are concatenated, and then divided into rows of this many numbers. Each row has
+its own norm."""
 
 
 class KeptGradients:
-    """Per-sample gradients ``[B, …]``; small ones are concatenated, to launch few kernels.
+    """Per-sample gradients of several layers.
+
+    Small gradients are concatenated, so that few kernels are launched.
 
     Args:
-        samples: the gradients, by parameter; the dictionary is emptied.
+        samples: the per-sample gradients ``[B, …]``, by parameter. The constructor empties this
+            dictionary.
     """
 
     def __init__(self, samples: dict[Tensor, Tensor]) -> None:
@@ -36,7 +40,7 @@ class KeptGradients:
             self._joined.append((alike, torch.cat(parts, 1)))
 
     def squared_norms(self) -> list[Tensor]:
-        """The squared norms of parts of each example's gradient, each ``[B]``."""
+        """Return squared norms of the parts of each example's gradient, each ``[B]``."""
         norms = GhostNorms()
         for (first, *_), samples in self._joined:
             norms.add_samples(samples.unflatten(1, (-1, ROW)), first.dtype)
@@ -44,19 +48,23 @@ class KeptGradients:
             norms.add_samples(samples, parameter.dtype)
         return norms.squared_norms()
 
-    def put_small(self, factors: Tensor, sums: Sums) -> None:
-        """Add to ``sums`` the clipped gradients of all small parameters, summed over examples."""
+    def add_small(self, factors: Tensor, sums: Sums) -> None:
+        """Add the clipped gradients of all small parameters to ``sums``."""
         while self._joined:
             parameters, samples = self._joined.pop()
             total = samples.new_empty(samples.shape[1], dtype=parameters[0].dtype)
             weighted_sum(samples, factors, total)
             sizes = [parameter.numel() for parameter in parameters]
             parts = total[: sum(sizes)].split(sizes)
-            sums.put_all({p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)})
+            totals = zip(parameters, parts, strict=True)
+            sums.add_many({parameter: part.view(parameter.shape) for parameter, part in totals})
 
-    def put(self, parameters: Collection[Tensor], factors: Tensor, sums: Sums) -> None:
-        """The same for the large ones among these parameters; free their per-sample gradients."""
+    def add_large(self, parameters: Collection[Tensor], factors: Tensor, sums: Sums) -> None:
+        """Add the clipped gradients of the large parameters among ``parameters`` to ``sums``.
+
+        The per-sample gradients of these parameters are freed.
+        """
         for parameter in parameters:
             if parameter in self._large:
                 samples = self._large.pop(parameter).flatten(1)
-                sums.put_made(parameter, partial(weighted_sum, samples, factors))
+                sums.add_written(parameter, partial(weighted_sum, samples, factors))

@@ -1,7 +1,8 @@
-"""Noise that is correlated over steps, with what later steps need of it kept in memory.
+"""Noise that is correlated over steps and kept in memory for later steps.
 
-Two operators add it: written in Triton for a GPU, in PyTorch for a CPU. Each reads and writes every
-tensor once. They compute in the type of what is kept, and round once.
+Two operators add the noise. They are written in Triton for a GPU, and in PyTorch for a CPU. Each
+operator reads and writes every tensor once, computes in the dtype of the kept noise, and rounds
+once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from dpbench.training.kernels import triton_kernels
 class KeptNoise:
     """Adds correlated noise to tensors, and keeps in memory what later steps need.
 
-    ``banded`` keeps z of earlier steps, ``blt`` its buffers. They are kept in float32 or wider, as
-    in jax-privacy: bf16 would round them away in the sum.
+    For ``banded`` noise, the samples z of earlier steps are kept. For ``blt`` noise, the buffers of
+    the mechanism are kept. Both are kept in float32 or wider, as in jax-privacy, because in bf16
+    small terms would be lost in sums.
 
     Args:
-        mechanism: of noise that is not independent.
+        mechanism: a mechanism for ``banded`` or ``blt`` noise.
     """
 
     def __init__(self, mechanism: Mechanism) -> None:
@@ -44,10 +46,10 @@ class KeptNoise:
         """Add the noise of this step, in place.
 
         Args:
-            total: the sum of clipped gradients; contiguous.
-            deviation: the standard deviation of each z.
-            key: identifies the tensor over steps.
-            generator: draws z; PyTorch's default one if None.
+            total: the sum of clipped gradients, contiguous; changed in place.
+            deviation: standard deviation of z.
+            key: identifies the same sum in later steps.
+            generator: draws z; None for PyTorch's default generator.
         """
         flat, wide = total.view(-1), torch.promote_types(total.dtype, torch.float32)
         if key not in self._kept:
@@ -65,7 +67,10 @@ class KeptNoise:
             add_banded(flat, z, kept, self._tensor(of_row, kept), out=kept[oldest])
 
     def _tensor(self, numbers: tuple[float, ...], like: Tensor) -> Tensor:
-        """Return numbers on a tensor's device, copied there once: a copy makes the CPU wait."""
+        """Return a tensor of ``numbers`` on the device of ``like``.
+
+        The numbers are copied to the device only once, because a copy makes the CPU wait.
+        """
         place = numbers, like.dtype, like.device
         if place not in self._on_device:
             self._on_device[place] = torch.tensor(numbers, dtype=like.dtype, device=like.device)
@@ -73,29 +78,29 @@ class KeptNoise:
 
 
 def add_banded(total: Tensor, z: Tensor, kept: Tensor, weights: Tensor, *, out: Tensor) -> None:
-    """Add the weighted sum of z and earlier ones to ``total``, then keep z.
+    """Add to ``total`` the weighted sum of this step's z and those of earlier steps, and keep z.
 
     Args:
-        total: ``[n]``, changed in place.
-        z: the newest, ``[n]``.
-        kept: earlier ones, ``[rows, n]``.
-        weights: of z and of each row, ``[1 + rows]``.
-        out: the row of ``kept`` that z replaces.
+        total: the sum of clipped gradients, ``[n]``; changed in place.
+        z: the sample of this step, ``[n]``.
+        kept: the samples of earlier steps, ``[rows, n]``.
+        weights: the weight of ``z``, and then the weight of each row, ``[1 + rows]``.
+        out: the row of ``kept`` that ``z`` replaces.
     """
     torch.ops.dpbench.add_banded.default(total, z, kept, weights, out=out)
 
 
 def add_buffered(total: Tensor, z: Tensor, kept: Tensor, weights: Tensor, decays: Tensor) -> None:
-    """Add ``weights[0]`` × y to ``total``, where y is z without the weighted sum of the buffers.
+    """Add ``weights[0]`` × y to ``total``, where y is z minus the weighted sum of the buffers.
 
-    Each buffer becomes its decay × itself + y.
+    Each buffer is multiplied by its decay, and y is added to it.
 
     Args:
-        total: ``[n]``, changed in place.
-        z: ``[n]``.
-        kept: the buffers, ``[rows, n]``, changed in place.
-        weights: of y in the total and of each buffer in y, ``[1 + rows]``.
-        decays: ``[rows]``.
+        total: the sum of clipped gradients, ``[n]``; changed in place.
+        z: the sample of this step, ``[n]``.
+        kept: the buffers, ``[rows, n]``; changed in place.
+        weights: the weight of y, and then the weight of each buffer in y, ``[1 + rows]``.
+        decays: the decay of each buffer, ``[rows]``.
     """
     torch.ops.dpbench.add_buffered.default(total, z, kept, weights, decays)
 
@@ -138,7 +143,7 @@ def _launch(
     decays: Tensor,
     buffered: bool,
 ) -> None:
-    """Run the kernel, which computes in float32; it does not use ``out`` with buffers."""
+    """Launch the kernel, which computes in float32. If ``buffered``, it does not use ``out``."""
     rows, length = kept.shape
     if blocks := -(-length // 1024):
         triton_kernels()["add_kept_noise"][blocks,](

@@ -1,7 +1,7 @@
-"""Operators that read their inputs once: written in Triton for a GPU, in PyTorch for a CPU.
+"""Operators that read their inputs once, in Triton for a GPU and in PyTorch for a CPU.
 
-They read their arguments and write their results, and move no other bytes. So logical counts agree
-with hardware. Triton is imported on first use.
+The operators read their arguments, write their results, and move no other bytes. So logical counts
+agree with hardware counters. Triton is imported on first use.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from torch.utils.flop_counter import register_flop_formula
 from dpbench.training import gradient_sums
 
 EXAMPLES_AT_A_TIME = 2
-"""Number of examples whose products T × T exist at once, where the Triton kernel is not used."""
+"""Number of examples whose products T × T are in memory at the same time, without the kernel."""
 
 SMALL = 2**22
-"""Products of matrices with at most this many numbers use float64: their time is negligible."""
+"""If two matrices have at most this many numbers, their product is computed in float64. The time
+of this product is negligible."""
 
 TILINGS = {torch.float32: (64, 32, 4, 4), torch.bfloat16: (128, 64, 8, 3)}
-"""The kernel's settings by type: tile rows, numbers per row at a time, warps, pipeline stages."""
+"""Settings of the kernel by dtype: rows of a tile, numbers per row in each step, warps, and stages
+of the pipeline."""
 
 TF32_TILING = (128, 32, 8, 4)
 """The kernel's settings for float32 numbers with TF32 products, as `TILINGS`."""
@@ -48,15 +50,15 @@ def _wide_product_fake(a: Tensor, b: Tensor) -> Tensor:
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """The products of matrices ``[B, I, K]`` and ``[B, K, J]``, in float64 or float32.
+    """Return the products of matrices ``[B, I, K]`` and ``[B, K, J]``, in float64 or float32.
 
-    `dpbench.training.norm_bounds.product_error` bounds their error.
+    `dpbench.training.norm_bounds.product_error` bounds the error of these products.
     """
     product: Tensor = torch.ops.dpbench.wide_product.default(a, b)
     return product
 
 
-# `custom_op` would take 10 µs more of Python per call, and a layer makes three calls.
+# With `custom_op`, each call would take 10 µs more of Python, and each layer needs three calls.
 torch.library.define("dpbench::wide_product", "(Tensor a, Tensor b) -> Tensor")
 torch.library.impl("dpbench::wide_product", "CompositeExplicitAutograd", _wide_product)
 torch.library.register_fake("dpbench::wide_product", _wide_product_fake)
@@ -68,33 +70,33 @@ def _(a: Any, b: Any, out_shape: Any = None) -> int:
 
 
 def is_small(a: Tensor, b: Tensor) -> bool:
-    """Whether the time of the product of a and b is negligible."""
+    """Return True if the time of the product of a and b is negligible."""
     return a.numel() + b.numel() <= SMALL
 
 
 def wide_type(a: Tensor, b: Tensor) -> torch.dtype:
-    """The dtype in which `wide_product` computes."""
+    """Return the dtype in which `wide_product` computes."""
     is_wide = a.dtype == torch.float64 or is_small(a, b)
     return torch.float64 if is_wide else torch.float32
 
 
 def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
-    """The dtype in which sums over products T × T are computed."""
+    """Return the dtype in which sums over products T × T are computed."""
     types = {wide_type(each, each) for each in (x, g) if each.is_floating_point()}
     return torch.float64 if types == {torch.float64} else torch.float32
 
 
 @custom_op("dpbench::gram_norms", mutates_args=())
 def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
-    """`dpbench.training.norm_bounds.GramSums` of layers of one shape, ``[6, layers, B]``.
+    """Return `dpbench.training.norm_bounds.GramSums` of layers of one shape, ``[6, layers, B]``.
 
     The products T × T are ``x xᵀ``, or ``x xᵀ + 1`` with a bias, and ``g gᵀ``. For an embedding,
-    ``x`` has row indices, and ``x xᵀ`` is 1 where two indices are equal and else 0.
+    ``x`` has row indices, and ``x xᵀ`` is 1 for equal indices and 0 for different indices.
 
     Args:
-        activations: the input of each layer, ``[B, T, K]``, or ``[B, T]`` int64.
+        activations: the input of each layer, ``[B, T, K]``, or row indices ``[B, T]`` int64.
         gradients: the output gradient of each layer, ``[B, T, N]``.
-        bias: whether the layers have a bias.
+        bias: whether the layers have a trained bias.
     """
     return _by_products(activations, gradients, bias)
 
@@ -107,7 +109,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
 
 @register_flop_formula(torch.ops.dpbench.gram_norms)
 def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> int:
-    """Count half of each product and the diagonal, because products are symmetric."""
+    """Count half of each product and its diagonal, because the products are symmetric."""
     examples, tokens, _ = gradients[0]
     widths = sum(shape[2] for shape in (*activations, *gradients) if len(shape) == 3)
     return int(examples * tokens * (tokens + 1) * widths)
@@ -122,7 +124,7 @@ def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bia
 
 
 def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """The products T × T of one layer, as in `gram_norms` without a bias."""
+    """Return the products T × T of one layer, which are those of `gram_norms` without a bias."""
     of_g = wide_product(g, g.mT)
     if x.dim() == 2:
         return (x[:, :, None] == x[:, None, :]).to(of_g.dtype), of_g
@@ -131,7 +133,7 @@ def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gram_sums(of_x: Tensor, of_g: Tensor, bias: bool = False) -> Tensor:
-    """`dpbench.training.norm_bounds.GramSums`, ``[6, B]``, of products T × T, in one pass."""
+    """Return `dpbench.training.norm_bounds.GramSums` ``[6, B]`` of products T × T, in one pass."""
     sums: Tensor = torch.ops.dpbench.gram_sums.default(of_x, of_g, bias)
     return sums
 
@@ -177,14 +179,14 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
 
 
 def by_kernel(x: Tensor, g: Tensor) -> bool:
-    """Whether `gram_norms` uses the Triton kernel for such layers."""
+    """Return True if `gram_norms` uses the Triton kernel for layers with these inputs."""
     return g.is_cuda and g.dtype in TILINGS and not (is_small(x, x) and is_small(g, g))
 
 
 def gram_norms_by_kernel(
     activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool
 ) -> Tensor:
-    """`gram_norms`, without products T × T in memory."""
+    """Compute `gram_norms` without products T × T in memory."""
     examples, tokens, height = gradients[0].shape
     dtype, rows = gradients[0].dtype, activations[0].dim() == 2
     width = 0 if rows else activations[0].shape[2]
@@ -209,7 +211,10 @@ def gram_norms_by_kernel(
 
 
 def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The tensors' addresses, ``[2, layers]`` int64, written by a kernel that a graph can hold."""
+    """Return the addresses of the tensors, ``[2, layers]`` int64.
+
+    A kernel writes the addresses, so that a CUDA graph can contain this function.
+    """
     table = torch.empty(2, len(pairs), dtype=torch.int64, device=pairs[0][0].device)
     for first in range(0, len(pairs), 8):
         some = [*pairs[first : first + 8], *[pairs[-1]] * 8][:8]
@@ -221,7 +226,7 @@ def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 @custom_op("dpbench::scaled", mutates_args=())
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
-    """`dpbench.training.gradient_sums.scaled` as a kernel with vectorized loads."""
+    """Compute `dpbench.training.gradient_sums.scaled` by a kernel with vectorized loads."""
     return gradient_sums.scaled(tensor, factors)
 
 
@@ -245,12 +250,12 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def weighted_sum(samples: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write the sum over examples of factor × gradient, rounded once.
+    """Write the sum over examples of clipping factor × gradient into ``out``, rounded once.
 
     Args:
         samples: per-sample gradients, ``[B, n]``.
-        factors: ``[B]``, float32 or wider.
-        out: ``[n]``, contiguous.
+        factors: clipping factors, ``[B]``, float32 or wider.
+        out: receives the sum, ``[n]``, contiguous.
     """
     torch.ops.dpbench.weighted_sum.default(samples, factors, out=out)
 
@@ -274,7 +279,7 @@ def _weighted_sum_fake(samples: Tensor, factors: Tensor, *, out: Tensor) -> None
     return None
 
 
-# `custom_op` has no way to say that an argument is written and not read.
+# `custom_op` cannot declare an argument that is written, but not read.
 torch.library.define(
     "dpbench::weighted_sum", "(Tensor samples, Tensor factors, *, Tensor(a!) out) -> ()"
 )
@@ -290,9 +295,9 @@ def _(samples: Any, factors: Any, *, out: Any = None, out_shape: Any = None) -> 
 
 @custom_op("dpbench::layer_norm_samples", mutates_args=())
 def layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
-    """Per-sample gradients of a layer norm's weight and bias, ``[2, B, H]``.
+    """Return the per-sample gradients of a layer norm's weight and bias, ``[2, B, H]``.
 
-    They are computed in float32; for float64 inputs, in float64.
+    They are computed in float32, or in float64 for float64 inputs.
 
     Args:
         x: the layer's input, ``[B, T, H]``.
@@ -329,7 +334,7 @@ def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
 
 @cache
 def triton_kernels() -> dict[str, Any]:
-    """The kernels by name, loaded on first use."""
+    """Return the kernels by name. The kernels are loaded on first use."""
     from dpbench.training import triton_kernels
 
     return vars(triton_kernels)

@@ -1,7 +1,8 @@
 """Opacus's flat clipping, without needless memory traffic.
 
-Opacus's hooks make the per-sample gradients (Opacus 1.6.0, https://github.com/meta-pytorch/opacus).
-`docs/upstream` has most of the differences as diffs.
+Opacus's hooks compute the per-sample gradients (Opacus 1.6.0,
+https://github.com/meta-pytorch/opacus). The folder ``docs/upstream`` contains most of the
+differences from Opacus as diffs.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from dpbench.training.refusals import refusals
 
 
 class ClippedMeanTrainer(ClippedSumTrainer):
-    """Flat clipping whose clipping factors are divided by B, so that sums over examples are means.
+    """Flat clipping with clipping factors divided by B, so that sums of gradients are means.
 
-    A subclass gives each parameter's clipped mean to `add`. Independent noise
-    of all parameters is drawn at once and added in place; under DDP, once for each group of
-    parameters that is reduced together.
+    A subclass passes the mean clipped gradient of each parameter to `add`. Independent noise of all
+    parameters is drawn at once and added in place. Under DDP, noise is drawn once for each group of
+    parameters that are reduced together.
     """
 
     def begin_step(self) -> None:
@@ -43,16 +44,16 @@ class ClippedMeanTrainer(ClippedSumTrainer):
         self._works: list[distributed.Work] = []
 
     def add(self, parameter: Tensor, mean: Tensor) -> None:
-        """Add a micro-batch's contribution to a parameter's mean clipped gradient."""
+        """Add a micro-batch's contribution to the mean clipped gradient of a parameter."""
         if parameter in self._means:
             self._means[parameter] += mean
         else:
             self._means[parameter] = mean
 
     def take_means(self, parameters: Sequence[Tensor]) -> None:
-        """Set the gradients of parameters to their means plus noise."""
+        """Set the gradients of parameters to the mean clipped gradients plus noise."""
         for parameter in parameters:
-            mean = self._means.pop(parameter, None)  # None: an empty batch
+            mean = self._means.pop(parameter, None)  # None if the batch is empty
             parameter.grad = torch.zeros_like(parameter) if mean is None else mean
         deviation = self.noise_multiplier * self.max_grad_norm / self.joint_batch_size
         if not deviation:
@@ -72,7 +73,7 @@ class ClippedMeanTrainer(ClippedSumTrainer):
                 torch._foreach_add_(sharing, [*noise.values()])
 
     def reduce_means(self, parameters: Sequence[Tensor]) -> None:
-        """Under DDP, begin to reduce the noisy means of parameters that share a buffer."""
+        """Begin to reduce the noisy means of parameters that share a buffer, under DDP."""
         with phase("noise"):
             self.take_means(parameters)
         self._works.append(distributed.all_reduce(joined_gradient(parameters), async_op=True))
@@ -94,18 +95,19 @@ class ClippedMeanTrainer(ClippedSumTrainer):
 class LeanTrainer(ClippedMeanTrainer):
     """`DPSGDTrainer` with hooks and flat clipping, and with these changes.
 
-    - A per-sample gradient stays as the hook made it if its parameter is used once. Opacus copies
-      it into zeros.
-    - The loss is a sum; Opacus takes the mean and rescales each layer's output gradient.
-    - No ordinary gradients are computed. Opacus computes them and replaces them unread.
+    - If a parameter is used once, its per-sample gradient is not copied. Opacus copies the gradient
+      into a tensor of zeros.
+    - The loss is a sum. Opacus uses the mean loss, and rescales each layer's output gradient.
+    - No ordinary gradients are computed. Opacus computes them, and replaces them without reading
+      them.
     - Per-sample gradients are freed as they are summed. The clipping factors are divided by B, so
       that the sum is a mean.
-    - The noise of all parameters is drawn at once and added in place. With several ranks each draws
-      its share; with Opacus, rank 0 draws all.
-    - Under DDP small parameters are reduced together, and reductions overlap with later sums.
+    - The noise of all parameters is drawn at once and added in place. With several ranks, each rank
+      draws a share of the noise. In Opacus, rank 0 draws all noise.
+    - Under DDP, small parameters are reduced together, and reductions overlap with later sums.
       Opacus reduces one parameter after another.
 
-    Arguments as `TrainerBase`.
+    The constructor has the arguments of `TrainerBase`.
     """
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
@@ -130,7 +132,7 @@ class LeanTrainer(ClippedMeanTrainer):
 
     @torch.no_grad()
     def clip(self, last: bool) -> None:
-        """Clip and sum per-sample gradients, freeing each; reduce after the last micro-batch."""
+        """Clip, sum and free per-sample gradients. After the last micro-batch, reduce the sums."""
         trained: list[Any] = self.trained
         norms = GhostNorms()
         for parameter in trained:
@@ -148,14 +150,14 @@ class LeanTrainer(ClippedMeanTrainer):
 
 
 def sum_up(parameter: Any, factors: Tensor) -> Tensor:
-    """Remove a parameter's per-sample gradients; return their sum weighted by the factors."""
+    """Remove the per-sample gradients of a parameter, and return their weighted sum."""
     samples = parameter.grad_sample.to(parameter.dtype)
     parameter.grad_sample = parameter.grad = None
     return torch.einsum("i,i...", factors, samples)
 
 
 class KeepingModule(GradSampleModule):  # type: ignore[misc]
-    """Opacus's hooks, changed to keep per-sample gradients without a copy; see `keep`."""
+    """Opacus's hooks, but with per-sample gradients that are kept without a copy; see `keep`."""
 
     def capture_backprops_hook(
         self,
@@ -165,7 +167,7 @@ class KeepingModule(GradSampleModule):  # type: ignore[misc]
         loss_reduction: str,
         batch_first: bool,
     ) -> None:
-        """Opacus's method, with its copy replaced by `keep`."""
+        """Compute per-sample gradients as Opacus's method does, but store them with `keep`."""
         activations, backprops = self.rearrange_grad_samples(
             module=module,
             backprops=forward_output[0].detach(),
@@ -185,10 +187,11 @@ class KeepingModule(GradSampleModule):  # type: ignore[misc]
 
 
 def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
-    """Store a per-sample gradient on its parameter without Opacus's copy into zeros.
+    """Store a per-sample gradient on its parameter, without Opacus's copy into zeros if possible.
 
-    A batch shorter than ``max_batch_len`` needs the copy. So does a parameter that is used again:
-    the stored tensor may be the layer's output gradient, which must not change in place.
+    A batch shorter than ``max_batch_len`` needs the copy. A parameter that is used several times
+    also needs the copy: the stored tensor may be the layer's output gradient, to which no gradient
+    may be added in place.
     """
     used_once = parameter.requires_grad and parameter._forward_counter == 1
     used_once = used_once and not hasattr(parameter, "_current_grad_sample")
@@ -201,9 +204,10 @@ def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
 
 
 def leave_out_ordinary_gradients(module: Any) -> None:
-    """Make autograd treat layers' parameters as constants, because hooks make their gradients."""
+    """Stop autograd from computing the parameter gradients that Opacus's hooks compute."""
     for layer in module.iterate_submodules(module._module):
-        if type(layer) in module.GRAD_SAMPLERS:  # functorch uses copies of parameters
+        # Other layers use functorch, which differentiates copies of their parameters.
+        if type(layer) in module.GRAD_SAMPLERS:
             own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
             layer.register_forward_pre_hook(partial(_become_constants, own))
             layer.register_forward_hook(partial(_become_parameters, own), prepend=True)
@@ -215,16 +219,19 @@ def _become_constants(own: list[nn.Parameter], *_: object) -> None:
 
 
 def _become_parameters(
-    own: list[nn.Parameter], _layer: nn.Module, _given: object, returned: Any
+    own: list[nn.Parameter], _layer: nn.Module, _inputs: object, returned: Any
 ) -> None:
     for parameter in own:
         parameter.requires_grad_()
     if torch.is_grad_enabled() and isinstance(returned, Tensor) and not returned.requires_grad:
-        returned.requires_grad_()  # else backward would end before this layer's hook
+        returned.requires_grad_()  # otherwise, backward would end before the hook of this layer
 
 
 def joined_gradient(parameters: Sequence[Any]) -> Tensor:
-    """The gradient of one parameter, or a new buffer of which those of several become views."""
+    """Return one tensor with the gradients of all parameters.
+
+    The gradients of several parameters become views of this tensor.
+    """
     only, *others = parameters
     if not others:
         gradient: Tensor = only.grad

@@ -1,9 +1,10 @@
-"""DP-SGD by its definition: a loop that clips and adds the gradient of each example.
+"""DP-SGD by its definition: a loop that clips and adds the gradient of one example after another.
 
-Abadi et al., "Deep Learning with Differential Privacy" (2016), https://arxiv.org/abs/1607.00133,
-define it so. TensorFlow Privacy first implemented it as microbatches of one example (McMahan et
-al., "A General Approach to Adding Differential Privacy to Iterative Training Procedures", 2018,
-https://arxiv.org/abs/1812.06210). With ``vmap``, ``torch.func`` vectorizes the loop.
+The definition is from Abadi et al., "Deep Learning with Differential Privacy" (2016),
+https://arxiv.org/abs/1607.00133. TensorFlow Privacy first implemented this loop, as microbatches of
+one example (McMahan et al., "A General Approach to Adding Differential Privacy to Iterative
+Training Procedures", 2018, https://arxiv.org/abs/1812.06210). With ``vmap``, ``torch.func``
+vectorizes the loop.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from dpbench.workloads.base import parts_of
 
 
 class MicroBatchTrainer(ClippedSumTrainer):
-    """A forward and a backward pass for each example, so layers of all kinds are clipped correctly.
+    """Runs a forward and a backward for each example, so that all kinds of layers are clipped.
 
     Args:
-        vmap: compute the gradients of all examples of a (micro-)batch in one vectorized pass, and
-            keep them until they are clipped.
-        options: as `TrainerBase`.
+        model: the workload's model.
+        batch_size: number of examples in each batch.
+        vmap: whether to compute the gradients of all examples of a micro-batch in one vectorized
+            pass, and to keep these gradients until they are clipped.
+        options: further arguments of `TrainerBase`.
 
     Raises:
-        ConfigurationError: names a layer or parameter that this trainer cannot clip.
+        ConfigurationError: the trainer cannot clip a layer or parameter of the model.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
     ) -> None:
         self.vmap, self.compiles = vmap, not vmap
         super().__init__(model, batch_size=batch_size, **options)
-        # In bf16, sums would hardly change after the first hundred examples.
+        # In bf16, a sum of gradients would hardly change after the first hundred examples.
         self.sums_in = torch.promote_types(self.trained[0].dtype, torch.float32)
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -53,7 +56,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
         return mean_of(losses, self.sizes)
 
     def clip_each(self, part: Batch) -> Tensor:
-        """Add the clipped gradient of one example after another; return the mean loss."""
+        """Add the clipped gradient of one example after another, and return the mean loss."""
         losses = []
         for example in parts_of(part, [1] * self.examples):
             with phase("forward"):
@@ -67,18 +70,18 @@ class MicroBatchTrainer(ClippedSumTrainer):
 
     @torch.no_grad()
     def add_clipped(self) -> None:
-        """Clip and add the gradients that backward left for one example."""
+        """Clip the gradients that the backward of one example has set, and add them to the sums."""
         gradients = {p: p.grad for p in self.trained if p.grad is not None}
         self.plain_optimizer.zero_grad(set_to_none=True)
         factor = self.factors_for([squared_sample_norms(g[None]) for g in gradients.values()])
         for parameter, gradient in gradients.items():
-            # PyTorch would round a zero-dimensional factor to the gradient's dtype.
-            self.sums.put_scaled(parameter, gradient, factor.view([1] * gradient.dim()))
+            # The factor gets dimensions: PyTorch would round a scalar to the gradient's dtype.
+            self.sums.add_scaled(parameter, gradient, factor.view([1] * gradient.dim()))
 
     def clip_at_once(self, part: Batch) -> Tensor:
-        """Add the clipped gradients of all examples, made at once; return the mean loss."""
-        # Name parameters per module and do not tie weights: PyTorch's tying would not restore a
-        # module that occurs twice.
+        """Add the clipped gradients of all examples at once, and return the mean loss."""
+        # Every module's parameters get their own names, and ``tie_weights`` is off: with it,
+        # PyTorch would not restore the parameters of a module that occurs twice.
         number = {parameter: n for n, parameter in enumerate(self.trained)}
         attributes = {
             ".".join(filter(None, (path, name))): number[parameter]
@@ -98,15 +101,17 @@ class MicroBatchTrainer(ClippedSumTrainer):
         made = torch.func.vmap(
             torch.func.grad(loss_of, has_aux=True), in_dims=(None, 0), randomness="different"
         )
-        with phase("backward"), warnings.catch_warnings():  # contains forward: one call runs both
-            warnings.filterwarnings("ignore", "There is a performance drop")  # vmap loops
+        with phase("backward"), warnings.catch_warnings():  # one call runs forward and backward
+            # vmap warns about operators that it runs in a loop.
+            warnings.filterwarnings("ignore", "There is a performance drop")
             try:
                 gradients, losses = made([p.detach() for p in self.trained], part)
             except RuntimeError as error:
                 what = " ".join(str(error).split())
                 if "vmap" in what or "torch.func" in what:
                     raise ConfigurationError(
-                        f"torch.func cannot vectorize this model ({what}); use micro_batch alone"
+                        f"torch.func cannot vectorize this model ({what}); use micro_batch without "
+                        f"vmap"
                     ) from error
                 raise
         with phase("clip"), torch.no_grad():
@@ -115,6 +120,6 @@ class MicroBatchTrainer(ClippedSumTrainer):
                 samples = gradients.pop()
                 weights = rounded_down(factors, samples.dtype)
                 total = torch.mv(samples.reshape(len(samples), -1).t(), weights)
-                self.sums.put(parameter, total.view_as(parameter))
+                self.sums.add(parameter, total.view_as(parameter))
         mean: Tensor = losses.mean()
         return mean

@@ -1,4 +1,4 @@
-"""Whether a model is still the one that a trainer was made for."""
+"""Detects changes of a model that a trainer does not support."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dpbench.core.errors import ConfigurationError
 
 
 class ModelSnapshot:
-    """The layers and parameters of a model, as a trainer found them.
+    """A record of a model's layers and parameters when a trainer was made.
 
-    A trainer's lists, rules and buffers are made for these layers and parameters. If the model
-    changed later, they would silently be wrong.
+    The trainer's lists, rules and buffers are made for these layers and parameters. If the model
+    changed later, the trainer would silently compute wrong gradients.
 
     Args:
-        model: the model now.
-        in_place: whether parameters must also keep their memory.
+        model: the model.
+        in_place: whether parameters must also stay in the same memory.
     """
 
     def __init__(self, model: nn.Module, *, in_place: bool = False) -> None:
@@ -34,31 +34,33 @@ class ModelSnapshot:
                 self._parameters.append((name, parameter, parameter.requires_grad, place))
 
     def check(self) -> None:
-        """Refuse a changed model; the error names the change."""
+        """Raise if the model has changed. The error names the change."""
         anew = "make a new trainer afterwards"
         for name, parts, own, part in self._parts:
             if parts.get(own) is not part:
                 raise refusal(name, "replaced", f"load_state_dict without assign, or {anew}")
         for name, parameter, trained, place in self._parameters:
             if parameter.requires_grad is not trained:
-                what = "frozen" if trained else "thawed"
-                raise refusal(f"parameter {name}", what, f"do so before, or {anew}")
+                what = "frozen" if trained else "unfrozen"
+                raise refusal(f"parameter {name}", what, f"do this before making it, or {anew}")
             if place is not None and memory_of(parameter) != place:
                 how = "change it in place (parameter.copy_(values) under torch.no_grad())"
-                raise refusal(f"parameter {name}", "given other memory", f"{how}, or {anew}")
+                raise refusal(f"parameter {name}", "moved to other memory", f"{how}, or {anew}")
 
 
 def refusal(name: str, what: str, remedy: str) -> ConfigurationError:
-    """The error for a part of a model that has changed."""
+    """Return the error about a part of a model that has changed."""
     return ConfigurationError(
-        f"{name} was {what} after the trainer was made, which trains what it found then: {remedy}"
+        f"{name} was {what} after the trainer was made, and the trainer does not support this "
+        f"change: {remedy}"
     )
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, also without data; of a DTensor, of the local shard.
+    """Return a number that identifies a tensor's storage, even if the tensor has no data.
 
-    It ignores shards without rows, to which FSDP2 gives memory in the first step.
+    For a DTensor, it identifies the storage of the local shard. The number of an empty shard is 0,
+    because FSDP2 allocates the shard's memory only in the first step.
     """
     local: Any = tensor.detach()
     if isinstance(local, DTensor):

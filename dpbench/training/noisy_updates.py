@@ -1,12 +1,13 @@
-"""Operators that draw noise as they use it: written in Triton for a GPU, in PyTorch for a CPU.
+"""Operators that draw noise at the moment of its use, in Triton for a GPU and PyTorch for a CPU.
 
 Both operators add ``deviation × z`` to a sum of clipped gradients, where z is standard normal. On a
-GPU, Philox draws z (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011); on a CPU,
-PyTorch's generator does. The seed is one int64, a new one for each step. On one device both
-operators draw the same z from a seed. They compute in float32 or wider, and round once.
+GPU, z is drawn by the generator Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3", 2011). On a CPU, PyTorch's generator draws z. The seed is an int64, and each step has a new
+seed. On the same device, both operators draw the same z from a seed. They compute in float32 or
+wider, and round once.
 
-Noise that is correlated over steps (`dpbench.training.correlated_noise`) is not kept in memory: the
-noise of earlier steps is drawn again from their seeds. z is then
+Noise that is correlated over steps (`dpbench.training.correlated_noise`) is not kept in memory.
+Instead, the noise of earlier steps is drawn again from the earlier seeds. Then z is
 ``w[0] × z(seed[0]) + w[1] × z(seed[1]) + …``.
 """
 
@@ -22,10 +23,11 @@ from dpbench.training.kernels import triton_kernels
 
 
 class Numbers(NamedTuple):
-    """The scalars of an update of parameters p, with moving averages m and v of gradients.
+    """Scalars of an update of parameters p, with moving averages m and v of gradients.
 
     - g = ``scale`` × (gradient + ``deviation`` × z) + ``decay`` × p
-    - m = ``first_kept`` × m + ``first_added`` × g; v = ``second_kept`` × v + ``second_added`` × g²
+    - m = ``first_kept`` × m + ``first_added`` × g
+    - v = ``second_kept`` × v + ``second_added`` × g²
     - p = ``kept`` × p - ``rate`` × change
 
     The change is g for the rule ``plain``, m for ``momentum``, g + ``first_kept`` × m for
@@ -56,16 +58,17 @@ def noisy_update(
 ) -> None:
     """Draw noise and update parameters in one pass, which reads and writes each tensor once.
 
-    P bytes of parameters move 3 P bytes without moving averages, 5 P with one, and 7 P with two.
+    For P bytes of parameters, the pass moves 3 P bytes without moving averages, 5 P bytes with one
+    moving average, and 7 P bytes with two.
 
     Args:
-        parameters: flat; changed in place.
-        moments: the moving averages that the rule has, of the same length; changed in place.
-        gradient: the sum of clipped gradients, of the same length.
-        seed: the noise's seed, int64; with ``weights``, one seed per weight.
+        parameters: the parameters, ``[n]``; changed in place.
+        moments: the rule's moving averages, each ``[n]``; changed in place.
+        gradient: the sum of clipped gradients, ``[n]``.
+        seed: seed of the noise, int64; with ``weights``, one seed for each weight.
         rule: ``plain``, ``momentum``, ``nesterov`` or ``adam``.
-        numbers: see `Numbers`.
-        weights: the weight of each seed's noise, float32, the first 1; None for one seed.
+        numbers: the scalars of the update.
+        weights: weights of the seeds' noise, float32, of which the first is 1; None for one seed.
     """
     torch.ops.dpbench.noisy_update(parameters, moments, gradient, seed, rule, numbers, weights)
 
@@ -81,9 +84,9 @@ def _noisy(
     gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None
 ) -> Tensor:
     device, wide = gradient.device, torch.promote_types(gradient.dtype, torch.float32)
-    of_each = [1.0] if weights is None else weights.tolist()
+    factors = [1.0] if weights is None else weights.tolist()
     total = gradient.to(wide, copy=True)
-    for each, weight in zip(seed.view(-1).tolist(), of_each, strict=True):
+    for each, weight in zip(seed.view(-1).tolist(), factors, strict=True):
         generator = torch.Generator(device).manual_seed(each)
         noise = torch.randn(gradient.shape, generator=generator, device=device, dtype=wide)
         total.add_(noise, alpha=deviation * weight)
@@ -130,9 +133,9 @@ def _launch(
 ) -> None:
     if blocks := -(-flats[-1].numel() // 4096):
         kernel, bands = triton_kernels()["noisy_update"], seed.numel()
-        of_each = seed if weights is None else weights  # not read if there is one seed
+        factors = seed if weights is None else weights  # the kernel reads no weights for one seed
         length = flats[-1].numel()
-        kernel[blocks,](*flats, length, seed, of_each, *numbers, rule, 1024, bands, num_warps=8)
+        kernel[blocks,](*flats, length, seed, factors, *numbers, rule, 1024, bands, num_warps=8)
 
 
 def _mean_on_gpu(
@@ -150,21 +153,21 @@ def _update_on_gpu(
     numbers: Sequence[float],
     weights: Tensor | None = None,
 ) -> None:
-    first, second = [*moments, parameters, parameters][:2]  # unused ones are not read
+    first, second = [*moments, parameters, parameters][:2]  # the kernel reads no missing moments
     _launch([parameters, first, second, gradient], seed, rule, numbers, weights)
 
 
 def _define(
     name: str, arguments: str, function: Callable[..., None], on_gpu: Callable[..., None]
 ) -> None:
-    """Define an operator. The kernel computes in float32, so float64 uses PyTorch."""
+    """Define an operator. Its kernel computes in float32, so float64 tensors use PyTorch."""
 
-    def by_type(*given: Any) -> None:
-        (function if given[0].dtype == torch.float64 else on_gpu)(*given)
+    def by_dtype(*arguments: Any) -> None:
+        (function if arguments[0].dtype == torch.float64 else on_gpu)(*arguments)
 
     torch.library.define(f"dpbench::{name}", f"({arguments}) -> ()")
     torch.library.impl(f"dpbench::{name}", "CompositeExplicitAutograd", function)
-    torch.library.impl(f"dpbench::{name}", "CUDA", by_type)
+    torch.library.impl(f"dpbench::{name}", "CUDA", by_dtype)
     torch.library.register_fake(f"dpbench::{name}", lambda *_: None)
 
 

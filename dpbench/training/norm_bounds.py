@@ -1,47 +1,50 @@
-"""Upper bounds of the norms of per-sample gradients, and the clipping factors made from them.
+"""Upper bounds of the norms of per-sample gradients, and clipping factors from these bounds.
 
 If rounding makes a norm too small, the clipped gradient exceeds the threshold. So the rounding
 errors of the norm and of the update are bounded, and the bounds are added to the norm.
 
-**The products.** The squared norm of ``G = Σ g_t x_tᵀ`` over tokens t is ``P = Σ A_st B_st`` for
-``A = x xᵀ`` and ``B = g gᵀ``, whose terms may cancel: where tokens are alike, what is left can be
-rounding error. A is off by a matrix of Frobenius norm ``e_A = a |A| + a' tr A`` at most: each of
-its roundings is of a sum over some of the K columns of x, and such a sum is no larger than A,
-because both and their difference are positive semidefinite; a and a' are those of
-`product_error`. With ``e_B`` likewise, and n roundings of 2⁻²⁴ in the sum
-of the products, P is off by at most (Cauchy and Schwarz)::
+**Norms from products T × T.** The gradient is ``G = Σ g_t x_tᵀ`` over tokens t. Its squared norm is
+``P = Σ A_st B_st`` for ``A = x xᵀ`` and ``B = g gᵀ``. The terms of P may cancel, and the result may
+then consist of rounding errors only. The computed A differs from A by a matrix whose Frobenius norm
+is at most ``e_A = a |A| + a' tr A``, with a and a' from `product_error`. The reason: each rounding
+is that of a sum over some of the K columns of x. This sum is no larger than A, because A, the sum
+and their difference are positive semidefinite. B has a bound ``e_B`` of the same form. The sum P
+has n roundings of 2⁻²⁴. By the inequality of Cauchy and Schwarz, the error of P is at most::
 
     e_A |B| + e_B |A| + e_A e_B + n 2⁻²⁴ |A| |B|
 
-This is the worst case, for sums in any order (γ_n of Higham, Accuracy and Stability of Numerical
-Algorithms, 2nd edition, 2002, sections 3.1 and 4.2). On ordinary data it adds little: of 1024
-tokens, 2048 to 8192 wide, a ten-thousandth.
+This bound is the worst case, for sums in any order (γ_n of Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd edition, 2002, sections 3.1 and 4.2). On ordinary data with 1024 tokens
+and widths of 2048 to 8192, the bound adds about a ten-thousandth to the norm.
 
-**A kept gradient** is exactly what the update multiplies. So only two errors remain: that of the
-norm's own sum, which is taken in rows, and that of the update's result. See `sample_bound`.
+**Norms of kept gradients.** The update multiplies exactly the gradient whose norm was computed. So
+only two errors remain: the error of the norm's sum, which is computed by rows, and the rounding of
+the update's result. See `sample_bound`.
 
-**The update** of other gradients rounds three times:
+**The update with other gradients** rounds three kinds of numbers:
 
-- its result, by at most the unit roundoff u of its type. The worst case, u times the norm, is
-  added;
-- its sums over T tokens. A sum over some of them is no larger than ``(|A| |B|)^½``. Tensor cores
-  truncate: 3 T float32 units of that bound are added, the worst case. Otherwise 2 T^½ units, at
-  most T, are added: if roundings are independent and uniform, a norm is off by more with a
-  probability of at most 1e-9, unless one number of a gradient is more than half of its norm (Higham
-  and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5),
-  2019, theorem 2.4: 6.6 standard deviations, each ``(T/3)^½`` units of that number). Where the
-  gradient itself was made, A and B are not known. Sums over some tokens are then assumed to be no
-  larger than ``D^½`` below, as if tokens were independent;
-- the numbers that it multiplies: c·g, or the gradient. In float32 and float64 the worst case is
-  added: ``T^½ u D^½`` with ``D = Σ |x_t|² |g_t|²``. **In 16 bits, and with TF32,** ``u D^½`` **is
-  added, which is the worst case of one token only**: independent, uniform roundings have a root
-  mean square of 0.58 u D^½, mostly at a right angle to G. Data can be constructed whose roundings
-  agree over tokens. ``u (λ Σ|g_t|²)^½``, for the largest eigenvalue λ of A, would cover them, and
-  would lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %. With TF32, u is 2⁻¹⁰: the
-  norm is that of x and g rounded to 11 bits, and the update rounds x and c·g.
+- The update's result is rounded by at most the unit roundoff u of its dtype. The worst case is
+  added, which is u times the norm.
+- Sums over T tokens are rounded. A sum over some tokens is no larger than ``(|A| |B|)^½``. With
+  tensor cores, which truncate, the worst case of 3 T float32 units of this bound is added.
+  Otherwise, 2 T^½ units are added, but at most T units. If roundings are independent and uniform,
+  the error is larger with a probability of at most 1e-9, unless one number of a gradient is more
+  than half of the gradient's norm (Higham and Mary, A New Approach to Probabilistic Rounding Error
+  Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4: 6.6 standard deviations, each of
+  ``(T/3)^½`` units of this number). If the norm was computed from the gradient, A and B are
+  unknown. Sums over some tokens are then assumed to be no larger than ``D^½`` (see below), as if
+  tokens were independent.
+- The numbers that the update multiplies are rounded: c·g, or the gradient. In float32 and float64,
+  the worst case is added: ``T^½ u D^½`` with ``D = Σ |x_t|² |g_t|²``. **In 16 bits and with TF32,**
+  ``u D^½`` **is added, which is the worst case for one token only.** Independent, uniform roundings
+  have a root mean square of 0.58 u D^½, and are mostly at a right angle to G. But it is possible to
+  construct data whose roundings agree over tokens. The bound ``u (λ Σ|g_t|²)^½``, with the largest
+  eigenvalue λ of A, would include such data. It would lower clipping factors on ordinary data by
+  1.5 to 2.7 % instead of 0.4 %. With TF32, u is 2⁻¹⁰, because the norm is computed from x and g
+  rounded to 11 bits, and the update rounds x and c·g.
 
-A NaN in a gradient makes its norm, its factor and the update NaN, so it is visible. A norm too
-large for its dtype is infinite, and its factor is 0.
+A NaN in a gradient is not hidden: the norm, the clipping factor and the update also become NaN. If
+a norm is too large for its dtype, it is infinite, and the clipping factor is 0.
 """
 
 from __future__ import annotations
@@ -58,12 +61,12 @@ from dpbench.training.kernels import TILINGS, has_tf32, wide_type
 
 
 class ProductError(NamedTuple):
-    """How far a product ``a b`` may be off, in the Frobenius norm.
+    """A bound of the error of a matrix product ``a b``, in the Frobenius norm.
 
     The product is a sum of terms ``a_k b_kᵀ``. The error is at most ``of_sums`` times the largest
     norm of any partial sum, plus ``of_terms`` times the sum of the norms of all terms. If b is the
-    transpose of a, these are the norm and the trace of the product, because no partial sum of
-    ``a aᵀ`` is larger than the whole.
+    transpose of a, the largest norm is that of the product, because no partial sum of ``a aᵀ`` is
+    larger. The sum of norms is then the trace of the product.
     """
 
     of_sums: float
@@ -75,27 +78,29 @@ class ProductError(NamedTuple):
 def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> ProductError:
     """Bound the error of the products of `dpbench.training.kernels`, in the worst case.
 
-    - Each of K sums is rounded to nearest, by at most 2⁻²⁴ of itself, in any order, and so is each
-      term (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1).
+    - Without tensor cores, each term and each of K sums is rounded to nearest, by at most 2⁻²⁴ of
+      its value, in any order of summation (Higham, Accuracy and Stability of Numerical Algorithms,
+      2002, section 3.1).
     - Tensor cores add several products of 16-bit numbers to an accumulator. They truncate each term
-      and the sum to 24 bits of the largest of them (Fasi, Higham, Mikaitis and Pranesh, "Numerical
+      and the sum to 24 bits of the largest number (Fasi, Higham, Mikaitis and Pranesh, "Numerical
       behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
-      https://doi.org/10.7717/peerj-cs.330). Before Hopper they add 4 products at a time, without
-      extra bits: 12 units of 2⁻²⁴. From Hopper on, 16 at a time, with two extra bits: 11 units.
-    - With TF32 switched on, both factors are rounded to 11 bits, here and in the update. The
-      products of such numbers are exact; tensor cores add them as above. PyTorch's products round
-      the factors to nearest. The kernel of `gram_norms` truncates them, so that a factor may be
-      2⁻¹⁰ smaller than in the update (seen on an NVIDIA H200 with torch 2.11 and Triton 3.6).
-    - Without TF32 the kernel of `gram_norms` splits each float32 number into an upper and a lower
-      tf32 part. It adds three tf32 products and leaves out that of the lower parts. A part has 11
-      bits. Even if parts are truncated, what is left out and rounded off is less than 3 · 2⁻²⁰
-      (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022,
-      https://arxiv.org/abs/2203.03341). Each step adds 8 products to an accumulator on tensor
-      cores, without extra bits. The results of steps are added in float32.
+      https://doi.org/10.7717/peerj-cs.330). GPUs before Hopper add 4 products at a time, without
+      extra bits: the error is 12 units of 2⁻²⁴. Hopper and later GPUs add 16 products at a time,
+      with two extra bits: the error is 11 units.
+    - With TF32, both factors are rounded to 11 bits, here and in the update. Products of such
+      numbers are exact, and tensor cores add them as above. PyTorch's products round the factors to
+      nearest. The kernel of `gram_norms` truncates them, so its factors may be 2⁻¹⁰ smaller than in
+      the update (seen on an NVIDIA H200 with torch 2.11 and Triton 3.6).
+    - Without TF32, the kernel of `gram_norms` splits each float32 number into an upper and a lower
+      part of 11 bits, in tf32. It adds three tf32 products, but not the product of the lower parts.
+      Even if the parts are truncated, the error of a term is less than 3 · 2⁻²⁰ (Ootomo and Yokota,
+      "Recovering single precision accuracy from Tensor Cores", 2022,
+      https://arxiv.org/abs/2203.03341). Tensor cores add 8 products at a time to an accumulator,
+      without extra bits. The accumulators are added in float32.
 
     Args:
-        a: ``[B, I, K]``; integers have no error.
-        b: ``[B, K, J]``; by default the transpose of a.
+        a: the first factor, ``[B, I, K]``, or row indices, whose products have no error.
+        b: the second factor, ``[B, K, J]``; None for the transpose of a.
         by_kernel: whether `gram_norms_by_kernel` computes the product.
     """
     if not a.is_floating_point():
@@ -116,52 +121,55 @@ def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False
 
 
 class GramSums(NamedTuple):
-    """Sums over tokens s and t of the products ``A_st = x_s·x_t`` and ``B_st = g_s·g_t``."""
+    """Sums over tokens s and t of the products ``A_st = x_s·x_t`` and ``B_st = g_s·g_t``.
+
+    Attributes:
+        squared_norm: P, the sum of ``A_st B_st`` over all pairs of tokens.
+        diagonal: D, the sum of ``A_tt B_tt`` over all tokens.
+        x_trace: the sum of ``|x_t|²``.
+        g_trace: the sum of ``|g_t|²``.
+        x_squares: the sum of ``A_st²``.
+        g_squares: the sum of ``B_st²``.
+    """
 
     squared_norm: Tensor
-    """P: the sum of ``A_st B_st`` over all pairs."""
     diagonal: Tensor
-    """D: the same over pairs of a token with itself."""
     x_trace: Tensor
-    """``Σ |x_t|²``."""
     g_trace: Tensor
-    """``Σ |g_t|²``."""
     x_squares: Tensor
-    """``Σ A_st²``."""
     g_squares: Tensor
-    """``Σ B_st²``."""
 
 
 def clipping_factors(squared_norms: Tensor, threshold: float, divisor: int = 1) -> Tensor:
-    """The clipping factors ``[B]``, at most 1, divided by ``divisor`` and rounded down.
+    """Return clipping factors ``[B]``, which are at most 1 / ``divisor`` and rounded down.
 
     Args:
-        squared_norms: ``[B]``, upper bounds, from the functions below.
-        threshold: C.
-        divisor: by which the clipped gradients are to be divided as well, such as B.
+        squared_norms: upper bounds of the examples' squared norms, ``[B]``.
+        threshold: C, the clipping threshold.
+        divisor: number by which the clipping factors are divided, such as B.
     """
     exact = (threshold / (squared_norms.double().sqrt() + 1e-6)).clamp(max=1.0) / divisor
     return rounded_down(exact, squared_norms.dtype)
 
 
 def total(squared_norms: Sequence[Tensor]) -> Tensor:
-    """The sum of squared norms ``[B]`` of several gradients, in float64."""
+    """Return an upper bound of the sum of squared norms ``[B]``, which is computed in float64."""
     each = torch.stack([*squared_norms])
     return (each.sum(0, dtype=torch.float64) * (1 + 4 * unit(each.dtype))).to(each.dtype)
 
 
 def unit(dtype: torch.dtype) -> float:
-    """The unit roundoff u: the largest relative error of rounding to nearest."""
+    """Return the unit roundoff u, which is the largest relative error of rounding to nearest."""
     return torch.finfo(dtype).eps / 2
 
 
 def wide_unit(dtype: torch.dtype) -> float:
-    """`unit` of the dtype in which numbers of ``dtype`` are summed."""
+    """Return the unit roundoff of the dtype in which numbers of ``dtype`` are summed."""
     return unit(torch.promote_types(dtype, torch.float32))
 
 
 def of_terms(dtype: torch.dtype, tokens: int) -> float:
-    """The update's rounding error in the numbers that it multiplies, relative to ``D^½``."""
+    """Return the error from rounding the numbers that the update multiplies, as part of ``D^½``."""
     if dtype.itemsize == 2:
         return unit(dtype)
     tf32 = dtype == torch.float32 and has_tf32()
@@ -169,7 +177,7 @@ def of_terms(dtype: torch.dtype, tokens: int) -> float:
 
 
 def of_sums(dtype: torch.dtype, tokens: int, summed_in: torch.dtype | None = None) -> float:
-    """The update's rounding error in sums over tokens, relative to the largest of them."""
+    """Return the error from rounding the update's sums over tokens, as part of the largest sum."""
     if summed_in is not None:
         return tokens * unit(summed_in)
     if dtype.itemsize == 2 or (dtype == torch.float32 and has_tf32()):
@@ -184,14 +192,14 @@ def gram_bound(
     dtype: torch.dtype,
     summed_in: torch.dtype | None = None,
 ) -> Tensor:
-    """Upper bounds of the squared norms of the update's gradients, ``[layers, B]``.
+    """Return upper bounds of the squared norms of the update's gradients, ``[layers, B]``.
 
     Args:
         parts: the `GramSums` of each layer, ``[6, B]`` in float32 or float64.
-        tokens: T.
-        errors: the errors of the products ``x xᵀ`` and ``g gᵀ``.
-        dtype: the dtype in which the update multiplies.
-        summed_in: the dtype of the update's sums, if narrower than float32.
+        tokens: T, the number of tokens.
+        errors: bounds of the errors of the products ``x xᵀ`` and ``g gᵀ``.
+        dtype: dtype in which the update multiplies.
+        summed_in: dtype of the update's sums, if narrower than float32.
     """
     stacked = torch.stack([*parts], 1)
     sums = GramSums(*stacked)
@@ -203,11 +211,11 @@ def gram_bound(
     size_x, size_g = (
         torch.add(root, error, alpha=2) for root, error in zip(roots, off, strict=True)
     )
-    # Products A_st B_st are rounded again, and summed in rows or in tiles.
+    # The products A_st B_st are rounded, and then summed by rows or by tiles.
     number = (2 * tokens + 130 + (tokens / 64) ** 2) * unit(stacked.dtype)
     sizes = size_x * size_g
     error = torch.addcmul(number * sizes, off[0], size_g).addcmul_(off[1], size_x)
-    # The sums in it are off by these parts themselves.
+    # The sums in the error have the same relative errors, so the error is raised by them.
     higher = 1 + 4 * (number + sum(map(sum, errors)))
     truncated = sum(error.truncated for error in errors)
     squared = torch.add(sums.squared_norm, error, alpha=higher)
@@ -221,13 +229,13 @@ def gram_bound(
 def gradient_bound(
     parts: Sequence[Tensor], tokens: int, error: ProductError, dtype: torch.dtype
 ) -> Tensor:
-    """`gram_bound` for per-sample gradients that exist in memory.
+    """Return the same bounds as `gram_bound`, from per-sample gradients in memory.
 
     Args:
         parts: for each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D.
-        tokens: T.
-        error: the error of the gradient, which is a product.
-        dtype: the dtype in which the update multiplies.
+        tokens: T, the number of tokens.
+        error: bound of the error of the gradient, which is a matrix product.
+        dtype: dtype in which the update multiplies.
     """
     squares, lengths, diagonal = torch.stack([*parts], 1)
     off = error.of_sums + error.of_terms
@@ -239,16 +247,17 @@ def gradient_bound(
 def row_bound(
     parts: Sequence[Tensor], tokens: int, dtype: torch.dtype, summed_in: torch.dtype | None = None
 ) -> Tensor:
-    """`gram_bound` for the rows of an embedding's gradient.
+    """Return the same bounds as `gram_bound`, for the rows of an embedding's gradient.
 
-    If n tokens look up a row, its gradient is the sum of their output gradients g. In the
-    norm and in the update this sum is off by at most n units of Σ|g|, in any order of summation.
+    If n tokens look up a row, the row's gradient is the sum of these tokens' output gradients g. In
+    the norm and in the update, the error of this sum is at most n units of Σ|g|, in any order of
+    summation.
 
     Args:
         parts: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D.
-        tokens: T.
-        dtype: the dtype in which the update multiplies.
-        summed_in: the dtype of the update's sums, if narrower than float32.
+        tokens: T, the number of tokens.
+        dtype: dtype in which the update multiplies.
+        summed_in: dtype of the update's sums, if narrower than float32.
     """
     squares, sums, diagonal = torch.stack([*parts], 1)
     squared = torch.add(squares.sqrt(), sums, alpha=unit(sums.dtype)).square()
@@ -259,7 +268,13 @@ def row_bound(
 
 
 def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Squared norms, raised by the rounding of the update's result and by ``rounded``."""
+    """Return squared norms after adding to the norms the update's rounding errors.
+
+    Args:
+        squared: upper bounds of squared norms, without rounding of the update.
+        rounded: norm of the update's rounding errors, without the rounding of its result.
+        dtype: dtype of the update.
+    """
     of_result = 1 + unit(dtype) + 8 * wide_unit(dtype)
     norms = squared.clamp(min=0).sqrt() * of_result + rounded
     squares: Tensor = norms.square().to(torch.promote_types(dtype, torch.float32))
@@ -267,9 +282,9 @@ def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) 
 
 
 def row_norms(samples: Tensor) -> Tensor:
-    """Norms ``[B, N]`` of gradients ``[B, …]`` along their last dimension.
+    """Return norms ``[B, N]`` of gradients ``[B, …]`` along their last dimension.
 
-    A CPU adds squares one by one: the norm of a whole matrix would be up to 1e-3 too small.
+    A CPU adds squares one by one, so the norm of a whole matrix could be 1e-3 too small.
     """
     width = samples.shape[-1] if samples.dim() > 1 else 1
     rows = samples.reshape(len(samples), math.prod(samples.shape[1:-1]), width)
@@ -278,12 +293,12 @@ def row_norms(samples: Tensor) -> Tensor:
 
 
 def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-    """Bounds ``[1, B]`` of squared norms, for gradients that the update multiplies by factors.
+    """Return upper bounds ``[1, B]`` of the squared norms of kept gradients.
 
     Args:
         norms: `row_norms` of the gradients.
         width: the largest number of elements in a row.
-        dtype: the update's dtype.
+        dtype: dtype of the update.
     """
     rows = torch.cat([*norms], 1)
     squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
@@ -291,11 +306,11 @@ def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Ten
 
 
 def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Bounds ``[B]`` of the squared norms of per-sample gradients ``[B, …]``.
+    """Return upper bounds ``[B]`` of the squared norms of per-sample gradients.
 
     Args:
-        samples: the gradients that the update multiplies by clipping factors.
-        dtype: the update's dtype, if it differs.
+        samples: the gradients that the update multiplies by clipping factors, ``[B, …]``.
+        dtype: dtype of the update; None for the dtype of ``samples``.
     """
     width = samples.shape[-1] if samples.dim() > 1 else 1
     return sample_bound([row_norms(samples)], width, dtype or samples.dtype)[0]

@@ -1,10 +1,15 @@
-"""Chooses the cheapest way to a layer's per-sample gradient norms, from shapes alone.
+"""Chooses the cheapest way to the norms of a layer's per-sample gradients.
 
-An example has T tokens. A linear layer multiplies its activations ``[T, K]`` by a weight of K × N
-numbers. There are three ways to the squared norm: sum over products T × T; make the per-sample
-gradient for the norm only; or make it and keep it for the update. Choosing between the first two by
-layer is mixed ghost clipping (Bu, Mao and Xu, "Scalable and Efficient Training of Large
-Convolutional Neural Networks with Differential Privacy", 2022, https://arxiv.org/abs/2205.10683).
+The choice depends only on shapes. An example has T tokens. A linear layer multiplies the example's
+activations ``[T, K]`` by a weight of K × N numbers. There are three ways to the squared norm:
+
+- ``products`` sums over products T × T.
+- ``gradient`` computes the per-sample gradient, but only for the norm.
+- ``kept`` computes the per-sample gradient, and keeps it for the update.
+
+Mixed ghost clipping chooses between the first two ways for each layer (Bu, Mao and Xu, "Scalable
+and Efficient Training of Large Convolutional Neural Networks with Differential Privacy", 2022,
+https://arxiv.org/abs/2205.10683).
 """
 
 from __future__ import annotations
@@ -13,53 +18,60 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 PRODUCTS, GRADIENT, KEPT = "products", "gradient", "kept"
-"""The ways: products T × T; the per-sample gradient, made for the norm and again in the update; the
-per-sample gradient, kept from the norm to the update."""
+"""Names of the ways."""
 
 FLOPS_PER_BYTE = {2: 206, 4: 14, 8: 14}
-"""FLOPs in the time of moving one byte, by bytes per number. An H200 does 989, 67 and 67 TFLOP/s
-and moves 4.8 TB/s (https://www.nvidia.com/en-us/data-center/h200/). An A100 has 156, 10 and 10."""
+"""FLOPs that a GPU computes in the time of moving one byte, by bytes per number. An H200 computes
+989, 67 and 67 TFLOP/s and moves 4.8 TB/s (https://www.nvidia.com/en-us/data-center/h200/). For an
+A100, the numbers would be 156, 10 and 10."""
 
 TF32_FLOPS_PER_BYTE = 103
-"""The same for TF32 products of float32 numbers: an H200 does 494 TFLOP/s."""
+"""The same for float32 numbers with TF32 products: an H200 computes 494 TFLOP/s."""
 
 
 class Shape(NamedTuple):
-    """The sizes of a linear layer's or an embedding's work on a batch."""
+    """Sizes of a linear layer or an embedding, and of a batch.
+
+    Attributes:
+        examples: B, the number of examples.
+        tokens: T, the number of tokens in an example.
+        width: K, the number of input features, or the number of rows of an embedding.
+        height: N, the number of output features.
+        itemsize: bytes per number.
+        rows: whether the layer is an embedding, whose inputs are row indices.
+        tf32: whether products of float32 numbers use TF32.
+    """
 
     examples: int
     tokens: int
     width: int
-    """K, the input features; of an embedding, its rows."""
     height: int
-    """N, the output features."""
     itemsize: int = 4
-    """Bytes per number."""
     rows: bool = False
-    """Whether it is an embedding: row indices are compared, not multiplied."""
     tf32: bool = False
-    """Whether products of float32 numbers use TF32."""
 
 
 def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
-    """The cost of each way, beyond the product in the update: bytes, plus FLOPs as bytes.
+    """Return the cost of each way in bytes, without the matrix product that computes the update.
+
+    FLOPs are converted to the bytes that move in the same time.
 
     Args:
-        shape: the layer's.
-        kernel: whether a kernel makes products T × T in tiles that stay in registers and are not
-            written to memory. It makes only half of each, because they are symmetric.
+        shape: sizes of the layer and the batch.
+        kernel: whether a kernel computes products T × T in tiles, which are not written to memory.
+            The products are symmetric, so the kernel computes only half of each product.
     """
     examples, tokens, width, height, itemsize, rows, tf32 = shape
-    wide, weight, given = max(itemsize, 4), width * height, 0 if rows else width
-    # Norms read activations and output gradients; the factors scale the narrower of the two.
-    pairs = tokens * (given + height + 2 * (min(given, height) or height)) * itemsize
-    flops, squares = tokens**2 * (given + height), 4 * tokens**2 * wide
+    wide, weight, read = max(itemsize, 4), width * height, 0 if rows else width
+    # Norms read activations and output gradients. The factors scale the narrower of these two.
+    pairs = tokens * (read + height + 2 * (min(read, height) or height)) * itemsize
+    flops, squares = tokens**2 * (read + height), 4 * tokens**2 * wide
     each: dict[str, tuple[float, float]] = {
         PRODUCTS: (flops, pairs) if kernel else (2 * flops, pairs + squares),
         GRADIENT: (2 * tokens * weight, pairs + 2 * weight * wide),
         KEPT: (0, 3 * weight * itemsize),
     }
-    if rows:  # only rows looked up have a gradient: float32, zeroed, added to and read
+    if rows:  # sums in float32 over the looked-up rows, which are zeroed, added to and read
         each[GRADIENT] = 0, pairs + tokens * height * (2 * itemsize + 6 * wide)
     rate = TF32_FLOPS_PER_BYTE if tf32 and itemsize == 4 else FLOPS_PER_BYTE[itemsize]
     return {way: max(examples, 1) * (moved + flops / rate) for way, (flops, moved) in each.items()}
@@ -68,16 +80,17 @@ def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
 def cheapest(
     shape: Shape, ways: Collection[str], *, kernel: bool = False, alone: bool = False
 ) -> str:
-    """The cheapest of ``ways``.
+    """Return the cheapest of ``ways``.
 
-    Per-sample gradients are kept only if they take no more memory than activations or output
-    gradients, which the other ways must keep instead; or if the batch is one example.
+    The way ``kept`` is considered only if per-sample gradients need no more memory than activations
+    or output gradients, which the other ways must keep. For a single example, it is always
+    considered.
 
     Args:
-        shape: the layer's.
-        ways: the ways that a trainer has.
-        kernel: as in `costs`.
-        alone: whether the batch is one example, so that its gradient is kept anyway.
+        shape: sizes of the layer and the batch.
+        ways: the ways that a trainer supports.
+        kernel: see `costs`.
+        alone: whether the batch has a single example, whose gradient the update needs anyway.
     """
     fits = alone or (min(shape.width, shape.height) <= shape.tokens and not shape.rows)
     cost = costs(shape, kernel=kernel)

@@ -1,7 +1,7 @@
-"""Spreads a model over ranks: processes with one GPU each that share a step.
+"""Distributes a model over ranks. Ranks are processes that share a step, and each has one GPU.
 
-Each rank has its own trainer and trains its part of a batch. The parts are equally large, so the
-mean of their gradients is the gradient of the batch.
+Each rank has its own trainer, and trains a part of the batch. All parts are equally large, so the
+mean of the ranks' gradients is the gradient of the batch.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from dpbench.workloads.base import Workload
 
 
 def kind_of(layer: nn.Module) -> type[nn.Module]:
-    """A layer's original class: FSDP2 gives each block that it shards a derived class."""
+    """Return a layer's original class, which FSDP2 replaces with a derived class."""
     kinds: list[Any] = [*type(layer).__mro__]
     kind: type[nn.Module] = next(each for each in kinds if not issubclass(each, FSDPModule))
     return kind
 
 
 GRAPHS: WeakSet[Any] = WeakSet()
-"""CUDA graphs that may hold collectives."""
+"""CUDA graphs that may contain collectives."""
 
 
 @atexit.register
 def reset_graphs() -> None:
-    """Reset the CUDA graphs of all trainers, which then cannot train any more.
+    """Reset the CUDA graphs of all trainers. These trainers cannot train afterwards.
 
-    ``destroy_process_group`` would wait for graphs that hold the group's collectives:
+    ``destroy_process_group`` would hang on graphs that contain the group's collectives:
     https://github.com/pytorch/pytorch/issues/115388.
     """
     for graph in [*GRAPHS]:
@@ -44,23 +44,28 @@ def reset_graphs() -> None:
 
 
 def leave_group() -> None:
-    """Reset all CUDA graphs, then destroy the process group, which would wait for them."""
+    """Reset all CUDA graphs, and destroy the process group."""
     reset_graphs()
     distributed.destroy_process_group()
 
 
 def mesh_of_all(device_type: str) -> DeviceMesh:
-    """A one-dimensional mesh of all ranks, for FSDP2."""
+    """Return a one-dimensional mesh of all ranks, for FSDP2."""
     return init_device_mesh(device_type, (distributed.get_world_size(),))
 
 
 def sharded(
     model: nn.Module, workload: Workload, apart: Sequence[type[nn.Module]] = ()
 ) -> nn.Module:
-    """Shard the model with FSDP2: each block, and each layer of a class in ``apart``, by itself.
+    """Shard the model with FSDP2.
+
+    Args:
+        model: the model.
+        workload: names the model's blocks, each of which is sharded separately.
+        apart: classes of layers that are also sharded separately.
 
     Raises:
-        ConfigurationError: the workload does not name its blocks.
+        ConfigurationError: the workload does not name the model's blocks.
     """
     mesh = mesh_of_all(next(model.parameters()).device.type)
     layers = [layer for layer in model.modules() if isinstance(layer, tuple(apart))]
@@ -71,9 +76,9 @@ def sharded(
 
 
 def reduce_gradients(model: nn.Module, wanted: bool) -> None:
-    """Choose whether the next backward passes reduce gradients over ranks or only accumulate."""
+    """Choose whether later backward passes reduce gradients over ranks, or only accumulate them."""
     if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = wanted  # as its no_sync() does
+        model.require_backward_grad_sync = wanted  # `no_sync` sets the same attribute
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
 
@@ -86,28 +91,29 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 def part_of_rank(examples: int, rank: int, ranks: int) -> slice:
-    """The slice of a joint batch that a rank trains, along each tensor's first dimension."""
+    """Return the slice of examples, along the first dimension of a batch, that a rank trains."""
     size = examples // ranks
     return slice(rank * size, (rank + 1) * size)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Gather a parameter or gradient from its shards; all ranks must call this for a DTensor."""
+    """Return the full tensor of a sharded parameter or gradient. All ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def broadcast_parameters(model: nn.Module) -> nn.Module:
-    """Broadcast the parameters of rank 0; return the model."""
+    """Broadcast the parameters of rank 0 to all ranks, and return the model."""
     for parameter in model.parameters():
         distributed.broadcast(parameter.data, 0)
     return model
 
 
 def own_part(gradient: Any, parallel: str) -> Tensor:
-    """The part of a gradient to which this rank adds noise: its shard, or a share of the rows.
+    """Return the part of a gradient to which this rank adds noise.
 
-    Each element's noise is drawn by one rank, which then knows it. So every rank must be trusted.
-    If rank 0 drew all noise, only rank 0 would have to be trusted.
+    The part is the rank's shard under FSDP2, and a share of the rows under DDP. A rank knows the
+    noise that it draws, so every rank must be trusted. If rank 0 drew all noise, only rank 0 would
+    have to be trusted.
     """
     if parallel == "fsdp2":
         gradient = gradient.to_local()
@@ -119,7 +125,7 @@ def own_part(gradient: Any, parallel: str) -> Tensor:
 
 
 def own_generator(device: torch.device) -> torch.Generator:
-    """A generator whose seed differs between ranks, even if they have the same global seed."""
+    """Return a generator whose seed differs between ranks, even if their global seeds are equal."""
     seed = torch.randint(2**62, (1,)).to(device)
     distributed.broadcast(seed, 0)
     return torch.Generator(device).manual_seed(int(seed) + rank_and_ranks()[0])

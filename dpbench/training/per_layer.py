@@ -1,11 +1,12 @@
-"""Computes by layer what clipping needs: each example's norm, and the sum of clipped gradients.
+"""Rules that clip the gradients of one layer.
 
-Both are computed from a layer's activations and output gradients. The norm of a linear layer's
-per-sample gradient can be computed without that gradient (Goodfellow, "Efficient Per-Example
-Gradient Computations", 2015, https://arxiv.org/abs/1510.01799; Li et al., "Large Language Models
-Can Be Strong Differentially Private Learners", 2021, https://arxiv.org/abs/2110.05679). For an
-example's activations x ``[T, K]`` and output gradients g ``[T, N]``, the squared norm is the sum of
-the elementwise product of ``x xᵀ`` and ``g gᵀ``.
+A rule computes the norm of each example's gradient, and the sum of clipped gradients, from the
+layer's activations and output gradients. The norm of a linear layer's per-sample gradient can be
+computed without this gradient (Goodfellow, "Efficient Per-Example Gradient Computations", 2015,
+https://arxiv.org/abs/1510.01799; Li et al., "Large Language Models Can Be Strong Differentially
+Private Learners", 2021, https://arxiv.org/abs/2110.05679). For an example's activations x
+``[T, K]`` and output gradients g ``[T, N]``, the squared norm is the sum of the elementwise product
+of ``x xᵀ`` and ``g gᵀ``.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from dpbench.training.parallel import kind_of
 Gradients = Mapping[Tensor, Tensor]
 """Per-sample gradients ``[B, …]``, by parameter."""
 KeptOfLayer = list[Any]
-"""What a rule keeps from backward to clip for a layer: one pair of activations and output gradients
-per call, or one `Gradients` of all calls."""
+"""Tensors that a rule keeps from the backward until clipping: either a pair of activations and
+output gradients for each call of the layer, or one `Gradients` for all calls."""
 
 L = TypeVar("L", bound=nn.Module)
 
 
 class Rule(ABC, Generic[L]):
-    """Clips one kind of layer.
+    """Base class of rules, which always keeps per-sample gradients.
 
-    In backward, `keep` stores tensors ``[B, …]`` for each call of the layer. Norms and sums are
-    then computed once for all calls. This base class always keeps per-sample gradients.
+    During the backward, `keep` stores tensors ``[B, …]`` for each call of the layer. Afterwards,
+    norms and sums are computed once for all calls.
     """
 
     def __init__(self, layer: L, name: str) -> None:
@@ -51,48 +52,48 @@ class Rule(ABC, Generic[L]):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Find the layer's own trained parameters. Call it again after FSDP2 has sharded them."""
+        """Find the layer's own trained parameters. Call this again after FSDP2 has sharded them."""
         own = self.layer.named_parameters(recurse=False)
         self._trained = {name: parameter for name, parameter in own if parameter.requires_grad}
 
     @property
     def names(self) -> Collection[str]:
-        """The attribute names of `trained` in the layer."""
+        """Attribute names of the layer's own trained parameters."""
         return self._trained
 
     @property
     def trained(self) -> Collection[nn.Parameter]:
-        """The layer's own trained parameters; under FSDP2 the sharded ones."""
+        """The layer's own trained parameters. Under FSDP2, these are the sharded parameters."""
         return self._trained.values()
 
     def refusal(self, why: str) -> ConfigurationError:
-        """The error that this layer cannot be clipped, and why."""
+        """Return the error that says why this layer cannot be clipped."""
         which = f"layer {self.name}" if self.name else "the model, which is one layer"
         kind = kind_of(self.layer).__name__
         return ConfigurationError(
             f"{which} ({kind}) cannot be clipped in one backward pass: {why}; "
-            f"change it, freeze it with requires_grad_(False), or use the trainer dpsgd"
+            f"change the layer, freeze it with requires_grad_(False), or use the trainer dpsgd"
         )
 
     def check_call(self, given: Any, options: Any, returned: Any, examples: int) -> None:
-        """Refuse a call whose per-sample gradients cannot be computed."""
+        """Raise if the per-sample gradients of a call of the layer cannot be computed."""
         if len(given) != 1 or options or not isinstance(given[0], Tensor):
             raise self.refusal("it must be called with one tensor, by position")
         if not isinstance(returned, Tensor):
             raise self.refusal(f"it must return a tensor, not a {type(returned).__name__}")
-        for what, tensor in (("is given", given[0]), ("returns", returned)):
+        for what, tensor in (("input", given[0]), ("output", returned)):
             if tensor.dim() == 0 or len(tensor) != examples:
                 raise self.refusal(
-                    f"it {what} {list(tensor.shape)} where {examples} examples are trained, which "
-                    f"must be the first dimension (repeat what they share)"
+                    f"its {what} has the shape {list(tensor.shape)}, but the first dimension must "
+                    f"have the size {examples}, the number of examples (expand what examples share)"
                 )
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
-        """Choose the way to the norms, by `dpbench.training.norm_ways.cheapest`."""
+        """Choose the way to the norms, with `dpbench.training.norm_ways.cheapest`."""
         return KEPT
 
     def keep(self, seen: KeptOfLayer, x: Tensor, g: Tensor, way: str) -> None:
-        """Store the activations and output gradients of a call, or its per-sample gradients."""
+        """Store a call's activations and output gradients, or the call's per-sample gradients."""
         if way != KEPT:
             seen.append((x, g))
             return
@@ -103,7 +104,7 @@ class Rule(ABC, Generic[L]):
 
     @abstractmethod
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
-        """The per-sample gradients ``[B, …]`` of each of `trained`, for one call."""
+        """Return the per-sample gradients ``[B, …]`` of each trained parameter, for one call."""
 
 
 class PairRule(Rule[L]):
@@ -111,19 +112,23 @@ class PairRule(Rule[L]):
 
     @abstractmethod
     def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
-        """Concatenate all calls: inputs ``[B, T, K]`` or ``[B, T]``, gradients ``[B, T, N]``."""
+        """Concatenate the pairs of all calls along the tokens.
+
+        Returns:
+            The inputs, ``[B, T, K]`` or ``[B, T]``, and the output gradients, ``[B, T, N]``.
+        """
 
     @abstractmethod
     def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
-        """Add the sum over examples of factor × gradient."""
+        """Add to ``sums`` the sum over examples of clipping factor × gradient."""
 
 
 class LinearRule(PairRule[Any]):
-    """The rule of linear layers and of Hugging Face's ``Conv1D``, whose weight is transposed."""
+    """Rule of linear layers, and of Hugging Face's ``Conv1D``, whose weight is transposed."""
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
         if "weight" not in self._trained and KEPT in ways:
-            return KEPT  # of the bias
+            return KEPT  # the layer trains only its bias
         tokens = math.prod(g.shape[1:-1])
         shape = Shape(len(g), tokens, x.shape[-1], g.shape[-1], g.itemsize, tf32=has_tf32())
         return cheapest(shape, ways, **options)
@@ -137,15 +142,15 @@ class LinearRule(PairRule[Any]):
     def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
         if self.layer.weight.requires_grad:
-            # The factors scale the narrower of x and g.
+            # The factors scale the narrower of the two matrices.
             wide = x.shape[2] > g.shape[2]
             a, b = (x, factors.times(g)) if wide else (factors.times(x), g)
             if isinstance(self.layer, nn.Linear):
                 a, b = b, a
-            sums.put_product(self.layer.weight, a.flatten(0, 1).t(), b.flatten(0, 1))
+            sums.add_product(self.layer.weight, a.flatten(0, 1).t(), b.flatten(0, 1))
         if self.trains_bias:
             by_token = factors.by_token(g.dtype, g.shape[1])
-            sums.put(self.layer.bias, torch.mv(g.flatten(0, 1).t(), by_token))
+            sums.add(self.layer.bias, torch.mv(g.flatten(0, 1).t(), by_token))
 
     def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
         pairs = [(three_dimensional(x), three_dimensional(g)) for x, g in seen]
@@ -158,13 +163,14 @@ class LinearRule(PairRule[Any]):
 
 
 class EmbeddingRule(PairRule[nn.Embedding]):
-    """The rule of embeddings: only rows that an example looks up have a gradient."""
+    """Rule of embeddings. Only the rows that an example looks up have a gradient."""
 
     def __init__(self, layer: nn.Embedding, name: str) -> None:
         super().__init__(layer, name)
         if layer.max_norm is not None or layer.scale_grad_by_freq:
             raise self.refusal(
-                "with max_norm or scale_grad_by_freq an example's gradient depends on others"
+                "with max_norm or scale_grad_by_freq, an example's gradient depends on other "
+                "examples"
             )
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
@@ -183,10 +189,10 @@ class EmbeddingRule(PairRule[nn.Embedding]):
     def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
         ids, g = self.joined(seen)
         weighted = factors.times(g).flatten(0, 1)
-        sums.put_rows(self.layer.weight, ids.flatten(), weighted)
+        sums.add_rows(self.layer.weight, ids.flatten(), weighted)
 
     def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
-        # Rows at the padding index have no gradient.
+        # The row with the padding index has no gradient.
         ids = torch.cat([ids.reshape(len(ids), -1) for ids, _ in seen], 1).long()
         g = torch.cat([three_dimensional(g) for _, g in seen], 1)
         if self.layer.padding_idx is not None:
@@ -195,9 +201,9 @@ class EmbeddingRule(PairRule[nn.Embedding]):
 
 
 class SampledRule(Rule[nn.Module]):
-    """Makes per-sample gradients by Opacus's grad samplers, or else by functorch.
+    """Computes per-sample gradients with Opacus's grad samplers, or with functorch.
 
-    It is for layers with small parameters, and for layers without a rule of their own.
+    It is the rule of layers with small parameters, and of layers that have no other rule.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -208,30 +214,32 @@ class SampledRule(Rule[nn.Module]):
         self._sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
         pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
         if pads_otherwise or (kind is nn.LayerNorm and layer.bias is None):
-            self._sampler = None  # the samplers of Opacus 1.6 pad with zeros and need a bias
+            self._sampler = None  # samplers of Opacus 1.6 assume padding with zeros, and a bias
         if self._sampler is None:
             if any(True for _ in layer.children()):
                 own = next(iter(self._trained))
-                raise self.refusal(f"it has a parameter of its own, {own}, beside its layers")
+                raise self.refusal(f"it has its own parameter {own}, but also contains layers")
             if isinstance(layer, FSDPModule):
-                raise self.refusal("FSDP2 shards it as a block, which cannot be copied")
-            prepare_layer(layer)  # copies the layer, now that it has no hooks of this trainer
+                raise self.refusal("FSDP2 shards it as a block, which functorch cannot copy")
+            prepare_layer(layer)  # copies the layer, which does not have this trainer's hooks yet
 
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
-        # Under FSDP2 backward uses the gathered parameters: map them to the sharded ones.
+        # Under FSDP2, the backward uses gathered parameters, and `trained` has sharded parameters.
         own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self._trained.items()}
         for parameter in own:
-            parameter.requires_grad_()  # samplers test it; a running backward does not
+            parameter.requires_grad_()  # samplers test this, but a running backward does not
         made = {own[p]: each for p, each in self.gradients(x, g).items()}
         for parameter in own:
             parameter.requires_grad_(False)
         return made
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
-        """The per-sample gradients ``[B, …]`` of each parameter, for one call."""
+        """Return the per-sample gradients ``[B, …]`` of each parameter, for one call."""
         sampler: Any = self._sampler or ft_compute_per_sample_gradient
         if not self._sampler and any(isinstance(p, DTensor) for p in self.layer.parameters()):
-            raise self.refusal("its block returns what it returned, so FSDP2 gathers it too late")
+            raise self.refusal(
+                "its output is its block's output, so FSDP2 gathers its parameters too late"
+            )
         made = sampler(self.layer, [as_computed(x, g)], g)
         return {parameter: each for parameter, each in made.items() if parameter.requires_grad}
 
@@ -241,11 +249,12 @@ RULES: Mapping[str, type[Rule[Any]]] = {
     "transformers.pytorch_utils.Conv1D": LinearRule,
     "torch.nn.modules.sparse.Embedding": EmbeddingRule,
 }
-"""Rules by the name of a layer's class, whose library may be missing; by default `SampledRule`."""
+"""Rules by the name of a layer's class, whose library may not be installed. The rule of other
+classes is `SampledRule`."""
 
 
 def rule_of(layer: nn.Module, name: str) -> Rule[Any]:
-    """Make the rule of a layer that has parameters of its own."""
+    """Make the rule of a layer with its own parameters."""
     kind = kind_of(layer)
     return RULES.get(f"{kind.__module__}.{kind.__qualname__}", SampledRule)(layer, name)
 

@@ -1,8 +1,8 @@
-"""Phases: a trainer marks the parts of its step; a listener decides what that means.
+"""Phases of a training step, and listeners to the phases.
 
-A trainer writes ``with phase("backward"):`` and nothing more. Marks are ignored by default. The
-process that measures installs one `PhaseListener` around each active step: NVTX ranges under
-a profiler, CUDA events for time, a byte counter for logical I/O.
+A trainer marks its phases by ``with phase("backward"):``. By default, these marks do nothing. A
+measured process sets a `PhaseListener` for each observed step. A listener may begin an NVTX range
+for each phase, record a CUDA event, or count bytes.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PhaseListener(Protocol):
-    """Is told of each change of phase in a step. At each moment the step is in one phase."""
+    """Interface of objects that are called when a step begins, changes its phase, or ends.
+
+    At each moment, the step is in exactly one phase.
+    """
 
     def start_step(self) -> None:
-        """A step begins, outside every phase."""
+        """Handle the beginning of a step, which begins outside every phase."""
 
     def switch(self, phase: str) -> None:
-        """The phase changes: further work belongs to ``phase``, one of `PHASES` or `OUTSIDE`."""
+        """Handle a change of phase: ``phase``, one of `PHASES` or `OUTSIDE`, begins."""
 
     def end_step(self) -> None:
-        """The step is over."""
+        """Handle the end of a step."""
 
 
 class OpenPhase:
-    """A phase that has begun and not ended."""
+    """A phase that has begun, and has not ended."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Step:
-    """One step: its listener, if any, and its open phases, innermost last."""
+    """A step, with its listener (or None) and the phases that are open."""
 
     def __init__(self, listener: PhaseListener | None = None) -> None:
         self.listener = listener
@@ -47,18 +50,18 @@ class Step:
 
     @property
     def phase(self) -> str:
-        """The innermost phase."""
+        """Name of the innermost open phase."""
         return self._open[-1].name
 
     def enter(self, name: str) -> OpenPhase:
-        """Begin a phase inside those that are open."""
+        """Begin a phase inside the open phases."""
         entered = OpenPhase(name)
         self._open.append(entered)
         self._switch()
         return entered
 
     def leave(self, entered: OpenPhase) -> None:
-        """End a phase and those inside it; do nothing if it has ended."""
+        """End a phase, and all phases inside it. Do nothing if the phase has already ended."""
         if entered in self._open:
             del self._open[self._open.index(entered) :]
             self._switch()
@@ -73,9 +76,9 @@ _step: ContextVar[Step | None] = ContextVar("dpbench_step", default=None)
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Mark a part of a training step.
+    """Mark a phase of a training step.
 
-    Phases may nest: the outer phase pauses while an inner one is open. So each byte and each
+    Phases may nest. The outer phase pauses while an inner phase is open, so each byte and each
     second belong to one phase.
     """
     if name not in PHASES:
@@ -97,13 +100,13 @@ def in_phase(name: str, function: F) -> F:
 
 
 def set_current_step(step: Step | None) -> None:
-    """Set the step to which `phase()` reports; with None it reports to nothing."""
+    """Set the step to which `phase` reports. With None, marks do nothing."""
     _step.set(step)
 
 
 @contextmanager
 def observed_step(listener: PhaseListener | None) -> Iterator[None]:
-    """Report to ``listener`` the phases of the one step that runs in this context."""
+    """Report to ``listener`` the phases of the step that runs in this context."""
     if listener is None:
         yield
         return

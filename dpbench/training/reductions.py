@@ -1,4 +1,4 @@
-"""Sums over ranks that overlap with computation."""
+"""Sums of buffers over ranks. These sums overlap with computation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ reduce_scatter: Any = (
 
 
 class Reduction:
-    """Sums a buffer over the ranks, asynchronously; creating the object begins the reduction.
+    """An asynchronous sum of a buffer over the ranks, which begins when the object is created.
 
-    Under DDP each rank gets the whole sum, in place. Under FSDP2 each rank gets the rows of its
-    shards. A large parameter is alone in its buffer with its rows in rank order, so it is sent from
-    there. Small parameters are first copied into rank order.
+    Under DDP, each rank gets the whole sum, in place. Under FSDP2, each rank gets the rows of its
+    shards. A large parameter has its own buffer, whose rows are already in the order of the ranks.
+    Small parameters share a buffer, and are first copied into the order of the ranks.
 
     Args:
-        buffer: made by `dpbench.training.gradient_sums.one_buffer` for this number of ranks.
-        parallel: see `dpbench.core.case.PARALLELS`; with ``none`` nothing is sent.
+        buffer: a buffer that `dpbench.training.gradient_sums.one_buffer` has made for this number
+            of ranks.
+        parallel: see `dpbench.core.case.PARALLELS`. With ``none``, nothing is sent.
     """
 
     def __init__(self, buffer: Buffer, parallel: str) -> None:
@@ -34,7 +35,7 @@ class Reduction:
         self._flat, self._places = buffer.flat, [*buffer.places.values()]
         self._sharded = parallel == "fsdp2"
         self._work: Any = None
-        self._sent: Tensor | None = None  # keeps what is being sent alive
+        self._sent: Tensor | None = None  # must stay in memory while it is sent
         if parallel == "ddp":
             self._work = distributed.all_reduce(self._flat, async_op=True)
         elif self._sharded:
@@ -55,14 +56,14 @@ class Reduction:
         self._places = []
 
     def wait(self) -> Tensor:
-        """Return this rank's part of the sum. On a GPU later work waits for it, not the CPU."""
+        """Return this rank's part of the sum. On a GPU, only later kernels wait for the part."""
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
         return self._flat
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Split a tensor shaped like the sum into views, one per parameter or shard."""
+        """Split a tensor with the sum's shape into views, one for each parameter or shard."""
         if not self._sharded:
             return self._places
         pieces = zip(self.parameters, flat.split(self._sizes), strict=True)
@@ -71,7 +72,7 @@ class Reduction:
 
 
 def as_gradient(part: Tensor, parameter: Any) -> Tensor:
-    """Turn a parameter's part of a sum into a gradient for the optimizer."""
+    """Convert the part of a sum that belongs to a parameter into a gradient for the optimizer."""
     part = part.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
         return part

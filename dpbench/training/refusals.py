@@ -1,4 +1,4 @@
-"""One-line errors for what Opacus cannot train: they name the layer and what would work."""
+"""Errors for models that Opacus cannot train. An error names the layer, and what would work."""
 
 from __future__ import annotations
 
@@ -16,45 +16,56 @@ from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.training.parallel import kind_of
 
 HOOKS = ("capture_activations_hook", "capture_backprops_hook")
-"""Opacus's hooks, which take a layer as argument ``module``."""
+"""Names of Opacus's hooks, which have a layer as their argument ``module``."""
 
 NO_SAMPLE = ("Per sample gradient is not initialized", "_norm_sample")
+"""Texts in Opacus's errors about a parameter without a per-sample gradient."""
+
 NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
-"""Texts of errors for a parameter without gradient, from flat and from ghost clipping."""
+"""Texts in Opacus's errors about a parameter without any gradient."""
 
 ONLY_GHOST = (
     "its norms need whole gradients of parameters; use fused, book_keeping, dpsgd_ghost or "
     "ghost_lean, or parallel=ddp"
 )
-"""Why other private trainers are refused under FSDP2, and what to use."""
+"""Reason why a private trainer does not train under FSDP2, and what would work."""
 
-OF_A_LAYER = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
-OF_THE_MACHINE = ("memory", "CUDA", "cuDNN")
-"""Texts of a `RuntimeError` that the machine causes, not a layer."""
+LAYER_ERRORS = (
+    AttributeError,
+    IndexError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Classes of errors that a layer of the model may cause in Opacus."""
+
+MACHINE_ERRORS = ("memory", "CUDA", "cuDNN")
+"""Texts in errors that the machine causes, not a layer."""
 
 
 class CannotTrain(ConfigurationError):
-    """Opacus failed in a step because of a layer or parameter of the model."""
+    """An error of Opacus in a step that a layer or parameter of the model has caused."""
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuse a model with a layer that Opacus's validator refuses, or that has buffers."""
+    """Raise if a layer has buffers, or Opacus's validator refuses the layer."""
     for name, layer in trainable_modules(model):
         validate = ModuleValidator.VALIDATORS.get(kind_of(layer), lambda layer: [])
         errors = [str(error).partition(". ")[0] for error in validate(layer)]
         if not errors and any(True for _ in layer.buffers()):
-            errors = ["it has buffers beside its parameters"]
+            errors = ["it has buffers in addition to its parameters"]
         if errors:
             raise ConfigurationError(_about(name, layer, errors[0]))
 
 
 @contextmanager
 def refusals(model: nn.Module) -> Iterator[None]:
-    """In this context, turn errors of Opacus into ones that name the layer or parameter."""
+    """Replace errors of Opacus in this context by errors that name the layer or parameter."""
     try:
         yield
-    except OF_A_LAYER as error:
-        if type(error) in OF_A_LAYER and (line := _explained(error, model)):
+    except LAYER_ERRORS as error:
+        if type(error) in LAYER_ERRORS and (line := _explained(error, model)):
             raise CannotTrain(line + own_line(error.__traceback__)) from error
         raise
 
@@ -63,11 +74,11 @@ def _explained(error: Exception, model: nn.Module) -> str:
     words = " ".join(str(error).split())
     if "view and is being modified inplace" in words:
         return (
-            "Opacus hooks every layer, and what a hooked layer returns must not be changed in "
-            "place; write y = y + x instead of y += x, and inplace=False"
+            "Opacus adds hooks to every layer, so a layer's output must not be changed in place; "
+            "write y = y + x instead of y += x, and use inplace=False"
         )
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name in HOOKS and not any(word in words for word in OF_THE_MACHINE):
+        if frame.f_code.co_name in HOOKS and not any(word in words for word in MACHINE_ERRORS):
             layer = frame.f_locals["module"]
             names = (name for name, each in model.named_modules() if each is layer)
             return _about(next(names, ""), layer, words)
@@ -75,23 +86,24 @@ def _explained(error: Exception, model: nn.Module) -> str:
     if unused and any(known in words for known in NO_GRADIENT):
         return (
             f"Opacus cannot train parameter {unused}: the loss does not depend on it; "
-            f"freeze it with requires_grad_(False), or leave it out of the model"
+            f"freeze it with requires_grad_(False), or remove it from the model"
         )
     unheard = _without(model, "grad_sample", "_norm_sample")
     if unheard and any(known in words for known in NO_SAMPLE):
         return (
-            f"Opacus cannot train parameter {unheard}, whose layer its hooks did not hear "
-            f"({words}); call the layer itself, and checkpoint with use_reentrant=True"
+            f"Opacus cannot train parameter {unheard}, because Opacus's hooks on its layer did not "
+            f"run ({words}); call the layer itself, and use use_reentrant=True for checkpointing"
         )
     return ""
 
 
-def _without(model: nn.Module, *left: str) -> str:
-    """Name the trained parameters on which backward set none of the attributes ``left``."""
+def _without(model: nn.Module, *attributes: str) -> str:
+    """Return names of trained parameters on which the backward set none of ``attributes``."""
     names = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and all(getattr(parameter, each, None) is None for each in left)
+        if parameter.requires_grad
+        and all(getattr(parameter, each, None) is None for each in attributes)
     ]
     return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else "".join(names)
 
@@ -106,7 +118,7 @@ def _about(name: str, layer: nn.Module, words: str) -> str:
     elif getattr(layer, "track_running_stats", False):  # instance norms
         way_out = "make it with track_running_stats=False"
     elif isinstance(layer, nn.EmbeddingBag):
-        way_out = "give it offsets, or use Embedding and take the sum or mean of what it returns"
+        way_out = "pass offsets to it, or use Embedding and the sum or mean of its output"
     elif "Parameter tying" in words:
-        way_out = "give each layer parameters of its own, or clip in another way"
+        way_out = "give each layer its own parameters, or use another trainer"
     return f"Opacus cannot train {which} ({type(layer).__name__}): {words}; {way_out}"

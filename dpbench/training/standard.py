@@ -1,4 +1,4 @@
-"""Ordinary training: the baseline of every ratio."""
+"""Ordinary training without privacy, which is the baseline of every ratio."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpbench.training.phases import phase
 
 
 class StandardTrainer(TrainerBase):
-    """Minibatch gradient descent without privacy."""
+    """Trains with minibatch gradient descent, without privacy."""
 
     def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel == "ddp":
@@ -27,12 +27,12 @@ class StandardTrainer(TrainerBase):
             with phase("forward"):
                 loss = self.mean_loss(self.model, part)
             with phase("backward"):
-                parts = self.batch_size / self.examples  # not a whole number for Poisson batches
+                parts = self.batch_size / self.examples  # may be a fraction for a Poisson batch
                 part_loss = loss if parts == 1 else loss / parts
                 self.scaler.scale(part_loss).backward()
             losses.append(loss.detach())
         with phase("optimizer"):
-            if losses:  # without gradients, a GradScaler fails
+            if losses:  # a GradScaler would raise after an empty batch
                 self.scaler.step(self.plain_optimizer)
                 self.scaler.update()
             self.plain_optimizer.zero_grad(set_to_none=True)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-# Triton compiles these functions from their source; types are of its own.
-"""The kernels behind `dpbench.training.kernels`."""
+# Triton compiles these functions from their source, and has its own types.
+"""Triton kernels of the operators that add noise, sum gradients or compute norms."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def put_addresses(
     table, layers, first,
     x0, g0, x1, g1, x2, g2, x3, g3, x4, g4, x5, g5, x6, g6, x7, g7,
 ):  # fmt: skip
-    """Write the addresses of the tensors of eight layers, beginning at layer ``first``."""
+    """Write the addresses of the tensors of eight layers, beginning with layer ``first``."""
     xs = (x0, x1, x2, x3, x4, x5, x6, x7)
     gs = (g0, g1, g2, g3, g4, g5, g6, g7)
     for i in tl.static_range(8):
@@ -27,13 +27,14 @@ def gram_norms(
     bias: tl.constexpr, rows: tl.constexpr, half: tl.constexpr, aligned: tl.constexpr,
     long: tl.constexpr, precision: tl.constexpr, tile: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Make one tile, on or below the diagonal, of both products of one layer and example.
+    """Compute a tile, on or below the diagonal, of both products T × T of a layer and an example.
 
-    Its contributions to `dpbench.training.norm_bounds.GramSums` are added to ``sums``,
+    The tile's contributions to `dpbench.training.norm_bounds.GramSums` are added to ``sums``,
     ``[6, layers, B]``. The products are symmetric, so a tile below the diagonal counts twice.
 
-    ``aligned`` tells the compiler that addresses in the table are aligned; otherwise it loads one
-    number at a time. ``long`` says that an example has more numbers than 32 bits can index.
+    ``aligned`` tells the compiler that the addresses in the table are aligned. Otherwise, a kernel
+    loads one number at a time. ``long`` is true if an example has more numbers than 32 bits can
+    index.
     """
     number = tl.program_id(0) % tiles
     example = (tl.program_id(0) // tiles).to(tl.int64)
@@ -77,7 +78,7 @@ def gram_norms(
         of_g = tl.dot(a, tl.trans(b), of_g, input_precision=precision)
     if bias:
         of_x = tl.where((down < tokens)[:, None] & (across < tokens)[None, :], of_x + 1.0, 0.0)
-    # Sum over both axes at once: for sm_100, Triton 3.6 and 3.7 cannot compile two sums in a row.
+    # Each sum is over both axes: for sm_100, Triton 3.6 and 3.7 cannot compile a sum of a sum.
     both = of_x * of_g
     off = down[:, None] != across[None, :]
     times = tl.where(i == j, 1.0, 2.0)
@@ -97,7 +98,7 @@ def gram_sums(
     of_x, of_g, sums, tokens, examples, blocks,
     bias: tl.constexpr, rows: tl.constexpr, some: tl.constexpr,
 ):  # fmt: skip
-    """The same sums, for some rows of products T × T that are in memory."""
+    """Compute the sums of `gram_norms` for some rows of products T × T that are in memory."""
     example = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks) * rows + tl.arange(0, rows)
     at = (example * tokens + row)[:, None] * tokens
@@ -128,7 +129,7 @@ def gram_sums(
 
 @triton.jit
 def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
-    """Multiply a block of one example by its factor."""
+    """Multiply a block of an example by the example's clipping factor."""
     example = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
     inside = at < length
@@ -138,7 +139,7 @@ def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
 
 @triton.jit
 def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr):
-    """Write a block of the sum over examples of factor × gradient."""
+    """Write a block of the sum over examples of clipping factor × gradient."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < length
     added = tl.zeros((block,), tl.float32)
@@ -153,7 +154,7 @@ def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr)
 def layer_norm_samples(
     x, g, weights, biases, tokens, width, eps, some: tl.constexpr, block: tl.constexpr
 ):
-    """Add the sums over some tokens of one example to an output that begins as zeros."""
+    """Add sums over some tokens of an example to the per-sample gradients, which begin as zeros."""
     example = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * some
     column = tl.arange(0, block)
@@ -177,7 +178,7 @@ def add_kept_noise(
     total, z, kept, out, weights, decays, length,
     rows: tl.constexpr, buffered: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """A block of `dpbench.training.kept_noise.add_banded`, or, if buffered, `add_buffered`."""
+    """Compute a block of `dpbench.training.kept_noise.add_banded`, or of `add_buffered`."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < length
     newest = tl.load(z + at, mask=inside)
@@ -202,11 +203,11 @@ def add_kept_noise(
 
 @triton.jit
 def normal_pair(a, b):
-    """Make two normal numbers from two random words, as cuRAND does (Box and Muller 1958).
+    """Compute two normal numbers from two random words, as cuRAND does (Box and Muller, 1958).
 
-    Triton's own `randn` never exceeds 5.7 standard deviations, which 1 in 73 million numbers
-    should. This function reaches 6.8, as PyTorch's does on a GPU. Sine and cosine are the GPU's
-    instructions, without the branches for large angles.
+    The numbers of Triton's `randn` never exceed 5.7 standard deviations, although 1 in 73 million
+    numbers should. The numbers of this function reach 6.8 standard deviations, like PyTorch's on a
+    GPU. Sine and cosine are instructions of the GPU, without branches for large angles.
     """
     radius = tl.sqrt(-2.0 * tl.log(a.to(tl.float32) * 2.0**-32 + 2.0**-33))
     angle = (b.to(tl.float32) * 2.0**-32 + 2.0**-33) * 6.283185307179586
@@ -219,11 +220,11 @@ def noisy_update(
     first_kept, first_added, second_kept, second_added, correction, eps,
     rule: tl.constexpr, block: tl.constexpr, bands: tl.constexpr,
 ):  # fmt: skip
-    """Update four blocks per program, because Philox makes four random words at a time.
+    """Update four blocks in each program, because Philox computes four random words at a time.
 
     `dpbench.training.noisy_updates.Numbers` has the formulas. The noise of an element depends only
-    on the seed and the element's index, not on the ``rule``. With several ``bands``, the noise of
-    one seed per band is added with weights; the first weight is 1.
+    on the seed and the element's index, not on ``rule``. With several ``bands``, each band has its
+    own seed and weight, and the weighted noise of all bands is added. The first weight is 1.
     """
     program = tl.program_id(0)
     offset = tl.arange(0, block)

@@ -1,4 +1,4 @@
-"""Optimizers whose step is merged with the noise, in one pass over flat buffers."""
+"""Merges the step of an optimizer with the noise, in one pass over flat buffers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dpbench.training.gradient_sums import Buffer, one_buffer
 from dpbench.training.noisy_updates import Numbers, noisy_update
 
 MERGED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""The optimizers that `MergedUpdate` supports; not their subclasses."""
+"""Optimizers that `MergedUpdate` supports. It does not support their subclasses."""
 
 UNSUPPORTED_OPTIONS = ("amsgrad", "capturable", "differentiable")
-"""Options that change their step in ways that `MergedUpdate` does not support."""
+"""Options of these optimizers that `MergedUpdate` does not support."""
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    """The index of each parameter's group."""
+    """Return for each parameter the number of its parameter group."""
     groups = enumerate(optimizer.param_groups)
     return {parameter: number for number, group in groups for parameter in group["params"]}
 
 
 def why_not(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer's step cannot be merged with the noise; empty if it can."""
+    """Return why the optimizer's step cannot be merged with the noise; if it can, return ''."""
     name = type(optimizer).__name__
     if type(optimizer) not in MERGED:
         return f"{name} has no merged step"
-    # A learning rate scheduler replaces `step` only to note its calls.
+    # A learning rate scheduler replaces `step` only to count its calls.
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"the step of {name} was replaced"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -40,12 +40,12 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
                 return f"{name} has {option}=True"
         numbers = group["lr"], group["weight_decay"], *group.get("betas", ())
         if any(isinstance(each, Tensor) for each in numbers):
-            return f"a number of {name} is a tensor"
+            return f"an option of {name} is a tensor, not a number"
     return ""
 
 
 class Update(NamedTuple):
-    """The update of one buffer: arguments of `noisy_update`."""
+    """The update of a buffer, as arguments of `noisy_update`."""
 
     flat: Tensor
     moments: Sequence[Tensor]
@@ -60,8 +60,8 @@ class MergedUpdate:
     """The step of an optimizer, merged with the noise.
 
     Parameters and the optimizer's state become views of flat buffers. The state stays in
-    ``optimizer.state``, so it can be saved and loaded, and the optimizer may take its own steps in
-    between. Learning rates and other options are read again in each step.
+    ``optimizer.state``, so that it can be saved and loaded. The optimizer may also take its own
+    steps in between. Learning rates and other options are read in each step.
 
     Args:
         sharing: the parameters of each gradient buffer.
@@ -71,18 +71,18 @@ class MergedUpdate:
         self._sharing = sharing
         self.flats = [flatten_parameters(each) for each in sharing]
         self._moments: dict[tuple[int, str], Buffer] = {}
+        # For each parameter: the tensor that counts its steps, and this tensor's version and value.
         self._counts: dict[Tensor, tuple[Tensor, int, float]] = {}
-        """By parameter: the tensor that counts its steps, the tensor's version, and its value."""
 
     def updates(
         self, optimizer: torch.optim.Optimizer, deviation: float, examples: int
     ) -> list[Update] | str:
-        """Return the next step's update of each buffer, or why the step cannot be merged.
+        """Return the update of each buffer in the next step, or why the step cannot be merged.
 
         Args:
-            optimizer: the optimizer; its step count is advanced.
-            deviation: the standard deviation of the noise.
-            examples: the number of examples whose gradients were summed.
+            optimizer: the optimizer, whose count of steps is increased.
+            deviation: standard deviation of the noise.
+            examples: number of examples whose gradients were summed.
         """
         if why := why_not(optimizer):
             return why
@@ -91,7 +91,7 @@ class MergedUpdate:
         for parameters in self._sharing:
             numbers = {number_of.get(parameter, -1) for parameter in parameters}
             if len(numbers) > 1 or -1 in numbers:
-                return "parameters were put into other groups"
+                return "parameters were moved to other parameter groups"
             groups.append(optimizer.param_groups[numbers.pop()])
         adam = not isinstance(optimizer, torch.optim.SGD)
         if adam:
@@ -103,37 +103,37 @@ class MergedUpdate:
         made = []
         for number, (group, before) in enumerate(zip(groups, taken, strict=True)):
             scale = (-1 if group["maximize"] else 1) / examples
-            made_of = adam_numbers if adam else sgd_numbers
-            rule, keys, numbers_of = made_of(group, Numbers(deviation, scale), float(before or 0))
-            moments = [self._adopted(optimizer, number, key) for key in keys]
-            made.append(Update(self.flats[number], moments, rule, numbers_of))
+            update_rule = adam_numbers if adam else sgd_numbers
+            rule, keys, scalars = update_rule(group, Numbers(deviation, scale), float(before or 0))
+            moments = [self._flat_state(optimizer, number, key) for key in keys]
+            made.append(Update(self.flats[number], moments, rule, scalars))
         if adam:
             self._count_step(optimizer, groups)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read this
         return made
 
-    def _adopted(self, optimizer: torch.optim.Optimizer, number: int, key: str) -> Tensor:
-        """The flat buffer of one key of the optimizer's state, filled with the present values."""
+    def _flat_state(self, optimizer: torch.optim.Optimizer, number: int, key: str) -> Tensor:
+        """Return the flat buffer with the current values of one key of the optimizer's state."""
         if (number, key) not in self._moments:
             self._moments[number, key] = one_buffer(self._sharing[number])
             self._moments[number, key].flat.zero_()
         flat, places, _ = self._moments[number, key]
         for parameter, place in places.items():
             state = optimizer.state[parameter]
-            given = state.get(key)
-            if given is place:
+            value = state.get(key)
+            if value is place:
                 continue
-            if given is None:
+            if value is None:
                 place.zero_()
-            else:  # from a checkpoint, or from the optimizer's own step
-                place.copy_(given)
+            else:  # a loaded checkpoint, or the optimizer's own step, has set it
+                place.copy_(value)
             state[key] = place
         return flat
 
     def _has_momentum(
         self, optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any]
     ) -> float | None:
-        """1 if earlier steps left momentum, 0 if not; None if it differs between parameters."""
+        """Return 1 if parameters have momentum, 0 if they have none, and None if they differ."""
         states = (optimizer.state.get(p, {}) for p in self._sharing[number])
         has = {state.get("momentum_buffer") is not None for state in states}
         alike = len(has) == 1 or not group["momentum"] or not group["dampening"]
@@ -142,7 +142,7 @@ class MergedUpdate:
     def _steps_taken(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
     ) -> float | None:
-        """The number of steps that the parameters have taken; None if they differ."""
+        """Return the number of steps that the parameters have taken; None if they differ."""
         numbers = set()
         for parameter in parameters:
             step: Any = optimizer.state.get(parameter, {}).get("step")
@@ -151,7 +151,7 @@ class MergedUpdate:
             if step is None:
                 count = 0.0
             elif step is not known or step._version != version:
-                count = float(step)  # from a checkpoint, or after the optimizer's own step
+                count = float(step)  # a loaded checkpoint, or the optimizer's own step, has set it
                 self._counts[parameter] = step, step._version, count
             numbers.add(count)
         return numbers.pop() if len(numbers) == 1 else None
@@ -172,11 +172,11 @@ class MergedUpdate:
 
 
 UpdateRule = tuple[str, Sequence[str], Numbers]
-"""The rule of `noisy_update`, the keys of the optimizer's state that it needs, its numbers."""
+"""Rule of `noisy_update`, keys of the optimizer's state that the rule needs, and scalars."""
 
 
 def sgd_numbers(group: Mapping[str, Any], noise: Numbers, has_momentum: float) -> UpdateRule:
-    """The update of ``torch.optim.SGD``. Its first step applies no dampening."""
+    """Return the update of ``torch.optim.SGD``, whose first step applies no dampening."""
     numbers = noise._replace(rate=group["lr"], decay=group["weight_decay"])
     if not group["momentum"]:
         return "plain", (), numbers
@@ -186,7 +186,7 @@ def sgd_numbers(group: Mapping[str, Any], noise: Numbers, has_momentum: float) -
 
 
 def adam_numbers(group: Mapping[str, Any], noise: Numbers, taken: float) -> UpdateRule:
-    """The update of ``torch.optim.Adam`` and ``AdamW``."""
+    """Return the update of ``torch.optim.Adam`` and ``AdamW``."""
     (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
     decoupled = group["decoupled_weight_decay"]
     numbers = noise._replace(
@@ -204,7 +204,7 @@ def adam_numbers(group: Mapping[str, Any], noise: Numbers, taken: float) -> Upda
 
 
 def flatten_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    """Make the parameters views of one new buffer; return it."""
+    """Make the parameters views of a new buffer, and return the buffer."""
     flat, places, _ = one_buffer(parameters)
     for parameter, place in places.items():
         place.copy_(parameter.data)

@@ -219,7 +219,7 @@ WORKLOADS = (Images, Folded, TimeFirst, Pairs, Parts)
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_who_ignores_micro_batches_is_refused_whatever_is_trained(workload: type) -> None:
-    with pytest.raises(ConfigurationError, match="sees more examples than a micro-batch has"):
+    with pytest.raises(ConfigurationError, match="computes more examples than a micro-batch has"):
         smoke_test(case_of(OwnLoss, workload))
 
 
@@ -231,7 +231,7 @@ def test_who_divides_is_not(workload: type) -> None:
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_who_leaves_a_part_out_is_refused(workload: type) -> None:
-    with pytest.raises(ConfigurationError, match="see fewer examples than the batch has"):
+    with pytest.raises(ConfigurationError, match="compute fewer examples than the batch has"):
         smoke_test(case_of(OneHalf, workload))
 
 
@@ -239,7 +239,7 @@ def test_who_leaves_a_part_out_is_refused(workload: type) -> None:
 def test_no_way_to_call_a_model_hides_that_it_sees_the_whole_batch(trainer: type) -> None:
     with pytest.raises(
         ConfigurationError,
-        match=rf"^{trainer.__name__} with micro_batches=2: a forward sees more",
+        match=rf"^{trainer.__name__} with micro_batches=2: one forward computes more",
     ):
         smoke_test(case_of(trainer))
 
@@ -256,14 +256,14 @@ def timed(case: Case) -> object:
 @pytest.mark.parametrize("how", [Logical().count, timed])
 @pytest.mark.usefixtures("capsys")
 def test_each_instrument_refuses_before_it_says_a_number(how: Callable[[Case], object]) -> None:
-    with pytest.raises(ConfigurationError, match="sees more examples than a micro-batch has"):
+    with pytest.raises(ConfigurationError, match="computes more examples than a micro-batch has"):
         how(case_of(OwnLoss))
 
 
 @pytest.mark.parametrize("workload", [ConstantFirst, NoLayer])
 def test_what_layers_see_does_not_matter(workload: type) -> None:
     smoke_test(case_of(StandardTrainer, workload))
-    with pytest.raises(ConfigurationError, match="sees more examples than a micro-batch has"):
+    with pytest.raises(ConfigurationError, match="computes more examples than a micro-batch has"):
         smoke_test(case_of(OwnLoss, workload))
 
 

@@ -126,5 +126,5 @@ def test_a_scaler_that_grows_has_skipped_nothing(interval: int, warmup: int) -> 
 def test_a_step_that_a_scaler_skips_is_found_wherever_it_grows(
     interval: int, warmup: int, skipped: int
 ) -> None:
-    with pytest.raises(ConfigurationError, match="the GradScaler has skipped a step that counts"):
+    with pytest.raises(ConfigurationError, match="the GradScaler skipped a counted step"):
         scaled_steps(interval, warmup, [number == skipped for number in range(5)])

@@ -302,14 +302,16 @@ def test_updates_that_a_scaler_skips_are_named_and_end_steps(fused: bool) -> Non
     trace, finder = traced(lambda: scaling(overflows=2, fused=fused))
     assert trace.steps == ["FBOOO"] * 3
     assert [*finder.remarks()] == [
-        "updates that GradScaler skipped because gradients were inf or nan: 2; the steps that "
-        "count lack their work"
+        "GradScaler skipped 2 updates in counted steps because gradients were inf or nan, so the "
+        "work of these updates is missing"
     ]
 
 
 def test_round_of_turns_is_said_to_be_the_step() -> None:
     _, finder = traced(critic_more_often)
-    assert [*finder.remarks()] == ["optimizers take turns: a step is a round, of at most 4 turns"]
+    assert [*finder.remarks()] == [
+        "optimizers take turns: a counted step contains at most 4 of their turns"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_iteration_lies_between_updates_of_the_optimizer_that_stepped_first(
     assert (finder.failure, finder.notes) == (None, [])
     turns = ours + theirs
     assert [*finder.remarks()] == [
-        f"optimizers take turns: a step is a round, of at most {turns} turns"
+        f"optimizers take turns: a counted step contains at most {turns} of their turns"
     ]
 
 
@@ -336,9 +338,7 @@ def test_iteration_may_begin_with_an_update_of_several_optimizers_at_once() -> N
 def test_where_an_iteration_ends_is_not_guessed_before_one_was_seen(skip: int) -> None:
     """The second optimizer has stepped: nothing says yet that it does so again."""
     trace, finder = traced(several_in_a_row(2, 2), skip=skip)
-    assert "other optimizers step in step 2 than in the steps before it: choose --skip" in str(
-        finder.failure
-    )
+    assert "in step 2 differ from those in earlier steps: choose --skip" in str(finder.failure)
     assert len(trace.steps) == 1 - skip
 
 
@@ -353,7 +353,7 @@ def test_iterations_that_become_shorter_are_no_steps_like_those_before() -> None
 
     trace, finder = traced(loop, skip=2)
     assert trace.steps == ["FBO" * 5]
-    assert "other optimizers step in step 4" in str(finder.failure)
+    assert "the turns of the optimizers in step 4 differ" in str(finder.failure)
 
 
 def test_optimizer_that_stepped_first_and_steps_no_more_is_dropped() -> None:
@@ -374,7 +374,8 @@ def test_optimizer_that_does_not_step_is_not_awaited_for_ever() -> None:
     trace, finder = traced(lambda: with_one_that_does_not_step(then=1), skip=3, wanted=3)
     assert (trace.steps, finder.steps) == (["FBO"] * 3, MOST_TURNS + 3)
     assert [*finder.remarks()] == [
-        f"an optimizer did not step in {MOST_TURNS} turns of others: it is ignored"
+        f"an optimizer is ignored, because it did not step in {MOST_TURNS} turns of other "
+        f"optimizers"
     ]
 
 
@@ -384,7 +385,7 @@ def test_step_of_other_optimizers_than_those_before_it_does_not_count(
 ) -> None:
     trace, finder = traced(lambda: with_one_that_does_not_step(MOST_TURNS + 3, 13), skip=skip)
     assert len(trace.steps) == heard
-    assert f"other optimizers step in step {differs} than" in str(finder.failure)
+    assert f"the turns of the optimizers in step {differs} differ" in str(finder.failure)
 
 
 def test_unfinished_step_is_not_heard_to_end() -> None:

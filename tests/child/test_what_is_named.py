@@ -31,8 +31,8 @@ def no_model(size: object, attention: str, max_seq_len: int) -> str:
     return "a text"
 
 
-TRAINER = "a trainer is a subclass of dpbench.TrainerBase, called as Trainer(model"
-WORKLOAD = "a workload is a subclass of dpbench.Workload, with its parameters by --set"
+TRAINER = "a trainer is a subclass of dpbench.TrainerBase with a method train_step(batch)"
+WORKLOAD = "a workload is a subclass of dpbench.Workload; set its parameters with --set"
 MODEL = "a model is an nn.Module, called as Model(size"
 
 

@@ -172,7 +172,11 @@ def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
         (["no_step.py"], "took no step that can be found: no torch.optim optimizer stepped", 0),
         (["thread.py"], "took no step that can be found", 0),
         (["fork.py"], "took no step that can be found", 0),
-        (["needs_arguments.py"], "ended by itself with exit status 2, before a step counted", 0),
+        (
+            ["needs_arguments.py"],
+            "ended by itself with exit status 2, before any step was counted",
+            0,
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -244,7 +248,7 @@ def test_script_finds_the_modules_that_it_would_alone_and_ours_none_of_its(
     (of_script / "statuses.py").write_text("STATUS = 7")
     (of_script / "ends.py").write_text("import json, statuses, sys; sys.exit(statuses.STATUS)")
     assert main(["exec", *how]) == 1
-    assert "ended by itself with exit status 7, before a step" in capfd.readouterr().err
+    assert "ended by itself with exit status 7, before any step" in capfd.readouterr().err
 
 
 @pytest.mark.repeats

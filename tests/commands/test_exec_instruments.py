@@ -108,7 +108,7 @@ def test_script_under_the_profiler_has_a_trace_of_each_step_and_a_report(
     assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == 0
     shown = capfd.readouterr()
     assert "training, cpu: PyTorch profiler, per step" in shown.out
-    assert "steps that count: 5, where 20 were asked for" in shown.out
+    assert "5 steps were counted, and 20 were requested" in shown.out
     folder = Path("profiles/training")
     assert f"operators by time and memory: {folder.absolute()}/report.txt" in shown.err
     assert "Operators and CUDA calls by CPU time" in (folder / "report.txt").read_text()

@@ -49,6 +49,6 @@ def test_a_parameter_with_fewer_rows_than_ranks_is_named(
     assert main([*command, "--device=cpu", "--active=1", *ghost, "--json=run.json"]) == 1
     cases = json.loads(Path("run.json").read_bytes())["cases"]
     refused, trained = sorted(cases, key=lambda case: str(case["trainer"]))
-    assert "added to token_embedding.weight, which has 1 row for 2 ranks" in refused["message"]
+    assert "noise to token_embedding.weight, which has only 1 row for 2 ranks" in refused["message"]
     assert "\n" not in refused["message"]
     assert not trained["error"]

@@ -193,7 +193,7 @@ def test_recomputed_dropout_is_not_recorded() -> None:
         block.forward = with_dropout(block.forward)
     trainer = TRAINERS["fused"](model, batch_size=6)
     checkpoint_blocks(trainer.workload, model)
-    with pytest.warns(UserWarning, match="checkpointing draws the same random numbers twice"):
+    with pytest.warns(UserWarning, match="checkpointing must draw the same random numbers twice"):
         trainer.train_step(batches_of(40)[0])
 
 
@@ -235,7 +235,7 @@ def test_the_first_step_makes_the_graphs_and_returns_the_loss_of_its_own_batch()
         losses = [float(each.train_step(batch)) for each in (trainer, plain)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         assert [*trainer._graphs.phases] == ["forward", "backward", "clip"], number
-    with pytest.raises(ValueError, match="built for batches of 6 and got one of 5"):
+    with pytest.raises(ValueError, match="built for batches of 6 examples, and this batch has 5"):
         trainer.train_step(tuple(tensor[:5] for tensor in batches_of(40)[0]))
 
 
@@ -346,7 +346,7 @@ def test_at_bf16_a_token_that_is_everywhere_counts_each_time() -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16, device="cuda"))
     sums = Sums([[weight]])
     tokens = torch.ones(1000, dtype=torch.long, device="cuda")
-    sums.put_rows(weight, tokens, torch.ones(1000, 2, dtype=torch.bfloat16, device="cuda"))
+    sums.add_rows(weight, tokens, torch.ones(1000, 2, dtype=torch.bfloat16, device="cuda"))
     [buffer] = sums.finish()
     assert buffer.places[weight].tolist() == [[0, 0], [1000, 1000], [0, 0]]
 

@@ -115,7 +115,7 @@ def in_its_step(running: CaseProcess) -> None:
 @pytest.mark.repeats
 @pytest.mark.parametrize(
     ("trainer", "was"),
-    [("Waits", r"was in fail \(failing_ranks.py:\d+\)"), ("Returns", "had taken its steps")],
+    [("Waits", r"was in fail \(failing_ranks.py:\d+\)"), ("Returns", "had finished its steps")],
 )
 def test_ranks_that_hang_say_where_they_were(
     tmp_path: Path, alive: int, trainer: str, was: str
@@ -123,7 +123,7 @@ def test_ranks_that_hang_say_where_they_were(
     running = failing(trainer, tmp_path)
     in_its_step(running)
     running.timeout = 1
-    other = r"rank 0 waited for others in train_step \(standard.py:\d+\)"
+    other = r"rank 0 waited for other ranks in train_step \(standard.py:\d+\)"
     with pytest.raises(CaseTimedOut, match=f"within 1 s: rank 1 {was}; {other};"):
         running.rows()
     assert select.select([alive], [], [], 60)[0]

@@ -218,7 +218,7 @@ def test_fp16_steps_count_only_if_the_scaler_skips_none(monkeypatch: pytest.Monk
     assert run_case(case, TimingRecorder(2), device="cpu", warmup=1, active=2)["loss"] > 0
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=1)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    with pytest.raises(ConfigurationError, match="the GradScaler has skipped a step that counts"):
+    with pytest.raises(ConfigurationError, match="the GradScaler skipped a counted step"):
         run_case(case, TimingRecorder(2), device="cpu", warmup=1, active=2)
 
 
@@ -254,7 +254,7 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
         ),
         (
             lambda: build(Case("dpsgd_fgc", 8, 16, "tiny", precision="fp16-amp"), CPU, 1),
-            "Opacus clips gradients as a GradScaler has scaled them",
+            "fp16-amp needs a GradScaler, which would scale gradients before Opacus clips them",
         ),
         (
             lambda: build(

@@ -112,14 +112,14 @@ def resolve_model() -> nn.Module:
     ("options", "said"),
     [
         ({"noise": "pink"}, "unknown noise 'pink'; choose from independent, banded, blt"),
-        ({"noise": "blt"}, "buffers is 0, and must be a whole number from 1 on"),
+        ({"noise": "blt"}, "buffers is 0, and must be a whole number, at least 1"),
         ({"buffers": 3}, "buffers has no meaning without noise=blt"),
         ({"noise": "blt", "buffers": 2, "bands": 2}, "bands has no meaning without noise=banded"),
         (
             {"noise": "blt", "buffers": 2},
             "StandardTrainer adds no blt noise; use noise=independent",
         ),
-        ({"noise": "banded", "bands": 0}, "bands is 0, and must be a whole number from 1 on"),
+        ({"noise": "banded", "bands": 0}, "bands is 0, and must be a whole number, at least 1"),
         ({"noise": "banded", "bands": 2, "noise_steps": 0}, "noise_steps is 0"),
         ({"bands": 3}, "bands has no meaning without noise=banded"),
         ({"noise": "banded", "bands": 2}, "StandardTrainer adds no banded noise"),

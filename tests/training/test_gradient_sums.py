@@ -26,7 +26,7 @@ def test_at_bf16_a_row_named_a_thousand_times_has_the_sum() -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
     sums = Sums([[weight]])
     for _ in range(2):
-        sums.put_rows(weight, torch.ones(1000, dtype=torch.long), torch.ones(1000, 2).bfloat16())
+        sums.add_rows(weight, torch.ones(1000, dtype=torch.long), torch.ones(1000, 2).bfloat16())
     [buffer] = sums.finish()
     assert buffer.places[weight].tolist() == [[0, 0], [2000, 2000], [0, 0]]
 
@@ -47,8 +47,8 @@ def test_kept_gradients_are_summed_with_the_whole_factor_and_rounded_once(
     for _ in range(2):
         kept = KeptGradients(dict(zip(weights, made, strict=True)))
         norms = torch.stack(kept.squared_norms()).double().sum(0)
-        kept.put_small(factors, sums)
-        kept.put(weights, factors, sums)
+        kept.add_small(factors, sums)
+        kept.add_large(weights, factors, sums)
     exact = sum(
         each.double().reshape(examples, math.prod(each.shape[1:])).square().sum(1) for each in made
     )

@@ -153,11 +153,15 @@ def case_of(workload: type, trainer: str = "dpsgd") -> Case:
         (BatchNorm, "1.inner (BatchNorm1d): BatchNorm cannot", "use GroupNorm instead, as opacus."),
         (Tracked, "1.inner (InstanceNorm1d): ", "make it with track_running_stats=False"),
         (Buffered, "layer 1.inner (Linear): it has buffers", "replace it, or freeze it"),
-        (Bag, "layer 0.inner (EmbeddingBag): ", "give it offsets, or use Embedding and take the"),
+        (Bag, "layer 0.inner (EmbeddingBag): ", "pass offsets to it, or use Embedding and the"),
         (Unused, "parameter 1.other.weight (and 1 more): ", "freeze it with requires_grad_(False)"),
         (WithoutEffect, "parameter 1.other.weight (and 1 more): ", "freeze it with"),
-        (Unheard, "parameter 1.inner.weight, whose layer its hooks did not hear", "call the layer"),
-        (InPlace, "Opacus hooks every layer", "write y = y + x instead of y += x"),
+        (
+            Unheard,
+            "parameter 1.inner.weight, because Opacus's hooks on its layer did not run",
+            "call the layer",
+        ),
+        (InPlace, "Opacus adds hooks to every layer", "write y = y + x instead of y += x"),
     ],
 )
 def test_it_is_named_with_what_would_work(

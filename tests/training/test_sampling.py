@@ -121,7 +121,9 @@ def test_the_rate_is_that_of_all_steps() -> None:
     [rate] = [r.value for r in timing_rows(case, record) if r.metric == "samples_per_second"]
     seconds = sum(sum(step.values()) for step in record["phase_seconds"])
     assert rate == pytest.approx(sum(batch_sizes(case, 5)) / seconds)
-    assert record["about"] == ["steps of 4, 2, 3, 7, 5 examples, 4.2 in the mean; 4 expected"]
+    assert record["about"] == [
+        "batches have 4, 2, 3, 7, 5 examples, on average 4.2; the expected number is 4"
+    ]
 
 
 def test_a_step_is_counted_for_each_size() -> None:

@@ -140,7 +140,7 @@ def test_the_deviation_is_not_rounded_to_the_type_of_the_gradients(name: str, ba
 @pytest.mark.parametrize("name", list(TRAINERS))
 def test_a_batch_of_another_size_is_refused(name: str, batch: Batch) -> None:
     trainer = TRAINERS[name](tiny_model(), batch_size=BATCH_SIZE + 1)
-    with pytest.raises(ValueError, match="built for batches of 7 and got one of 6"):
+    with pytest.raises(ValueError, match="built for batches of 7 examples, and this batch has 6"):
         trainer.train_step(batch)
 
 
@@ -254,7 +254,7 @@ def test_a_trainer_says_what_it_clips_and_where_its_noise_is_drawn(
     ("parameters", "said"),
     [
         ({"clip": "ghost"}, "unknown clip 'ghost'; choose from flat, per_layer"),
-        ({"grad_sample": "ew", "autocast": torch.bfloat16}, "ew.* don't work under autocast"),
+        ({"grad_sample": "ew", "autocast": torch.bfloat16}, "ew.* do not work under autocast"),
         ({"grad_sample": "jax"}, "unknown grad_sample 'jax'; choose from hooks, functorch, ew"),
     ],
 )

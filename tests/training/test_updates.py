@@ -199,7 +199,7 @@ def test_parameters_of_a_buffer_that_were_put_into_two_groups_are_not_merged() -
     moved = twins.optimizer.param_groups[0]["params"].pop()
     twins.optimizer.add_param_group({"params": [moved]})
     why = twins.merged.updates(twins.optimizer, 0.0, 1)
-    assert why == "parameters were put into other groups"
+    assert why == "parameters were moved to other parameter groups"
 
 
 def test_parameters_with_different_numbers_of_steps_are_not_merged() -> None:
@@ -264,7 +264,9 @@ def test_a_step_with_hooks_gets_the_noise_that_the_merged_one_draws(name: str) -
     merged, own = (made(**options) for _ in range(2))
     seen = []
     own.plain_optimizer.register_step_pre_hook(lambda *_: seen.append(1))
-    with pytest.warns(UserWarning, match="fused updates after the noise, because the step of"):
+    with pytest.warns(
+        UserWarning, match="fused adds the noise in a pass before the update, because the step"
+    ):
         own.train_step(batches(1)[0])
     merged.train_step(batches(1)[0])
     for batch in batches(3):

@@ -62,7 +62,7 @@ REFUSED = {
     "dpsgd_fgc@fsdp2": "use fused, book_keeping, ",
     "lean@fsdp2": "use fused, book_keeping, ",
     "micro_batch@fsdp2": "use fused, book_keeping, ",
-    f"{FAULTY}:Looped@ddp": "its distribute(model) must say how ranks share a model",
+    f"{FAULTY}:Looped@ddp": "the trainer does not override distribute(model)",
 }
 FAULTS = {
     "NoiseOfEachRank@ddp": ("noise: deviation", "head.weight: 2."),

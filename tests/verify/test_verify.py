@@ -376,7 +376,9 @@ def test_the_seed_of_whoever_asks_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize("trainer", ["dpsgd_ghost", "dpsgd_fgc"])
 def test_a_weight_that_is_used_by_hand_is_told_from_one_that_is_not_used(trainer: str) -> None:
-    with pytest.raises(ConfigurationError, match="whose layer its hooks did not hear") as by_hand:
+    with pytest.raises(
+        ConfigurationError, match="because Opacus's hooks on its layer did not run"
+    ) as by_hand:
         checks_of(trainer, workload="tests.verify.right:ByHand")
     assert by_hand.value.exit_code == 2
     with pytest.raises(ConfigurationError, match="the loss does not depend on it") as unused:
@@ -385,7 +387,9 @@ def test_a_weight_that_is_used_by_hand_is_told_from_one_that_is_not_used(trainer
 
 
 def test_a_weight_that_is_used_by_hand_is_refused_and_one_that_is_not_used_is_not() -> None:
-    with pytest.raises(ConfigurationError, match=r"layer 1 .* uses its parameters without calling"):
+    with pytest.raises(
+        ConfigurationError, match=r"layer 1 .* uses the layer's parameters without calling"
+    ):
         checks_of("ghost_lean", workload="tests.verify.right:ByHand")
     checks = checks_of("ghost_lean", workload="tests.verify.right:ByHand:unused=true")
     assert [check.name for check in checks if not check.passed] == []

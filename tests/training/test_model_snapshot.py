@@ -50,8 +50,8 @@ def move(model: nn.Module) -> None:
 
 CHANGES = [
     (assign, "parameter 0.weight was replaced*load_state_dict without assign"),
-    (freeze, "parameter 2.bias was frozen*do so before"),
-    (thaw, "parameter 0.weight was thawed*do so before"),
+    (freeze, "parameter 2.bias was frozen*do this before making it"),
+    (thaw, "parameter 0.weight was unfrozen*do this before making it"),
     (replace_layer, "layer 4 was replaced*or make a new trainer"),
 ]
 
@@ -61,7 +61,7 @@ CHANGES = [
     ("trainer", "change", "said"),
     [
         *[(t, *each) for t in (*BOTH, "micro_batch") for each in CHANGES],
-        ("fused", move, "parameter 2.weight was given other memory*parameter.copy_(values)"),
+        ("fused", move, "parameter 2.weight was moved to other memory*parameter.copy_(values)"),
     ],
 )
 def test_a_change_is_refused_by_name_before_anything_is_updated(
