@@ -189,7 +189,7 @@ def test_own_class_may_be_called_as_that_of_a_builtin(registry: Registry) -> Non
 
 @pytest.mark.parametrize("named", [None, 3, True, Outer, Outer()])
 def test_what_is_no_text_is_no_name(registry: Registry, named: Any) -> None:
-    assert "is no name; write it as package.module:Class" in refusal(
+    assert "is not a name; write a name as package.module:Class" in refusal(
         lambda: registry.canonical(named)
     )
 

@@ -177,7 +177,7 @@ def test_ranks_are_no_forks_of_a_process_whose_forks_cannot_use_cuda(
 
 @pytest.mark.parametrize(("parallel", "gpus"), [("none", 2), ("ddp", 1)])
 def test_several_gpus_need_a_way_to_share(parallel: str, gpus: int) -> None:
-    with pytest.raises(ConfigurationError, match="train in parallel, ddp or fsdp2"):
+    with pytest.raises(ConfigurationError, match="parallel=ddp or fsdp2"):
         ranks("standard", parallel, gpus)
 
 

@@ -242,7 +242,7 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
     [
         (
             lambda: Case("dpsgd", 8, 16, micro_batches=3),
-            "batch size 8 cannot be trained in 3 parts",
+            "batch size 8 cannot be divided into 3 equal parts",
         ),
         (lambda: Case("dpsgd", 8, 16, micro_batches=0), "micro-batches must be a positive integer"),
         (lambda: Case("dpsgd", 8, 16, trainable="lora:x"), "write lora:RANK, such as lora:8"),

@@ -111,7 +111,7 @@ def test_a_function_of_its_parameters_may_make_one() -> None:
 
 @pytest.mark.parametrize("named", [digits.Digits, digits.Digits(), None])
 def test_what_is_no_text_names_nothing(named: Any) -> None:
-    assert "is no name; write it as package.module:Class" in refusal(
+    assert "is not a name; write a name as package.module:Class" in refusal(
         lambda: Case("standard", 4, workload=named)
     )
 
@@ -190,7 +190,7 @@ def test_one_grid_has_the_transformer_and_others() -> None:
         (["--workload=nope"], "unknown workload 'nope'; choose from transformer"),
         (
             [f"--workload={HERE}:Digits", "--seq-len=8"],
-            "seq_len is the transformer's: Digits takes",
+            "seq_len belongs to the transformer; parameters of Digits",
         ),
         (
             [f"--workload={HERE}:Digits", "--set=size=8"],
@@ -214,14 +214,17 @@ def test_what_cannot_be_asked_for_is_refused_in_a_line(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("set = 3", "set must be a table of numbers, strings or lists of them, not 3"),
+        ("set = 3", "set must be a table of numbers, strings or lists of these, not 3"),
         ("set = {a = []}", "set must be a table"),
         ("set = {a = {b = 1}}", "set must be a table"),
         (
             "set = {a = 'x,y'}",
             "a parameter is NAME=VALUE in printable text without commas",
         ),
-        ("seq_len = 8", "seq_len is the transformer's: mine takes its own parameters (set)"),
+        (
+            "seq_len = 8",
+            "seq_len belongs to the transformer; parameters of mine are given with set",
+        ),
     ],
 )
 def test_what_a_grid_file_cannot_set_is_refused(tmp_path: Path, text: str, said: str) -> None:
