@@ -34,8 +34,8 @@ model, and gradients are reduced over ranks. ``fsdp2``: each rank has a shard of
 parameter."""
 
 SAMPLINGS = ("fixed", "poisson")
-"""``fixed``: every batch has ``batch_size`` examples. ``poisson``: the number of examples is Poisson
-distributed with mean ``batch_size``, as if each example of a large dataset were drawn
+"""``fixed``: every batch has ``batch_size`` examples. ``poisson``: the number of examples has a
+Poisson distribution with mean ``batch_size``, as if each example of a large dataset were drawn
 independently."""
 
 TRANSFORMER = "transformer"

@@ -62,7 +62,7 @@ def axis(name: str) -> Any:
 
 def file(help: str, **names: Any) -> Any:
     """Declare an option that names a file to write."""
-    return option(f"write {help} here", type=Path, metavar="FILE", **names)
+    return option(f"write {help} to this file", type=Path, metavar="FILE", **names)
 
 
 def of_pytest(help: str, **names: Any) -> Any:

@@ -40,16 +40,21 @@ MODEL = "a model is an nn.Module, called as Model(size"
     ("axis", "named", "said", "needs"),
     [
         ("trainer", "collections:OrderedDict", "is the class OrderedDict", TRAINER),
-        ("trainer", f"{__name__}:TakesNothing", "cannot be called so: too many", TRAINER),
+        ("trainer", f"{__name__}:TakesNothing", "does not accept its arguments: too many", TRAINER),
         ("trainer", f"{__name__}:no_trainer", "makes a object, which is no TrainerBase", TRAINER),
-        ("trainer", "math:pi", "cannot be called so: 3.14", TRAINER),
+        ("trainer", "math:pi", "does not accept its arguments: 3.14", TRAINER),
         ("model", "collections:OrderedDict", "is a OrderedDict", MODEL),
-        ("model", "torch.nn:Linear", "cannot be called so: missing a required", MODEL),
+        ("model", "torch.nn:Linear", "does not accept its arguments: missing a required", MODEL),
         ("model", f"{__name__}:no_model", "makes a str", MODEL),
-        ("model", "math:pi", "cannot be called so: 3.14", MODEL),
-        ("workload", "torch.nn:Linear", "cannot be called so: missing a required", WORKLOAD),
+        ("model", "math:pi", "does not accept its arguments: 3.14", MODEL),
+        (
+            "workload",
+            "torch.nn:Linear",
+            "does not accept its arguments: missing a required",
+            WORKLOAD,
+        ),
         ("workload", "argparse:Namespace", "is a Namespace", WORKLOAD),
-        ("workload", f"{__name__}:Sized", "cannot be called so: missing", WORKLOAD),
+        ("workload", f"{__name__}:Sized", "does not accept its arguments: missing", WORKLOAD),
     ],
 )
 def test_what_is_none_is_told_what_one_is(axis: str, named: str, said: str, needs: str) -> None:

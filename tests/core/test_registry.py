@@ -148,8 +148,8 @@ def test_unknown_name_is_refused_with_what_exists(registry: Registry, spelling: 
 def test_target_that_cannot_be_imported_is_refused(registry: Registry, spelling: str) -> None:
     target = spelling.partition("=")[2]
     message = refusal(lambda: registry.canonical(spelling))
-    assert message.startswith(f"trainer 'mine': {target!r} cannot be imported")
-    assert message.endswith("parameters follow as :NAME=VALUE")
+    assert message.startswith(f"trainer 'mine': the measured process cannot import {target!r}")
+    assert message.endswith("with parameters as package.module:Class:NAME=VALUE")
 
 
 @pytest.mark.parametrize("name", ["my-trainer", "1st", "a=b", "../up"])
@@ -166,8 +166,8 @@ def test_name_that_means_something_else_is_refused(registry: Registry, taken: st
     registry.register("mine", "collections:ChainMap")
     before = dict(registry)
     message = refusal(lambda: registry.canonical(f"{taken}=collections:deque"))
-    assert f"{taken!r} already means collections:" in message
-    assert message.endswith("choose another with NAME=collections:deque")
+    assert f"{taken!r} already stands for collections:" in message
+    assert message.endswith("choose another name with NAME=collections:deque")
     assert dict(registry) == before
 
 
