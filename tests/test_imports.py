@@ -32,7 +32,7 @@ MAY_IMPORT = {
 """What each place may import of dpbench: those above it in DESIGN's table. Fronts import all."""
 
 FRONTS = {"session", "plugin", "commands", "__main__", "__init__", "pytest_plugin"}
-FRONTS |= {"runner", "session_store"}
+FRONTS |= {"runner", "session_comparison", "session_files", "session_store"}
 """Nothing but another front imports a front."""
 
 MAY_USE = {
