@@ -88,7 +88,10 @@ class SessionComparison:
 
     @cached_property
     def reference(self) -> Run:
-        """The named run, or the latest valid run; without a valid run, a run without rows."""
+        """The run that the user names, or the latest complete run that passed its own comparison.
+
+        Without such a run, this is a run without rows.
+        """
         settings, notes = self.settings, list[str]()
         if settings.compare:
             is_number = settings.compare.isdecimal()
@@ -104,7 +107,7 @@ class SessionComparison:
 
     @property
     def remedy(self) -> str:
-        """A hint at the option that permits a session without a reference run."""
+        """Text that names the option for a session without a reference run; empty with one."""
         if not self.reference.frame.empty:
             return ""
         option = self.settings.option("compare_first_run_ok")

@@ -78,7 +78,8 @@ class SessionStore:
     disk, `unwritten` keeps its content by file name.
 
     Args:
-        directory: the shared directory; None in the first process, which creates it on first use.
+        directory: the shared directory; None in the first process, which creates
+            the directory on first use.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
@@ -170,7 +171,7 @@ class SessionStore:
         """Return the outcomes in the order of their ends, with the tests that requested them."""
         measured = [self._load(name, Outcome.from_json) for name in self._names(OUTCOME)]
         finished = {(outcome.case, outcome.instruments) for outcome in measured}
-        # A request comes before its outcome, and may never have one.
+        # A test requests a case before its measurement, which may never end.
         asked = [each for each in self.requests if (each.case, each.instruments) in finished]
         of_tests = [each.as_outcome() for each in asked if each.params is not None]
         return [*merge_duplicates([*measured, *of_tests])]

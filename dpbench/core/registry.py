@@ -196,7 +196,7 @@ class Registry(Mapping[str, Any]):
 
 
 def folder_of(module: str) -> Path | None:
-    """Return the directory from which a module was imported, or None without an imported file."""
+    """Return the directory from which a module was imported, or None if there is no such file."""
     if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
         return None
     return Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]

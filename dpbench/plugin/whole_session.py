@@ -315,7 +315,7 @@ def report_failed(
 
 
 def _merge_last(junit: Any, outcome: str) -> None:
-    """Move the last failure into the earlier element of its test, so that the test counts once."""
+    """Move the last failure into the test's earlier XML element, so that the test counts once."""
     *others, last = junit.node_reporters_ordered
     new: Element = last.to_xml()
     named = {name: new.get(name) for name in ("classname", "name")}

@@ -43,9 +43,9 @@ MODEL = "a model is an nn.Module, called as Model(size"
         ("trainer", f"{__name__}:TakesNothing", "does not accept its arguments: too many", TRAINER),
         ("trainer", f"{__name__}:no_trainer", "makes a object, which is no TrainerBase", TRAINER),
         ("trainer", "math:pi", "does not accept its arguments: 3.14", TRAINER),
-        ("model", "collections:OrderedDict", "is a OrderedDict", MODEL),
+        ("model", "collections:OrderedDict", "is the class OrderedDict", MODEL),
         ("model", "torch.nn:Linear", "does not accept its arguments: missing a required", MODEL),
-        ("model", f"{__name__}:no_model", "makes a str", MODEL),
+        ("model", f"{__name__}:no_model", "returns a str", MODEL),
         ("model", "math:pi", "does not accept its arguments: 3.14", MODEL),
         (
             "workload",

@@ -241,12 +241,12 @@ def test_what_a_grid_file_cannot_set_is_refused(tmp_path: Path, text: str, said:
 @pytest.mark.parametrize(
     ("workload", "said"),
     [
-        (digits.MeanLoss, "MeanLoss.losses must give one loss for each of 4 examples, [4], and"),
-        (digits.NoExamples, "must be the example; they are [4, 3], []"),
-        (digits.OtherSize, "OtherSize.batches(4) gave a batch of 5 examples"),
-        (digits.NoTensors, "dictionaries and tensors, and has a str"),
-        (digits.NoBatch, "NoBatch.batches gave no batch"),
-        (digits.NoReturn, "NoReturn.batches gave no batch"),
+        (digits.MeanLoss, "MeanLoss.losses must return one loss for each example, [4], but"),
+        (digits.NoExamples, "must be the example; shapes: [4, 3], []"),
+        (digits.OtherSize, "OtherSize.batches(4) returned a batch of 5 examples"),
+        (digits.NoTensors, "dictionaries and tensors, but not str"),
+        (digits.NoBatch, "NoBatch.batches returned no batch"),
+        (digits.NoReturn, "NoReturn.batches returned no batch"),
         (digits.NoModel, "NoModel.model must return an nn.Module, not NoneType"),
         (digits.NoWorkload, "is a NoWorkload; a workload is a subclass of dpbench.Workload"),
     ],
@@ -296,6 +296,6 @@ def test_what_no_gpu_would_change_is_said_before_one_is_used(built_in: bool) -> 
 def test_a_model_that_ignores_its_size_is_not_called_by_it() -> None:
     case = Case("standard", 2, 8, "tiny", model=f"wide={HERE}:WideModel")
     message = refusal(lambda: build(resolve(case), CPU, 1))
-    assert "model wide has no layer of width 64: it ignores its size" in message
+    assert "model wide has no layer of width 64, so it ignores the model size" in message
     right = Case("standard", 2, 8, "100x48x1x2", model="wide")
     assert build(right, CPU, 1)[0].model.head.out_features == 100
