@@ -87,7 +87,7 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count trainers and workloads that are not built in in this process.
+    """Count a test's own trainers and workloads in this process.
 
     A separate process returns the same count (see `test_apart.py`), but takes seconds.
     """

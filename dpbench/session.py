@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A session, in each of its processes.
+    """A session of measurements, with one object in each process.
 
     The first process begins and finishes the session. Workers of pytest-xdist join with the values
     that `shared` returns in the first process. All processes share outcomes and requests of tests.
@@ -133,7 +133,7 @@ class Session:
 
     @property
     def run(self) -> Run:
-        """The run with all outcomes so far; it has conditions if `begun` is computed."""
+        """The run with all outcomes so far, and with the conditions of `begun` if it is known."""
         outcomes = tuple(self.store.outcomes())
         if (known := self._run) is None or known.measured != outcomes:
             begun = self.begun if "begun" in vars(self) else None
@@ -153,7 +153,7 @@ class Session:
         }
 
     def measure(self, case: Subject, instruments: Sequence[Instrument] | None = None) -> Outcome:
-        """Measure a case, unless another process has, and write the files.
+        """Measure a case if no process has measured it, and write the files.
 
         By default, measures with the instruments of the session.
         """

@@ -107,7 +107,7 @@ class SessionComparison:
 
     @property
     def remedy(self) -> str:
-        """Text that names the option for a session without a reference run; empty with one."""
+        """A hint to add to problems if there is no reference run; otherwise empty."""
         if not self.reference.frame.empty:
             return ""
         option = self.settings.option("compare_first_run_ok")

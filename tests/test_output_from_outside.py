@@ -109,8 +109,11 @@ def test_one_that_fails_is_a_line_and_keeps_no_other_from_being_written(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*RUN, "--output=run.pdf"], "unknown ending '.pdf'; choose from .json, .md, .csv, .html"),
-        ([*RUN, "--output=run"], "unknown ending ''; choose from .json, .md, .csv, .html"),
+        (
+            [*RUN, "--output=run.pdf"],
+            "unknown file extension '.pdf'; choose from .json, .md, .csv, .html",
+        ),
+        ([*RUN, "--output=run"], "unknown file extension ''; choose from .json, .md, .csv, .html"),
         ([*RUN, "--csv=a.md", "--output=a.md"], "--csv and --output a.md name the same file"),
         (["show", "run.json", "--output=run.json"], "name the same file, 'run.json'"),
     ],

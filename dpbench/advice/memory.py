@@ -12,8 +12,8 @@ RESERVED = 1.5e9
 """Bytes of GPU memory for CUDA's context, the driver and the workspaces of libraries."""
 
 FRAGMENTATION = 0.04
-"""Share of the peak memory that the allocator loses to fragmentation. If the largest tensor is
-larger, the allocator loses the size of that tensor: a case with less room failed on an H200."""
+"""Share of the peak memory that the allocator loses to fragmentation. The loss is at least the size
+of the largest tensor: a case with less free memory failed on an H200."""
 
 MAX_BATCH = 4096
 """The largest batch per GPU that `largest_batch` considers."""

@@ -39,7 +39,7 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
     Args:
         kind: the kind of name, such as ``trainer``.
         name: the unknown name.
-        known: the known names. Of more than `LISTED` names, the message lists only similar names.
+        known: the known names. With more than `LISTED` names, the message lists only some of them.
         hint: added to the list, in brackets.
     """
     names = [*known]

@@ -31,7 +31,7 @@ class Gpu:
     free_bytes: int | None = field(default=None, compare=False)  # when NVML was asked
     processes: tuple[int, ...] = field(
         default=(), compare=False
-    )  # computing on the GPU when NVML was asked
+    )  # ids of processes on the GPU when NVML was asked
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ SESSION_GPUS = "DPBENCH_GPUS"
 
 
 def visible_to_case(gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables that show a process this many of the session's GPUs.
+    """Return environment variables with which a process sees this many GPUs of the session.
 
     The first GPU is the worker's own; the next GPUs follow it in the session's list. If the session
     has too few GPUs, the process sees all of them. Returns no variables outside a worker, and if

@@ -34,7 +34,7 @@ class Grid:
     Args:
         name: the name of the grid, or of its file without the extension.
         axes: the values of each field of a case; missing fields have their default value.
-        baseline: the trainer by whose numbers ratios divide.
+        baseline: the trainer whose numbers are the denominators of ratios.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Grid:
     def _left_out(self) -> list[tuple[str, int]]:
         """Return the impossible combinations of ``parallel`` and ``gpus``, which have no case.
 
-        One GPU needs ``parallel=none``, and several GPUs need another value. If a value has only
-        impossible combinations, returns none of them, so that their cases raise an error.
+        One GPU needs ``parallel=none``, and several GPUs need another value. If all combinations of
+        some value are impossible, returns no combination, and the cases raise an error.
         """
         every = [*product(self.values("parallel"), self.values("gpus"))]
         possible = [(way, gpus) for way, gpus in every if (way == "none") == (gpus == 1)]
@@ -161,7 +161,7 @@ def _names(key: str, entry: object) -> list[Any]:
         return [entry]
     if not isinstance(name := entry.get("name"), str):
         raise ConfigurationError(
-            f'{key}: a table must have a name, {{name = "…", …}}, unlike {entry!r}'
+            f'{key}: a table must have a name, as in {{name = "…"}}, not {entry!r}'
         )
     name, said = parted(name)
     parameters = {other: value for other, value in entry.items() if other != "name"}

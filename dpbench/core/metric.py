@@ -104,7 +104,7 @@ AGGREGATIONS: dict[str, Callable[..., Aggregation]] = {
 class Metric:
     """A quantity of a training step."""
 
-    name: str  # its end says the unit, see `UNITS`
+    name: str  # ends with the unit, see `UNITS`
     header: str = ""  # column heading of one or two lines; by default the name
     by: tuple[str, ...] = ("ncu", "cupti")  # instruments that measure it, the preferred one first
     how: Aggregation = Counters()

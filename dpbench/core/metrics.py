@@ -242,8 +242,8 @@ METRICS = Metrics((
     # Duration of a range by the GPU's clock, with synchronization at both ends.
     _hidden("range_time_seconds", "range\nms", _CUPTI,
             Counters(("gpu__time_duration.sum",), 1e-9), repeats="median", ranks="max"),
-    # Busy shares: the share of the range in which the GPU, or an SM, ran anything. The other shares
-    # are of the peak rate of tensor cores, and of the number of warp slots.
+    # Busy shares are the part of the range in which the GPU, or an SM, ran anything. The other
+    # shares compare with the peak rate of tensor cores, or with the number of warp slots.
     _cycles("gpu_busy_cycles", "gr__cycles_active.sum"),
     _cycles("gpu_elapsed_cycles", "gr__cycles_elapsed.sum"),
     _hidden("sm_busy_share", "SMs\nbusy", _CUPTI, Share(("sm_busy_cycles", "sm_elapsed_cycles")),

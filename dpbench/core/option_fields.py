@@ -43,7 +43,7 @@ def option(
 
 
 SHORT_FORMS = {"json": "json", "markdown": "md", "csv": "csv", "html": "html"}
-"""Options that write a certain output whatever the file is named, with the output of each."""
+"""Options that always write the same output, whatever the file is named."""
 
 
 def axis_help(name: str) -> str:
@@ -107,7 +107,7 @@ def output_of(path: Path) -> str:
         OUTPUTS.register_installed()
     if ending not in OUTPUTS:
         endings = [f".{name}" for name in OUTPUTS]
-        raise unknown("ending", path.suffix, endings, f"of {path}; each is an output")
+        raise unknown("file extension", path.suffix, endings, f"for {path}")
     return ending
 
 

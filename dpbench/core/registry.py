@@ -320,7 +320,7 @@ def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
 
 
 def resolve(case: Measured) -> Measured:
-    """Replace the spellings in a case by short names, after a check with `locate`."""
+    """Replace the names in a case by short names, and check them with `locate`."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
     case = replace(case, **names) if names else case
     locate([case])

@@ -35,7 +35,7 @@ class Settings:
     # what is measured
     ncu: bool = option_fields.of_pytest("measure cases under NVIDIA Nsight Compute")
     cupti: bool = option_fields.of_pytest(
-        "measure cases by CUPTI in the process that trains; times come from CUPTI, too",
+        "measure cases, including their times, by CUPTI in the process that trains",
         pytest="--cupti",
     )
     only: bool = option_fields.of_pytest(
@@ -54,13 +54,13 @@ class Settings:
     own: Mapping[str, Any] = field(default_factory=dict)
     """Values of the options that instruments declare, by field name."""
     baseline: str | None = option_fields.option(
-        "the trainer by whose numbers ratios divide, which is also measured: a name or "
-        "package.module:Class (default standard)",
+        "the trainer whose numbers are the denominators of ratios, which is also measured: a name "
+        "or package.module:Class (default standard)",
         metavar="TRAINER",
     )
 
     shard: str | None = option_fields.option(
-        "measure shard K of N of the grid, which dpbench merge joins; a cell is in one shard",
+        "measure only shard K of N of the grid, made of whole cells; dpbench merge joins shards",
         pytest="",
         metavar="K/N",
     )

@@ -37,7 +37,7 @@ NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
 
 
 class Unmeasured:
-    """The report of a case with ``--dpbench-disable``; skips a test that reads a number from it."""
+    """A placeholder for a report with ``--dpbench-disable``; skips a test that reads a number."""
 
     def __init__(self, case: Subject) -> None:
         self.case = case
@@ -65,8 +65,8 @@ class EachTest:
         """Measure a case under Nsight Compute, and in another process without a profiler.
 
         With ``--cupti``, time and peak memory come from the process in which CUPTI counts instead
-        of the process without a profiler. ``--dpbench-instrument`` adds instruments to ``--ncu``,
-        and replaces them if ``--ncu`` is not set.
+        of the process without a profiler. ``--dpbench-instrument`` adds other instruments;
+        without ``--ncu``, only these instruments measure.
 
         Call the fixture with a `Case` or with the fields of a case; it returns a `CaseReport`. A
         session measures a case once, even if several tests or workers request the case::
@@ -107,7 +107,7 @@ class EachTest:
         if not (self.session.instruments or self.session.settings.disable):
             pytest.skip(
                 f"needs {NEEDS['ncu']}"
-            )  # a fixture requested at run time: no mark has skipped it
+            )  # requested at run time, so that no mark has skipped the test
         return self._report(case, fields, self.session.instruments)
 
     def _count(self, case: Case | str | type | StepFunction, **fields: Any) -> CaseReport:
@@ -181,7 +181,7 @@ class EachTest:
         return [FunctionInstrument(i, step, steps if i.hardware else once) for i in instruments]
 
     def _try_out(self, case: Subject, step: StepFunction | None) -> None:
-        """Take one step, with ``--dpbench-disable``; a case's step uses tensors without data."""
+        """Take one step without a measurement; the step of a case uses tensors without data."""
         from dpbench.instruments.logical.logical import Logical
         from dpbench.runner import measure
 
@@ -221,7 +221,7 @@ class EachTest:
         return (yield)
 
     def pytest_runtest_logfinish(self) -> None:
-        """Assign later measurements to no test."""
+        """Stop assigning measurements to the test."""
         self._item = None
 
     @pytest.hookimpl(wrapper=True)

@@ -87,7 +87,7 @@ def _is_ours(definitions: dict[str, Any], fixture: str) -> bool:
             return True
         if (
             fixture not in definition.argnames
-        ):  # with the argument, it extends the fixture that it overrides
+        ):  # with this argument, a fixture extends dpbench's fixture
             return False
     return False
 

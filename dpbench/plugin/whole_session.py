@@ -102,7 +102,7 @@ class WholeSession:
         from dpbench.runner import check_named
 
         cases = self.session.grid.cases()
-        with pytest.MonkeyPatch.context() as patch:  # the check adds the current directory
+        with pytest.MonkeyPatch.context() as patch:  # the check may add the current directory
             patch.setattr(sys, "path", [*sys.path])
             try:
                 check_named(cases)
@@ -198,7 +198,9 @@ class WholeSession:
             )
         report_failed(self.config, report, "\n".join(reasons), *sections)
 
-    @pytest.hookimpl(wrapper=True, trylast=True)  # the terminal prints problems after it
+    @pytest.hookimpl(
+        wrapper=True, trylast=True
+    )  # so that it runs before the terminal prints problems
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
         """Write the files, and fail the session if there are problems or nothing was measured.
 
@@ -214,8 +216,8 @@ class WholeSession:
         self.session.finish(complete=self._is_complete(session))
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
-        # No test may have failed. For example, a test was skipped while another test measured its
-        # case, or a plugin changed a test's outcome.
+        # A problem need not fail a test: a test may be skipped while another test measures its case,
+        # or a plugin may change the outcome of a test.
         if self.session.problems:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif self.measures and not self._has_measured():
@@ -270,7 +272,7 @@ class WholeSession:
 
         tables = self.session.summary()
         hook = self.config.hook.pytest_dpbench_group_stats
-        if hook.get_hookimpls():  # they may add tables
+        if hook.get_hookimpls():  # the hooks may add tables
             hook(config=self.config, summary=self.session.run.summary, tables=tables)
         for line in as_text(tables, terminal_width()).splitlines():
             # One call for each line: if the terminal's encoding lacks a character, pytest escapes
@@ -299,12 +301,15 @@ def report_failed(
     failed = copy(report)
     failed.outcome, failed.longrepr = "failed", reasons
     failed.sections = [*report.sections, *sections]
-    vars(failed).pop("wasxfail", None)  # a mark xfail does not expect this failure
+    vars(failed).pop("wasxfail", None)  # an xfail mark does not apply to this failure
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     for listed in terminal.stats.values() if terminal else ():
         if report in listed:
             listed.remove(report)
-    most, config.option.maxfail = config.option.maxfail, 0  # all tests have run
+    most, config.option.maxfail = (
+        config.option.maxfail,
+        0,
+    )  # all tests have run, so nothing is left to stop
     try:
         config.hook.pytest_runtest_logreport(report=failed)
     finally:
