@@ -171,8 +171,8 @@ def _files_of(case: Subject, instruments: Sequence[Instrument]) -> Iterator[None
     """
     named = [getattr(instrument, "directory", None) for instrument in instruments]
     with ExitStack() as held:
-        # Without duplicates, a session does not wait for itself. In sorted order, two sessions do not
-        # wait for each other.
+        # Without duplicates, a session does not wait for itself. In sorted order, two sessions do
+        # not wait for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
             with suppress(OSError):  # no files are written then, see `InProcessInstrument.check`
                 directory.mkdir(parents=True, exist_ok=True)

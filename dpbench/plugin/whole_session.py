@@ -216,8 +216,8 @@ class WholeSession:
         self.session.finish(complete=self._is_complete(session))
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
-        # A problem need not fail a test: a test may be skipped while another test measures its case,
-        # or a plugin may change the outcome of a test.
+        # A problem need not fail a test: a plugin may change a test's outcome, or a test may be
+        # skipped while another test measures its case.
         if self.session.problems:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif self.measures and not self._has_measured():
@@ -306,10 +306,8 @@ def report_failed(
     for listed in terminal.stats.values() if terminal else ():
         if report in listed:
             listed.remove(report)
-    most, config.option.maxfail = (
-        config.option.maxfail,
-        0,
-    )  # all tests have run, so nothing is left to stop
+    # All tests have run, so this failure must not stop pytest.
+    most, config.option.maxfail = config.option.maxfail, 0
     try:
         config.hook.pytest_runtest_logreport(report=failed)
     finally:
