@@ -10,7 +10,7 @@ from typing import Any
 
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
-from dpbench.core.names import joined, parameters_text, parted, quoted, read_parameters
+from dpbench.core.names import file_name_part, joined, parameters_text, parted, read_parameters
 
 PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 tensors and IEEE float32 matrix products. ``tf32``: float32 tensors and TF32
@@ -149,7 +149,7 @@ class Case:
     def parameters(self) -> dict[str, Any]:
         """The arguments of the workload's constructor."""
         if self.workload == TRANSFORMER:
-            return {name: getattr(self, name) for name in OF_TRANSFORMER}
+            return {name: getattr(self, name) for name in TRANSFORMER_AXES}
         return dict(read_parameters(str(self.set)))
 
     @property
@@ -189,8 +189,8 @@ class Case:
     def report_path(self) -> Path:
         """The path of the case's report, relative to the report directory."""
         length = f"_seq{self.seq_len}" if self.seq_len else ""
-        name = f"report_{quoted(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
-        return Path(quoted(self.configuration)) / name
+        name = f"report_{file_name_part(self.trainer)}_bs{self.batch_size}{length}.ncu-rep"
+        return Path(file_name_part(self.configuration)) / name
 
 
 @lru_cache(maxsize=None, typed=True)
@@ -200,7 +200,7 @@ def _checked(**given: Any) -> dict[str, Any]:
     The result is cached, so that a process checks each case once.
     """
     axes = _with_parameters(given)
-    checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else OF_TRANSFORMER.keys())
+    checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else TRANSFORMER_AXES.keys())
     for axis, what in COUNTS.items():
         if axis in checked:
             axes[axis] = positive(what, axes[axis])
@@ -237,12 +237,12 @@ def _with_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     axes["workload"], text = parted(axes["workload"])
     axes["set"] = parameters_text([text, axes["set"]])
     if axes["workload"] != TRANSFORMER:
-        own = [a for a, none in OF_TRANSFORMER.items() if axes[a] not in (none, USUAL[a])]
+        own = [a for a, none in TRANSFORMER_AXES.items() if axes[a] not in (none, USUAL[a])]
         check_belongs(own, [axes["workload"]])
-        return axes | OF_TRANSFORMER
+        return axes | TRANSFORMER_AXES
     for axis, value in read_parameters(axes["set"]).items():
-        if axis not in OF_TRANSFORMER:
-            raise unknown(f"parameter of workload {TRANSFORMER}", axis, OF_TRANSFORMER)
+        if axis not in TRANSFORMER_AXES:
+            raise unknown(f"parameter of workload {TRANSFORMER}", axis, TRANSFORMER_AXES)
         if axes[axis] not in (USUAL[axis], value):
             raise ConfigurationError(f"{axis} is given twice, as {axes[axis]} and as {value}")
         axes[axis] = value
@@ -256,7 +256,7 @@ def own_axes(workload: str) -> Mapping[str, Any]:
     axes of the transformer.
     """
     name, parameters = parted(workload)
-    return read_parameters(parameters) if name == TRANSFORMER else OF_TRANSFORMER
+    return read_parameters(parameters) if name == TRANSFORMER else TRANSFORMER_AXES
 
 
 def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
@@ -299,7 +299,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 OPTIONAL_AXES = AXES[AXES.index("optimizer") :]
 """Axes that ids and titles show only if the value is not the default."""
 
-OF_TRANSFORMER = {
+TRANSFORMER_AXES = {
     axis: type(USUAL[axis])() for axis in ("seq_len", "model_size", "attention", "model")
 }
 """The transformer's axes, with their empty values in cases of other workloads."""

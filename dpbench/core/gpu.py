@@ -73,7 +73,7 @@ def visible_gpus() -> list[Gpu]:
     cover the whole GPU, but with the slice's memory. If a GPU with slices is listed as a whole,
     CUDA uses the first slice.
     """
-    return _asked_driver()[0]
+    return _query_driver()[0]
 
 
 def chip_here() -> str:
@@ -84,7 +84,7 @@ def chip_here() -> str:
 def why_no_gpu() -> str:
     """Return NVML's explanation of why `visible_gpus` is empty."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    said = _asked_driver()[1] or "NVML shows none"
+    said = _query_driver()[1] or "NVML shows none"
     return said if hidden is None else f"{said} (CUDA_VISIBLE_DEVICES is {hidden!r})"
 
 
@@ -96,7 +96,7 @@ def require_gpu() -> None:
         )
 
 
-def _asked_driver() -> tuple[list[Gpu], str]:
+def _query_driver() -> tuple[list[Gpu], str]:
     """Return the visible GPUs, or an empty list with NVML's error message.
 
     If one of several GPUs has failed, the list is empty, because CUDA's numbering is unknown.
@@ -108,7 +108,7 @@ def _asked_driver() -> tuple[list[Gpu], str]:
             nvml.nvmlInit()
             ending.callback(nvml.nvmlShutdown)
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            gpus = [_described(nvml, handle) for handle in handles]
+            gpus = [_gpu_info(nvml, handle) for handle in handles]
             slices: dict[str, Gpu] = {}
             for number, handle in enumerate(handles):
                 own = dict(_slices(nvml, handle, gpus[number]))
@@ -119,7 +119,7 @@ def _asked_driver() -> tuple[list[Gpu], str]:
     return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), slices), ""
 
 
-def _described(nvml: Any, handle: object) -> Gpu:
+def _gpu_info(nvml: Any, handle: object) -> Gpu:
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
     said = {"memory_bytes": None, **_memory(nvml, handle)}
     with suppress(nvml.NVMLError):

@@ -13,8 +13,8 @@ from dpbench.core.case import (
     AXES,
     BASELINE_TRAINER,
     COUNTS,
-    OF_TRANSFORMER,
     TRANSFORMER,
+    TRANSFORMER_AXES,
     USUAL,
     Case,
     check_belongs,
@@ -127,7 +127,7 @@ class Grid:
 def _cell(axes: dict[str, Any]) -> dict[str, Any]:
     """Return a cell with defaults on axes that its workload lacks or sets in its name."""
     own = own_axes(axes["workload"])
-    return axes | {axis: USUAL[axis] for axis in own if axis in OF_TRANSFORMER}
+    return axes | {axis: USUAL[axis] for axis in own if axis in TRANSFORMER_AXES}
 
 
 def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -85,6 +85,6 @@ def _written(value: object) -> str:
     return json.dumps(value) if isinstance(value, int | float) else str(value)
 
 
-def quoted(text: str) -> str:
+def file_name_part(text: str) -> str:
     """Quote a text for a file name; ``@`` replaces ``%``, which ncu and nsys would interpret."""
     return quote(text, safe="=,+").replace("%", "@")

@@ -119,7 +119,7 @@ class Settings:
         metavar="LABEL",
     )
     expect: tuple[str, ...] = option_fields.option(
-        "the expected range of a ratio to standard; cases outside the range are listed below the "
+        "the expected range of a ratio to standard; cases above the range are listed with the "
         "tables; repeatable; none removes all ranges (default dram_ratio:2-5 and "
         "l2_served_ratio:1.5-3)",
         (),
@@ -154,7 +154,7 @@ class Settings:
     )
     compare: str | None = option_fields.option(
         "compare with a saved run; without a value, with the latest complete run on the same "
-        "device that contains the same cases and passed its own comparison",
+        "device that has one of this session's cases and passed its own comparison",
         nargs="?",
         const="",
         metavar="NUM|NAME|FILE",

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from dpbench.core.case import AXES, USUAL, Case, file_name_of
 from dpbench.core.model_size import positive
-from dpbench.core.names import quoted
+from dpbench.core.names import file_name_part
 
 SCRIPT = "script"
 """The workload in rows of a `Script`."""
@@ -68,7 +68,7 @@ class Script:
     @property
     def report_path(self) -> Path:
         """The path of its report, relative to the report directory."""
-        return Path(SCRIPT) / f"report_{quoted(self.name)}.ncu-rep"
+        return Path(SCRIPT) / f"report_{file_name_part(self.name)}.ncu-rep"
 
 
 Subject: TypeAlias = Case | Script

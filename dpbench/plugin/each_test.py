@@ -14,11 +14,11 @@ from dpbench.core.subject import Script, Subject
 from dpbench.plugin.fixtures import (
     NEEDS,
     asked_case,
-    case_of,
-    limits_of,
-    measuring,
-    takes,
-    texts_of,
+    grid_case,
+    limit_texts,
+    marker_limits,
+    measuring_fixtures,
+    uses_fixture,
 )
 from dpbench.session import Session
 from dpbench.session_store import Request
@@ -125,7 +125,7 @@ class EachTest:
             self._try_out(case, step)
             return cast("CaseReport", Unmeasured(case))
         if step:
-            instruments = self._of_step(step, instruments)
+            instruments = self._step_instruments(step, instruments)
         self._ask(case, [instrument.name for instrument in instruments])
         outcome = self.session.measure(case, instruments)
         if not (step or outcome.error) and self._limits_ratios():
@@ -152,7 +152,7 @@ class EachTest:
             return
         given = item.callspec.params if hasattr(item, "callspec") else {}
         params = {name: v.id if isinstance(v, Case) else str(v) for name, v in given.items()}
-        request = Request(item.nodeid, case, (*instruments,), texts_of(item), params, extra)
+        request = Request(item.nodeid, case, (*instruments,), limit_texts(item), params, extra)
         self.session.store.ask([request])
 
     def _subject(self, step: StepFunction) -> Script:
@@ -165,7 +165,9 @@ class EachTest:
         test = self._item.nodeid if self._item else ""
         return Script(f"{test}:{names[place]}{f'-{again + 1}' if again else ''}")
 
-    def _of_step(self, step: StepFunction, instruments: Sequence[Instrument]) -> list[Instrument]:
+    def _step_instruments(
+        self, step: StepFunction, instruments: Sequence[Instrument]
+    ) -> list[Instrument]:
         """Return instruments that measure the test's own step in this process."""
         from dpbench.instruments.observe import FunctionInstrument
 
@@ -195,22 +197,22 @@ class EachTest:
 
     def _limits_ratios(self) -> bool:
         """Return True if a limit for the running test is on a ratio, which needs the baseline."""
-        own = limits_of(self._item) if self._item else None
+        own = marker_limits(self._item) if self._item else None
         return any(limit.of for limit in (self.session.comparison.limits if own is None else own))
 
-    def known(self, item: pytest.Item) -> Request | None:
+    def expected_request(self, item: pytest.Item) -> Request | None:
         """Return the request of a test as far as it is known before the test runs.
 
         The request follows from the test's parameters, fixtures and marker. Returns None if the
         test uses no fixture of dpbench and has no marker of its own; markers of its class or module
         may be meant for other tests.
         """
-        if not (takes(item) or "dpbench" in [marker.name for marker in item.own_markers]):
+        if not (uses_fixture(item) or "dpbench" in [marker.name for marker in item.own_markers]):
             return None
-        measures = takes(item, measuring(self.session.settings))
+        measures = uses_fixture(item, measuring_fixtures(self.session.settings))
         names = [i.name for i in self.session.instruments] if measures else []
-        names += ["logical"] if takes(item, ["logical_io"]) else []
-        return Request(item.nodeid, case_of(item), (*names,), texts_of(item))
+        names += ["logical"] if uses_fixture(item, ["logical_io"]) else []
+        return Request(item.nodeid, grid_case(item), (*names,), limit_texts(item))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -230,7 +232,7 @@ class EachTest:
 
         With ``--dpbench-disable``, skip a test with limits of its own.
         """
-        own = limits_of(item)
+        own = marker_limits(item)
         result = yield
         if own and self.session.settings.disable:
             pytest.skip(f"{NOTHING_MEASURED}, so its limits were not checked")

@@ -68,14 +68,14 @@ def _verify(
     return checks
 
 
-def measuring(settings: Settings) -> list[str]:
+def measuring_fixtures(settings: Settings) -> list[str]:
     """Return the fixtures in `NEEDS` whose options are set."""
     if settings.ncu or settings.instrument or settings.disable:
         return [*NEEDS]
     return ["counters"] if settings.cupti else []
 
 
-def takes(item: pytest.Item, fixtures: Collection[str] = FIXTURES) -> bool:
+def uses_fixture(item: pytest.Item, fixtures: Collection[str] = FIXTURES) -> bool:
     """Return True if a test uses one of these fixtures as defined by dpbench, not by a project."""
     info = getattr(item, "_fixtureinfo", None)
     return info is not None and any(_is_ours(info.name2fixturedefs, name) for name in fixtures)
@@ -92,23 +92,23 @@ def _is_ours(definitions: dict[str, Any], fixture: str) -> bool:
     return False
 
 
-def case_of(item: pytest.Item) -> Case | None:
+def grid_case(item: pytest.Item) -> Case | None:
     """Return the value of the argument ``dpbench_case``, or None if a test has no such argument."""
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("dpbench_case") if callspec else None
     return case if isinstance(case, Case) else None
 
 
-def texts_of(item: pytest.Item) -> tuple[str, ...] | None:
+def limit_texts(item: pytest.Item) -> tuple[str, ...] | None:
     """Return the limits of a test's marker as text, or None without a marker."""
     try:
-        limits = limits_of(item)
+        limits = marker_limits(item)
     except pytest.fail.Exception:  # the marker is wrong, and the test will fail
         return ()
     return None if limits is None else tuple(map(str, limits))
 
 
-def limits_of(item: pytest.Item) -> list[Threshold] | None:
+def marker_limits(item: pytest.Item) -> list[Threshold] | None:
     """Return the limits of a test's marker, or None without a marker; fail for a wrong marker."""
     marker = item.get_closest_marker("dpbench")
     if marker is None:

@@ -19,7 +19,7 @@ from dpbench.core.gpu import visible_gpus
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
-from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
+from dpbench.plugin.fixtures import NEEDS, grid_case, measuring_fixtures, uses_fixture
 from dpbench.plugin.workers import SHARED, Workers
 from dpbench.session import Session
 from dpbench.session_comparison import Failure
@@ -120,24 +120,26 @@ class WholeSession:
         if self.is_worker:
             cases.sort(key=lambda case: -case.batch_size * max(case.seq_len, 1))
         place: dict[Case | None, int] = {case: number for number, case in enumerate(cases)}
-        numbers = [number for number, item in enumerate(items) if case_of(item) in place]
-        by_case = sorted((items[n] for n in numbers), key=lambda item: place[case_of(item)])
+        numbers = [number for number, item in enumerate(items) if grid_case(item) in place]
+        by_case = sorted((items[n] for n in numbers), key=lambda item: place[grid_case(item)])
         for number, item in zip(numbers, by_case, strict=True):  # tests without a case stay
             items[number] = item
         only, skips = self.settings.only, self.settings.skip
         for item in items if only or skips else ():
-            if takes(item) is not only:
+            if uses_fixture(item) is not only:
                 option = "--dpbench-only" if only else "--dpbench-skip"
                 item.add_marker(pytest.mark.skip(reason=f"skipped by {option}"))
-        for fixture in NEEDS.keys() - measuring(self.settings):
+        for fixture in NEEDS.keys() - measuring_fixtures(self.settings):
             for item in items:
-                if takes(item, [fixture]):
+                if uses_fixture(item, [fixture]):
                     item.add_marker(pytest.mark.skip(reason=f"needs {NEEDS[fixture]}"))
 
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker sends what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Share the cases that the selected tests request with all processes."""
-        if self.runs_tests and (known := [*filter(None, map(self.each_test.known, session.items))]):
+        if self.runs_tests and (
+            known := [*filter(None, map(self.each_test.expected_request, session.items))]
+        ):
             self.session.store.ask(known)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -231,7 +233,7 @@ class WholeSession:
         if not has_measured:
             chosen = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
             option = self.settings.option(chosen)
-            fixture = " or ".join(measuring(self.settings))
+            fixture = " or ".join(measuring_fixtures(self.settings))
             self.session.problem(
                 f"{option} is set, but nothing was measured; "
                 f"select tests that use the {fixture} fixture, e.g. with -m gpu"

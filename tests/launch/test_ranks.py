@@ -182,7 +182,7 @@ def test_several_gpus_need_a_way_to_share(parallel: str, gpus: int) -> None:
 
 
 def test_the_batch_is_that_of_all_ranks() -> None:
-    with pytest.raises(ConfigurationError, match=r"all 3 GPUs, .* take a multiple of 3"):
+    with pytest.raises(ConfigurationError, match=r"shared by 3 GPUs, .* choose a multiple of 3"):
         ranks("standard", gpus=3)
 
 
