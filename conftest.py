@@ -75,9 +75,8 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]
     for variable in (*PYTEST_VARIABLES, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(
-        os, "sched_getaffinity", lambda process: {0}
-    )  # the tests themselves use all cores
+    # Sessions see one core, because the tests themselves use all cores.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

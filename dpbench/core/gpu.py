@@ -21,17 +21,25 @@ from dpbench.core.files import Locked, locked
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as NVML describes it."""
+    """A GPU as NVML describes it.
+
+    Args:
+        uuid: the identifier of the GPU.
+        name: the name of the card.
+        memory_bytes: the memory of the card or of its MIG slice; None if unknown.
+        driver: the version of the driver.
+        chip: the chip, see `chip_of`.
+        free_bytes: the free memory at the time of the query.
+        processes: the ids of processes that computed on the GPU at the time of the query.
+    """
 
     uuid: str
     name: str
-    memory_bytes: int | None  # of the card, or of the MIG slice
+    memory_bytes: int | None
     driver: str
-    chip: str = ""  # see chip_of
-    free_bytes: int | None = field(default=None, compare=False)  # when NVML was asked
-    processes: tuple[int, ...] = field(
-        default=(), compare=False
-    )  # ids of processes on the GPU when NVML was asked
+    chip: str = ""
+    free_bytes: int | None = field(default=None, compare=False)
+    processes: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Share(Aggregation):
 
 @dataclass(frozen=True)
 class Timed(Aggregation):
-    """A time: the median over steps, and the maximum over ranks, which end a step together."""
+    """A time: the median over steps, and the time of the slowest rank."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "max"}
 
@@ -102,32 +102,49 @@ AGGREGATIONS: dict[str, Callable[..., Aggregation]] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A quantity of a training step."""
+    """A quantity of a training step.
 
-    name: str  # ends with the unit, see `UNITS`
-    header: str = ""  # column heading of one or two lines; by default the name
-    by: tuple[str, ...] = ("ncu", "cupti")  # instruments that measure it, the preferred one first
+    Args:
+        name: the name, which ends with the unit, see `UNITS`.
+        header: the column heading, of one or two lines; by default the name.
+        by: the instruments that measure the metric, the preferred instrument first.
+        how: the source of the values and their aggregation.
+        repeats: the aggregation over steps, if it differs from that of ``how``.
+        ranks: the aggregation over ranks, if it differs from that of ``how``.
+        nvprof: nvprof's name of the metric per second (see "nvprof Metric Comparison" in the
+            documentation of the Nsight Compute CLI).
+        logical: the corresponding metric of logical counting.
+        shown: the values that tables show unless the user chooses columns.
+        giga: True if tables divide the values by 10⁹. Tables always do so for bytes.
+        expected: the expected range of the ratio to the baseline.
+        higher_is_better: True if a decrease is worse than an increase.
+        signed: True if values can be negative.
+        throughput: True if tables can show the throughput.
+        spread: True if `LARGEST_SPREAD` includes the spread of the metric.
+        source: the place where an instrument finds the value. This is a field of `KernelCount` or
+            `OperatorCount`, or the start of an activity's name in a trace of the PyTorch profiler.
+        table: the kind of tables that show the metric; empty for tables of cases.
+        of: the base metric of a derived metric.
+        kind: the kind of derivation.
+    """
+
+    name: str
+    header: str = ""
+    by: tuple[str, ...] = ("ncu", "cupti")
     how: Aggregation = Counters()
-    # Aggregation over steps and over ranks, if it differs from that of `how`.
     repeats: Aggregate | None = None
     ranks: Aggregate | None = None
-    # nvprof's name of this metric per second (see "nvprof Metric Comparison" in the documentation
-    # of the Nsight Compute CLI).
     nvprof: str = ""
-    logical: str = ""  # the corresponding metric of logical counting
-    shown: tuple[Shown, ...] = SHOWN  # in tables whose columns the user has not chosen
-    giga: bool = False  # tables divide values by 10⁹, as for bytes
-    expected: tuple[float, float] | None = None  # expected range of the ratio to the baseline
-    higher_is_better: bool = False  # True if a decrease is worse than an increase
-    signed: bool = False  # True if values can be negative
-    throughput: bool = True  # True if its throughput can be shown
-    spread: bool = False  # True if the column of largest spreads includes its spread
-    # Where an instrument finds the value: a field of `KernelCount` or `OperatorCount`, or the start
-    # of an activity's name in a trace of the PyTorch profiler.
+    logical: str = ""
+    shown: tuple[Shown, ...] = SHOWN
+    giga: bool = False
+    expected: tuple[float, float] | None = None
+    higher_is_better: bool = False
+    signed: bool = False
+    throughput: bool = True
+    spread: bool = False
     source: str = ""
-    # The kind of tables that show it; empty for tables of cases.
     table: str = ""
-    # For metrics from `derived`: the base metric, and the kind of derivation.
     of: str = ""
     kind: Kind = "value"
 

@@ -145,7 +145,9 @@ class Settings:
     save: str | None = option_fields.option(
         "save the run in the storage under this name", metavar="NAME"
     )
-    autosave: bool = option_fields.option("save the run, named by the commit and the time", False)
+    autosave: bool = option_fields.option(
+        "save the run under a name made of the commit and the time", False
+    )
     resume: bool = option_fields.option(
         "continue the latest interrupted run on this device with the same versions, code and grid; "
         "with save, the latest of this name; with save or autosave, start a new run if none is "
