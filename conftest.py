@@ -1,4 +1,4 @@
-"""Fixtures and hooks of the repository's own suite."""
+"""Fixtures and hooks of dpbench's own tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ COLOURS = ("PY_COLORS", "NO_COLOR", "FORCE_COLOR")
 
 @pytest.fixture(autouse=True, scope="session")
 def signals_end_what_tests_start() -> None:
-    """Restore SIGHUP and SIGINT if ignored (nohup, background): child processes inherit that."""
+    """Restore SIGHUP and SIGINT if nohup or a background job ignores them.
+
+    Child processes would also ignore them.
+    """
     for number, handler in (
         (signal.SIGHUP, lambda *_: None),
         (signal.SIGINT, signal.default_int_handler),
@@ -43,10 +46,10 @@ def signals_end_what_tests_start() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def old_objects_are_frozen(request: pytest.FixtureRequest) -> None:
-    """Let garbage collection skip what was imported and what earlier modules left.
+    """Exclude existing objects from garbage collection at the start of each test module.
 
-    Counting in this process collects in each step, and would look at a million objects of torch,
-    pandas and pytest each time.
+    Counting in this process collects garbage in each step, and each collection would scan a million
+    objects of torch, pandas and pytest.
     """
     if not (request.config.option.ncu or request.config.option.cupti):
         gc.collect()
@@ -55,24 +58,25 @@ def old_objects_are_frozen(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what a test registers, and make its sessions print the same on any machine.
+    """Undo a test's registrations, and make the output of sessions independent of the machine.
 
-    Git sets variables while a commit hook runs; with them a test would commit to that repository.
-    Git's configuration may demand a signature. Bytecode is off, because Python would mistake a
-    module rewritten within a second for the old one. Tests that measure keep the environment, which
-    their session reads to its end.
+    In a commit hook, Git sets variables with which a test would commit to this repository. Git's
+    configuration may require signatures. Bytecode is off, because Python does not notice that a
+    module changed twice within a second. Tests marked ``gpu`` keep their environment, which their
+    session reads until its end.
     """
     if request.node.get_closest_marker("gpu"):
         return
     for registry in NAMED.values():
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a command adds its working directory
+    monkeypatch.setattr(sys, "path", [*sys.path])  # commands add the working directory
     monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
-    monkeypatch.setattr(METRICS, "_every", METRICS.every())  # slow to compute
+    monkeypatch.setattr(METRICS, "_every", METRICS.every())  # avoids a slow computation
     of_git = [variable for variable in os.environ if variable.startswith("GIT_")]
     for variable in (*PYTEST_VARIABLES, *COLOURS, *of_git, "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})  # the suite itself uses all
+    # Sessions see one core, because the tests themselves use all cores.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -82,9 +86,9 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count outside trainers and workloads in this process.
+    """Count a test's own trainers and workloads in this process.
 
-    A process of their own gives the same count (see `test_apart.py`), but takes seconds.
+    A separate process returns the same count (see `test_apart.py`), but takes seconds.
     """
     from dpbench.instruments.logical.logical import Counting, Logical
 
@@ -93,7 +97,7 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Take the GPU's lock while this process uses the GPU."""
+    """Lock the GPU while a test uses it in this process."""
     from dpbench.core.gpu import lock_gpu, visible_gpus
 
     with lock_gpu(visible_gpus()[0], request.node.name):
@@ -104,13 +108,13 @@ def alone_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 COUNTS: dict[Case, Outcome] = {}
-"""Counts of built-in cases, which never change."""
+"""Counts of built-in cases, which do not change during the tests."""
 
 
 @pytest.fixture
 def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count each built-in case once, for tests of what is done with counts."""
-    import torch  # noqa: F401  # a process with torch counts built-in cases itself
+    """Count each built-in case once, for tests that only use the counts."""
+    import torch  # noqa: F401  # built-in cases are counted in a process that has imported torch
 
     from dpbench.instruments.logical.logical import Logical
 
@@ -127,25 +131,25 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Save time: one thread, compiled bytecode, less garbage collection.
+    """Save time with a single thread, compiled bytecode, and rarer garbage collection.
 
-    Test models are tiny, so several threads would mostly wait for each other. Garbage collection
-    scans all objects of torch and pandas, a tenth of the suite's time. Child processes write no
-    bytecode, and would each compile dpbench again. With ``--ncu`` or ``--cupti`` threads and
-    collection stay as a user has them.
+    Several threads would mostly wait for each other, because test models are tiny. Garbage
+    collection of torch's and pandas's objects takes a tenth of the tests' time. Child processes
+    write no bytecode, so each would compile dpbench again. With ``--ncu`` or ``--cupti``, threads
+    and garbage collection do not change.
     """
     sys.dont_write_bytecode = False
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(Path(__file__).with_name("dpbench"), quiet=2)
     if not (config.option.ncu or config.option.cupti):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it on import
         gc.set_threshold(100_000, 20, 50)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Choose how many examples Hypothesis tries; ``HYPOTHESIS_PROFILE=thorough`` for many.
+    """Choose the number of examples of Hypothesis by the variable ``HYPOTHESIS_PROFILE``.
 
-    xdist's controller does not load Hypothesis: its workers would wait meanwhile.
+    The controller of xdist does not load Hypothesis, because workers would wait for it.
     """
     if session.config.pluginmanager.hasplugin("dsession"):  # xdist's controller
         return
@@ -157,28 +161,29 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Spare imported objects from pytest's last garbage collection, which takes seconds."""
+    """Exclude objects from pytest's last garbage collection, which would take seconds."""
     gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare ``--slow``."""
-    parser.addoption("--slow", action="store_true", help="run tests marked slow, too")
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` without a GPU and ``slow`` without ``--slow``; longest tests first.
+    """Skip tests marked ``gpu`` without a GPU and tests marked ``slow`` without ``--slow``.
 
-    Of a test marked ``repeats`` the first of its parameters runs without ``--slow``.
+    A test marked ``repeats`` runs with its first parameters only, unless ``--slow`` is set.
 
-    Tests that run pytest take seconds. Workers steal tests from each other, except the last two: if
-    these are short, all workers end together. pytest-randomly keeps its order.
+    Long tests, which run pytest, come first, unless pytest-randomly orders tests. Workers steal
+    tests from each other, except for the last two tests. So all workers end at the same time if
+    these tests are short.
     """
     if not config.pluginmanager.hasplugin("randomly"):
         items.sort(key=lambda item: "pytester" not in getattr(item, "fixturenames", ()))
     skipped = {} if visible_gpus() else {"gpu": "needs an NVIDIA GPU"}
     if not config.getoption("--slow"):
-        skipped["slow"] = "takes long: --slow runs it"
+        skipped["slow"] = "slow; run it with --slow"
         first = set[str]()
         for item in items:
             name = item.nodeid.partition("[")[0]

@@ -62,7 +62,7 @@ def api_page() -> str:
     lines = ["# Python API", "Everything here is imported from `dpbench`."]
     for section, packages in API.items():
         lines.append(f"## {section}")
-        for module, names in dpbench._HOMES.items():
+        for module, names in dpbench._NAMES_BY_MODULE.items():
             if module.split(".")[1] in packages:
                 for name in names:
                     value = name not in LONG

@@ -1,6 +1,6 @@
-"""dpbench: what differentially private training costs, and in which phase of a step.
+"""Measures the cost of differentially private training in each phase of a step.
 
-Everything named here is imported on first use, so that importing dpbench loads no torch.
+Names of this module are imported on first use, so that ``import dpbench`` does not load torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "1.0.0"
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "dpbench.core.case": ("Case", "PHASES"),
     "dpbench.core.model_size": ("MODEL_SIZES", "ModelSize"),
     "dpbench.core.grid": ("Grid", "GRIDS"),
@@ -44,15 +44,15 @@ _HOMES = {
     "dpbench.results.report": ("CaseReport",),
     "dpbench.advice.choice": ("Advice", "advise"),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
-__all__ = ["__version__", *_HOME_OF]
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'dpbench' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
 
 

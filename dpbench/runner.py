@@ -1,4 +1,4 @@
-"""Measures cases; if one fails, the others still run."""
+"""Measures cases with instruments; an error ends one case only."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from dpbench.results.rows import Measurement, checked
 
 
 class RowsRefused(InstrumentError):
-    """An instrument recorded impossible numbers; the others are kept."""
+    """An instrument recorded impossible numbers; its other numbers are kept."""
 
 
-MOST_REFUSED = 3
-"""How many refused rows a case's error names."""
+MAX_REFUSED = 3
+"""The maximum number of refused rows that an error message names."""
 
 
 def check_ranks(case: Subject, instruments: Sequence[Instrument]) -> None:
-    """Refuse several GPUs where there are fewer, or an instrument supports only one."""
+    """Raise `ConfigurationError` if there are too few GPUs, or an instrument supports only one."""
     if not isinstance(case, Case) or case.gpus < 2:
         return
     for instrument in instruments:
-        instrument.check_ranks(f"{case.id} has one a GPU")
+        instrument.check_ranks(f"{case.id} has one process for each GPU")
     number = number_of_gpus()
     if number < case.gpus and any(getattr(i, "device", "") == "cuda" for i in instruments):
         raise ConfigurationError(
-            f"{case.id} needs {case.gpus} GPUs, and {number} can be used (CUDA_VISIBLE_DEVICES)"
+            f"{case.id} needs {case.gpus} GPUs, but {number} can be used (CUDA_VISIBLE_DEVICES)"
         )
 
 
 def check_named(cases: Sequence[Case]) -> None:
-    """Refuse cases that name what does not exist, or give a parameter a wrong value."""
+    """Raise `ConfigurationError` for names that do not exist and for wrong values of parameters."""
     locate(cases)
     if with_values := [c for c in cases if c.set or ":" in f"{c.trainer}{c.optimizer}"]:
         from dpbench.child.build import check_parameters  # loads torch
@@ -58,14 +58,14 @@ def check_named(cases: Sequence[Case]) -> None:
 
 
 def measure(case: Subject, instruments: Sequence[Instrument]) -> Outcome:
-    """Measure one case with each instrument; an error ends the case, not the caller."""
+    """Measure a case with each instrument; the outcome contains the error of a failed case."""
     return Measuring(case, instruments).outcome()
 
 
 def measure_at_once(
     cases: Iterable[Subject], instruments: Sequence[Instrument], number: int
 ) -> Generator[Outcome]:
-    """The outcomes of cases in their order, while processes measure so many at once."""
+    """Yield the outcomes of cases in order, while up to ``number`` processes measure."""
     starts = (partial(Measuring, case, instruments) for case in cases)
     with closing(at_once(starts, number)) as ended:
         for each in ended:
@@ -73,9 +73,9 @@ def measure_at_once(
 
 
 class Measuring:
-    """A case that its instruments have begun to measure.
+    """A case that instruments have begun to measure.
 
-    All start at once and take turns on the GPU: one imports while another measures.
+    All instruments start at once and take turns on the GPU: one imports while another measures.
     """
 
     def __init__(self, case: Subject, instruments: Sequence[Instrument]) -> None:
@@ -91,16 +91,18 @@ class Measuring:
             held.enter_context(_files_of(self.case, instruments))
             for instrument in instruments:
                 self._running.append(instrument.start(cast("Case", self.case)))
-                held.callback(self._running[-1].cancel)  # each, even if another's is interrupted
+                held.callback(
+                    self._running[-1].cancel
+                )  # so that an interrupt ends all measurements
             self._held = held.pop_all()
 
     @property
     def runs(self) -> bool:
-        """Whether another process measures the case; False if `outcome` does so in this one."""
+        """True if another process measures the case; False if `outcome` measures it."""
         return any(isinstance(each, CaseProcess) and each.runs for each in self._running)
 
     def outcome(self) -> Outcome:
-        """Wait for what was measured, or for what went wrong."""
+        """Wait for the measurements and return the outcome, with an error if one failed."""
         seen: dict[str, list[Any]] = {
             "operators": [],
             "kernels": [],
@@ -118,14 +120,14 @@ class Measuring:
                         rows, wrong = checked(self.case, measurement.rows())
                         self._rows += rows
                         refused += wrong
-                    finally:  # rows from before the failure
+                    finally:  # also after a failure
                         for part, entries in seen.items():
                             entries += getattr(measurement, part)
                         labels |= measurement.labels
                         is_own = not type(measurement).__module__.startswith("dpbench.")
                         imported |= imported_files() if is_own else measurement.imported
             if refused:
-                named, more = refused[:MOST_REFUSED], len(refused) - MOST_REFUSED
+                named, more = refused[:MAX_REFUSED], len(refused) - MAX_REFUSED
                 named += [f"and {more} more"] if more > 0 else []
                 raise RowsRefused(f"{self.case.id}: {'; '.join(named)}")
         return Outcome(
@@ -141,13 +143,13 @@ class Measuring:
         )
 
     def cancel(self) -> None:
-        """End the measurements that have begun."""
+        """End all measurements of the case."""
         if not self._failure:
             self._held.close()
 
     @contextmanager
     def _ending_errors(self) -> Iterator[ExitStack]:
-        """End the case with an error, which its outcome says."""
+        """Keep an error for the outcome, and end the measurements."""
         try:
             with ExitStack() as held:
                 yield held
@@ -156,24 +158,23 @@ class Measuring:
             self._rows += checked(self.case, getattr(error, "rows", ()), whole=False)[0]
             if isinstance(error, InstrumentError) and isinstance(error.log, Path):
                 self._failure |= {"log": str(error.log), "log_tail": log_tail(error)}
-        except Exception as error:  # a full disk, or whatever an outside instrument can raise
+        except Exception as error:  # e.g. a full disk, or a bug of another package's instrument
             kind = type(error).__name__
             self._failure = {"error": kind, "message": f"{self.case.id}: {kind}: {error}"}
 
 
 @contextmanager
 def _files_of(case: Subject, instruments: Sequence[Instrument]) -> Iterator[None]:
-    """Hold the reports, logs and profiles of a case: another session may write the same.
+    """Lock the reports, logs and profiles of a case against other sessions.
 
-    Without this, its report could be replaced by the other's before it was read.
+    Without the lock, another session could replace a report before this session has read it.
     """
     named = [getattr(instrument, "directory", None) for instrument in instruments]
     with ExitStack() as held:
-        # Sorted, without duplicates: else a session could wait for itself, or two for each other.
+        # Without duplicates, a session does not wait for itself. In sorted order, two sessions do
+        # not wait for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
-            with suppress(
-                OSError
-            ):  # then it leaves no files there, see `InProcessInstrument.check`
+            with suppress(OSError):  # no files are written then, see `InProcessInstrument.check`
                 directory.mkdir(parents=True, exist_ok=True)
             lock = directory / f".{case.file_name}.lock"
             try:

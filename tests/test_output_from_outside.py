@@ -109,8 +109,11 @@ def test_a_failing_output_prints_one_line_and_other_outputs_are_written(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*RUN, "--output=run.pdf"], "unknown ending '.pdf'; choose from .json, .md, .csv, .html"),
-        ([*RUN, "--output=run"], "unknown ending ''; choose from .json, .md, .csv, .html"),
+        (
+            [*RUN, "--output=run.pdf"],
+            "unknown file extension '.pdf'; choose from .json, .md, .csv, .html",
+        ),
+        ([*RUN, "--output=run"], "unknown file extension ''; choose from .json, .md, .csv, .html"),
         ([*RUN, "--csv=a.md", "--output=a.md"], "--csv and --output a.md name the same file"),
         (["show", "run.json", "--output=run.json"], "name the same file, 'run.json'"),
     ],

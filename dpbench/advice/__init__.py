@@ -1,1 +1,1 @@
-"""What to use: which method trains a case in the least time and fits the memory."""
+"""Recommends the method that trains a case in the least time within the memory of a GPU."""

@@ -1,4 +1,4 @@
-"""Says which method to use for a case on a card, and why, without a GPU."""
+"""Recommends a method for a case on a card, with reasons, without a GPU."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.summary import of_one_instrument
 
 CLOSE = 0.05
-"""Predicted times that differ by at most this share are close: predictions are no more exact."""
+"""Predicted times are close if they differ by at most this share, which is the accuracy of
+predictions."""
 
 KNOWN_METHODS = ("dpsgd_ghost", "dpsgd_fgc", "dpsgd")
-"""Opacus's methods. The reason compares the recommended method with the first other of these."""
+"""Opacus's methods. The recommended method is compared with the first of these that is slower."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use for a case.
+    """A recommendation for a case.
 
     Attributes:
-        trainer: the method to use, None if no private method fits the memory.
-        reason: why, in words.
-        frame: one row a method, in ascending order of predicted time after the standard one:
-            ``trainer``; ``logical_bytes``, ``flops``, ``launches`` and ``peak_memory_bytes`` of a
-            step, and each over the standard step's (``bytes_ratio``, …); ``roofline_seconds`` and
-            ``launch_seconds``, the least times by either; ``predicted_seconds``;
-            ``largest_batch``; ``above_floor_bytes``, beyond what flat clipping must at least move
-            (NaN of the standard step, which clips nothing); ``fits``.
-        refused: why, for each method that does not train this case.
-        ways: for each method that chooses ways to norms, the number of layers by way.
+        trainer: the recommended method; None if no private method fits the memory.
+        reason: the reasons for the recommendation, as text.
+        frame: one row for each method: first the standard trainer, then private methods in
+            ascending order of predicted time. Columns of a step are ``logical_bytes``, ``flops``,
+            ``launches``, ``peak_memory_bytes``, their ratios to the standard step
+            (``bytes_ratio``, …), ``roofline_seconds`` (minimum time for bytes and arithmetic),
+            ``launch_seconds`` (CPU time) and ``predicted_seconds``. ``above_floor_bytes`` are the
+            bytes beyond the minimum of flat clipping, NaN for the standard step. ``largest_batch``
+            is the largest batch that fits, and ``fits`` is True if the case's batch fits.
+        refused: the reason for each method that cannot train this case.
+        ways: for each trainer that chooses a way to compute norms for each layer, the number of
+            layers by way.
     """
 
     trainer: str | None
@@ -62,19 +65,20 @@ def advise(
     """Count the methods that train a case, predict their times on a card, and choose one.
 
     Args:
-        case: its own trainer is ignored.
-        trainers: the methods to choose from; by default all.
-        gpu: a card that dpbench knows.
-        memory: bytes of the GPU, if not those of the card.
-        progress: is told which method was counted.
+        case: the case; its trainer is ignored.
+        trainers: the methods to compare; by default all trainers.
+        gpu: the name of a card that dpbench knows.
+        memory: the bytes of the GPU's memory; by default the memory of the card.
+        progress: called with the name of each method after its count.
 
     Raises:
-        ConfigurationError: the card or a method is unknown, or the standard step cannot be counted.
+        ConfigurationError: the card, its memory or a method is unknown.
+        DpbenchError: the standard step cannot be counted.
     """
     card = find_card(gpu)
     memory = memory or card.memory
     if memory is None:
-        raise ConfigurationError(f"the memory of {card.name} is not known: give --memory")
+        raise ConfigurationError(f"the memory of {card.name} is unknown: add --memory")
     names = dict.fromkeys((BASELINE_TRAINER, *(trainers or TRAINERS)))
     cases = [resolve(case.with_trainer(name)) for name in names]
     locate(cases)
@@ -125,7 +129,7 @@ def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict
 
 
 def _over_standard(frame: pd.DataFrame) -> pd.DataFrame:
-    """Add ratios to the first row, the standard step, and sort the others by predicted time."""
+    """Add ratios to the first row, the standard step, and sort other rows by predicted time."""
     for metric in ("logical_bytes", "flops", "launches", "peak_memory_bytes", "predicted_seconds"):
         name = (
             metric.removeprefix("logical_").removesuffix("_memory_bytes").removesuffix("_seconds")
@@ -136,7 +140,7 @@ def _over_standard(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | None, str]:
-    """The private method with the least predicted time of those that fit, and why."""
+    """Return the private method with the least predicted time that fits, and the reasons."""
     private = frame[frame.trainer != BASELINE_TRAINER]
     fitting = private[private.fits]
     if private.empty:
@@ -144,14 +148,14 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
     if fitting.empty:
         most = private.sort_values("largest_batch", kind="stable").iloc[-1]
         fits = f"`{most.trainer}` fits up to batch {most.largest_batch}"
-        fits = fits if most.largest_batch else "not even one example does"
+        fits = fits if most.largest_batch else "even one example does not fit"
         return None, f"No private method fits {memory / 1e9:.0f} GB at batch {batch_size}; {fits}."
     best = fitting.iloc[0]
     parts = [
         f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
-        f"{best.predicted_ratio:.2f} times a standard one"
+        f"{best.predicted_ratio:.2f} times a standard step"
     ]
-    # In ascending order of time: those before the best do not fit.
+    # Methods are in ascending order of time, so all methods before the best do not fit.
     parts += [f"`{name}` does not fit" for name in private.trainer.iloc[: fitting.index[0] - 1]]
     near = fitting[fitting.predicted_seconds <= best.predicted_seconds * (1 + CLOSE)].iloc[1:]
     if len(near):
@@ -163,12 +167,12 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
         parts.append(f"`{name}` {_compared(best, slower[slower.trainer == name].iloc[0])}")
     most = fitting.sort_values("largest_batch", kind="stable").iloc[-1]
     if best.largest_batch < most.largest_batch and best.largest_batch < 2 * batch_size:
-        parts.append(f"for batches above {best.largest_batch} there is `{most.trainer}`")
+        parts.append(f"for batches above {best.largest_batch}, use `{most.trainer}`")
     return str(best.trainer), "; ".join(parts) + "."
 
 
 def _compared(best: pd.Series[Any], other: pd.Series[Any]) -> str:
-    """What another method would cost, and save, instead of the best."""
+    """Return the costs of another method relative to the best method, as text."""
     times = other.predicted_seconds / best.predicted_seconds
     moved = other.logical_bytes / best.logical_bytes
     saved = 1 - other.peak_memory_bytes / best.peak_memory_bytes
@@ -177,12 +181,12 @@ def _compared(best: pd.Series[Any], other: pd.Series[Any]) -> str:
 
 
 def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.DataFrame:
-    """Add what was measured of a cell to the frame of its advice.
+    """Add measured values to the table `Advice.frame`.
 
     Returns:
-        The frame with ``measured_seconds`` of a step and ``measured_bytes_ratio``, DRAM bytes over
-        the standard step's, NaN where not measured. If two instruments measured a metric, the one
-        that its definition prefers counts.
+        The frame with ``measured_seconds`` of a step, and ``measured_bytes_ratio`` of DRAM bytes to
+        the standard step; NaN if not measured. If two instruments have measured a metric, uses the
+        instrument that the metric prefers.
     """
     steps = summary[(summary.phase == STEP) & (summary.device != NO_HARDWARE)]
     steps = of_one_instrument(steps[[each.cell == case.cell for each in steps.case]])

@@ -1,8 +1,8 @@
-"""Counts what a step of a case needs, on tensors without data.
+"""Counts the calls, bytes, operations and memory of a step, on tensors without data.
 
-A case is counted at two batch sizes, and a large transformer at two small depths: calls, bytes and
-operations are linear in the number of layers, and live memory after each operator is nearly linear
-in both.
+A case is counted at two or more batch sizes, and a deep transformer at two small depths. Calls,
+bytes and operations are linear in the number of layers. Live memory after each operator is nearly
+linear in the batch size and the number of layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpbench.launch.processes import at_once, cores
 Key = TypeVar("Key", bound=Hashable)
 
 DEPTHS = 2, 4
-"""The numbers of layers at which a deeper transformer is counted."""
+"""Numbers of layers with which a deeper transformer is counted."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,16 @@ class Count:
     """One counted step.
 
     Args:
-        batch_size: of the counted case.
-        layers: of the counted transformer; 0 for other models.
-        calls: phase, operator, how many calls are alike, and what each does: bytes read and
+        batch_size: the batch size of the counted case.
+        layers: the number of layers, if it replaces that of a deeper transformer; otherwise 0.
+        calls: for each kind of call: phase, operator, number of equal calls, bytes read, bytes
             written, operations, bytes sent, and the type of the operands.
-        live: phase, operator, and the live bytes after its first call, its last, and at most.
-        largest: bytes of the largest tensor.
-        norms: bytes that the norms of this batch must read; counted for the standard trainer.
-        in_graphs: see `TrainerBase`.
-        ways: the number of layers by way to the norms, if the trainer chooses.
+        live: phase, operator, and the live bytes after the operator's first call, after its last
+            call, and at most.
+        largest: the bytes of the largest tensor.
+        norms: the minimum bytes that norms of this batch read; 0 except for the standard trainer.
+        in_graphs: True if steps run as CUDA graphs, see `TrainerBase`.
+        ways: the number of layers by way to compute norms, if the trainer chooses ways.
     """
 
     batch_size: int
@@ -61,14 +62,14 @@ class Count:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a step of a case needs, at its batch size and at others."""
+    """Counts of a step of a case, from which other batch sizes and depths follow."""
 
     case: Case
     counts: Sequence[Count]
 
     @property
     def first(self) -> Count:
-        """A count at the case's batch size."""
+        """The first count, which has the case's batch size."""
         return self.counts[0]
 
     @property
@@ -78,14 +79,16 @@ class Footprint:
 
     @property
     def ways(self) -> dict[str, int]:
-        """How many layers get their norms in which way, if the trainer chooses."""
+        """The number of layers by way to compute norms, if the trainer chooses ways."""
         ways = self._over_layers(lambda count: count.ways)
         return {way: round(number) for way, number in ways.items()}
 
     def totals(self, of_call: Callable[..., Mapping[Key, float]]) -> dict[Key, float]:
-        """Sum what ``of_call`` returns of each call, whose arguments are in `Count`.
+        """Sum the values that ``of_call`` returns for the calls of a step.
 
-        The sums must be linear in the number of layers.
+        Args:
+            of_call: receives phase, operator, bytes read, bytes written, operations, bytes sent and
+                type, see `Count`. The sums must be linear in the number of layers.
         """
 
         def of_count(count: Count) -> dict[Key, float]:
@@ -98,8 +101,8 @@ class Footprint:
         return self._over_layers(of_count)
 
     def peak(self, batch_size: int) -> tuple[float, str]:
-        """Peak memory in bytes, and the phase of the peak."""
-        # At two depths the peak may be in different calls.
+        """Return the peak memory in bytes at a batch size, and the phase of the peak."""
+        # The maximum is left out, because it may be after different calls at different depths.
         seen = 2 if self.first.layers else 3
         live = self._over_batches(
             batch_size,
@@ -113,7 +116,7 @@ class Footprint:
         return live[place], place[0]
 
     def largest_tensor(self, batch_size: int) -> float:
-        """Bytes of the largest tensor of a step."""
+        """Return the bytes of the largest tensor of a step at a batch size."""
         return self._over_batches(batch_size, lambda count: {"": count.largest})[""]
 
     def _over_layers(
@@ -138,7 +141,7 @@ class Footprint:
 
 
 def _on_line(points: Sequence[tuple[int, Mapping[Key, float]]], at: int) -> dict[Key, float]:
-    """Interpolate each value between two points; a value that a point lacks is 0."""
+    """Interpolate or extrapolate each value from two points; a missing value is 0."""
     for x, values in points:
         if x == at:
             return dict(values)
@@ -150,7 +153,7 @@ def _on_line(points: Sequence[tuple[int, Mapping[Key, float]]], at: int) -> dict
 
 @dataclass(frozen=True)
 class Counts(Logical):
-    """Counts the steps of a `Footprint`, all in one process."""
+    """An instrument that counts all steps of a `Footprint` in one process."""
 
     def start(self, case: Case) -> CaseProcess:
         return CaseProcess(Task(case, self), log=None, timeout=self.timeout, read=lambda _: [])
@@ -160,7 +163,7 @@ class Counts(Logical):
         return {"counts": [vars(self.of_step(*each)) for each in steps_of(case)]}
 
     def of_step(self, case: Case, layers: int) -> Count:
-        """Count a step of a case; of one that stands for a deeper transformer if it has layers."""
+        """Count a step of a case; ``layers`` is described in `Count`."""
         counter, (ways, in_graphs), _ = self.counted(
             case,
             lambda trainer: (
@@ -168,7 +171,7 @@ class Counts(Logical):
                 trainer.in_graphs,
             ),
         )
-        alike = Counter[tuple[str, str, Any]]()  # wherever they were called from
+        alike = Counter[tuple[str, str, Any]]()  # without the line of the call
         for (phase, operator, cost, _), times in counter.calls.items():
             alike[phase, operator, cost] += times
         peaks = [(phase, "", peak, peak, peak) for phase, peak in counter.peaks.items()]
@@ -185,10 +188,10 @@ class Counts(Logical):
 
 
 def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
-    """The cases to count, of two batch sizes and of two depths if the model is a deep transformer.
+    """Yield the cases to count, with the number of layers of a shortened transformer or 0.
 
-    Counts of parts with one example are not extrapolated to larger batches: the per-sample gradient
-    of such a part is the part's gradient.
+    If parts of the batch have one example, two larger batch sizes are counted, too. Such parts
+    cannot be extrapolated, because a part's per-sample gradient is its gradient.
     """
     part = case.micro_batches * case.gpus
     others = [2 * part, 3 * part] if case.batch_size == part else [case.batch_size + part]
@@ -204,14 +207,17 @@ def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
 
 
 def _is_deep(case: Case) -> bool:
-    """Whether counting a few layers is enough: all layers are alike, and there is one GPU."""
+    """Return True for a deep transformer with equal layers, of which a few can be counted."""
     alike = not re.search(r"\d", case.trainable.removeprefix("lora:")) or lora_rank(case.trainable)
     own = case.workload != TRANSFORMER or case.model != "simple" or not is_builtin(case)
     return bool(alike) and not own and case.gpus == 1 and case.size.layers > DEPTHS[-1]
 
 
 def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | DpbenchError]]:
-    """The footprint of each case in order, or why it cannot be counted; on all cores."""
+    """Yield each case in order with its footprint, or with the error of a failed count.
+
+    As many cases are counted at once as there are cores.
+    """
     cases = [*cases]
     starts = (partial(Counts().start, case) for case in cases)
     with closing(at_once(starts, cores())) as ended:

@@ -1,4 +1,4 @@
-"""The minimum bytes that the norms of a private step read, counted without a GPU."""
+"""Counts the minimum bytes that the norms of a private step read, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dpbench.core.case import Case
 
 
 def of_rank(case: Case) -> Case:
-    """The standard case of one rank's batch, without micro-batches."""
+    """Return a case of the standard trainer with the batch of one rank, without micro-batches."""
     case = replace(case.baseline, micro_batches=1)
     return replace(case, batch_size=case.batch_size // case.gpus, parallel="none", gpus=1)
 
 
 def norm_reads(case: Case) -> int:
-    """The minimum bytes that norms of all modules with trained parameters read.
+    """Return the minimum bytes that the norms of all trained modules read, for one rank's batch.
 
-    All norms must be known before any gradient is weighted, so one read cannot serve both. For each
-    module norms read its inputs and output gradients, which are as large as the outputs, or its
-    per-sample gradients if they are smaller. It is of one rank's batch without micro-batches.
+    Clipping needs all norms before it can weight a gradient, so one read cannot serve both. The
+    norms of a module need its inputs and output gradients, or its per-sample gradients if they are
+    smaller. Output gradients are as large as the outputs. Micro-batches are ignored.
     """
     import torch
     from torch.utils import _pytree as pytree

@@ -1,4 +1,4 @@
-"""The largest batch that fits a GPU, by peak memory counted without a GPU."""
+"""Finds the largest batch that fits the memory of a GPU, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dpbench.advice.footprint import Footprint
 from dpbench.core.errors import ConfigurationError
 
 RESERVED = 1.5e9
-"""Bytes of a GPU that tensors cannot use: CUDA's context, workspaces of libraries, the driver."""
+"""Bytes of GPU memory for CUDA's context, the driver and the workspaces of libraries."""
 
 FRAGMENTATION = 0.04
-"""Share of the peak that the allocator loses to fragmentation. It loses the size of the largest
-tensor if that is more: a case with less room failed on an H200."""
+"""Share of the peak memory that the allocator loses to fragmentation. The loss is at least the size
+of the largest tensor: a case with less free memory failed on an H200."""
 
 MAX_BATCH = 4096
-"""The largest batch per GPU that is considered."""
+"""The largest batch per GPU that `largest_batch` considers."""
 
 
 def needed(footprint: Footprint, batch_size: int) -> float:
-    """Bytes that a GPU must have for a step with this batch size."""
+    """Return the bytes of GPU memory that a step with this batch size needs."""
     peak, _ = footprint.peak(batch_size)
     return peak + max(FRAGMENTATION * peak, footprint.largest_tensor(batch_size)) + RESERVED
 
 
 def largest_batch(footprint: Footprint, memory: float) -> int:
-    """The largest batch that fits this memory, at most `MAX_BATCH` per GPU; 0 if none does.
+    """Return the largest batch that fits the memory, at most `MAX_BATCH` per GPU, or 0.
 
-    It is a multiple of micro-batches × GPUs.
+    The batch is a multiple of the number of micro-batches times the number of GPUs.
     """
     case = footprint.case
     part = case.micro_batches * case.gpus
@@ -37,8 +37,8 @@ def largest_batch(footprint: Footprint, memory: float) -> int:
 
 
 def parse_memory(text: str) -> float:
-    """Parse ``80GB`` (10⁹ bytes each) or ``80GiB`` (2³⁰)."""
+    """Return the bytes of ``80GB`` (1 GB is 10⁹ bytes) or ``80GiB`` (1 GiB is 2³⁰ bytes)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.I)
     if match is None or not float(match[1]):
-        raise ConfigurationError(f"memory is e.g. 80GB or 80GiB, not {text!r}")
+        raise ConfigurationError(f"write memory as 80GB or 80GiB, not as {text!r}")
     return float(match[1]) * (2**30 if match[2].lower() == "gib" else 1e9)

@@ -1,9 +1,9 @@
 """Predicts the time of a step from its calls.
 
-By the roofline, a call takes at least the longer of its arithmetic and its bytes at the card's
-rates. Python also needs some time for each call. Caches and the shapes of matrices are ignored. So
-for kernels other than large products, lower rates than the roofline's are assumed. The constants
-are from the runs in ``docs/results``, on an H200.
+In the roofline model, a call takes at least as long as its arithmetic and as its bytes at the
+card's peak rates. The CPU also needs time for each call. The model ignores caches and the shapes of
+matrices, so for kernels other than large matrix products, lower rates are assumed. The constants
+are from runs on an H200 in ``docs/results``.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from dpbench.core.names import parted, read_parameters
 from dpbench.results.roofline import Roofs
 
 OPERATOR_SECONDS = 25e-6
-"""CPU time of PyTorch, Opacus and Python for an operator. In cells whose GPU is busy for less than
-`LAUNCH_BOUND` of a step, an operator takes 23 to 42 µs."""
+"""CPU time of PyTorch, Opacus and Python for an operator, in seconds. Measured times are 23 to
+42 µs if the GPU is busy for a smaller share of the step than `LAUNCH_BOUND`."""
 
 KERNEL_SECONDS = 5e-6
-"""Time of a kernel beyond its roofline: to start, and to fill and drain the card."""
+"""Time of a kernel beyond the roofline, in seconds: to start, and to fill and drain the GPU."""
 
 BANDWIDTH_SHARE = 0.8
-"""The bandwidth that a kernel reaches ÷ a copy's: 0.70 to 0.89 in noise, clip and update of
-`h200-methods-1024.json` at fp32."""
+"""Bandwidth of a kernel divided by that of a copy. Measured values are 0.70 to 0.89, for noise,
+clip and update in `h200-methods-1024.json` at fp32."""
 
 CONVOLUTION_SHARE = 0.5
-"""The rate of fp32 convolutions ÷ that of large matrix products, from `h200-resnet-64.json`."""
+"""Rate of fp32 convolutions divided by that of large matrix products. Measured in
+`h200-resnet-64.json`."""
 
 DRAWN_OPERATIONS = 69
-"""A normal number takes as long as so many float32 operations of large products: 1.8 ms for the
-1.34e9 numbers of each further band of ``fused``, in `h200-banded-256.json`."""
+"""Time to draw a normal number, in float32 operations of large matrix products. In
+`h200-banded-256.json`, each further band of ``fused`` draws 1.34e9 numbers and takes 1.8 ms."""
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16-amp"}
-"""The precision of products by their operands' type; other types multiply as float32 does."""
+"""Precision of matrix products by type of operand. Other types count as float32."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Seconds:
     """Times of a step.
 
     Args:
-        roofline: the least time for bytes and arithmetic, call by call.
-        launches: the CPU's time; 0 where steps are CUDA graphs.
-        predicted: the predicted time, the sum over phases of the longer of the kernels' time and
-            the CPU's time. It assumes that the CPU runs ahead of the GPU only within a phase.
+        roofline: the minimum time for bytes and arithmetic, summed over calls.
+        launches: the CPU time; 0 if steps run as CUDA graphs.
+        predicted: the predicted time: the sum over phases of the time of kernels or the CPU time,
+            whichever is longer. So the CPU is assumed to run ahead of the GPU only within a phase.
     """
 
     roofline: float
@@ -55,9 +56,9 @@ class Seconds:
 
 
 def predict(footprint: Footprint, card: Roofs) -> Seconds:
-    """The times of a step on a card, without collectives."""
+    """Predict the times of a step on a card, without collectives."""
     bands = read_parameters(parted(footprint.case.trainer)[1]).get("bands", 1)
-    draws = int(bands) / (2 if footprint.case.precision == "bf16" else 4)  # for a gradient's byte
+    draws = int(bands) / (2 if footprint.case.precision == "bf16" else 4)  # per byte of a gradient
 
     def of_call(
         phase: str, operator: str, read: int, written: int, flops: int, sent: int, dtype: str
@@ -84,6 +85,9 @@ def predict(footprint: Footprint, card: Roofs) -> Seconds:
 
 
 def _of_float32(footprint: Footprint, operator: str) -> str:
-    """How float32 is multiplied: attention takes no TF32 (`h200-methods-16x1024.json`)."""
+    """Return the precision of float32 products; attention uses no TF32.
+
+    Measured in `h200-methods-16x1024.json`.
+    """
     is_tf32 = footprint.case.precision == "tf32" and "attention" not in operator
     return "tf32" if is_tf32 else "fp32"

@@ -62,8 +62,8 @@ from dpbench.results.conditions import differing_conditions
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
 from dpbench.runner import measure
-from dpbench.session import Session, sources
-from dpbench.session_store import reporting
+from dpbench.session import Session
+from dpbench.session_files import reporting, sources
 from dpbench.verify.check_result import NOT_JUDGED, Check
 
 COMMON = (
@@ -179,9 +179,11 @@ def run(options: argparse.Namespace) -> int:
             failed = any(outcome.error for outcome in outcomes)  # so that it becomes no reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete)
-            if session.limits or baseline:
+            if session.comparison.limits or baseline:
                 with reporting(session.problem):
-                    judged = session.reference.outcomes if session.limits else ()
+                    judged = (
+                        session.comparison.reference.outcomes if session.comparison.limits else ()
+                    )
                     both = [*outcomes, *(o for o in judged if o.case in cases)]
                     session.notes += dict.fromkeys(_about_sizes(both))
             if baseline:

@@ -167,7 +167,7 @@ def show(session: Session, command: str) -> None:
     to = session.settings.tables_to
     try:
         print(as_text(tables, terminal_width()), file=to)
-        verdict = session.verdict
+        verdict = session.comparison.verdict
         if verdict and (grown := grown_text(verdict.regressions, verdict.memory)):
             print(f"\n{grown}", file=to)
         to.flush()

@@ -1,1 +1,1 @@
-"""Values that need no torch: cases and grids, names, metrics, registries, settings, files."""
+"""Modules that need no torch: cases, grids, names, metrics, registries, settings, files."""

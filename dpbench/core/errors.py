@@ -1,4 +1,4 @@
-"""The errors that dpbench raises on purpose; each message names what would work."""
+"""Errors that dpbench raises on purpose. Their messages say what would work instead."""
 
 from __future__ import annotations
 
@@ -11,30 +11,37 @@ from pathlib import Path
 from types import TracebackType
 
 LISTED = 25
-"""Messages list at most so many names, those most similar to the one that was given."""
+"""A message lists all known names if their number is at most this."""
 
 
 class DpbenchError(Exception):
-    """Base of every error that dpbench raises on purpose.
+    """Base class of the errors that dpbench raises on purpose.
 
-    ``exit_code`` is what a command ends with when the error reaches its top level.
+    A command that ends with this error has the exit status ``exit_code``.
     """
 
     exit_code = 1
 
 
 class ConfigurationError(DpbenchError):
-    """Something that was asked for does not exist, or options contradict each other."""
+    """The user named something that does not exist, or options contradict each other."""
 
     exit_code = 2
 
 
 class OutOfMemory(DpbenchError):
-    """A case does not fit the GPU."""
+    """The case needs more memory than the GPU has."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
-    """The error for a name that is not in a list; it has the nearest one."""
+    """Return an error that lists the known names and suggests the most similar name.
+
+    Args:
+        kind: the kind of name, such as ``trainer``.
+        name: the unknown name.
+        known: the known names. With more than `LISTED` names, the message lists only some of them.
+        hint: added to the list, in brackets.
+    """
     names = [*known]
     spelled = {each.casefold(): each for each in names}
     asked = str(name).casefold()
@@ -50,7 +57,7 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
 
 
 def own_line(trace: TracebackType | None) -> str:
-    """The innermost line of an error's traceback that is in the user's own code, in brackets."""
+    """Return the innermost line of a traceback that is in the user's own code, in brackets."""
     others = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]), "<")
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Checks that files can be written, writes them atomically, and locks them."""
+"""Functions that check, read, write and lock files."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from pathlib import Path
 from dpbench.core.errors import ConfigurationError
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Control characters of terminals, those that change the direction of writing included; not tab
-and line feed."""
+"""Control characters, including characters that change the direction of writing. Tab and line feed
+are not included."""
 
 STANDARD_OUTPUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-"""The names of this process's standard output."""
+"""Paths of this process's standard output."""
 
 
 def printable(text: str) -> str:
-    """A text from outside with its control characters replaced."""
+    """Replace the control characters in a text."""
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def in_words(error: OSError) -> str:
-    """One line about a file that could not be read or written."""
+    """Return one line that names the file and the reason of an error."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def mode_of(path: Path) -> int:
-    """The mode of a path that a user named, for `stat.S_ISDIR`; 0 if nothing is there.
+    """Return the mode of a path, for `stat.S_ISDIR` and the like, or 0 if the path does not exist.
 
     ``path.exists()`` and similar methods raise or hide errors, depending on Python's version.
     """
@@ -42,36 +42,36 @@ def mode_of(path: Path) -> int:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    except OSError as error:  # e.g. below a directory that one may not enter
+    except OSError as error:  # e.g. no permission to enter the directory
         raise ConfigurationError(f"{path}: {error.strerror}") from error
 
 
 def check_is_file(path: Path) -> None:
-    """Refuse a path that is not a file."""
+    """Raise `ConfigurationError` if a path is not a regular file."""
     if not stat.S_ISREG(mode := mode_of(path)):
         raise ConfigurationError(f"{path}: {'not a file' if mode else 'no such file'}")
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file; `OSError` for a pipe or a device, which may never end."""
+    """Return the content of a file; raise `OSError` for a pipe or a device, which may never end."""
     if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
     return path.read_bytes()
 
 
 def is_standard_output(path: Path) -> bool:
-    """Whether a path names this process's standard output."""
+    """Return True if a path names this process's standard output."""
     return str(path) in STANDARD_OUTPUT
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is written to, not replaced: standard output, a pipe, a device."""
+    """Return True for standard output, a pipe or a device, which must be written in place."""
     mode = mode_of(path)
     return is_standard_output(path) or bool(mode and not stat.S_ISREG(mode))
 
 
 def check_writable_file(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is measured."""
+    """Raise `ConfigurationError` if a file cannot be written."""
     if not path.name or stat.S_ISDIR(mode_of(path)):
         raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
     if not is_stream(path):
@@ -79,7 +79,7 @@ def check_writable_file(path: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Make a directory, and refuse it if files in it cannot be written."""
+    """Create a directory; raise `ConfigurationError` if files in it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:
@@ -91,7 +91,11 @@ def check_writable(directory: Path) -> None:
 
 
 def check_distinct_files(files: Mapping[str, Path]) -> None:
-    """Refuse two options that name the same file; ``files`` has the file of each option."""
+    """Raise `ConfigurationError` if two options name the same file.
+
+    Args:
+        files: maps each option to its file.
+    """
     options: dict[Path, str] = {}
     for option, path in files.items():
         first = options.setdefault(Path(os.path.realpath(path)), option)
@@ -100,14 +104,15 @@ def check_distinct_files(files: Mapping[str, Path]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as UTF-8, see `write_bytes`."""
+    """Write a text as UTF-8 with `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all; an `OSError` has its name, even if the disk is full.
+    """Write a file completely or not at all.
 
-    Streams and the targets of links are written to, not replaced.
+    Streams are written in place, and links stay links. An `OSError` always has the file's name,
+    even if the disk is full.
     """
     try:
         if is_stream(path):
@@ -118,7 +123,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         try:
-            with partial.open("xb") as file:  # "x": never write through a link planted there
+            with partial.open("xb") as file:  # "x": do not follow a link that somebody else made
                 file.write(data)
             partial.replace(target)
         finally:
@@ -129,21 +134,21 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 class Locked(Exception):
-    """Another process holds a lock."""
+    """Another process holds the lock; the message is what that process wrote into the lock file."""
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
-    """Hold a lock file; the system releases it if the process dies.
+    """Hold a lock on a file; the system releases the lock if the process dies.
 
-    Yields the file's descriptor, or None on file systems without locks (ENOLCK, EOPNOTSUPP, EIO):
-    there nothing is locked. (Some versions of filelock would wait for ever.) Without ``wait``,
-    raises `Locked` if another process holds the lock, with the text that it wrote into the file.
+    Yields the file's descriptor. On file systems without locks (ENOLCK, EOPNOTSUPP, EIO), yields
+    None and locks nothing. Some versions of the filelock package would wait for ever on such file
+    systems. Without ``wait``, raises `Locked` if another process holds the lock.
     """
     descriptor: int | None = None
     with ExitStack() as ending:
         try:
-            # The last holder may have removed the file: if so, open it again.
+            # If the last holder has removed the file, open a new file.
             while descriptor is None or not os.fstat(descriptor).st_nlink:
                 descriptor = _open(path)
                 ending.callback(os.close, descriptor)
@@ -157,20 +162,22 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a file that every user can open, whatever the umask is.
+    """Open a lock file with permissions for every user, whatever the umask is.
 
-    `OSError` for a link or a pipe: in a shared folder anybody can put one there.
+    Raises `OSError` for a link or a pipe, which any user can make in a shared folder.
     """
     flags, descriptor = os.O_RDWR | os.O_NOFOLLOW, None
     while descriptor is None:
         try:
-            descriptor = os.open(path, flags)  # Linux may refuse O_CREAT for another's file
+            descriptor = os.open(
+                path, flags
+            )  # without O_CREAT, which Linux may refuse for another user's file
         except FileNotFoundError:
-            with suppress(FileExistsError):  # another process was faster: open that one's
+            with suppress(FileExistsError):  # if another process has just made the file, open it
                 descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-                with suppress(PermissionError):  # a file system without modes
+                with suppress(PermissionError):  # if the file system has no modes
                     os.fchmod(descriptor, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return descriptor

@@ -1,6 +1,6 @@
-"""Lists the GPUs that this process may use, and locks each for one measurement at a time.
+"""Lists the GPUs that this process may use, and locks a GPU for one measurement at a time.
 
-Asks the driver through NVML, which creates no CUDA context and needs no torch.
+The list comes from NVML, which creates no CUDA context and needs no torch.
 """
 
 from __future__ import annotations
@@ -21,26 +21,37 @@ from dpbench.core.files import Locked, locked
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as NVML knows it."""
+    """A GPU as NVML describes it.
+
+    Args:
+        uuid: the identifier of the GPU.
+        name: the name of the card.
+        memory_bytes: the memory of the card or of its MIG slice; None if unknown.
+        driver: the version of the driver.
+        chip: the chip, see `chip_of`.
+        free_bytes: the free memory at the time of the query.
+        processes: the ids of processes that computed on the GPU at the time of the query.
+    """
 
     uuid: str
     name: str
-    memory_bytes: int | None  # the card's or, if it is cut into MIG slices, the slice's
+    memory_bytes: int | None
     driver: str
-    chip: str = ""  # the chip, see chip_of
-    free_bytes: int | None = field(default=None, compare=False)  # when the driver was asked
-    processes: tuple[int, ...] = field(default=(), compare=False)  # that computed on it
+    chip: str = ""
+    free_bytes: int | None = field(default=None, compare=False)
+    processes: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What identifies it, without its load."""
+        """The fields that identify the GPU, without its current load."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
 
 
 def chip_of(major: int, minor: int) -> str:
-    """The chip behind a compute capability, or the first of several with the same counters.
+    """Return the chip with a compute capability, or "" if the compute capability is not listed.
 
-    11.0 (10.1 before CUDA 13) is Jetson Thor, 12.1 DGX Spark; "" for a chip that is not listed.
+    If several chips with the same counters share a compute capability, returns the first. 11.0
+    (10.1 before CUDA 13) is Jetson Thor, and 12.1 is DGX Spark.
     """
     return _CHIPS.get((major, minor), "")
 
@@ -63,40 +74,40 @@ _CHIPS = {
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that CUDA will number 0, 1, … in a child of this process.
+    """Return the GPUs that CUDA will number 0, 1, … in a child of this process.
 
-    Follows ``CUDA_VISIBLE_DEVICES``, by index or UUID, in the order of `child_environment`.
-    Empty without a driver that answers. A MIG slice counts as the GPU that it is cut from,
-    because its DRAM counters are that GPU's, but has memory of its own. If a GPU with slices is
-    listed as a whole, CUDA takes its first slice.
+    The GPUs are selected by ``CUDA_VISIBLE_DEVICES``, and numbered as `child_environment` says.
+    The list is empty if no driver answers. A MIG slice is listed as its GPU, because DRAM counters
+    cover the whole GPU, but with the slice's memory. If a GPU with slices is listed as a whole,
+    CUDA uses the first slice.
     """
-    return _asked_driver()[0]
+    return _query_driver()[0]
 
 
 def chip_here() -> str:
-    """The chip of the first GPU; see `Gpu.chip`."""
+    """Return the chip of the first visible GPU, or "" without a GPU."""
     return next((gpu.chip for gpu in visible_gpus()), "")
 
 
 def why_no_gpu() -> str:
-    """The driver's message if `visible_gpus` is empty."""
+    """Return NVML's explanation of why `visible_gpus` is empty."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    said = _asked_driver()[1] or "NVML shows none"
+    said = _query_driver()[1] or "NVML shows none"
     return said if hidden is None else f"{said} (CUDA_VISIBLE_DEVICES is {hidden!r})"
 
 
 def require_gpu() -> None:
-    """Refuse to go on without a GPU."""
+    """Raise `ConfigurationError` if no GPU is visible."""
     if not visible_gpus():
         raise ConfigurationError(
-            f"no CUDA GPU is visible here: {why_no_gpu()}; nvidia-smi lists what is"
+            f"no CUDA GPU is visible here: {why_no_gpu()}; nvidia-smi lists the machine's GPUs"
         )
 
 
-def _asked_driver() -> tuple[list[Gpu], str]:
-    """The visible GPUs, or an empty list and the driver's complaint.
+def _query_driver() -> tuple[list[Gpu], str]:
+    """Return the visible GPUs, or an empty list with NVML's error message.
 
-    If one of several GPUs has failed, CUDA's numbers are unknown, so the list is empty.
+    If one of several GPUs has failed, the list is empty, because CUDA's numbering is unknown.
     """
     import pynvml as nvml
 
@@ -105,7 +116,7 @@ def _asked_driver() -> tuple[list[Gpu], str]:
             nvml.nvmlInit()
             ending.callback(nvml.nvmlShutdown)
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            gpus = [_described(nvml, handle) for handle in handles]
+            gpus = [_gpu_info(nvml, handle) for handle in handles]
             slices: dict[str, Gpu] = {}
             for number, handle in enumerate(handles):
                 own = dict(_slices(nvml, handle, gpus[number]))
@@ -116,7 +127,7 @@ def _asked_driver() -> tuple[list[Gpu], str]:
     return select(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), slices), ""
 
 
-def _described(nvml: Any, handle: object) -> Gpu:
+def _gpu_info(nvml: Any, handle: object) -> Gpu:
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
     said = {"memory_bytes": None, **_memory(nvml, handle)}
     with suppress(nvml.NVMLError):
@@ -128,14 +139,14 @@ def _described(nvml: Any, handle: object) -> Gpu:
 
 
 def _memory(nvml: Any, handle: object) -> dict[str, Any]:
-    with suppress(nvml.NVMLError):  # some integrated GPUs do not say
+    with suppress(nvml.NVMLError):  # some integrated GPUs do not report their memory
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         return {"memory_bytes": int(memory.total), "free_bytes": int(memory.free)}
     return {}
 
 
 def _slices(nvml: Any, handle: object, gpu: Gpu) -> Iterator[tuple[str, Gpu]]:
-    """The UUID of each MIG slice, and the GPU with the slice's memory."""
+    """Yield the UUID of each MIG slice, and the GPU with the slice's memory."""
     with suppress(nvml.NVMLError):  # no MIG on this GPU, or no further slice
         for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
@@ -143,7 +154,10 @@ def _slices(nvml: Any, handle: object, gpu: Gpu) -> Iterator[tuple[str, Gpu]]:
 
 
 def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None = None) -> list[Gpu]:
-    """The GPUs that a ``CUDA_VISIBLE_DEVICES`` value picks; CUDA stops at an invalid entry."""
+    """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` selects.
+
+    As in CUDA, the first invalid entry ends the list.
+    """
     if visible is None:
         return gpus
     chosen: list[Gpu] = []
@@ -161,13 +175,15 @@ def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None =
 
 
 SESSION_GPUS = "DPBENCH_GPUS"
-"""The environment variable with all GPUs of a session, in a worker that sees only its own."""
+"""Environment variable that lists all GPUs of the session to a worker that sees only one GPU."""
 
 
 def visible_to_case(gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a process that needs this many GPUs, more than the worker's own.
+    """Return environment variables with which a process sees this many GPUs of the session.
 
-    They follow the worker's GPU in the session's list; if there are too few, all are used.
+    The first GPU is the worker's own; the next GPUs follow it in the session's list. If the session
+    has too few GPUs, the process sees all of them. Returns no variables outside a worker, and if
+    one GPU is enough.
     """
     own, every = (
         environment.get("CUDA_VISIBLE_DEVICES"),
@@ -180,14 +196,14 @@ def visible_to_case(gpus: int, environment: Mapping[str, str] = os.environ) -> d
 
 
 def number_of_gpus() -> int:
-    """How many GPUs the session may use; a worker sees one of them."""
+    """Return the number of GPUs of the session; a worker itself sees only one GPU."""
     return len(every.split(",")) if (every := os.environ.get(SESSION_GPUS)) else len(visible_gpus())
 
 
 def child_environment() -> dict[str, str]:
-    """The environment in which CUDA numbers GPUs as NVML does.
+    """Return environment variables with which CUDA numbers GPUs in the order of NVML.
 
-    CUDA numbers GPUs fastest first unless told otherwise; NVML and nvidia-smi go by bus.
+    By default CUDA numbers the fastest GPU first, whereas NVML and nvidia-smi sort GPUs by PCI bus.
     """
     return {} if "CUDA_DEVICE_ORDER" in os.environ else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -201,12 +217,15 @@ def lock_gpu(
 ) -> Iterator[None]:
     """Lock a GPU against other dpbench processes on this machine.
 
-    DRAM counters are device-wide: without this, another case's traffic would be counted.
-    The operating system releases the lock when the process ends, however it ends. The file is not
-    removed: a process that waits for a removed file would not notice a new one.
+    DRAM counters cover the whole GPU, so without a lock another case's traffic would be counted.
+    The operating system releases the lock when the process ends, however it ends. The lock file is
+    not removed, because a process that waits for a removed file would not notice a new file.
 
-    The lock file says the ``purpose``, such as a case's id. ``waiting`` is called with what the
-    file says each time that another process holds the GPU.
+    Args:
+        gpu: the GPU to lock.
+        purpose: written into the lock file, e.g. a case's id.
+        waiting: called with the text of the lock file while another process holds the lock, once
+            for each holder.
     """
     path, reported = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock", ""
     with ExitStack() as held:
@@ -216,7 +235,7 @@ def lock_gpu(
                 break
             except Locked as error:
                 holder = str(error)
-            if holder.endswith("\n") and holder != reported:  # otherwise not written yet
+            if holder.endswith("\n") and holder != reported:  # else the text is incomplete
                 waiting(holder.strip())
                 reported = holder
             time.sleep(POLL_SECONDS)
@@ -224,7 +243,7 @@ def lock_gpu(
             raise ConfigurationError(
                 f"{path} cannot be locked; set TMPDIR to another folder, on a local disk"
             )
-        os.ftruncate(file, 0)  # left by a killed process
+        os.ftruncate(file, 0)  # a killed process leaves its text
         since = time.strftime("%H:%M:%S")
         os.pwrite(file, f"process {os.getpid()} ({purpose}) since {since}\n".encode(), 0)
         yield
@@ -235,12 +254,12 @@ def lock_gpu(
 def lock_gpus(
     gpus: Iterable[Gpu], purpose: str, waiting: Callable[[Gpu, str], object]
 ) -> Iterator[None]:
-    """Lock several GPUs, each as `lock_gpu` does; ``waiting`` is called with the GPU as well.
+    """Lock several GPUs with `lock_gpu`; ``waiting`` also receives the GPU.
 
-    Every process takes its locks in the same order, so that no two wait for each other.
+    Every process locks GPUs in the same order, so that two processes never wait for each other.
     """
     with ExitStack() as held:
-        once = {gpu.uuid: gpu for gpu in gpus}  # two slices may share a GPU
+        once = {gpu.uuid: gpu for gpu in gpus}  # two slices may belong to one GPU
         for _, gpu in sorted(once.items()):
             held.enter_context(lock_gpu(gpu, purpose, partial(waiting, gpu)))
         yield

@@ -1,4 +1,4 @@
-"""Many cases: every combination of some values, by name or from a file."""
+"""Grids: every combination of values along the axes of a case."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dpbench.core.case import (
     AXES,
     BASELINE_TRAINER,
     COUNTS,
-    OF_TRANSFORMER,
     TRANSFORMER,
+    TRANSFORMER_AXES,
     USUAL,
     Case,
     check_belongs,
@@ -32,9 +32,9 @@ class Grid:
     """Every combination of the values along each axis of a `Case`.
 
     Args:
-        name: the name of the grid, or its file.
-        axes: the values along fields of a case; other fields have their default.
-        baseline: the trainer whose numbers ratios divide by.
+        name: the name of the grid, or of its file without the extension.
+        axes: the values of each field of a case; missing fields have their default value.
+        baseline: the trainer whose numbers are the denominators of ratios.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Grid:
         self.cases()  # refuses impossible values
 
     def values(self, axis: str) -> tuple[Any, ...]:
-        """The values along an axis."""
+        """Return the values along an axis."""
         usual = USUAL[axis]
         return self.axes.get(axis, () if usual is MISSING else (usual,))
 
     def cases(self) -> list[Case]:
-        """The cases, each once; those with the same baseline are together, trainers in order."""
+        """Return the cases without duplicates, sorted by cell and then by trainer."""
         _, *outer = AXES
         trainers, *others = map(self.values, AXES)
         if self.values("workload") == (SCRIPT,):  # of `dpbench exec`
@@ -65,10 +65,10 @@ class Grid:
         return list(dict.fromkeys(cases))
 
     def _left_out(self) -> list[tuple[str, int]]:
-        """The combinations of parallel and gpus that have no case.
+        """Return the impossible combinations of ``parallel`` and ``gpus``, which have no case.
 
-        Several GPUs train in parallel, and one alone. Others are left out, unless a value would
-        have no case at all: then the grid is refused.
+        One GPU needs ``parallel=none``, and several GPUs need another value. If all combinations of
+        some value are impossible, returns no combination, and the cases raise an error.
         """
         every = [*product(self.values("parallel"), self.values("gpus"))]
         possible = [(way, gpus) for way, gpus in every if (way == "none") == (gpus == 1)]
@@ -78,13 +78,16 @@ class Grid:
 
     @property
     def notes(self) -> list[str]:
-        """The session's note about combinations that the grid leaves out."""
+        """Lines for the user about combinations that have no case."""
         said = ", ".join(f"parallel={way} with gpus={gpus}" for way, gpus in self._left_out())
         return [f"left out: {said}"] if said else []
 
     def with_axes(self, baseline: str | None = None, **axes: Iterable[Any]) -> Grid:
-        """The grid with the values along these axes replaced, each once and by its short name."""
-        # Resolve the baseline first: a trainer may be given by the baseline's short name.
+        """Return a grid with the values along these axes replaced.
+
+        Values have no duplicates, and trainers and the like have their short names.
+        """
+        # First, because this can register the short name by which the user names a trainer.
         name = TRAINERS.canonical(self.baseline if baseline is None else baseline)
         if "set" in axes:
             axes["set"] = parameter_grid(axes["set"])
@@ -96,15 +99,15 @@ class Grid:
         return grid
 
     def as_json(self) -> dict[str, Any]:
-        """The grid as a saved run describes it: an entry for each axis."""
+        """Return the grid as plain JSON types, with the values along every axis."""
         axes = {axis: self.values(axis) for axis in AXES}
         return {"name": self.name, **axes, "baseline": self.baseline}
 
     @classmethod
     def named(cls, name_or_file: str) -> Grid:
-        """A grid by name, or from TOML: one key per `Case` field, a value or a list.
+        """Return a grid by name, or read one from a TOML file.
 
-        Names of trainers and the like are the short ones, whichever spelling the file has.
+        A key of the file is a field of `Case`, and its value is one value or a list of values.
         """
         if name_or_file in GRIDS:
             return GRIDS[name_or_file]
@@ -122,13 +125,13 @@ class Grid:
 
 
 def _cell(axes: dict[str, Any]) -> dict[str, Any]:
-    """A cell, with the default along axes that its workload lacks or gives in its name."""
+    """Return a cell with defaults on axes that its workload lacks or sets in its name."""
     own = own_axes(axes["workload"])
-    return axes | {axis: USUAL[axis] for axis in own if axis in OF_TRANSFORMER}
+    return axes | {axis: USUAL[axis] for axis in own if axis in TRANSFORMER_AXES}
 
 
 def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """The axes of a grid file's table."""
+    """Return the values along each axis of a grid file."""
     axes: dict[str, tuple[Any, ...]] = {}
     for key, value in table.items():
         wanted = int if key in COUNTS else str
@@ -153,12 +156,12 @@ def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _names(key: str, entry: object) -> list[Any]:
-    """The names with parameters in a table such as ``{name = "dpsgd", clip = […]}``."""
+    """Return names with parameters for a table such as ``{name = "dpsgd", clip = […]}``."""
     if not isinstance(entry, dict):
         return [entry]
     if not isinstance(name := entry.get("name"), str):
         raise ConfigurationError(
-            f'{key}: a table has a name beside its parameters, {{name = "…", …}}, not {entry!r}'
+            f'{key}: a table must have a name, as in {{name = "…"}}, not {entry!r}'
         )
     name, said = parted(name)
     parameters = {other: value for other, value in entry.items() if other != "name"}
@@ -166,21 +169,21 @@ def _names(key: str, entry: object) -> list[Any]:
 
 
 def _parameters(key: str, table: object) -> tuple[str, ...]:
-    """The combinations of a grid file's ``{image_size = [64, 224]}``."""
+    """Return every combination of parameters in a table such as ``{image_size = [64, 224]}``."""
     values = {
         name: value if isinstance(value, list) else [value]
         for name, value in (table.items() if isinstance(table, dict) else [(key, [])])
     }
     if not all(v and all(isinstance(each, Parameter) for each in v) for v in values.values()):
         raise ConfigurationError(
-            f"{key} must be a table of numbers, strings or lists of them, not {table!r}"
+            f"{key} must be a table of numbers, strings or lists of these, not {table!r}"
         )
     return parameter_grid(f"{name}={each}" for name, value in values.items() for each in value)
 
 
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 
-# Without grad_sample=ew, whose logical bytes cannot be counted; --trainer takes it.
+# grad_sample=ew is left out, because its logical bytes cannot be counted.
 _OPACUS_WAYS = ("standard", "dpsgd", "dpsgd:grad_sample=functorch", "dpsgd_ghost")
 _LAYERS = "linear conv layernorm groupnorm instancenorm embedding mha rnn lstm gru"
 
@@ -191,8 +194,8 @@ GRIDS = {
         ("grid2", (4, 8), (512, 1024)),
     )
 }
-"""Grids by name, as ``--grid`` takes them."""
-GRIDS["opacus-layers"] = Grid(  # as ``benchmarks/`` of Opacus's repository does
+"""Grids by name; a name is a value of ``--grid``."""
+GRIDS["opacus-layers"] = Grid(  # the layers of ``benchmarks/`` in Opacus's repository
     "opacus-layers",
     {
         "trainer": _OPACUS_WAYS,

@@ -1,4 +1,4 @@
-"""Defines a metric: the source of its numbers, their aggregation, and how it is shown."""
+"""Defines a metric: the source of its values, their aggregation, and how tables show it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, get_args
 
 Kind = Literal["value", "ratio", "spread", "over_one_gpu", "over_logical", "logical", "throughput"]
-"""A metric's own value, or one derived from it."""
+"""``value`` for a measured metric; other kinds are derived from a measured metric."""
 
 STANDARD = "÷ std"
-"""The heading of the ratio to standard training."""
+"""Column heading of ratios to the standard trainer."""
 
 DERIVED: Mapping[Kind, str] = {
     "ratio": STANDARD,
@@ -21,24 +21,24 @@ DERIVED: Mapping[Kind, str] = {
     "over_logical": "÷ logical",
     "logical": "logical",
 }
-"""The metrics derived from a metric, e.g. ``dram_ratio``, with the headings of their columns."""
+"""Column headings of derived metrics, e.g. of ``dram_ratio``, by kind."""
 
 Shown = Literal[Kind, "change"]
-"""What is shown by default; ``change``: in comparisons, with its ratio if that is shown."""
+"""Values that tables show by default. ``change`` stands for the change in comparisons."""
 
 SHOWN: tuple[Shown, ...] = ("value", "change")
 
 Aggregate = Literal["mean", "median", "sum", "max"]
 AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
-"""How several numbers are aggregated."""
+"""Ways to aggregate several values into one value."""
 
 
 class Aggregation:
-    """The source of a metric's numbers, and how they are aggregated.
+    """The source of a metric's values, and their aggregation over steps and ranks.
 
     Attributes:
-        over: how numbers are aggregated over ``repeat`` or ``rank``.
-        adds_up: whether phases add up to the step.
+        over: the aggregation over steps (``repeat``) and over ranks (``rank``).
+        adds_up: True if the values of all phases add up to the value of the step.
     """
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "sum"}
@@ -47,14 +47,14 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class Counters(Aggregation):
-    """A counted quantity; on hardware, the sum of counters.
+    """A counted quantity. For hardware metrics, it is a sum of hardware counters.
 
     Args:
-        names: the counters that add up to it, by the names of ``ncu --query-metrics``; they are
-            counted unless others are asked for.
-        scale: what their sum is multiplied by.
-        chips: other counters by pattern of the chip's name; none if such a chip lacks it.
-        less: the counter that is subtracted from the others.
+        names: the counters to add, as ``ncu --query-metrics`` names them.
+        scale: the factor by which the sum is multiplied.
+        chips: pairs of a pattern for names of chips and the counters to add on these chips instead.
+            The counters are empty if such chips lack the metric.
+        less: the counter that is subtracted from the other counters.
     """
 
     names: tuple[str, ...] = ()
@@ -65,14 +65,14 @@ class Counters(Aggregation):
 
 @dataclass(frozen=True)
 class Sum(Aggregation):
-    """The sum of other metrics, in every run that has all of them."""
+    """The sum of other metrics, in runs that contain all these metrics."""
 
     parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Share(Aggregation):
-    """One metric divided by another, in every run that has the two."""
+    """The quotient of two other metrics, in runs that contain both metrics."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "mean"}
     adds_up: ClassVar[bool] = False
@@ -82,63 +82,80 @@ class Share(Aggregation):
 
 @dataclass(frozen=True)
 class Timed(Aggregation):
-    """A time: the median over steps, and the largest over ranks, which wait for the slowest."""
+    """A time: the median over steps, and the time of the slowest rank."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "max"}
 
 
 @dataclass(frozen=True)
 class Peak(Aggregation):
-    """The largest value over time. Values of phases do not add up to that of the step."""
+    """A maximum over time. The values of phases do not add up to the value of the step."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "max"}
     adds_up: ClassVar[bool] = False
 
 
-HOWS: dict[str, Callable[..., Aggregation]] = {
+AGGREGATIONS: dict[str, Callable[..., Aggregation]] = {
     kind.__name__: kind for kind in (Counters, Sum, Share, Timed, Peak)
 }
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One quantity of a training step."""
+    """A quantity of a training step.
 
-    name: str  # spelled out; its unit follows from the end, see `UNITS`
-    header: str = ""  # heading of its column, one or two lines; from the name if empty
-    by: tuple[str, ...] = ("ncu", "cupti")  # the instruments that have it, the preferred one first
+    Args:
+        name: the name, which ends with the unit, see `UNITS`.
+        header: the column heading, of one or two lines; by default the name.
+        by: the instruments that measure the metric, the preferred instrument first.
+        how: the source of the values and their aggregation.
+        repeats: the aggregation over steps, if it differs from that of ``how``.
+        ranks: the aggregation over ranks, if it differs from that of ``how``.
+        nvprof: nvprof's name of the metric per second (see "nvprof Metric Comparison" in the
+            documentation of the Nsight Compute CLI).
+        logical: the corresponding metric of logical counting.
+        shown: the values that tables show unless the user chooses columns.
+        giga: True if tables divide the values by 10⁹. Tables always do so for bytes.
+        expected: the expected range of the ratio to the baseline.
+        higher_is_better: True if a decrease is worse than an increase.
+        signed: True if values can be negative.
+        throughput: True if tables can show the throughput.
+        spread: True if `LARGEST_SPREAD` includes the spread of the metric.
+        source: the place where an instrument finds the value. This is a field of `KernelCount` or
+            `OperatorCount`, or the start of an activity's name in a trace of the PyTorch profiler.
+        table: the kind of tables that show the metric; empty for tables of cases.
+        of: the base metric of a derived metric.
+        kind: the kind of derivation.
+    """
+
+    name: str
+    header: str = ""
+    by: tuple[str, ...] = ("ncu", "cupti")
     how: Aggregation = Counters()
-    # How steps and ranks are aggregated, if not as `how` says.
     repeats: Aggregate | None = None
     ranks: Aggregate | None = None
-    # The throughput of nvprof that is this per second ("nvprof Metric Comparison" in the Nsight
-    # Compute CLI documentation).
     nvprof: str = ""
-    logical: str = ""  # the metric of logical counting that corresponds to it
-    shown: tuple[Shown, ...] = SHOWN  # unless columns are chosen
-    giga: bool = False  # shown in units of 10⁹, as bytes are
-    expected: tuple[float, float] | None = None  # range of the ratio to the baseline
-    higher_is_better: bool = False  # whether a fall is worse; otherwise a rise is
-    signed: bool = False  # whether it can be negative
-    throughput: bool = True  # whether its throughput is shown, too
-    spread: bool = False  # whether the row's largest spread includes its own
-    # Where an instrument finds it: a field of `KernelCount` or `OperatorCount`, or how an
-    # activity's name in a trace of the PyTorch profiler begins.
+    logical: str = ""
+    shown: tuple[Shown, ...] = SHOWN
+    giga: bool = False
+    expected: tuple[float, float] | None = None
+    higher_is_better: bool = False
+    signed: bool = False
+    throughput: bool = True
+    spread: bool = False
     source: str = ""
-    # The tables that it has a column in, if not those of cases.
     table: str = ""
-    # For metrics made by `derived`: the base metric, and how it is derived.
     of: str = ""
     kind: Kind = "value"
 
     @property
     def unit(self) -> str:
-        """``B``, ``s``, ``1/s`` or ``1``."""
+        """The unit of its values: ``B``, ``s``, ``1/s``, ``J``, ``W`` or ``1``."""
         return unit(self.name)
 
     @property
     def heading(self) -> str:
-        """The heading of its column."""
+        """Heading of its column."""
         words = _UNIT.sub("", self.name).replace("_", " ")
         unit = {"s": "ms", "B": "", "1": "", "1/s": "per s"}.get(self.unit, self.unit)
         return self.header or "\n".join(filter(None, (words, unit)))
@@ -150,7 +167,7 @@ class Metric:
 
     @property
     def form(self) -> Literal["percent", "spread", "ratio", "as is", "ms", "giga", "number"]:
-        """How its values are written for people; ``as is`` with the unit of the row."""
+        """Format of its values in tables; ``as is`` shows the unit of the row."""
         if self.kind in ("ratio", "over_one_gpu", "over_logical"):
             return "ratio"
         if self.kind == "spread":
@@ -164,28 +181,28 @@ class Metric:
 
     @property
     def adds_up(self) -> bool:
-        """Whether its phases add up to the step."""
+        """True if its values of phases add up to the value of the step."""
         return self.how.adds_up
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The metrics of which it is the sum or the share."""
+        """The metrics that its sum or share is computed from."""
         return self.how.parts if isinstance(self.how, Sum | Share) else ()
 
     def over(self, column: str) -> Aggregate:
-        """How numbers are aggregated over a column, ``repeat`` or ``rank``."""
+        """Return the aggregation over steps (``repeat``) or ranks (``rank``)."""
         return {"repeat": self.repeats, "rank": self.ranks}[column] or self.how.over[column]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON types, without defaults; the inverse of `from_json`."""
+        """Return plain JSON types without default values, for `from_json`."""
         how = {"kind": type(self.how).__name__, **_without_defaults(self.how)}
         return _without_defaults(self) | {"how": how}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Metric:
-        """The metric that `as_json` described."""
+        """Return the metric that `as_json` described."""
         how = _tuples(data["how"])
-        return cls(**_tuples(data) | {"how": HOWS[how.pop("kind")](**how)})
+        return cls(**_tuples(data) | {"how": AGGREGATIONS[how.pop("kind")](**how)})
 
     @property
     def _counted(self) -> Counters:
@@ -193,24 +210,25 @@ class Metric:
 
     @property
     def counters(self) -> tuple[str, ...]:
-        """The hardware counters that add up to it on chips without special ones."""
+        """The hardware counters of the metric on chips that no pattern matches."""
         return self._counted.names
 
     def on(self, chip: str) -> tuple[str, ...]:
-        """Its counters on a chip, e.g. ``GB202``; none if the chip lacks them.
+        """Return its hardware counters on a chip, e.g. ``GB202``.
 
-        A chip without a name, or that no pattern matches, has the usual ones.
+        Returns no counters if the chip lacks the metric, and `counters` if no pattern matches the
+        chip's name.
         """
         chips = self._counted.chips
         fitting = (names for pattern, names in chips if fnmatchcase(chip.upper(), pattern))
         return next(fitting, self.counters)
 
     def counted_by(self, names: tuple[str, ...]) -> Metric:
-        """The same metric, made of these counters alone."""
+        """Return this metric with these hardware counters on every chip."""
         return replace(self, how=replace(self._counted, names=names, chips=()))
 
     def derived(self) -> Iterator[Metric]:
-        """The metrics derived from it."""
+        """Yield the metrics that are derived from it."""
         short = re.sub(r" (served|mem\.)$", "", self.short_header)
         made: list[tuple[str, Kind]] = [
             (f"{short}\n{header}", kind)
@@ -234,7 +252,7 @@ class Metric:
 
     @property
     def formula(self) -> str:
-        """How it is computed from its counters, in units of its scale."""
+        """The formula by which it is computed from counters, without the scale."""
         text = "".join(
             f"{' - ' if name == self._counted.less else ' + '}{name}" for name in self.counters
         )
@@ -242,23 +260,23 @@ class Metric:
 
     @property
     def spellings(self) -> tuple[tuple[str, ...], ...]:
-        """Its counters on each kind of chip."""
+        """Its hardware counters on each kind of chip that has the metric."""
         chips = (names for _, names in self._counted.chips)
         return tuple(names for names in (self.counters, *chips) if names)
 
     def value(self, counted: Mapping[str, float]) -> float:
-        """Its value, computed from the values of its counters."""
+        """Compute its value from the values of its counters."""
         signs = {self._counted.less: -1}
         return self._counted.scale * sum(signs.get(n, 1) * counted[n] for n in self.counters)
 
 
 def _without_defaults(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults."""
+    """Return the fields of a dataclass that differ from their defaults."""
     return {f.name: v for f in fields(value) if (v := getattr(value, f.name)) != f.default}
 
 
 def _tuples(value: Any) -> Any:
-    """JSON with its lists as tuples."""
+    """Convert the lists in JSON to tuples."""
     if isinstance(value, dict):
         return {name: _tuples(each) for name, each in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
@@ -267,21 +285,21 @@ def _tuples(value: Any) -> Any:
 _UNIT = re.compile(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$")
 
 UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
-"""Units by the end of a metric's name."""
+"""Units of metrics by the end of the metric's name."""
 
 
 def unit(metric: str) -> str:
-    """The unit in a metric's name; "1" for a plain number."""
+    """Return the unit that a metric's name says, or "1" for a plain number."""
     return next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "1")
 
 
 def derived_name(metric: str, kind: Kind = "ratio") -> str:
-    """The name of a derived metric, without the base metric's unit, e.g. ``dram_ratio``."""
+    """Return the name of a derived metric, without the base metric's unit, e.g. ``dram_ratio``."""
     if kind == "throughput":
         return metric.replace("_bytes", "_throughput")
     return f"{_UNIT.sub('', metric)}_{kind}"
 
 
 def is_counter(name: str) -> bool:
-    """Whether it is a hardware counter by its own name."""
+    """Return True if a name is the name of a hardware counter."""
     return "__" in name

@@ -1,12 +1,12 @@
-r"""Every metric, once: its name, where its numbers come from, how it is shown and judged.
+r"""The registry of all metrics, which a project can extend.
 
-A new metric is one more `Metric` in `METRICS`, whether dpbench's or a project's own::
+A project can register a metric in a ``conftest.py``::
 
     METRICS.register(Metric("l1_bytes", "L1", ("ncu",), Counters(("l1tex__t_bytes.sum",))))
 
-in a ``conftest.py``, or as an entry point of the group ``dpbench.metrics``, which is a `Metric` or
-several in a list. A saved run holds the definitions of its metrics. Counters of Nsight Compute by
-their own names (``lts__t_sectors.sum``) need no declaration.
+An entry point of the group ``dpbench.metrics``, which is a `Metric` or a list of metrics, does the
+same for every command. A saved run contains the definitions of its metrics. Hardware counters, such
+as ``lts__t_sectors.sum``, can be used as metrics without a definition.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SECTOR_BYTES = 32
 """An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
 
 RATIO = "_ratio"
-"""The end of the name of a metric's ratio to the baseline's."""
+"""Last part of the names of ratios to the baseline."""
 
 
 class Metrics(Mapping[str, Metric]):
-    """Metrics by name, in the order in which tables show them; entry points are read on use."""
+    """Metrics by name, in the order of columns; entry points are loaded on first use."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._known = {metric.name: metric for metric in metrics}
@@ -46,11 +46,13 @@ class Metrics(Mapping[str, Metric]):
         self._complete = False
 
     def register(self, *metrics: Metric) -> None:
-        """Add metrics; a name cannot be defined twice."""
+        """Add metrics; refuse a second definition of a name."""
         self._every = {}
         for metric in metrics:
             if self._known.setdefault(metric.name, metric) != metric:
-                raise ConfigurationError(f"metric {metric.name!r} exists; choose another name")
+                raise ConfigurationError(
+                    f"metric {metric.name!r} exists already; choose another name"
+                )
 
     def _all(self) -> dict[str, Metric]:
         if not self._complete:
@@ -71,9 +73,9 @@ class Metrics(Mapping[str, Metric]):
 
     @contextmanager
     def including(self, *sides: Iterable[Metric]) -> Iterator[None]:
-        """Register the metrics of saved runs inside a block.
+        """Register the metrics of saved runs until the end of a ``with`` block.
 
-        A metric that is already registered in this process keeps its definition.
+        A metric that this process has already registered keeps its definition.
         """
         known = self._all()
         lent = {each.name: each for side in sides for each in side if each.name not in known}
@@ -88,38 +90,39 @@ class Metrics(Mapping[str, Metric]):
             self._known, self._every = known | registered, {}
 
     def behind(self, names: Collection[str]) -> list[Metric]:
-        """The definitions of these metrics, and of the sums and shares that they make."""
+        """Return these metrics, and the sums and shares that can be computed from them."""
         known = {*names}
         return [m for m in self.values() if m.name in known or (m.parts and known >= {*m.parts})]
 
     def definitions(self, names: Collection[str]) -> list[dict[str, Any]]:
-        """The definitions as plain JSON types, for readers without dpbench."""
+        """Return the metrics of `behind` as plain JSON types, for readers without dpbench."""
         return [metric.as_json() for metric in self.behind(names)]
 
     def had_by(self, instrument: str) -> list[Metric]:
-        """The metrics of an instrument."""
+        """Return the metrics that an instrument measures."""
         return [metric for metric in self.values() if instrument in metric.by]
 
     def in_table(self, table: str) -> list[Metric]:
-        """The metrics with a column in tables of this kind."""
+        """Return the metrics that tables of this kind show."""
         return [metric for metric in self.values() if metric.table == table]
 
     def counted(self, instrument: str) -> list[Metric]:
-        """The metrics that an instrument has as sums of hardware counters."""
+        """Return the metrics that an instrument computes from hardware counters."""
         return [metric for metric in self.had_by(instrument) if metric.spellings]
 
     def every(self) -> dict[str, Metric]:
-        """These metrics and those derived from them, by name, and the largest spread of a case."""
+        """Return measured and derived metrics by name, and `LARGEST_SPREAD`."""
         if not self._every:
             every = (each for metric in self.values() for each in (metric, *metric.derived()))
             self._every = {each.name: each for each in (*every, LARGEST_SPREAD)}
         return self._every
 
     def find(self, name: str) -> Metric | None:
-        """The metric that a user names: one of `every`, or a hardware counter by its own name.
+        """Return the metric that a user names, or None if the name is unknown.
 
-        ``l2_bytes`` is ``l2_served_bytes``, ``dram_bytes_ratio`` the same as ``dram_ratio``, and
-        nvprof's ``gld_throughput`` is ``global_load_throughput``.
+        The name can be a name in `every`, or the name of a hardware counter. Other accepted
+        spellings are ``l2_bytes`` for ``l2_served_bytes``, ``dram_bytes_ratio`` for ``dram_ratio``,
+        and names of nvprof, e.g. ``gld_throughput`` for ``global_load_throughput``.
         """
         every, own = self.every(), name.removesuffix(RATIO)
         nvprof = [derived_name(m.name, "throughput") for m in self.values() if m.nvprof == name]
@@ -135,7 +138,7 @@ class Metrics(Mapping[str, Metric]):
 
 
 LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread", shown=())
-"""The largest spread of a row's metrics, among those that count for it."""
+"""The largest spread in a row, among metrics with ``spread=True``."""
 
 
 def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -147,7 +150,7 @@ def _global(operation: str) -> Counters:
 
 
 _hidden = partial(Metric, shown=())
-"""A metric that tables show only on request."""
+"""Makes a metric that tables show only if the user names it."""
 
 
 def _cycles(name: str, counter: str) -> Metric:
@@ -155,20 +158,21 @@ def _cycles(name: str, counter: str) -> Metric:
 
 
 _link = partial(_hidden, by=("cupti",), ranks="mean")
-"""A metric of what one rank sends or receives, as `collective_bytes` is."""
+"""Makes a metric of the bytes that one rank sends or receives."""
 
 
 _DIVIDED = ("GA100", "GH100", "GB1[01][02]")
-"""Chips that count what crosses between the two halves of their L2."""
+"""Chips with an L2 of two halves, which have a counter of the crossings between the halves."""
 
 _UNDIVIDED = ("GV1*", "TU1*", "GA10[!0]", "AD1*", "GB20*", "GB10B")
-"""Chips that do not. Which counters other chips have is unknown."""
+"""Chips without this counter. For chips in neither list the counters are unknown, so their metrics
+of the L2 are missing."""
 
 _CROSSINGS = "lts__t_sectors_srcunit_ltcfabric.sum"
 
 
 def _l2(counter: str, less: str = "", undivided: bool = True) -> Counters:
-    """An L2 counter, minus the counter of crossings on chips that have one."""
+    """Count sectors of the L2 with this counter, minus those of ``less`` on chips in `_DIVIDED`."""
     named = f"lts__t_sectors{counter}.sum"
     others = ((chip, (named,) if undivided else ()) for chip in _UNDIVIDED)
     divided = (named, less) if less else (named,)
@@ -177,7 +181,7 @@ def _l2(counter: str, less: str = "", undivided: bool = True) -> Counters:
 
 
 _COUNTED, _LOGICAL, _TIMED = ("ncu", "cupti"), ("logical",), ("timing", "cupti")
-_CUPTI = ("cupti",)  # under ncu the CPU does not run ahead of the GPU: no time, no busy share
+_CUPTI = ("cupti",)  # not ncu, under which the CPU cannot run ahead of the GPU
 _TENSOR, _PEAK = "sm__pipe_tensor_cycles_active.sum", ".peak_sustained_elapsed"
 _kernels = partial(_hidden, by=("ncu_kernels",), table="kernels")
 _profiler = partial(_hidden, by=("torch_profiler",), table="PyTorch profiler")
@@ -186,7 +190,8 @@ _VALUE: tuple[Shown, ...] = ("value",)
 _AND_RATIO: tuple[Shown, ...] = (*SHOWN, "ratio")
 
 OTHER_COPIES = "memcpy_other_bytes"
-"""Copies whose direction a trace does not name, e.g. between GPUs; rows only if there are any."""
+"""Bytes of copies whose direction the trace does not name, e.g. between GPUs. A run without such
+copies has no rows of this metric."""
 
 # fmt: off
 METRICS = Metrics((
@@ -207,38 +212,38 @@ METRICS = Metrics((
            logical="peak_memory_bytes", shown=_AND_RATIO),
     Metric("gpu_busy_share", "busy", _CUPTI, Share(("gpu_busy_cycles", "gpu_elapsed_cycles")),
            shown=_VALUE, higher_is_better=True),
-    # What SMs request from the L2. Atomics and reductions are left out of reads and writes; nvprof
-    # counted them in both.
+    # Bytes that SMs request from the L2. Reads and writes exclude atomics and reductions, which
+    # nvprof included in both.
     _hidden("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, _l2("_srcunit_tex_op_read"),
             nvprof="l2_read_throughput"),
     _hidden("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, _l2("_srcunit_tex_op_write"),
             nvprof="l2_write_throughput"),
-    # A request for a sector of the other half of the L2 is counted in both halves.
+    # Both halves of the L2 count a request for a sector in the other half.
     _hidden("l2_crossing_bytes", "L2\ncrossing", _COUNTED,
             _l2("_srcunit_ltcfabric", undivided=False), throughput=False),
-    # All sectors, requested by SMs or copy engines; without crossings where they are counted.
+    # All sectors that SMs or copy engines request, without crossings on chips that count crossings.
     Metric("l2_served_bytes", "L2\nserved", _COUNTED, _l2("", _CROSSINGS), shown=_AND_RATIO,
            expected=(1.5, 3.0), throughput=False, spread=True),
     _hidden("l2_atomic_bytes", "L2\natomic", _COUNTED,
             Counters(("lts__t_sectors_op_atom.sum", "lts__t_sectors_op_red.sum"), SECTOR_BYTES),
             throughput=False),
-    # Misses loads by TMA and LDGSTS on Hopper.
+    # On Hopper, the counter misses loads by TMA and LDGSTS.
     _hidden("global_load_bytes", "global\nload", _COUNTED, _global("ld"), nvprof="gld_throughput"),
     _hidden("global_store_bytes", "global\nstore", _COUNTED, _global("st"),
             nvprof="gst_throughput"),
-    # What one rank sends to others, by the ring of each collective's algorithm.
+    # Bytes that one rank sends to other ranks, if each collective uses a ring algorithm.
     Metric("collective_bytes", "sent by\na rank", _LOGICAL, ranks="mean", shown=_AND_RATIO,
            throughput=False, source="collective_bytes"),
-    # Among the tensors that a step makes: the allocator needs one free block of that size.
+    # The largest tensor that a step makes: the allocator needs one free block of this size.
     _hidden("largest_tensor_bytes", "largest\ntensor", _LOGICAL, Peak(), throughput=False),
     _hidden("flops", "GFLOP", _LOGICAL, giga=True),
     _hidden("samples_per_second", "samples\nper s", _TIMED, Timed(), ranks="sum",
             higher_is_better=True),
-    # How long a range took by the GPU's clock, synchronized at its borders.
+    # Duration of a range by the GPU's clock, with synchronization at both ends.
     _hidden("range_time_seconds", "range\nms", _CUPTI,
             Counters(("gpu__time_duration.sum",), 1e-9), repeats="median", ranks="max"),
-    # Shares: of the range's time, in which anything ran; of all SMs' time, in which an SM had a
-    # warp; of the peak of tensor cores and warp slots, what was used.
+    # Busy shares are the part of the range in which the GPU, or an SM, ran anything. The other
+    # shares compare with the peak rate of tensor cores, or with the number of warp slots.
     _cycles("gpu_busy_cycles", "gr__cycles_active.sum"),
     _cycles("gpu_elapsed_cycles", "gr__cycles_elapsed.sum"),
     _hidden("sm_busy_share", "SMs\nbusy", _CUPTI, Share(("sm_busy_cycles", "sm_elapsed_cycles")),
@@ -253,21 +258,21 @@ METRICS = Metrics((
             Share(("warp_cycles", "warp_peak_cycles")), higher_is_better=True),
     _cycles("warp_cycles", "sm__warps_active.sum"),
     _cycles("warp_peak_cycles", "sm__warps_active.sum" + _PEAK),
-    # Nsight Systems' time from the first to the last moment of a range, while it records.
+    # Duration of a range while Nsight Systems records.
     _nsys("timeline_seconds", "ms", how=Timed()),
     _nsys("timeline_busy_seconds", "GPU busy\nms", how=Timed()),
     _nsys("timeline_busy_share", "busy", how=Share(("timeline_busy_seconds", "timeline_seconds")),
           higher_is_better=True),
     _nsys("timeline_launches", "launches", repeats="median"),
-    # What a GPU exchanges with others and with the host, by CUPTI with the headers of packets;
-    # counted where there are others. NVML counts the payload alone.
+    # Bytes between a GPU and other GPUs or the host, in cases of several GPUs. CUPTI includes the
+    # headers of packets; NVML counts the payload only.
     _link("nvlink_payload_sent_bytes", "payload\nsent", logical="collective_bytes"),
     _link("nvlink_payload_received_bytes", "payload\nreceived"),
     _link("nvlink_received_bytes", "NVLink\nreceived", how=Counters(("nvlrx__bytes.sum",))),
     _link("nvlink_sent_bytes", "NVLink\nsent", how=Counters(("nvltx__bytes.sum",))),
     _link("pcie_read_bytes", "PCIe\nread", how=Counters(("pcie__read_bytes.sum",))),
     _link("pcie_write_bytes", "PCIe\nwrite", how=Counters(("pcie__write_bytes.sum",))),
-    # The time of kernels alone, under the profiler: no copies, memsets or gaps between them.
+    # The profiler's time of kernels, without copies, memsets and gaps between kernels.
     _kernels("kernel_launches", source="launches"),
     _kernels("kernel_dram_read_bytes", source="read_bytes"),
     _kernels("kernel_dram_write_bytes", source="write_bytes"),
@@ -275,8 +280,8 @@ METRICS = Metrics((
     _kernels("kernel_time_seconds", ranks="max", source="seconds"),
     _profiler("cpu_time_seconds", "CPU\nms", ranks="max"),
     _profiler("device_time_seconds", "GPU\nms", ranks="max"),
-    # The time from a collective's begin in a rank to its end: moving data, and waiting for later
-    # ranks. Exposed is the part in which the rank ran nothing else.
+    # Time of a rank in collectives, including the wait for later ranks. The rank runs nothing else
+    # during the exposed part.
     _profiler("communication_seconds", "in collec-\ntives ms", ranks="max"),
     _profiler("exposed_communication_seconds", "exposed\nms", ranks="max"),
     _profiler("exposed_communication_share", "exposed",
@@ -290,13 +295,15 @@ METRICS = Metrics((
     _profiler("memset_bytes", "memset", source="Memset"),
 ))
 # fmt: on
-"""What can be in a run besides counters by their own names, which have ``__`` in them."""
+"""All metrics. Runs may also contain hardware counters, whose names contain ``__``."""
 
 
 def expectations(texts: Iterable[str] = ()) -> dict[str, tuple[float, float]]:
-    """Expected ranges of ratios by metric: the usual ones, and what ``RATIO:LOW-HIGH`` sets.
+    """Return the expected ranges of ratios by metric.
 
-    ``none`` drops the usual ones.
+    Args:
+        texts: texts ``RATIO:LOW-HIGH``, which replace a metric's default range; ``none`` removes
+            all default ranges.
     """
     texts = list(texts)
     usual = {metric.name: metric.expected for metric in METRICS.values() if metric.expected}
@@ -307,7 +314,9 @@ def expectations(texts: Iterable[str] = ()) -> dict[str, tuple[float, float]]:
         number = r"\s*(\d+\.?\d*|\.\d+)\s*"
         match = re.fullmatch(rf"\s*(\w+)\s*:{number}-{number}", text)
         if match is None or float(match[2]) > float(match[3]):
-            raise ConfigurationError(f"expectation {text!r}: write dram_ratio:2-5, or none")
+            raise ConfigurationError(
+                f"expected range {text!r}: write a range such as dram_ratio:2-5, or none"
+            )
         ratio = METRICS.find(match[1])
         if ratio is None or ratio.kind != "ratio":
             raise unknown("ratio", match[1], map(derived_name, METRICS))

@@ -1,4 +1,4 @@
-"""Sizes of the transformer, by name or spelled out."""
+"""Sizes of the transformer, and other numbers that a case names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dpbench.core.errors import ConfigurationError, unknown
 
 
 def positive(what: str, value: object) -> int:
-    """A number as a plain integer: pandas hands out NumPy's."""
+    """Return a positive number as an int; the number may be a NumPy integer from pandas.
+
+    ``what`` names the number in the error message.
+    """
     if not isinstance(value, Integral) or isinstance(value, bool) or int(value) <= 0:
         raise ConfigurationError(f"{what} must be a positive integer, not {value!r}")
     if int(value) >= 2**31:
@@ -36,7 +39,10 @@ class ModelSize:
 
     @classmethod
     def parse(cls, name: str) -> ModelSize:
-        """A named size, or ``VOCABULARYxHIDDENxLAYERSxHEADS`` such as ``32000x1024x12x16``."""
+        """Read a name in `MODEL_SIZES`, or dimensions such as ``32000x1024x12x16``.
+
+        Dimensions are written as ``VOCABULARYxHIDDENxLAYERSxHEADS``.
+        """
         if name in MODEL_SIZES:
             return MODEL_SIZES[name]
         parts = name.split("x")
@@ -55,10 +61,10 @@ MODEL_SIZES = {
 
 
 def lora_rank(trainable: str) -> int | None:
-    """The rank in ``lora:RANK``; None for other texts."""
+    """Return the rank in ``lora:RANK``, or None for other texts."""
     kind, colon, rank = trainable.partition(":")
     if kind != "lora" or not colon:
         return None
     if not rank.isdecimal():
-        raise ConfigurationError(f"write lora:RANK, such as lora:8, not {trainable!r}")
+        raise ConfigurationError(f"write lora:RANK, such as lora:8, instead of {trainable!r}")
     return positive("rank", int(rank))

@@ -1,4 +1,4 @@
-"""Names with parameters, such as ``dpsgd:clip=per_layer``, as text and in parts."""
+"""Reads and writes names with parameters, such as ``dpsgd:clip=per_layer``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from dpbench.core.errors import ConfigurationError
 Parameter = int | float | bool | str
 
 _PARAMETERS = re.compile(r":(?=[^:=]*=)")
-"""The parameters of a name begin at a colon that is followed by ``=`` before another colon.
-In ``mine=package.module:Class:depth=2`` it is the second colon."""
+"""Matches the colon before a name's parameters: the first colon with ``=`` before the next colon.
+In ``mine=package.module:Class:depth=2`` this is the second colon."""
 
 
 def parted(spelling: str) -> tuple[str, str]:
-    """The name and the parameters in a spelling such as ``dpsgd:clip=per_layer``."""
+    """Split a spelling such as ``dpsgd:clip=per_layer`` into its name and its parameters."""
     if not isinstance(spelling, str):
-        raise ConfigurationError(f"{spelling!r} is no name; write it as package.module:Class")
+        raise ConfigurationError(
+            f"{spelling!r} is not a name; write a name as package.module:Class"
+        )
     name, *parameters = _PARAMETERS.split(spelling, maxsplit=1)
     return name, "".join(parameters)
 
 
 def joined(name: str, parameters: str | Iterable[str]) -> str:
-    """The inverse of `parted`; the parameters are written as by `parameters_text`."""
+    """Join a name and its parameters, which are normalized with `parameters_text`."""
     return ":".join(filter(None, (name, parameters_text(parameters))))
 
 
 def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
-    """Parameters as one text, sorted; the same parameter with two values is refused."""
+    """Return parameters as one sorted text; refuse a parameter with two values."""
     if isinstance(given, Mapping):
         pairs = [(str(name), _written(value).strip()) for name, value in given.items()]
     else:
@@ -50,14 +52,14 @@ def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
 
 
 def _pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
-    """The names and values in one or more texts such as ``depth=50,image_size=64``."""
+    """Split texts such as ``depth=50,image_size=64`` into names and values."""
     text = given if isinstance(given, str) else ",".join(filter(None, given))
     parts = (part.partition("=") for part in text.split(",") if text)
     return [(name.strip(), value.strip()) for name, _, value in parts]
 
 
 def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
-    """Every combination of parameters, some of which are given several times."""
+    """Return every combination of parameters that have several values each."""
     values: dict[str, list[str]] = {}
     for name, value in _pairs(given):
         values.setdefault(name, []).append(value)
@@ -66,12 +68,12 @@ def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_parameters(text: str) -> dict[str, Parameter]:
-    """The values of parameters that `parameters_text` wrote."""
+    """Read the values of parameters from the text that `parameters_text` wrote."""
     return {name: _read(value) for name, value in _pairs(text)}
 
 
 def _read(text: str) -> Parameter:
-    """The number or boolean that a text spells; otherwise the text itself."""
+    """Return the number or boolean that a text spells, or the text itself."""
     try:
         value = json.loads(text.lower())
     except ValueError:
@@ -83,6 +85,6 @@ def _written(value: object) -> str:
     return json.dumps(value) if isinstance(value, int | float) else str(value)
 
 
-def quoted(text: str) -> str:
-    """A text as part of a file's name, without ``%``, which ncu and nsys would interpret."""
+def file_name_part(text: str) -> str:
+    """Quote a text for a file name; ``@`` replaces ``%``, which ncu and nsys would interpret."""
     return quote(text, safe="=,+").replace("%", "@")

@@ -1,4 +1,4 @@
-"""Declares fields of `Settings` and of instruments as options."""
+"""Declares the fields of `Settings` and of instruments as options."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ def option(
     command: str | None = None,
     **declared: Any,
 ) -> Any:
-    """A field that is an option.
+    """Declare a dataclass field that is also an option; the default determines its type.
 
-    Commands call it ``--NAME``, pytest ``--dpbench-NAME`` (``--NAME`` if that begins with ncu), or
-    as given here; an empty name leaves it out there. Its type is that of its default.
+    Args:
+        help: the option's help text.
+        default: the default value.
+        pytest: the option's name in pytest; empty if pytest lacks the option. By default
+            ``--dpbench-NAME``, or ``--NAME`` if the field's name begins with ``ncu``.
+        command: the option's name in commands; empty if commands lack the option. By default
+            ``--NAME``.
+        declared: other arguments of ``parser.add_argument``.
     """
     if default is not None and not isinstance(default, bool | tuple):
         help += " (default %(default)s)"
@@ -37,35 +43,35 @@ def option(
 
 
 SHORT_FORMS = {"json": "json", "markdown": "md", "csv": "csv", "html": "html"}
-"""The options that imply an output whatever the file's name, and that output."""
+"""Options that always write the same output, whatever the file is named."""
 
 
 def axis_help(name: str) -> str:
-    """The help of an axis of `Case`."""
+    """Return the help text of an axis of `Case`."""
     names = NAMED.get(name) or CHOICES.get(name, ())
     help: str = DECLARED[name]["help"]
     return help.format(names=", ".join(names))
 
 
 def axis(name: str) -> Any:
-    """An option that replaces the values along an axis of the grid."""
-    help = f"replaces the grid's, repeatable: {axis_help(name)}"
+    """Declare an option that replaces the grid's values along an axis."""
+    help = f"{axis_help(name)}; replaces the grid's values, repeatable"
     metavar = "NAME=VALUE" if name == "set" else name.upper()
     return option(help, type=int if name in COUNTS else str, action="append", metavar=metavar)
 
 
 def file(help: str, **names: Any) -> Any:
-    """An option that names a file to write."""
-    return option(f"write {help} here", type=Path, metavar="FILE", **names)
+    """Declare an option that names a file to write."""
+    return option(f"write {help} to this file", type=Path, metavar="FILE", **names)
 
 
 def of_pytest(help: str, **names: Any) -> Any:
-    """A switch that only pytest has."""
+    """Declare a switch of pytest that commands lack."""
     return option(help, False, command="", **names)
 
 
 def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
-    """The name of an option in pytest or the commands; empty if they lack it."""
+    """Return the name of an option in pytest or in commands, or "" if it is missing there."""
     given: str | None = described["pytest" if of_pytest else "command"]
     if given is not None:
         return given
@@ -74,14 +80,17 @@ def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
 
 
 def below(directory: Path, value: Any) -> Any:
-    """A value with relative paths resolved below a directory, and lists as tuples."""
+    """Resolve relative paths in a value below a directory, and convert lists to tuples."""
     if isinstance(value, list):
         return tuple(below(directory, each) for each in value)
     return directory / value if isinstance(value, Path) else value
 
 
 def listed(texts: Iterable[str] | None, option: str, what: str) -> tuple[str, ...]:
-    """The names that an option lists, separated by commas; nothing if it was not given."""
+    """Split the values of an option at commas; return no names if the option is not set.
+
+    ``what`` describes a name in the error message.
+    """
     every: list[str] = []
     for text in texts or ():
         names = [part.strip() for part in text.split(",") if part.strip()]
@@ -92,24 +101,24 @@ def listed(texts: Iterable[str] | None, option: str, what: str) -> tuple[str, ..
 
 
 def output_of(path: Path) -> str:
-    """The output for a file name's extension."""
+    """Return the name of the output that writes files with this file's extension."""
     ending = path.suffix.removeprefix(".")
     if ending not in OUTPUTS:
         OUTPUTS.register_installed()
     if ending not in OUTPUTS:
         endings = [f".{name}" for name in OUTPUTS]
-        raise unknown("ending", path.suffix, endings, f"of {path}; each is an output")
+        raise unknown("file extension", path.suffix, endings, f"for {path}")
     return ending
 
 
 # --- options that instruments declare --------------------------------------------------------
 
 _OWN = "own option "
-"""The prefix of instrument options among all parsed options."""
+"""Prefix of the options of instruments among all parsed options."""
 
 
 def own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
-    """The option fields of an instrument, or of its `options`, as declared."""
+    """Return the metadata of each field that `option` declared in a dataclass."""
     own = fields(instrument) if is_dataclass(instrument) else ()
     return {each.name: each.metadata for each in own if "declared" in each.metadata}
 
@@ -117,7 +126,7 @@ def own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
 def declare_own(
     add: Callable[..., object], instrument: type, *names: str, of_pytest: bool = False
 ) -> None:
-    """Declare the options of an instrument, or those with these names, see `own_fields`."""
+    """Declare the options of an instrument; with ``names``, only these options."""
     for name, described in own_fields(instrument).items():
         if not names or name in names:
             option = spelled(name, described, of_pytest=of_pytest)
@@ -125,5 +134,5 @@ def declare_own(
 
 
 def own_values(options: Namespace) -> dict[str, Any]:
-    """The values of such options in a command line, by field."""
+    """Return the values of the options of instruments in a command line, by field name."""
     return {n.removeprefix(_OWN): v for n, v in vars(options).items() if n.startswith(_OWN)}

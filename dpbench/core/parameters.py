@@ -1,4 +1,4 @@
-"""The parameters that a class takes from its name, such as ``dpsgd:clip=per_layer``."""
+"""Checks the parameters in a name such as ``dpsgd:clip=per_layer`` against the named class."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _IN_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "
 def arguments(
     what: str, named: Any, given: Mapping[str, Parameter], reserved: Collection[str] = ()
 ) -> dict[str, Parameter]:
-    """The parameters as arguments of a class, each checked against its annotation.
+    """Return parameters as arguments of a class, after a check against its annotations.
 
     Args:
-        what: the class in words, such as ``trainer dpsgd``.
+        what: the class in words, such as ``trainer dpsgd``, for error messages.
         named: the class, or a function.
-        given: the values by name.
-        reserved: arguments that the caller passes, and which are no parameters.
+        given: the values by parameter name.
+        reserved: arguments that the caller passes; they cannot be parameters.
     """
     types, takes_any = _keywords(named)
     known = [name for name in types if name not in reserved]
@@ -37,9 +37,9 @@ def arguments(
 
 
 def _keywords(named: Any) -> tuple[dict[str, Any], bool]:
-    """The types of keyword arguments of a class and of bases that get the rest.
+    """Return the types of a class's keyword arguments, and True if any other name is accepted.
 
-    And whether it takes any others.
+    With ``**options`` in a constructor, the arguments of the base class count, too.
     """
     classes = getattr(named, "__mro__", ())[:-1]  # without object
     inits = [init for each in classes if (init := vars(each).get("__init__"))]
@@ -55,17 +55,20 @@ def _keywords(named: Any) -> tuple[dict[str, Any], bool]:
 
 
 def _type_of(parameter: inspect.Parameter, function: Any) -> Any:
-    """The annotation of a parameter, `Any` if there is none or it cannot be evaluated."""
+    """Return the annotation of a parameter, or `Any` if it is missing or cannot be evaluated."""
     if parameter.annotation is parameter.empty:
         return Any
     annotated: Any = SimpleNamespace(__annotations__={"it": parameter.annotation})
-    with suppress(Exception):  # a name that is imported for type checks only
+    with suppress(Exception):  # e.g. a name that is imported for type checks only
         return get_type_hints(annotated, getattr(function, "__globals__", {}))["it"]
     return Any
 
 
 def _fitting(what: str, value: Parameter, annotated: Any) -> Parameter:
-    """The value as an annotation wants it; types that text cannot be are not checked."""
+    """Convert a value to the annotated type, or refuse it.
+
+    Accepts any value if the annotation names none of the types in `_IN_WORDS` and no `Literal`.
+    """
     kinds = get_args(annotated) if get_origin(annotated) in (Union, UnionType) else (annotated,)
     choices = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
     simple = [kind for kind in kinds if kind in _IN_WORDS]

@@ -1,7 +1,7 @@
-"""Trainers, models, workloads, optimizers and instruments by name, resolved only when used.
+"""Registries of trainers, models, workloads, optimizers, instruments and outputs by name.
 
-Names map to import targets (``package.module:Class``), so that a command can check a name,
-or hand it to a child process, without importing torch.
+A name maps to an import target (``package.module:Class``). So a command can check a name, or pass
+the name to a child process, without importing torch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ from dpbench.core.subject import Subject
 class Registry(Mapping[str, Any]):
     """A mapping of names to classes that are imported on first use.
 
-    A class is named by its short name (``dpsgd``), which may be an entry point of an installed
-    package; by an import target (``package.module:Class``); or by a target with the short name
-    that it shall have (``mine=package.module:Class``). Each can be followed by parameters
-    (``dpsgd:clip=per_layer``), which are arguments of the class. Arguments named in ``given`` are
-    no parameters, because the caller of the class passes them. ``check`` is the import target of a
-    function that refuses a spelling and its class, if this must be imported to be located or is
-    PyTorch's.
+    A spelling of a class is its short name (``dpsgd``), an import target
+    (``package.module:Class``), or a target with a new short name (``mine=package.module:Class``).
+    Short names include entry points of installed packages. Parameters can follow
+    (``dpsgd:clip=per_layer``); they become arguments of the class.
+
+    Args:
+        kind: the kind of class, such as ``trainer``, for messages and entry points.
+        targets: the import target of each built-in name.
+        given: arguments that the caller passes to the class, and that cannot be parameters.
+        check: the import target of a function that `locate` calls with a spelling and its class,
+            and that raises for a class which cannot be used.
     """
 
     def __init__(
@@ -51,23 +55,23 @@ class Registry(Mapping[str, Any]):
         self._installed: set[str] = set()
 
     def register(self, name: str, target: Any) -> None:
-        """Give a class, or an import target ``package.module:Class``, a short name."""
+        """Give a short name to a class or to an import target ``package.module:Class``."""
         if not isinstance(target, str):
             target = f"{target.__module__}:{target.__qualname__}"
         module, _, attribute = target.partition(":")
         parts = f"{module}.{attribute}".split(".")
         if module == "__main__" or not all(part.isidentifier() for part in parts):
             raise ConfigurationError(
-                f"{self.kind} {name!r}: {target!r} cannot be imported by the process that "
-                f"measures it; define it at the top level of a module: package.module:Class, and "
-                f"parameters follow as :NAME=VALUE"
+                f"{self.kind} {name!r}: the measured process cannot import {target!r}; define the "
+                f"class at the top level of a module and name it as package.module:Class, with "
+                f"parameters as package.module:Class:NAME=VALUE"
             )
         if not name.isidentifier():
             raise ConfigurationError(f"{self.kind} name {name!r} must be a Python identifier")
         if (meant := self._targets.get(name, target)) != target:
             raise ConfigurationError(
-                f"{self.kind} name {name!r} already means {meant}; "
-                f"choose another with NAME={target}"
+                f"{self.kind} name {name!r} already stands for {meant}; "
+                f"choose another name with NAME={target}"
             )
         self._targets[name] = target
 
@@ -79,12 +83,12 @@ class Registry(Mapping[str, Any]):
                 self._installed.add(entry.name)
 
     def canonical(self, spelling: str) -> str:
-        """Return a spelling's short name, with sorted parameters; register an import target."""
+        """Return the short name with sorted parameters; register a new import target."""
         name, parameters = parted(spelling)
         return joined(self._short(name), parameters)
 
     def _name(self, spelling: str) -> str:
-        """The short name alone."""
+        """Return the short name without parameters."""
         return parted(self.canonical(spelling))[0]
 
     def _short(self, spelling: str) -> str:
@@ -101,10 +105,10 @@ class Registry(Mapping[str, Any]):
         return name
 
     def __contains__(self, name: object) -> bool:
-        return name in self._targets  # the mapping's own would import the class
+        return name in self._targets  # `Mapping.__contains__` would import the class
 
     def __getitem__(self, spelling: str) -> Any:
-        """The class of a name; with parameters, a partial call with these arguments."""
+        """Import a class; parameters are bound to the class with `functools.partial`."""
         with self._importing(spelling) as (module, attribute):
             imported = import_module(module)
         try:
@@ -125,9 +129,10 @@ class Registry(Mapping[str, Any]):
         return partial(named, **parameters)
 
     def locate(self, spelling: str) -> None:
-        """Refuse a class whose module is missing, or which does not take its parameters.
+        """Raise `ConfigurationError` if a module is missing or a class refuses its parameters.
 
-        Imports classes with parameters; for others, only their enclosing packages.
+        Imports classes with parameters and classes of PyTorch that are not built in. For other
+        classes that are not built in, imports only the enclosing packages.
         """
         named = self._targets[self._name(spelling)]
         if parted(spelling)[1] or (
@@ -136,17 +141,17 @@ class Registry(Mapping[str, Any]):
             made = self[spelling]
             if self.check:
                 resolve_name(self.check)(spelling, made)
-        elif not self.is_builtin(spelling):  # some of which import torch
+        elif not self.is_builtin(spelling):  # built-in modules exist, and may import torch
             with self._importing(spelling) as (module, _):
                 if module not in sys.modules and find_spec(module) is None:
                     raise ModuleNotFoundError(name=module)
 
     @contextmanager
     def _importing(self, spelling: str) -> Iterator[tuple[str, str]]:
-        """The module and attribute of a spelling; if it is missing, an error with a remedy.
+        """Yield the module and the attribute of a spelling; explain a failed import.
 
-        The current directory is on ``sys.path`` only for the user's own code, and last, because
-        libraries may import modules that lie there.
+        For the user's own code, appends the current directory to ``sys.path``. It comes last, so
+        that its modules do not hide modules which libraries import.
         """
         module, _, attribute = self._targets[name := self._name(spelling)].partition(":")
         if name not in {*self._builtin, *self._installed} and str(Path.cwd()) not in sys.path:
@@ -157,10 +162,10 @@ class Registry(Mapping[str, Any]):
             if needed := _PACKAGES.get(str(error.name)):
                 raise ConfigurationError(f"{self.kind} {spelling!r} needs {needed}") from error
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise  # the module exists, one that it imports does not
-            remedy = "run from its directory or put that on PYTHONPATH"
+                raise  # the module exists, and a module that it imports does not
+            remedy = "run in the module's directory or add the directory to PYTHONPATH"
             if module in self._builtin:
-                remedy = f"a parameter is written {module}:NAME=VALUE"
+                remedy = f"write a parameter as {module}:NAME=VALUE"
             raise ConfigurationError(
                 f"{self.kind} {spelling!r}: no module named {error.name!r}; {remedy}"
             ) from error
@@ -172,26 +177,26 @@ class Registry(Mapping[str, Any]):
         return len(self._targets)
 
     def rank(self, name: str) -> int:
-        """The sort key of a name in tables: by registration, unknown names last."""
+        """Return a sort key: names in the order of registration, then unknown names."""
         return [*self._targets, parted(name)[0]].index(parted(name)[0])
 
     def is_builtin(self, name: str) -> bool:
-        """Whether a name is built in."""
+        """Return True if a name is built in."""
         return self._name(name) in self._builtin
 
     def argument(self, name: str) -> str:
-        """The spelling for a process in which nothing was registered."""
+        """Return a spelling that also works in a process without registered names."""
         name, parameters = parted(self.canonical(name))
         named = name if name in self._builtin else f"{name}={self._targets[name]}"
         return joined(named, parameters)
 
     def import_path(self, name: str) -> Path | None:
-        """The directory that a named class was imported from; None if it was not imported."""
+        """Return the directory from which a class was imported, or None before its import."""
         return folder_of(self._targets[self._name(name)].partition(":")[0])
 
 
 def folder_of(module: str) -> Path | None:
-    """The directory that a module was imported from; None if it was not imported from a file."""
+    """Return the directory from which a module was imported, or None if there is no such file."""
     if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
         return None
     return Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
@@ -204,7 +209,7 @@ _PACKAGES = {
     "jinja2": "Jinja: pip install plotly jinja2",
     "matplotlib": "Matplotlib: pip install matplotlib",
 }
-"""Packages that may be missing, and how to install them."""
+"""Packages that may be missing, with commands to install them."""
 
 
 TRAINERS = Registry(
@@ -232,14 +237,14 @@ TRAINERS = Registry(
         "compile",
     ),
 )
-"""Trainers by short name; the first is the usual baseline of ratios."""
+"""Trainers by short name; the first trainer is the default baseline."""
 
 MODELS = Registry(
     "model",
     {"simple": "dpbench.workloads.transformer:SimpleBigModel"},
     ("size", "attention", "max_seq_len"),
 )
-"""Models by short name; a model is called as ``Model(size, attention=…, max_seq_len=…)``."""
+"""Models by short name; callers use ``Model(size, attention=…, max_seq_len=…)``."""
 
 WORKLOADS = Registry(
     "workload",
@@ -252,7 +257,7 @@ WORKLOADS = Registry(
         "hf-image-classification": "dpbench.workloads.huggingface:ImageClassification",
     },
 )
-"""Workloads by short name: subclasses of `dpbench.workloads.base.Workload`."""
+"""Subclasses of `dpbench.workloads.base.Workload` by short name."""
 
 OPTIMIZERS = Registry(
     "optimizer",
@@ -265,7 +270,7 @@ OPTIMIZERS = Registry(
     ("params", "lr"),
     check="dpbench.training.base:check_optimizer",
 )
-"""Optimizers by short name; one is called as ``Optimizer(parameters, lr=…)``."""
+"""Optimizers by short name; callers use ``Optimizer(parameters, lr=…)``."""
 
 INSTRUMENTS = Registry(
     "instrument",
@@ -279,8 +284,8 @@ INSTRUMENTS = Registry(
         "nsys": "dpbench.instruments.nsys.nsys:Nsys",
     },
 )
-"""Instruments by name, in the order in which they measure. Others are named by import target, or
-by an entry point; see `dpbench.instruments.choose`."""
+"""Instruments by name, in the order in which they measure. `dpbench.instruments.choose` also
+accepts import targets and entry points."""
 
 OUTPUTS = Registry(
     "output",
@@ -292,18 +297,18 @@ OUTPUTS = Registry(
         "svg": "dpbench.show.picture:svg",
     },
 )
-"""Outputs by file extension: functions from runs and a view to text or bytes; see
+"""Outputs by file extension: functions that convert runs to text or bytes. See
 `dpbench.show.outputs`."""
 
 
 Measured = TypeVar("Measured", bound=Subject)
 
 NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
-"""The axes of a case that are names, and the registry of each."""
+"""The registry of each axis whose values are names."""
 
 
 def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
-    """Each name in a case: its axis, its registry, the name; a script has none."""
+    """Yield the axis, the registry and the spelling of each name in a case; none for a script."""
     if not isinstance(case, Case):
         return
     for axis, registry in NAMED.items():
@@ -315,7 +320,7 @@ def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
 
 
 def resolve(case: Measured) -> Measured:
-    """The case with short names, whichever spelling it has."""
+    """Replace the names in a case by short names, and check them with `locate`."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
     case = replace(case, **names) if names else case
     locate([case])
@@ -323,27 +328,37 @@ def resolve(case: Measured) -> Measured:
 
 
 def locate(cases: Iterable[Subject]) -> None:
-    """Refuse cases that name a missing module, or parameters that a class does not take."""
+    """Raise `ConfigurationError` if a module is missing or a class refuses its parameters."""
     for case in cases:
         for _, registry, name in names_of(case):
             registry.locate(name)
 
 
 def import_named(case: Subject) -> None:
-    """Import the classes that a case names."""
+    """Import every class that a case names."""
     for _, registry, name in names_of(case):
         registry[name]
 
 
 def is_builtin(case: Subject) -> bool:
-    """Whether every name in a case is built in."""
+    """Return True if every name in a case is built in."""
     return all(registry.is_builtin(name) for _, registry, name in names_of(case))
 
 
 def called(what: str, named: Any, needs: str, *given: object, **options: object) -> Any:
-    """The result of a named class for these arguments, if it takes them."""
+    """Call a class or function, after a check that it accepts the arguments.
+
+    Args:
+        what: the class in words, such as ``model simple``, for the error message.
+        named: the class or function.
+        needs: a hint for the error message.
+        given: positional arguments.
+        options: keyword arguments.
+    """
     try:
         inspect.signature(named).bind(*given, **options)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{what} cannot be called so: {error}; {needs}") from error
+        raise ConfigurationError(
+            f"{what} does not accept its arguments: {error}; {needs}"
+        ) from error
     return named(*given, **options)

@@ -1,7 +1,7 @@
-"""What a session was asked for. Each option is declared here, once, for pytest and the commands.
+"""The settings of a session, and the options of pytest and the commands that set them.
 
-A field of `Settings` is an option of ``dpbench run``, of pytest, or of both; `declare` gives other
-commands some of the same.
+Most fields of `Settings` are options of ``dpbench run``, of pytest, or of both. Other commands
+declare some of these options with `declare`.
 """
 
 from __future__ import annotations
@@ -26,151 +26,157 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a session was asked for, by ``dpbench run`` or by pytest."""
+    """The settings of a session of ``dpbench run`` or of pytest."""
 
     of_pytest: bool = False
     directory: Path = Path()
-    """The directory of relative paths."""
+    """The directory to which relative paths refer."""
 
     # what is measured
     ncu: bool = option_fields.of_pytest("measure cases under NVIDIA Nsight Compute")
     cupti: bool = option_fields.of_pytest(
-        "measure cases by CUPTI in the process that trains; with --ncu as well, times are its own",
+        "measure cases, including their times, by CUPTI in the process that trains",
         pytest="--cupti",
     )
     only: bool = option_fields.of_pytest(
-        "skip tests that take none of dpbench's fixtures; overrides --dpbench-skip"
+        "skip tests that use none of dpbench's fixtures; overrides --dpbench-skip"
     )
-    skip: bool = option_fields.of_pytest("skip tests that take one of dpbench's fixtures")
+    skip: bool = option_fields.of_pytest("skip tests that use one of dpbench's fixtures")
     disable: bool = option_fields.of_pytest(
-        "run each step once and measure, save and write nothing; a test is skipped where it reads "
-        "a number"
+        "run each step once, without measurement and without files; a test that reads a number is "
+        "skipped"
     )
     grid: str = option_fields.option(
-        f"cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID"
+        f"the grid of cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID"
     )
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values along axes of `Case` that replace the grid's; each axis is an option."""
+    """Values along axes of `Case` that replace the grid's values. Each axis is an option."""
     own: Mapping[str, Any] = field(default_factory=dict)
-    """The values of options that instruments declare, by field."""
+    """Values of the options that instruments declare, by field name."""
     baseline: str | None = option_fields.option(
-        "the trainer whose numbers ratios divide by, measured along the same axes: a name or "
-        "package.module:Class (default standard)",
+        "the trainer whose numbers are the denominators of ratios, which is also measured: a name "
+        "or package.module:Class (default standard)",
         metavar="TRAINER",
     )
 
     shard: str | None = option_fields.option(
-        "measure part K of N of the grid, a cell with all its trainers; dpbench merge joins them",
+        "measure only shard K of N of the grid, made of whole cells; dpbench merge joins shards",
         pytest="",
         metavar="K/N",
     )
 
     # how it is measured
     instrument: tuple[str, ...] | None = option_fields.option(
-        f"what measures: {', '.join(INSTRUMENTS)}, or package.module:Class; repeatable; default "
-        "timing and ncu, without a GPU logical; for pytest's ncu and counters fixtures it comes on "
-        "top of --ncu and --cupti",
+        f"an instrument: {', '.join(INSTRUMENTS)}, or package.module:Class; repeatable (default "
+        "timing and ncu, or logical without a GPU); in pytest, an addition to --ncu and --cupti",
         action="append",
         metavar="NAME",
     )
     device: str = option_fields.option(
-        "for timing and torch_profiler", "cuda", choices=("cuda", "cpu")
+        "the device of timing and torch_profiler", "cuda", choices=("cuda", "cpu")
     )
     no_timing: bool = option_fields.of_pytest(
-        "count bytes only: no second, unprofiled process for step time and peak memory"
+        "count bytes only, without the second process that measures step time and peak memory"
     )
     ncu_dir: Path = option_fields.option(
-        "where .ncu-rep reports and logs go", Path("ncu_reports"), metavar="DIR"
+        "the directory of .ncu-rep reports and logs", Path("ncu_reports"), metavar="DIR"
     )
     kernels: bool = option_fields.option(
-        "profile each kernel as well, in one more process, tens of ms a kernel",
+        "also profile each kernel, in another process that takes tens of ms for each kernel",
         False,
         pytest="--ncu-kernels",
     )
     kernels_phase: tuple[str, ...] | None = option_fields.option(
-        "profile the kernels of these phases only, e.g. clip; separated by commas",
+        "profile only the kernels of these phases, e.g. clip; separated by commas",
         pytest="--ncu-kernels-phase",
         action="append",
         metavar="PHASES",
     )
-    warmup: int = option_fields.option("warmup steps without ncu", 3, metavar="N")
-    active: int = option_fields.option("active steps without ncu", 5, metavar="N")
+    warmup: int = option_fields.option("number of warmup steps, except under ncu", 3, metavar="N")
+    active: int = option_fields.option("number of measured steps, except under ncu", 5, metavar="N")
     timeout: float = option_fields.option(
-        "end a measured process after this long on the GPU, and stop waiting for another "
-        "session's process after as long",
+        "end a measured process after this time on the GPU; also the longest wait for a process of "
+        "another session",
         1800.0,
         metavar="SECONDS",
     )
 
     # what is shown
     columns: str | None = option_fields.option(
-        "columns to show, separated by commas: metrics (dram_bytes, step_time_seconds, …), their "
-        "ratio to standard, spread over the steps, or measured over logical (dram_ratio, "
-        "dram_spread, dram_over_logical, …), ncu counters",
+        "columns to show, separated by commas: metrics (dram_bytes, step_time_seconds, …), ratios "
+        "to standard (dram_ratio), spreads over steps (dram_spread), measured divided by logical "
+        "bytes (dram_over_logical), or ncu counters",
         metavar="LABELS",
     )
     sort: str | None = option_fields.option(
-        "sort each table by a column, an axis of the case, or name; ascending", metavar="COL"
+        "sort each table in ascending order by a column, an axis of the case, or name",
+        metavar="COL",
     )
     group_by: str | None = option_fields.option(
-        f"what shares a table, separated by commas: cell, device, phase, {', '.join(AXES)}; name, "
-        "fullname, func, fullfunc, param or param:NAME of the test (default cell)",
+        "show rows in one table if they have the same value of these labels, separated by commas: "
+        f"cell, device, phase, {', '.join(AXES)}; name, fullname, func, fullfunc, param or "
+        "param:NAME of the test (default cell)",
         metavar="LABEL",
     )
     expect: tuple[str, ...] = option_fields.option(
-        "the expected range of a ratio to standard, e.g. dram_ratio:2-5 (the default; for the L2 "
-        "1.5-3); cases outside are named beside the tables; none: no range; repeatable",
+        "the expected range of a ratio to standard; cases above the range are listed with the "
+        "tables; repeatable; none removes all ranges (default dram_ratio:2-5 and "
+        "l2_served_ratio:1.5-3)",
         (),
         action="append",
         metavar="RATIO:LOW-HIGH",
     )
     top: int = option_fields.option(
-        "how many kernels a table shows", 10, pytest="--ncu-kernels-top", metavar="N"
+        "the number of kernels in a table", 10, pytest="--ncu-kernels-top", metavar="N"
     )
 
     # what is written
     output: tuple[Path, ...] = option_fields.file(
-        f"the run as the file's ending says ({', '.join(OUTPUTS)}; others register; repeatable)",
+        f"the run in the format of its extension ({', '.join(OUTPUTS)}, or a registered output)",
         default=(),
         action="append",
     )
-    json: Path | None = option_fields.file("every row, and what follows from them,")
-    markdown: Path | None = option_fields.file("the tables")
-    csv: Path | None = option_fields.file("every row as CSV")
+    json: Path | None = option_fields.file("the run with all rows as JSON")
+    markdown: Path | None = option_fields.file("the tables as Markdown")
+    csv: Path | None = option_fields.file("all rows as CSV")
     html: Path | None = option_fields.file("a page of charts and tables (needs plotly and jinja2)")
 
     # what is saved, and compared with
-    save: str | None = option_fields.option("save the run in the storage as NAME", metavar="NAME")
-    autosave: bool = option_fields.option("save the run under the commit and the time", False)
+    save: str | None = option_fields.option(
+        "save the run in the storage under this name", metavar="NAME"
+    )
+    autosave: bool = option_fields.option(
+        "save the run under a name made of the commit and the time", False
+    )
     resume: bool = option_fields.option(
-        "go on with the latest interrupted run on this device, if versions, code and grid are the "
-        "same; with save the latest of that name; with save or autosave, begin one if there is "
-        "none",
+        "continue the latest interrupted run on this device with the same versions, code and grid; "
+        "with save, the latest of this name; with save or autosave, start a new run if none is "
+        "interrupted",
         False,
     )
     compare: str | None = option_fields.option(
-        "compare with a saved run; without a value with the latest complete one on the same "
-        "device that has what this one measures and passed its own comparison",
+        "compare with a saved run; without a value, with the latest complete run on the same "
+        "device that has one of this session's cases and passed its own comparison",
         nargs="?",
         const="",
         metavar="NUM|NAME|FILE",
     )
     compare_fail: tuple[str, ...] = option_fields.option(
-        "fail if something got worse by more: METRIC[@PHASE]:5%%, METRIC:0.5GB, METRIC:5%%+0.1GB "
-        "(beyond both), METRIC:±5%% (either way); a metric's ratio to standard is dram_ratio, "
-        "l2_served_ratio, logical_ratio, …; repeatable",
+        "fail if a metric got worse by more than a limit: METRIC[@PHASE]:5%%, METRIC:0.5GB, "
+        "METRIC:5%%+0.1GB (more than both), METRIC:±5%% (in either direction); ratios to "
+        "standard are dram_ratio, l2_served_ratio, logical_ratio, …; repeatable",
         (),
         action="append",
         metavar="SPEC",
     )
     compare_first_run_ok: bool = option_fields.option(
-        "pass what a limit cannot judge because nothing like it was saved before", False
+        "accept cases without a saved reference", False
     )
     compare_across: bool = option_fields.of_pytest(
-        "compare also what another device measured; it is labelled"
+        "also compare with runs on other devices; the tables name these devices"
     )
     storage: Path = option_fields.option(
-        "where runs are saved and references found", Path(".dpbench"), metavar="DIR"
+        "the directory of saved runs", Path(".dpbench"), metavar="DIR"
     )
 
     def __post_init__(self) -> None:
@@ -183,9 +189,12 @@ class Settings:
     def read(
         cls, options: Namespace, *, of_pytest: bool = False, directory: Path = Path()
     ) -> Settings:
-        """The settings of a command line; relative paths become paths below a directory.
+        """Return the settings of a command line; a missing option has its default.
 
-        A command may lack options: these have their defaults.
+        Args:
+            options: the parsed command line.
+            of_pytest: True for pytest's command line.
+            directory: the directory to which relative paths refer.
         """
         given: dict[str, Any] = {}
         for name in OPTIONS:
@@ -201,19 +210,19 @@ class Settings:
         return cls(of_pytest=of_pytest, directory=directory, axes=axes, **given)
 
     def option(self, name: str) -> str:
-        """An option as its user writes it, e.g. ``--dpbench-save``."""
+        """Return the option that sets a field, e.g. ``--dpbench-save``."""
         return _name(name, self.of_pytest)
 
     def chosen_grid(self) -> Grid:
-        """The named grid, with the axes that options give in place of its own."""
+        """Return the grid that the options choose."""
         return Grid.named(self.grid).with_axes(self.baseline, **self.axes)
 
     def of(self, options: type[Options]) -> Options:
-        """The options of an instrument, see `dpbench.Instrument.options`."""
+        """Return the options of an instrument as an object of its class `Instrument.options`."""
         return options(**self.own_of(options))
 
     def own_of(self, instrument: type) -> dict[str, Any]:
-        """The values of an instrument's own options, by its fields."""
+        """Return the values of the options that a class declares, by field name."""
         return {
             name: self.own[name]
             for name in option_fields.own_fields(instrument)
@@ -222,62 +231,62 @@ class Settings:
 
     @property
     def files(self) -> dict[str, tuple[str, Path]]:
-        """The files that were asked for, each with its output, by the option that names it."""
+        """The name of the output and the path of each file to write, by option."""
         short = {self.option(n): (kind, getattr(self, n)) for n, kind in SHORT_FORMS.items()}
         named = {f"{self.option('output')} {p}": (output_of(p), p) for p in self.output}
         return {option: file for option, file in (short | named).items() if file[1]}
 
     @property
     def tables_to(self) -> TextIO:
-        """Where tables are printed: where a file is not written at the same time."""
+        """The stream for tables: stderr if a file is written to stdout, otherwise stdout."""
         asked = any(is_standard_output(path) for _, path in self.files.values())
         return sys.stderr if asked else sys.stdout
 
     @property
     def saves(self) -> bool:
-        """Whether the session has a file of its own in the storage."""
+        """True if the session saves its run in the storage."""
         return self.save is not None or self.autosave or self.resume
 
     @property
     def compares(self) -> bool:
-        """Whether the session is compared with what was measured before."""
+        """True if the session is compared with a reference run."""
         return self.compare is not None or bool(self.compare_fail)
 
     @property
     def measures(self) -> bool:
-        """Whether one of pytest's fixtures measures."""
+        """True if pytest's options choose an instrument."""
         return self.ncu or self.cupti or bool(self.instrument)
 
     @property
     def profiles_kernels(self) -> bool:
-        """Whether kernels are profiled one by one; each option about kernels implies it."""
+        """True if an option about kernels is set, so that each kernel is profiled."""
         return bool(self.kernels or self.kernels_phase)
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases whose kernels are profiled; empty for all phases."""
+        """Phases whose kernels are profiled; empty for all phases."""
         option = self.option("kernels_phase")
         return option_fields.listed(self.kernels_phase, option, "phase, such as clip")
 
     def check(self) -> None:
-        """Refuse settings that contradict each other, and files that cannot be written."""
+        """Raise `ConfigurationError` for contradictory settings and unwritable files."""
         if self.save is not None and self.autosave:
             raise ConfigurationError(
-                f"{self.option('autosave')} names the run itself: drop {self.option('save')}"
+                f"{self.option('autosave')} chooses the name of the run: omit {self.option('save')}"
             )
         if self.disable and self.compare_fail:
             raise ConfigurationError(
-                "--dpbench-disable measures nothing that --dpbench-compare-fail could judge: "
-                "drop one"
+                "--dpbench-disable measures nothing, so --dpbench-compare-fail cannot be checked: "
+                "omit one of the options"
             )
         for option, (_, path) in self.files.items():
             if self.compare and path == self.directory / self.compare:
                 raise ConfigurationError(
-                    f"{option} would write over {self.compare}, which is compared with; "
-                    f"to renew a reference, leave {self.option('compare')} out"
+                    f"{option} would overwrite the reference run {self.compare}; "
+                    f"to renew the reference run, omit {self.option('compare')}"
                 )
         if self.of_pytest and self.profiles_kernels and not self.measures:
-            raise ConfigurationError("--ncu-kernels adds to --ncu; give it")
+            raise ConfigurationError("--ncu-kernels requires --ncu: add --ncu")
         check_distinct_files({option: path for option, (_, path) in self.files.items()})
         for _, path in self.files.values():
             check_writable_file(path)
@@ -290,7 +299,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 
 
 def _name(option: str, of_pytest: bool) -> str:
-    """The name of an option in pytest or the commands; empty if they lack it."""
+    """Return the name of an option in pytest or in commands, or "" if it is missing there."""
     return option_fields.spelled(option, OPTIONS[option], of_pytest=of_pytest)
 
 
@@ -301,14 +310,14 @@ def declare(
     called: str | None = None,
     **changed: Any,
 ) -> None:
-    """Declare these options; without names, all options of pytest or of ``dpbench run``.
+    """Declare options of pytest or of a command; without names, declare all options.
 
     Args:
         add: ``group.addoption`` or ``parser.add_argument``.
-        names: fields of `Settings`, or axes.
-        of_pytest: whether they are named as pytest names them.
-        called: what a command calls its option, if it is not the field's name.
-        changed: arguments of ``add`` that differ for a command.
+        names: fields of `Settings`, or axes of `Case`.
+        of_pytest: True for options of pytest, False for options of a command.
+        called: the name of the option, if it differs from the field's name.
+        changed: arguments of ``add`` that replace the declared arguments.
     """
     for name in names or OPTIONS:
         if option := called or _name(name, of_pytest):

@@ -1,4 +1,4 @@
-"""What is measured: a case of the grid, or a script."""
+"""Subjects of a measurement: cases and scripts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, TypeAlias
 
 from dpbench.core.case import AXES, USUAL, Case, file_name_of
 from dpbench.core.model_size import positive
-from dpbench.core.names import quoted
+from dpbench.core.names import file_name_part
 
 SCRIPT = "script"
-"""What the rows of a `Script` have for their workload."""
+"""The workload in rows of a `Script`."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script, a loop or a step of one's own, by its name.
+    """A user's script, or a user's function that takes a step.
 
-    Its rows have the name as trainer, and nothing on other axes, because only its author knows how
-    it trains. The batch size is 0 unless it is given.
+    Its rows have its name as the trainer. Other axes are empty, because only the author knows how
+    the script trains. The batch size is 0 if the user has not set it.
     """
 
     name: str
@@ -32,56 +32,56 @@ class Script:
 
     @property
     def trainer(self) -> str:
-        """Its name, as the trainer of its rows."""
+        """The name of the script, which its rows have as the trainer."""
         return self.name
 
     @property
     def gpus(self) -> int:
-        """Unknown."""
+        """0, because the number of GPUs is unknown."""
         return 0
 
     @property
     def id(self) -> str:
-        """Its name."""
+        """The name of the script."""
         return self.name
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Its columns in rows, most of them empty."""
+        """The columns of its rows; most columns are empty."""
         own = {"trainer": self.name, "batch_size": self.batch_size, "workload": SCRIPT}
         return {axis: type(USUAL[axis])() for axis in AXES} | own
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """The batch size, and that it is a script."""
+        """`SCRIPT` and the batch size."""
         return (SCRIPT, self.batch_size)
 
     def with_trainer(self, trainer: str) -> Script:
-        """Another script with the same batch size."""
+        """Return a script of this name with the same batch size."""
         return Script(trainer, self.batch_size)
 
     @property
     def file_name(self) -> str:
-        """The id as the name of a file or folder."""
+        """The id, converted to the name of a file or folder."""
         return file_name_of(self.id)
 
     @property
     def report_path(self) -> Path:
-        """Where its report lies below the report directory."""
-        return Path(SCRIPT) / f"report_{quoted(self.name)}.ncu-rep"
+        """The path of its report, relative to the report directory."""
+        return Path(SCRIPT) / f"report_{file_name_part(self.name)}.ncu-rep"
 
 
 Subject: TypeAlias = Case | Script
-"""What is measured."""
+"""A subject of a measurement."""
 
 
 def samples_poisson(subject: Subject) -> bool:
-    """Whether batches differ in size; of scripts that is unknown."""
+    """Return True if a case has Poisson sampling; False for scripts, whose sampling is unknown."""
     return isinstance(subject, Case) and subject.sampling == "poisson"
 
 
 def subject_from(row: Mapping[Any, Any]) -> Subject:
-    """The case or script that a row is about."""
+    """Return the case or script of a row."""
     if row["workload"] == SCRIPT:
         return Script(row["trainer"], row["batch_size"])
     return Case.from_row(row)

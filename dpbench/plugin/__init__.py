@@ -1,1 +1,1 @@
-"""What the pytest plugin is made of; `dpbench.pytest_plugin` is where pytest finds it."""
+"""Parts of the pytest plugin, which pytest loads from `dpbench.pytest_plugin`."""

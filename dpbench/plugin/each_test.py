@@ -1,4 +1,4 @@
-"""The hooks around each test: fixtures measure, and the session records their requests."""
+"""Fixtures that measure cases, and hooks that record the requests of each test."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dpbench.core.subject import Script, Subject
 from dpbench.plugin.fixtures import (
     NEEDS,
     asked_case,
-    case_of,
-    limits_of,
-    measuring,
-    takes,
-    texts_of,
+    grid_case,
+    limit_texts,
+    marker_limits,
+    measuring_fixtures,
+    uses_fixture,
 )
 from dpbench.session import Session
 from dpbench.session_store import Request
@@ -31,46 +31,45 @@ if TYPE_CHECKING:
     Measured = tuple[Outcome, CaseReport]
 
 StepFunction = Callable[[], object]
-"""One training step, of a test's own."""
+"""A test's own function, which takes one training step."""
 
 NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
 
 
 class Unmeasured:
-    """What fixtures return with ``--dpbench-disable``: it skips a test that reads a number."""
+    """A placeholder for a report with ``--dpbench-disable``; skips a test that reads a number."""
 
     def __init__(self, case: Subject) -> None:
         self.case = case
         self.extra_info: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by Python, not by the test
+        if name.startswith("__"):  # Python itself reads such names
             raise AttributeError(name)
         pytest.skip(NOTHING_MEASURED)
 
 
 class EachTest:
-    """The fixtures and each test's requests, in each process that runs tests."""
+    """The fixtures, and the state of the running test, in each process that runs tests."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._tried_out: set[Subject] = set()
-        # state of the running test:
+        # the state of the running test:
         self._item: pytest.Item | None = None
         self._steps: list[StepFunction] = []
         self._measured: list[Measured] = []
 
-    # --- its fixtures ------------------------------------------------------------------------
-
     @pytest.fixture
     def ncu(self) -> Callable[..., CaseReport]:
-        """Measure a case: run it under Nsight Compute, and unprofiled for its time.
+        """Measure a case under Nsight Compute, and in another process without a profiler.
 
-        With ``--cupti`` as well, time and peak memory are those of the process that CUPTI counts
-        in. ``--dpbench-instrument`` adds other instruments, or without ``--ncu`` replaces these.
+        With ``--cupti``, time and peak memory come from the process in which CUPTI counts instead
+        of the process without a profiler. ``--dpbench-instrument`` adds other instruments;
+        without ``--ncu``, only these instruments measure.
 
-        Called with a `Case` or with a case's fields; returns a `CaseReport`. However many tests,
-        fixtures or xdist workers ask for a case, it is measured once a session::
+        Call the fixture with a `Case` or with the fields of a case; it returns a `CaseReport`. A
+        session measures a case once, even if several tests or workers request the case::
 
             def test_ghost_clipping_saves_bytes(ncu):
                 cell = {"batch_size": 8, "seq_len": 256, "model_size": "1b"}
@@ -81,21 +80,21 @@ class EachTest:
 
     @pytest.fixture
     def counters(self) -> Callable[..., CaseReport]:
-        """Measure a case by hardware counters, with any tool that reads them; otherwise as ``ncu``.
+        """Measure a case by hardware counters; call this fixture like the fixture ``ncu``.
 
-        With ``--cupti`` the report is CUPTI's, with ``--ncu`` ncu's. With both it has the rows of
-        both; where they have the same number its values are ncu's, the reference, while time, peak
-        memory and busy shares are CUPTI's.
+        The report contains the numbers of CUPTI (``--cupti``), of Nsight Compute (``--ncu``), or of
+        both. If both measure a metric, the report uses the number of Nsight Compute. Time, peak
+        memory and busy shares come from CUPTI.
         """
         return self._measure
 
     @pytest.fixture
     def logical_io(self) -> Callable[..., CaseReport]:
-        """Count the logical bytes of a case; needs neither a GPU nor the case's memory.
+        """Count the logical bytes of a case, which needs neither a GPU nor the case's memory.
 
-        Called with a `Case`, with a case's fields, or with a function that does one step of the
-        test's own; returns a `CaseReport`. However many tests, fixtures or xdist workers ask for a
-        case, it is counted once a session::
+        Call the fixture with a `Case`, with the fields of a case, or with the test's own function
+        that takes one step. It returns a `CaseReport`. A session counts a case once, even if
+        several tests or workers request the case::
 
             def test_ghost_clipping_saves_bytes(logical_io):
                 cell = {"batch_size": 8, "seq_len": 256, "model_size": "1b"}
@@ -106,7 +105,9 @@ class EachTest:
 
     def _measure(self, case: Case | str | type | StepFunction, **fields: Any) -> CaseReport:
         if not (self.session.instruments or self.session.settings.disable):
-            pytest.skip(f"needs {NEEDS['ncu']}")  # asked for by name, so no mark could skip it
+            pytest.skip(
+                f"needs {NEEDS['ncu']}"
+            )  # requested at run time, so that no mark has skipped the test
         return self._report(case, fields, self.session.instruments)
 
     def _count(self, case: Case | str | type | StepFunction, **fields: Any) -> CaseReport:
@@ -117,14 +118,14 @@ class EachTest:
     def _report(
         self, asked: object, fields: dict[str, Any], instruments: Sequence[Instrument]
     ) -> CaseReport:
-        """The report of a case, or of a step of the test's own, by these instruments."""
+        """Return the report of a case or of the test's own step, measured by these instruments."""
         step = asked if _is_step(asked, fields) else None
         case = self._subject(step) if step else asked_case(asked, fields)
         if self.session.settings.disable:
             self._try_out(case, step)
             return cast("CaseReport", Unmeasured(case))
         if step:
-            instruments = self._of_step(step, instruments)
+            instruments = self._step_instruments(step, instruments)
         self._ask(case, [instrument.name for instrument in instruments])
         outcome = self.session.measure(case, instruments)
         if not (step or outcome.error) and self._limits_ratios():
@@ -141,9 +142,9 @@ class EachTest:
     def _ask(
         self, case: Subject, instruments: Sequence[str], extra_info: Mapping[str, Any] | None = None
     ) -> None:
-        """Tell the session of a request before it is measured, perhaps in a fork.
+        """Share a request of the running test, or of a hook outside every test.
 
-        Limits also apply to cases that no test requests but a hook, after the last test.
+        The session knows the request even if the measurement fails or runs in a fork.
         """
         item, extra = self._item, json.loads(json.dumps(extra_info or {}, default=str))
         if item is None:
@@ -151,11 +152,11 @@ class EachTest:
             return
         given = item.callspec.params if hasattr(item, "callspec") else {}
         params = {name: v.id if isinstance(v, Case) else str(v) for name, v in given.items()}
-        request = Request(item.nodeid, case, (*instruments,), texts_of(item), params, extra)
+        request = Request(item.nodeid, case, (*instruments,), limit_texts(item), params, extra)
         self.session.store.ask([request])
 
     def _subject(self, step: StepFunction) -> Script:
-        """A step of the running test as a subject, named after the test and the function."""
+        """Return the subject for the test's own step, named by the test and the function."""
         if step not in self._steps:
             self._steps.append(step)
         names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
@@ -164,15 +165,16 @@ class EachTest:
         test = self._item.nodeid if self._item else ""
         return Script(f"{test}:{names[place]}{f'-{again + 1}' if again else ''}")
 
-    def _of_step(self, step: StepFunction, instruments: Sequence[Instrument]) -> list[Instrument]:
-        """Instruments that measure a step in this process, as the given ones measure a case."""
+    def _step_instruments(
+        self, step: StepFunction, instruments: Sequence[Instrument]
+    ) -> list[Instrument]:
+        """Return instruments that measure the test's own step in this process."""
         from dpbench.instruments.observe import FunctionInstrument
 
         if wrong := [i.name for i in instruments if not i.measures("step")]:
             pytest.fail(
-                f"dpbench: {', '.join(wrong)} cannot measure a step of this process, because it "
-                f"starts one of its own: use logical_io(step), --cupti without --ncu, or "
-                f"--dpbench-instrument=timing",
+                f"dpbench: {', '.join(wrong)} cannot measure a step in pytest's process: use "
+                f"logical_io(step), --cupti without --ncu, or --dpbench-instrument=timing",
                 pytrace=False,
             )
         settings = self.session.settings
@@ -181,7 +183,7 @@ class EachTest:
         return [FunctionInstrument(i, step, steps if i.hardware else once) for i in instruments]
 
     def _try_out(self, case: Subject, step: StepFunction | None) -> None:
-        """Take one step; a case's step uses tensors without data, so it works on any machine."""
+        """Take one step without a measurement; the step of a case uses tensors without data."""
         from dpbench.instruments.logical.logical import Logical
         from dpbench.runner import measure
 
@@ -194,61 +196,65 @@ class EachTest:
             self._tried_out.add(case)
 
     def _limits_ratios(self) -> bool:
-        """Whether a limit on what the running test measures needs the baseline, too."""
-        own = limits_of(self._item) if self._item else None
-        return any(limit.of for limit in (self.session.limits if own is None else own))
+        """Return True if a limit for the running test is on a ratio, which needs the baseline."""
+        own = marker_limits(self._item) if self._item else None
+        return any(limit.of for limit in (self.session.comparison.limits if own is None else own))
 
-    # --- what it asks for --------------------------------------------------------------------
+    def expected_request(self, item: pytest.Item) -> Request | None:
+        """Return the request of a test as far as it is known before the test runs.
 
-    def known(self, item: pytest.Item) -> Request | None:
-        """What a test will request, known from its parameters, fixtures and marker before it runs.
-
-        None if it requests nothing of dpbench: a marker of its class or module may be for other
-        tests.
+        The request follows from the test's parameters, fixtures and marker. Returns None if the
+        test uses no fixture of dpbench and has no marker of its own; markers of its class or module
+        may be meant for other tests.
         """
-        if not (takes(item) or "dpbench" in [marker.name for marker in item.own_markers]):
+        if not (uses_fixture(item) or "dpbench" in [marker.name for marker in item.own_markers]):
             return None
-        measures = takes(item, measuring(self.session.settings))
+        measures = uses_fixture(item, measuring_fixtures(self.session.settings))
         names = [i.name for i in self.session.instruments] if measures else []
-        names += ["logical"] if takes(item, ["logical_io"]) else []
-        return Request(item.nodeid, case_of(item), (*names,), texts_of(item))
+        names += ["logical"] if uses_fixture(item, ["logical_io"]) else []
+        return Request(item.nodeid, grid_case(item), (*names,), limit_texts(item))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Reset the state before each run of a test, so that measurements belong to it."""
+        """Reset the state before each run of a test."""
         self._item = item
         self._steps.clear()
         self._measured.clear()
         return (yield)
 
     def pytest_runtest_logfinish(self) -> None:
-        """End the test: later measurements belong to no test."""
+        """Stop assigning measurements to the test."""
         self._item = None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test with a wrong marker before it measures anything."""
-        own = limits_of(item)
+        """Fail a test with a wrong marker before it runs.
+
+        With ``--dpbench-disable``, skip a test with limits of its own.
+        """
+        own = marker_limits(item)
         result = yield
         if own and self.session.settings.disable:
-            pytest.skip(f"{NOTHING_MEASURED}, so its limits have judged nothing")
+            pytest.skip(f"{NOTHING_MEASURED}, so its limits were not checked")
         return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Share what a test added to its reports, once it has ended."""
+        """Share the test's additions to its reports after its teardown."""
         if call.when == "teardown":
             for outcome, measured in self._measured:
                 if measured.extra_info:
                     self._ask(outcome.case, outcome.instruments, measured.extra_info)
         report = yield
-        if unwritten := self.session.store.unwritten:  # goes with the report to the controller
+        if (
+            unwritten := self.session.store.unwritten
+        ):  # the report carries these files to the controller
             vars(report)["dpbench"] = unwritten
         return report
 
 
 def _is_step(asked: object, fields: dict[str, Any]) -> TypeGuard[StepFunction]:
-    """Whether a fixture was called with a function that takes a step."""
+    """Return True if a fixture was called with a function that takes a step."""
     return callable(asked) and not isinstance(asked, type) and not fields

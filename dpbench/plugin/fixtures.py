@@ -1,4 +1,4 @@
-"""What a test asks for by fixtures, case and marker; and a fixture that measures nothing."""
+"""Reads the fixtures, the case and the marker of a test, and defines the fixture ``verify``."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parameters_text
 from dpbench.core.registry import resolve
 from dpbench.core.settings import Settings
-from dpbench.session import read_limits
+from dpbench.session_comparison import read_limits
 
 if TYPE_CHECKING:
     from dpbench.results.compare import Threshold
     from dpbench.verify.check_result import Check
 
 DEFINED_IN = "dpbench.plugin.each_test"
-"""The module of dpbench's fixtures."""
+"""The module that defines dpbench's other fixtures."""
 
 NEEDS = {"ncu": "--ncu", "counters": "--cupti or --ncu"}
-"""The fixtures that measure, and the options without which their tests are skipped."""
+"""Fixtures that measure, with the options that they need. Without these options, tests that use
+the fixtures are skipped."""
 
-EVERY = (*NEEDS, "logical_io")
+FIXTURES = (*NEEDS, "logical_io")
 
 MARKER = (
-    "dpbench(compare_fail=[...]): limits for what this test measures, instead of those of "
-    "--dpbench-compare-fail; none if the list is empty. Without --dpbench-compare it is compared "
-    "with the latest complete run, as with --dpbench-compare-fail"
+    "dpbench(compare_fail=[...]): limits for this test, which replace the limits of "
+    "--dpbench-compare-fail; an empty list means no limits. Without --dpbench-compare, the "
+    "reference run is the latest complete run"
 )
 
 
 @pytest.fixture
 def verify() -> Callable[..., list[Check]]:
-    """Check a private trainer's privacy claims, as ``dpbench verify`` does; else fail the test.
+    """Check a private trainer like ``dpbench verify``; fail the test if a check fails.
 
-    Called with a case, or with a trainer and other fields of a case, which are small by default.
-    Noise is compared with that of another process if ``processes`` is true::
+    Call the fixture with a case, or with a trainer and other fields of a case. By default the case
+    is small. With ``processes=True``, also compares the noise with another process's noise::
 
         def test_it_clips_and_adds_noise(verify):
             verify("mypackage.trainers:MyTrainer", optimizer="adamw", micro_batches=4)
@@ -67,15 +68,15 @@ def _verify(
     return checks
 
 
-def measuring(settings: Settings) -> list[str]:
-    """The fixtures of `NEEDS` that measure in this session."""
+def measuring_fixtures(settings: Settings) -> list[str]:
+    """Return the fixtures in `NEEDS` whose options are set."""
     if settings.ncu or settings.instrument or settings.disable:
         return [*NEEDS]
     return ["counters"] if settings.cupti else []
 
 
-def takes(item: pytest.Item, fixtures: Collection[str] = EVERY) -> bool:
-    """Whether a test uses one of these fixtures as dpbench defines them, not a project's own."""
+def uses_fixture(item: pytest.Item, fixtures: Collection[str] = FIXTURES) -> bool:
+    """Return True if a test uses one of these fixtures as defined by dpbench, not by a project."""
     info = getattr(item, "_fixtureinfo", None)
     return info is not None and any(_is_ours(info.name2fixturedefs, name) for name in fixtures)
 
@@ -84,29 +85,31 @@ def _is_ours(definitions: dict[str, Any], fixture: str) -> bool:
     for definition in reversed(definitions.get(fixture, ())):
         if definition.func.__module__ == DEFINED_IN:
             return True
-        if fixture not in definition.argnames:  # else it extends the one that it overrides
+        if (
+            fixture not in definition.argnames
+        ):  # with this argument, a fixture extends dpbench's fixture
             return False
     return False
 
 
-def case_of(item: pytest.Item) -> Case | None:
-    """The case of the grid that a test is parametrised with, if any."""
+def grid_case(item: pytest.Item) -> Case | None:
+    """Return the value of the argument ``dpbench_case``, or None if a test has no such argument."""
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("dpbench_case") if callspec else None
     return case if isinstance(case, Case) else None
 
 
-def texts_of(item: pytest.Item) -> tuple[str, ...] | None:
-    """A test's own limits as they are written; None if it has no marker."""
+def limit_texts(item: pytest.Item) -> tuple[str, ...] | None:
+    """Return the limits of a test's marker as text, or None without a marker."""
     try:
-        limits = limits_of(item)
-    except pytest.fail.Exception:  # the test fails before it measures
+        limits = marker_limits(item)
+    except pytest.fail.Exception:  # the marker is wrong, and the test will fail
         return ()
     return None if limits is None else tuple(map(str, limits))
 
 
-def limits_of(item: pytest.Item) -> list[Threshold] | None:
-    """A test's own limits, if it has a marker; a wrong marker fails the test."""
+def marker_limits(item: pytest.Item) -> list[Threshold] | None:
+    """Return the limits of a test's marker, or None without a marker; fail for a wrong marker."""
     marker = item.get_closest_marker("dpbench")
     if marker is None:
         return None
@@ -121,14 +124,14 @@ def limits_of(item: pytest.Item) -> list[Threshold] | None:
 
 
 def asked_case(asked: Any, fields: dict[str, Any]) -> Case:
-    """The case that a fixture was called with: a case, its fields, or a case with other fields."""
+    """Return the case for the arguments of a fixture: a case, a trainer and fields, or both."""
     if wrong := [name for name in fields if name not in AXES]:
         raise unknown("field of a case", wrong[0], AXES)
     if isinstance(asked, Case):
         return resolve(replace(asked, **fields))
     if "batch_size" not in fields:
         raise ConfigurationError(
-            f"{asked!r} is neither a case nor a function that takes a step; with a trainer, give "
+            f"{asked!r} is neither a case nor a function that takes a step; for a trainer, add "
             f"batch_size"
         )
     return resolve(Case(**{"trainer": asked, **fields}))

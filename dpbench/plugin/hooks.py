@@ -1,4 +1,4 @@
-"""Hooks that a project may implement in its ``conftest.py``, as pytest-benchmark has them."""
+"""Hooks that a project may implement in its ``conftest.py``, similar to pytest-benchmark's."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 
 def pytest_dpbench_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Add to, or change, what a run's document says about software and machine.
+    """Change the description of software and machine in a run's document.
 
-    Called once, before anything is measured, if the session writes a document.
+    A session calls this hook at most once, when it first needs the description.
     """
 
 
 def pytest_dpbench_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Add to, or change, a run's document each time before it is written."""
+    """Change a run's document each time before it is written."""
 
 
 def pytest_dpbench_group_stats(
     config: pytest.Config, summary: pd.DataFrame, tables: list[Table]
 ) -> None:
-    """Add tables to those of the session, or change them, before they are shown.
+    """Add or change tables before the session prints them.
 
     Args:
-        config: of the session.
+        config: pytest's configuration.
         summary: one row per case, instrument, phase and metric; see
             `dpbench.results.summary.summary`.
-        tables: what is shown, in order.
+        tables: the tables to print, in order.
     """

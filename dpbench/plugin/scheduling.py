@@ -1,6 +1,6 @@
-"""How pytest-xdist distributes tests: a worker gets all tests of a case together.
+"""Schedules tests for pytest-xdist: one worker gets all tests of a case.
 
-Otherwise workers would wait for a case that another measures, while their GPU is idle.
+Otherwise a worker could wait for a case that another worker measures, while its GPU is idle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dpbench.session_store import SessionStore
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """xdist's ``--dist=loadscope`` with cases as scopes; every other test is a scope of its own."""
+    """xdist's ``--dist=loadscope`` with cases as scopes. Every other test has its own scope."""
 
     def __init__(self, config: pytest.Config, log: Any, store: SessionStore) -> None:
         super().__init__(config, log)
@@ -28,18 +28,18 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         return self.scopes[nodeid]
 
     def _reschedule(self, node: Any) -> None:
-        """Give a worker scopes until it has two tests, or none is left.
+        """Give a worker scopes until it has two tests or no scope is left.
 
-        A worker begins a test only when it has another one or is shut down. xdist gives one scope
-        at a time, so the replacement of a dead worker would wait for ever with a single test, or
-        with a scope whose tests the dead one had finished.
+        A worker begins a test only if it has a second test or is shut down. xdist gives one scope
+        at a time, so the replacement of a dead worker could wait for ever with a single test, or
+        with a scope whose tests the dead worker had finished.
         """
         super()._reschedule(node)
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """Remove a worker; the test that killed it counts as done, and is given to no other."""
+        """Remove a dead worker; its running test counts as done, and no other worker runs it."""
         for tests in self.assigned_work[node].values():
             for test, done in tests.items():
                 if not done:

@@ -1,4 +1,4 @@
-"""The hooks of a session: its beginning, its workers, and the summary at its end."""
+"""Hooks for the beginning, the tests and the end of a session."""
 
 from __future__ import annotations
 
@@ -15,58 +15,35 @@ import pytest
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
-from dpbench.core.gpu import SESSION_GPUS, visible_gpus
+from dpbench.core.gpu import visible_gpus
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
-from dpbench.plugin.fixtures import NEEDS, case_of, measuring, takes
-from dpbench.session import Failure, Session
+from dpbench.plugin.fixtures import NEEDS, grid_case, measuring_fixtures, uses_fixture
+from dpbench.plugin.workers import SHARED, Workers
+from dpbench.session import Session
+from dpbench.session_comparison import Failure
 
 if TYPE_CHECKING:
-    from dpbench.core.grid import Grid
     from dpbench.results.outcome import Outcome
 
-SHARED = "dpbench"
-"""The key of what the controller passes to xdist workers."""
-
 CRASHED = "???"
-"""The phase in xdist's report of a test whose worker died."""
-
-WORKERS_PER_GPU = 2
-"""One worker prepares a case while the other measures; a third would only wait."""
+"""The value of ``when`` in xdist's report of a test whose worker died."""
 
 RUNS_NO_TEST = (
     *("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow"),
     *("collectonly", "setuponly", "setupplan"),
 )
-"""Options of pytest that run no test."""
+"""Options with which pytest runs no test."""
 
 
 def read_settings(config: pytest.Config) -> Settings:
-    """What pytest's command line asks for."""
+    """Return the settings of pytest's command line."""
     return Settings.read(config.option, of_pytest=True, directory=config.invocation_params.dir)
 
 
-def useful_workers(grid: Grid) -> int:
-    """How many xdist workers ``-n auto`` means: no more than there are cases."""
-    return min(WORKERS_PER_GPU * len(visible_gpus()), len(grid.cases()))
-
-
-def visible_names() -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` calls each GPU that this process may use.
-
-    Entries of the caller's own list if there is one, for it may pick some GPUs or slices of one;
-    otherwise UUIDs, which do not depend on how CUDA numbers GPUs.
-    """
-    gpus = visible_gpus()
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if asked is None:
-        return [gpu.uuid for gpu in gpus]
-    return [entry.strip() for entry in asked.split(",")][: len(gpus)]
-
-
 class WholeSession:
-    """One `Session`, in each process that runs tests."""
+    """The hooks of one `Session`, in the controller and in each worker."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -92,39 +69,40 @@ class WholeSession:
             ),
         )
         self.each_test = EachTest(self.session)
-        self.over: set[str] = set()
-        """The ids of the tests that have ended, their teardown included."""
+        self.workers = Workers(self.session, measures=self.measures)
+        self.ended: set[str] = set()
+        """Ids of the tests that have ended, including their teardown."""
         self.reports: dict[str, pytest.TestReport] = {}
-        """The outcome of each test, by its id."""
+        """The report of each test before its teardown, by the test's id."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
-            self.session.store.directory  # noqa: B018  # for forks: made now, they share it
+            self.session.store.directory  # noqa: B018  # create it before forks, which share it
             if self.measures:
-                # A batch system's SIGTERM must end the measured processes too, as Ctrl-C does.
+                # SIGTERM of a batch system must also end the measured processes, like Ctrl-C.
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def _instruments(self) -> list[str]:
-        """The instruments of the fixtures; where CUPTI counts, its process gives the times too."""
+        """Return the names of instruments that the options choose.
+
+        CUPTI also measures times, so that ``timing`` is not needed.
+        """
         settings = self.settings
         names = [*(settings.instrument or ()), *(["cupti"] if settings.cupti else [])]
         if settings.ncu:
             names += ["ncu"] if settings.no_timing or "cupti" in names else ["timing", "ncu"]
         return names
 
-    # --- tests -------------------------------------------------------------------------------
-
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run a test that takes ``dpbench_case`` once for each case of the grid.
+        """Run a test with the argument ``dpbench_case`` once for each case of the grid.
 
-        ``sys.path`` is complete only now, so missing modules are found here, before anything is
-        measured.
+        Also checks the names in the cases. ``sys.path`` is not complete before this hook.
         """
         if "dpbench_case" not in metafunc.fixturenames:
             return
         from dpbench.runner import check_named
 
         cases = self.session.grid.cases()
-        with pytest.MonkeyPatch.context() as patch:  # as in the process that measures
+        with pytest.MonkeyPatch.context() as patch:  # the check may add the current directory
             patch.setattr(sys, "path", [*sys.path])
             try:
                 check_named(cases)
@@ -133,75 +111,48 @@ class WholeSession:
         metafunc.parametrize("dpbench_case", cases, ids=[case.id for case in cases])
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Skip tests that measure unless ``--ncu`` or ``--cupti`` was given, and order the others.
+        """Sort the tests by case, and skip tests whose instrument is not chosen.
 
-        Tests of one case run one after the other, so that workers measure different cases. For
-        workers the longest cases come first, so that no GPU waits for another at the end.
+        Tests of a case run in succession, so that workers measure different cases. Workers begin
+        with the longest cases, so that no GPU waits for another GPU at the end.
         """
         cases = self.session.grid.cases()
         if self.is_worker:
             cases.sort(key=lambda case: -case.batch_size * max(case.seq_len, 1))
         place: dict[Case | None, int] = {case: number for number, case in enumerate(cases)}
-        where = [number for number, item in enumerate(items) if case_of(item) in place]
-        ordered = sorted((items[number] for number in where), key=lambda item: place[case_of(item)])
-        for number, item in zip(where, ordered, strict=True):  # all others keep their order
+        numbers = [number for number, item in enumerate(items) if grid_case(item) in place]
+        by_case = sorted((items[n] for n in numbers), key=lambda item: place[grid_case(item)])
+        for number, item in zip(numbers, by_case, strict=True):  # tests without a case stay
             items[number] = item
         only, skips = self.settings.only, self.settings.skip
         for item in items if only or skips else ():
-            if takes(item) is not only:
+            if uses_fixture(item) is not only:
                 option = "--dpbench-only" if only else "--dpbench-skip"
                 item.add_marker(pytest.mark.skip(reason=f"skipped by {option}"))
-        for fixture in NEEDS.keys() - measuring(self.settings):
+        for fixture in NEEDS.keys() - measuring_fixtures(self.settings):
             for item in items:
-                if takes(item, [fixture]):
+                if uses_fixture(item, [fixture]):
                     item.add_marker(pytest.mark.skip(reason=f"needs {NEEDS[fixture]}"))
 
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker sends what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Tell the session's processes which cases the selected tests request."""
-        if self.runs_tests and (known := [*filter(None, map(self.each_test.known, session.items))]):
+        """Share the cases that the selected tests request with all processes."""
+        if self.runs_tests and (
+            known := [*filter(None, map(self.each_test.expected_request, session.items))]
+        ):
             self.session.store.ask(known)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note which tests have ended and how, and store what a worker could not write."""
+        """Keep the reports of tests, and write files that a worker could not write."""
         if report.when in ("teardown", CRASHED):
-            self.over.add(report.nodeid)
+            self.ended.add(report.nodeid)
         if report.when != "teardown":
             self.reports[report.nodeid] = report
         if unwritten := getattr(report, "dpbench", None):
             self.session.store.take(unwritten)
 
-    # --- xdist -------------------------------------------------------------------------------
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        """Pass to an xdist worker what it needs to join the session."""
-        node.workerinput[SHARED] = self.session.shared()
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
-        """Give each worker on this machine a GPU; the replacement of a crashed one keeps it.
-
-        Cases of several GPUs also use those that follow in the list of all.
-        """
-        names = visible_names() if self.measures else []
-        for number, spec in enumerate(spec for spec in specs if names and spec.popen):
-            spec.env["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
-            spec.env[SESSION_GPUS] = ",".join(names)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """Give workers whole cases, unless the user chose another distribution."""
-        if not (self.measures and config.getvalue("dist") in ("load", "worksteal")):
-            return None
-        from dpbench.plugin.scheduling import CaseScheduling
-
-        return CaseScheduling(config, log, self.session.store)
-
-    # --- the end -----------------------------------------------------------------------------
-
     def pytest_report_header(self) -> list[str]:
-        """Print what will be measured, and on which GPUs."""
+        """Return a line with the grid, the number of cases, and the GPUs."""
         if self.settings.disable:
             return [f"dpbench: {NOTHING_MEASURED}"]
         if not self.session.instruments:
@@ -214,7 +165,7 @@ class WholeSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Judge the session once all tests have run, and report tests as failed that got worse."""
+        """Check the limits after the last test, and report tests that exceed a limit as failed."""
         try:
             return (yield)
         finally:
@@ -226,30 +177,36 @@ class WholeSession:
                     self._fail(test, failures[test])
 
     def _is_complete(self, session: pytest.Session) -> bool:
-        stopped = session.shouldfail or session.shouldstop  # by -x, to be resumed
-        return len(self.over) >= session.testscollected and not stopped
+        stopped = session.shouldfail or session.shouldstop  # e.g. by -x; the run can be resumed
+        return len(self.ended) >= session.testscollected and not stopped
 
     def _fail(self, test: str, failure: Failure) -> None:
-        """Report a test as failed, in place of its earlier report."""
+        """Replace the report of a test that has not failed by a failure."""
         report = self.reports.get(test)
         if report is None or report.failed:
             return
         from dpbench.show.comparison import regression_text
 
-        reasons = [f"dpbench: {missing}{self.session.remedy}" for missing in failure.unjudged]
+        reasons = [
+            f"dpbench: {missing}{self.session.comparison.remedy}" for missing in failure.unjudged
+        ]
         sections = []
         if worse := len(failure.regressions):
             sections = [("dpbench comparison", regression_text(failure.regressions))]
             count = f"{worse} regression{'s' if worse > 1 else ''}"
             section = "see the section 'dpbench comparison'"
-            reasons.insert(0, f"dpbench: {count} against {self.session.reference.name}; {section}")
+            reasons.insert(
+                0, f"dpbench: {count} against {self.session.comparison.reference.name}; {section}"
+            )
         report_failed(self.config, report, "\n".join(reasons), *sections)
 
-    @pytest.hookimpl(wrapper=True, trylast=True)  # inside the terminal's, which shows problems
+    @pytest.hookimpl(
+        wrapper=True, trylast=True
+    )  # so that it runs before the terminal prints problems
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
-        """Write the files, once no other plugin measures any more.
+        """Write the files, and fail the session if there are problems or nothing was measured.
 
-        Fail if asked to measure and nothing was measured.
+        Other plugins may measure in this hook, so that dpbench's part comes after theirs.
         """
         try:
             yield
@@ -261,30 +218,30 @@ class WholeSession:
         self.session.finish(complete=self._is_complete(session))
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
-        # A problem fails the session even if no test failed: a test may have been skipped while
-        # another measured its case, or a plugin may have changed the test's outcome.
+        # A problem need not fail a test: a plugin may change a test's outcome, or a test may be
+        # skipped while another test measures its case.
         if self.session.problems:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif self.measures and not self._has_measured():
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def _has_measured(self) -> bool:
-        """Whether the session has measured if asked to; otherwise add a problem."""
+        """Return True if the chosen instruments have measured a case; otherwise add a problem."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
         outcomes = self.session.store.outcomes()
         has_measured = any(o.rows and o.instruments == instruments for o in outcomes)
         if not has_measured:
-            asked = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
-            option = self.settings.option(asked)
-            fixture = " or ".join(measuring(self.settings))
+            chosen = next(n for n in ("ncu", "cupti", "instrument") if getattr(self.settings, n))
+            option = self.settings.option(chosen)
+            fixture = " or ".join(measuring_fixtures(self.settings))
             self.session.problem(
-                f"{option} was given and nothing was measured; "
-                f"select tests that use the {fixture} fixture, e.g. -m gpu"
+                f"{option} is set, but nothing was measured; "
+                f"select tests that use the {fixture} fixture, e.g. with -m gpu"
             )
         return has_measured
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the tables, notes and problems of the whole session."""
+        """Print the tables, notes and problems of the session."""
         if self.is_worker:
             return
         say = terminalreporter.write_line
@@ -317,17 +274,17 @@ class WholeSession:
 
         tables = self.session.summary()
         hook = self.config.hook.pytest_dpbench_group_stats
-        if hook.get_hookimpls():  # the project's own tables
+        if hook.get_hookimpls():  # the hooks may add tables
             hook(config=self.config, summary=self.session.run.summary, tables=tables)
         for line in as_text(tables, terminal_width()).splitlines():
-            # Line by line: if the terminal's encoding lacks a character, pytest escapes the whole
-            # text, line ends included.
+            # One call for each line: if the terminal's encoding lacks a character, pytest escapes
+            # the whole text of a call, including line breaks.
             terminalreporter.write_line(line)
         if warning := append_step_summary(tables):
             terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
 
     def pytest_unconfigure(self) -> None:
-        """Remove the processes' shared files."""
+        """Remove the files that the processes shared."""
         if not self.is_worker:
             self.session.close()
 
@@ -335,34 +292,35 @@ class WholeSession:
 def report_failed(
     config: pytest.Config, report: pytest.TestReport, reasons: str, *sections: tuple[str, str]
 ) -> None:
-    """Send every reporter a failure of a test, and let it forget the earlier report.
+    """Replace the report of a test by a failure, in the terminal and other reporters.
 
     Args:
-        config: of the session.
+        config: pytest's configuration.
         report: the last report of the test before its teardown.
-        reasons: why it has failed.
-        sections: titles and texts that are added to the report.
+        reasons: the reasons for the failure.
+        sections: pairs of a title and a text to add to the report.
     """
     failed = copy(report)
     failed.outcome, failed.longrepr = "failed", reasons
     failed.sections = [*report.sections, *sections]
-    vars(failed).pop("wasxfail", None)  # an xfail mark expects another failure
+    vars(failed).pop("wasxfail", None)  # an xfail mark does not apply to this failure
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     for listed in terminal.stats.values() if terminal else ():
         if report in listed:
             listed.remove(report)
-    most, config.option.maxfail = config.option.maxfail, 0  # there is nothing left to stop
+    # All tests have run, so this failure must not stop pytest.
+    most, config.option.maxfail = config.option.maxfail, 0
     try:
         config.hook.pytest_runtest_logreport(report=failed)
     finally:
         config.option.maxfail = most
     for plugin in config.pluginmanager.get_plugins():
-        if hasattr(plugin, "node_reporters_ordered"):  # pytest's own, of --junitxml
+        if hasattr(plugin, "node_reporters_ordered"):  # the reporter of --junitxml
             _merge_last(plugin, report.outcome)
 
 
 def _merge_last(junit: Any, outcome: str) -> None:
-    """Move the failure that was reported last into the test's element, and count the test once."""
+    """Move the last failure into the test's earlier XML element, so that the test counts once."""
     *others, last = junit.node_reporters_ordered
     new: Element = last.to_xml()
     named = {name: new.get(name) for name in ("classname", "name")}

@@ -13,7 +13,7 @@ import msgspec
 
 from dpbench.core.case import ALL_PHASES, AXES, COUNTS, OPTIONAL_AXES, USUAL
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metric import AGGREGATES, HOWS, Kind, Shown
+from dpbench.core.metric import AGGREGATES, AGGREGATIONS, Kind, Shown
 from dpbench.core.subject import SCRIPT, Subject, subject_from
 from dpbench.results.outcome import LISTS, SEEN, STATUSES
 from dpbench.results.rows import IDENTITY, SCHEMA, STEP, impossible_number
@@ -81,7 +81,7 @@ class TestPart(msgspec.Struct):
 class HowPart(msgspec.Struct):
     """How a metric is computed."""
 
-    kind: Literal[tuple(HOWS)]  # type: ignore[valid-type]
+    kind: Literal[tuple(AGGREGATIONS)]  # type: ignore[valid-type]
     names: list[str] = []
     parts: list[str] = []
     scale: float = 1

@@ -1,1 +1,1 @@
-"""Workloads: what is trained, with its model, batches and losses."""
+"""Workloads: models with their batches and losses."""

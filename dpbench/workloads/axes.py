@@ -1,12 +1,13 @@
-"""Changes of a model that a case asks for, for any workload.
+"""Changes a model as a case requests: activation checkpointing and trainable parameters.
 
 Activation checkpointing recomputes the activations of a block in backward. All trainers use
-PyTorch's reentrant variant: it runs a block first without autograd, where Opacus's hooks are
-silent, and again with autograd in backward. With ``use_reentrant=False`` hooks would see each layer
-twice in forward and once in backward, and Opacus fails.
+PyTorch's reentrant variant. It first runs a block without autograd, when Opacus's hooks do nothing,
+and then with autograd in backward. With ``use_reentrant=False``, Opacus fails, because hooks run
+twice for the forward and once for the backward of a layer.
 
-A case trains all parameters, those whose name matches a pattern, or low-rank adapters: two narrow
-layers beside each frozen linear layer (Hu et al., "LoRA", 2021, https://arxiv.org/abs/2106.09685).
+A case trains all parameters, the parameters whose name matches a pattern, or low-rank adapters. An
+adapter is a pair of narrow layers in parallel to a frozen linear layer (Hu et al., "LoRA", 2021,
+https://arxiv.org/abs/2106.09685).
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from dpbench.workloads.base import Workload
 
 
 def checkpoint_blocks(workload: Workload, model: nn.Module) -> None:
-    """Recompute each of the workload's blocks in backward."""
+    """Make backward recompute the activations of each block of the workload."""
     for block in list(workload.blocks(model)):
         block.forward = partial(_checkpointed, block.forward)
 
 
 def _checkpointed(forward: Any, first: Tensor, *others: Any, **options: Any) -> Any:
-    """Run a block under a checkpoint; ``first`` is the activations ``[B, …]`` of the one before."""
-    if not first.requires_grad:  # a block after frozen layers would not train otherwise
+    """Run a block under a checkpoint; ``first`` is the input activations ``[B, …]``."""
+    if not first.requires_grad:  # else a block after frozen layers would not train
         first = first.detach().requires_grad_()
     return checkpoint(partial(forward, **options), first, *others, use_reentrant=True)
 
 
 class LowRank(nn.Module):
-    """A linear layer and its adapter, which is zero at first."""
+    """A linear layer with an adapter, whose output is zero before training."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class LowRank(nn.Module):
 
 
 def choose_trainable(model: nn.Module, trainable: str) -> None:
-    """Freeze all parameters but those that ``trainable`` selects or adds."""
+    """Freeze all parameters except the parameters that ``trainable`` selects or adds."""
     if trainable == "all":
         return
     if rank := lora_rank(trainable):
@@ -65,7 +66,7 @@ def choose_trainable(model: nn.Module, trainable: str) -> None:
         what = "linear layer" if rank else f"parameter like {trainable}"
         example = next((name for name, _ in model.named_parameters()), "nothing")
         raise ConfigurationError(
-            f"trainable {trainable}: the model has no {what}; it has {example}"
+            f"trainable {trainable}: the model has no {what}; its first parameter is {example}"
         )
     model.requires_grad_(False)
     for parameter in trained:
@@ -73,12 +74,15 @@ def choose_trainable(model: nn.Module, trainable: str) -> None:
 
 
 def _with_adapters(model: nn.Module, rank: int) -> list[Tensor]:
-    """Add adapters to linear layers, except to those whose weights PyTorch's attention reads."""
+    """Add adapters to linear layers and return their weights.
+
+    PyTorch's attention reads the weights of its linear layer directly, so the layer is left out.
+    """
     weights: list[Tensor] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and isinstance(parent, nn.MultiheadAttention):
-                warnings.warn(f"lora: no adapter for {name} of MultiheadAttention", stacklevel=3)
+                warnings.warn(f"lora: {name} of MultiheadAttention has no adapter", stacklevel=3)
             elif isinstance(child, nn.Linear):
                 adapter = LowRank(child, rank)
                 setattr(parent, name, adapter)

@@ -1,4 +1,4 @@
-"""The interface of a workload, and functions on its batches."""
+"""The interface of workloads, and functions on batches."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ from torch.utils import _pytree as pytree
 from dpbench.core.errors import ConfigurationError
 
 Batch: TypeAlias = Any
-"""A tensor, or nested tuples, lists and dictionaries of tensors, each ``[B, …]``."""
+"""A tensor ``[B, …]``, or nested tuples, lists and dictionaries of tensors ``[B, …]``."""
 
 
 class Workload(ABC):
-    """A model, its batches and its losses. Constructor arguments are the workload's parameters."""
+    """A model with its batches and losses. Arguments of the constructor are its parameters."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Make the model. The caller sets the seed and the default device."""
+        """Build the model. The caller sets the random seed and the default device."""
 
     @abstractmethod
     def batches(self, batch_size: int) -> Iterable[Batch]:
-        """Batches in CPU memory. They are repeated if there are too few."""
+        """Return batches in CPU memory, which the caller repeats if it needs more."""
 
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The loss of each example ``[B]``; ``model`` is the model or a wrapper of it."""
+        """Return the loss of each example, ``[B]``; ``model`` may be wrapped."""
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """The mean of `losses`, a scalar. Override it if fewer operations suffice."""
+        """Return the mean of `losses`, a scalar; override it for a faster computation."""
         return self.losses(model, batch).mean()
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """The blocks that activation checkpointing recomputes and FSDP2 gathers one by one."""
+        """Return the blocks that activation checkpointing recomputes, and that FSDP2 gathers."""
         raise ConfigurationError(
-            f"{type(self).__name__} does not say which blocks its model has. Activation "
-            f"checkpointing and parallel=fsdp2 need them: define blocks(model), or use neither"
+            f"activation checkpointing and parallel=fsdp2 need the blocks of the model: define "
+            f"{type(self).__name__}.blocks(model), or use neither option"
         )
 
 
 def examples_in(batch: Batch) -> int:
-    """The number of examples in a batch: the first dimension of each tensor."""
+    """Return the number of examples in a batch, the first dimension of each tensor."""
     tensors = pytree.tree_leaves(batch)
     if wrong := [type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)]:
         raise ConfigurationError(
-            f"a batch is a nest of tuples, lists, dictionaries and tensors, and has a {wrong[0]}"
+            f"a batch may contain tuples, lists, dictionaries and tensors, but not {wrong[0]}"
         )
     firsts: set[Any] = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
     if len(firsts) != 1 or None in firsts:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "none at all"
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "no tensors"
         raise ConfigurationError(
-            f"the first dimension of each tensor of a batch must be the example; they are {shapes}"
+            f"the first dimension of each tensor in a batch must be the example; shapes: {shapes}"
         )
     examples: int = firsts.pop()
     return examples
 
 
 def part_sizes(examples: int, number: int) -> list[int]:
-    """The sizes of parts, which differ by at most 1, the larger ones first."""
+    """Divide a number of examples into parts; sizes differ by at most 1 and descend."""
     return [(examples + number - 1 - part) // number for part in range(number)]
 
 
 def parts_of(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Yield successive parts of a batch with these numbers of examples; a single part is itself."""
+    """Yield successive parts of a batch with these numbers of examples."""
     if len(sizes) == 1:
         yield batch
         return
@@ -80,27 +80,27 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
 def batches_of(
     workload: Workload, batch_size: int, number: int, place: Callable[[Tensor], Tensor]
 ) -> Iterator[Batch]:
-    """Yield the first ``number`` batches of a workload, with ``place`` applied to each tensor."""
+    """Yield ``number`` batches of a workload, with ``place`` applied to each tensor."""
     given = workload.batches(batch_size)
-    batches = cycle(() if given is None else given)  # a method without return
+    batches = cycle(() if given is None else given)  # a method without a return statement
     for _ in range(number):
         if (batch := next(batches, None)) is None:
-            raise ConfigurationError(f"{type(workload).__name__}.batches gave no batch")
+            raise ConfigurationError(f"{type(workload).__name__}.batches returned no batch")
         if (examples := examples_in(batch)) != batch_size:
             raise ConfigurationError(
-                f"{type(workload).__name__}.batches({batch_size}) gave a batch of {examples} "
+                f"{type(workload).__name__}.batches({batch_size}) returned a batch of {examples} "
                 f"examples; the first dimension of each tensor must be the example"
             )
         yield pytree.tree_map(place, batch)
 
 
 def checked_losses(losses: Tensor, workload: Workload, batch: Batch) -> Tensor:
-    """The losses, or an error unless there is one for each example of the batch."""
+    """Return the losses; refuse them if their shape is not ``[B]``."""
     batch_size = examples_in(batch)
     shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
     if shape != [batch_size]:
         raise ConfigurationError(
-            f"{type(workload).__name__}.losses must give one loss for each of {batch_size} "
-            f"examples, [{batch_size}], and gave {shape}; do not take their mean"
+            f"{type(workload).__name__}.losses must return one loss for each example, "
+            f"[{batch_size}], but returned {shape}; do not return the mean"
         )
     return losses

@@ -1,11 +1,11 @@
 """Models of Hugging Face's Transformers, built from a configuration without any download.
 
-Three changes, the same for all trainers, let Opacus train them:
+Opacus needs the first two of three changes to the models. All trainers use the changed models:
 
-- Tied weights are untied, because Opacus clips each use of a parameter as another parameter.
-- Each example gets its own position and token type ids. The models share one row of them, but
-  Opacus takes the first dimension of a layer's input for the batch. In vision transformers, class
-  token and positions become embedding layers.
+- Tied weights are untied, because Opacus clips each use of a parameter as a separate parameter.
+- Each example has its own row of position ids and token type ids. Transformers shares one row, but
+  Opacus assumes that the first dimension of a layer's input is the batch. In vision transformers,
+  class token and positions become embedding layers.
 - Dropout is 0 unless a parameter sets it, so that every step moves the same bytes.
 """
 
@@ -34,12 +34,12 @@ from dpbench.workloads.transformer import (
 
 
 class HuggingFace(Workload):
-    """A model of a type such as ``gpt2``, with any fields of its configuration.
+    """Base class of workloads with a model of Transformers.
 
     Args:
-        model_type: the name of the type in Transformers.
-        config: a JSON file with a configuration, such as a model's ``config.json``.
-        overrides: fields of the configuration to replace.
+        model_type: the model type in Transformers, such as ``gpt2``.
+        config: the path of a JSON file with a configuration, such as a model's ``config.json``.
+        overrides: values of fields of the configuration.
     """
 
     usual_type: ClassVar[str]
@@ -67,7 +67,7 @@ class HuggingFace(Workload):
         auto = getattr(transformers, self.auto)
         try:
             model: nn.Module = auto.from_config(self.config)
-        except ValueError as error:  # its message lists all types
+        except ValueError as error:  # whose message lists all types
             words = str(error).partition(". ")[0].splitlines()[0]
             raise ConfigurationError(f"{self.config.model_type}: {words}") from error
         for parent in list(model.modules()):
@@ -82,7 +82,7 @@ class HuggingFace(Workload):
         return marked or super().blocks(model)
 
     def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
-        """The logits for tokens ``[B, T]``; each example has its own ids."""
+        """Return the logits for tokens ``[B, T]``; each example has its own row of ids."""
         given: dict[str, Any] = {"input_ids": tokens}
         if "position_ids" in self.takes:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -150,7 +150,7 @@ class ImageClassification(HuggingFace):
 
 
 class ImageEmbeddings(nn.Module):
-    """A vision transformer's embeddings, with layers for class token and positions."""
+    """Embeddings of a vision transformer, with embedding layers for class token and positions."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Single layers, as in Opacus's own benchmark suite (``benchmarks/`` of its repository)."""
+"""Single layers, like Opacus's own benchmarks (``benchmarks/`` in Opacus's repository)."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "lstm": lambda width, vocabulary: DPLSTM(width, width, batch_first=True),
     "gru": lambda width, vocabulary: DPGRU(width, width, batch_first=True),
 }
-"""Functions of width and vocabulary that make a layer. Opacus refuses PyTorch's attention and
-recurrent layers, so all trainers, also the baseline, train Opacus's replacements."""
+"""Functions that build a layer from width and vocabulary. Opacus refuses PyTorch's attention and
+recurrent layers, so all trainers, including the baseline, train Opacus's replacements."""
 
 CHANNELS_FIRST = ("conv", "groupnorm", "instancenorm")
 
 WITHOUT_POSITIONS = ("linear", "layernorm", "groupnorm", "embedding")
-"""Layers that accept examples without positions; others would take the batch for one example."""
+"""Layers that accept examples without positions. Other layers would treat the batch as an
+example."""
 
 
 class Layer(Workload):
-    """One layer; the loss is the mean square of its output.
+    """A single layer with the mean square of its output as the loss.
 
     Args:
         layer: one of `LAYERS`.
-        width: input and output features; attention has one head per 64.
-        length: positions in an example; 0 for none, if the layer is in `WITHOUT_POSITIONS`.
-        vocabulary: rows of the embedding.
+        width: the number of input and output features; attention has one head per 64 features.
+        length: the number of positions in an example; layers in `WITHOUT_POSITIONS` accept 0.
+        vocabulary: the number of rows of the embedding.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Layer(Workload):
         if layer not in LAYERS:
             raise unknown("layer", layer, LAYERS)
         if length < (layer not in WITHOUT_POSITIONS):
-            raise ConfigurationError(f"layer {layer} cannot have length {length}; give it more")
+            raise ConfigurationError(
+                f"layer {layer} cannot have length {length}; choose a larger length"
+            )
         self.layer, self.length = layer, length
         self.width, self.vocabulary = positive("width", width), positive("vocabulary", vocabulary)
 
@@ -74,6 +77,6 @@ class Layer(Workload):
 
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         output = model(batch)
-        output = output[0] if isinstance(output, tuple) else output  # leave out states
+        output = output[0] if isinstance(output, tuple) else output  # without states
         losses: Tensor = output.reshape(len(output), -1).square().mean(dim=1)
         return losses

@@ -1,8 +1,8 @@
 """Residual networks for images, with group norms, which Opacus supports in every mode.
 
-The networks are those of He et al., "Deep Residual Learning for Image Recognition" (2015),
-https://arxiv.org/abs/1512.03385, with a bottleneck's stride in its 3×3 convolution. No operator
-works in place, because Opacus's hooks refuse that.
+The networks follow He et al., "Deep Residual Learning for Image Recognition" (2015),
+https://arxiv.org/abs/1512.03385, but the stride of a bottleneck is in its 3×3 convolution. No
+operator works in place, because Opacus's hooks refuse such operators.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from dpbench.workloads.base import Batch, Workload
 GROUPS = 32
 
 DEPTHS = {18: (1, (2, 2, 2, 2)), 34: (1, (3, 4, 6, 3)), 50: (4, (3, 4, 6, 3))}
-"""By depth: the expansion of a block's channels (4 for bottlenecks), and blocks per stage."""
+"""The expansion of a block's channels (4 for bottlenecks) and the blocks per stage, by depth."""
 
 
 def conv_norm(channels: int, to: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """A convolution without bias, then a group norm."""
+    """Build a convolution without bias, followed by a group norm."""
     conv = nn.Conv2d(channels, to, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(conv, nn.GroupNorm(GROUPS, to))
 
 
 class Block(nn.Module):
-    """Two 3×3 convolutions, or a bottleneck of three, and a shortcut."""
+    """A residual block: a shortcut around two 3×3 convolutions or a bottleneck of three."""
 
     def __init__(self, channels: int, width: int, expansion: int, stride: int) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class Block(nn.Module):
 
 
 class ResNet(Workload):
-    """Classification of random images.
+    """Classification of random images by a residual network.
 
     Args:
-        depth: one of `DEPTHS`.
-        image_size: height and width, in pixels.
-        classes: number of classes.
+        depth: a key of `DEPTHS`.
+        image_size: height and width of images, in pixels.
+        classes: the number of classes.
     """
 
     def __init__(self, *, depth: int = 50, image_size: int = 224, classes: int = 1000) -> None:
@@ -91,6 +91,6 @@ class ResNet(Workload):
 
 
 def random_images(batch_size: int, shape: tuple[int, ...], classes: int) -> Iterable[Batch]:
-    """Yield batches of normal noise and random classes without end."""
+    """Yield endless batches of images of normal noise, with random classes."""
     while True:
         yield torch.randn(batch_size, *shape), torch.randint(classes, (batch_size,))

@@ -1,9 +1,10 @@
 """A decoder-only transformer built from layers that Opacus supports in every mode.
 
 Opacus 1.6 is the reason for three choices. Query, key, value and output projections are separate
-``nn.Linear`` layers, because its ghost norms know exactly ``Linear`` and ``Embedding``. Embedding
-and output weights are not tied, because ghost clipping refuses that. Position ids are repeated for
-each example, because its hooks need the batch as the first dimension of each layer's input.
+``nn.Linear`` layers, because Opacus has ghost norms of ``Linear`` and ``Embedding`` layers.
+Embedding and output weights are not tied, because ghost clipping refuses tied weights. Position ids
+are repeated for each example, because Opacus's hooks need the batch as the first dimension of each
+layer's input.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dpbench.workloads.base import Batch, Workload
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head attention with PyTorch's fused kernel; ``[B, T, H]`` to ``[B, T, H]``."""
+    """Causal multi-head attention with PyTorch's fused kernel, from and to ``[B, T, H]``."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -48,11 +49,12 @@ class SelfAttention(nn.Module):
 
 
 class OpacusSelfAttention(nn.Module):
-    """Causal attention with Opacus's ``DPMultiheadAttention``; materialises B·heads·T² scores.
+    """Causal attention with Opacus's ``DPMultiheadAttention``, from and to ``[B, T, H]``.
 
-    The layer runs on ``[T, B, H]``. In Opacus 1.6.0 its ``batch_first=True`` takes the mask's size
-    from the batch and orders heads wrongly, so that positions see later ones. Its projections get
-    ``[B, T, H]``, because Opacus's hooks take the first dimension of an input for the batch.
+    Opacus's layer stores the B·heads·T² scores. It runs on ``[T, B, H]``, because in Opacus 1.6.0
+    ``batch_first=True`` takes the mask's size from the batch and orders heads wrongly, so that
+    positions see later positions. The projections run on ``[B, T, H]``, because Opacus's hooks
+    assume that the first dimension of an input is the batch.
     """
 
     def __init__(self, hidden: int, heads: int) -> None:
@@ -72,7 +74,7 @@ class OpacusSelfAttention(nn.Module):
 
 
 class BatchFirst(nn.Module):
-    """Applies a layer for ``[B, T, H]`` to data ``[T, B, H]``."""
+    """Applies a layer for ``[B, T, H]`` to inputs ``[T, B, H]``."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class BatchFirst(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block with a GELU feed-forward layer of four times the width."""
+    """A pre-norm transformer block; its feed-forward layer has four times the width, with GELU."""
 
     def __init__(self, size: ModelSize, attention: str) -> None:
         super().__init__()
@@ -105,9 +107,9 @@ class SimpleBigModel(nn.Module):
     """A GPT-like language model, from token ids int64 ``[B, T]`` to logits ``[B, T, V]``.
 
     Args:
-        size: vocabulary, hidden width, layers and heads.
-        attention: ``"sdpa"`` or ``"dp_mha"``.
-        max_seq_len: rows of the position table.
+        size: the model's dimensions.
+        attention: a name in `ATTENTIONS`.
+        max_seq_len: the number of rows of the position embedding.
     """
 
     def __init__(
@@ -131,13 +133,13 @@ class SimpleBigModel(nn.Module):
 
 
 class Transformer(Workload):
-    """Next-token prediction on random tokens by `SimpleBigModel`, or a model with its signature.
+    """Next-token prediction on random tokens, by `SimpleBigModel` or another model.
 
     Args:
-        seq_len: tokens in an example, T.
+        seq_len: the number of tokens in an example, T.
         model_size: a name in `MODEL_SIZES`, or ``VOCABULARYxHIDDENxLAYERSxHEADS``.
-        attention: one of `ATTENTIONS`.
-        model: a name in `MODELS`, called as ``Model(size, attention=…, max_seq_len=…)``.
+        attention: a name in `ATTENTIONS`.
+        model: a name in `MODELS`, where the call of a model is described.
     """
 
     def __init__(
@@ -156,7 +158,9 @@ class Transformer(Workload):
         longest = max(1024, self.seq_len)
         named = MODELS[self.name]
         if isinstance(named, type) and not issubclass(named, nn.Module):
-            raise ConfigurationError(f"model {self.name} is a {named.__qualname__}; {needs}")
+            raise ConfigurationError(
+                f"model {self.name} is the class {named.__qualname__}; {needs}"
+            )
         model: nn.Module = called(
             f"model {self.name}",
             named,
@@ -166,12 +170,12 @@ class Transformer(Workload):
             max_seq_len=longest,
         )
         if not isinstance(model, nn.Module):
-            raise ConfigurationError(f"model {self.name} makes a {type(model).__name__}; {needs}")
+            raise ConfigurationError(f"model {self.name} returns a {type(model).__name__}; {needs}")
         if not any(self.size.hidden in parameter.shape for parameter in model.parameters()):
             raise ConfigurationError(
-                f"model {self.name} has no layer of width {self.size.hidden}: it ignores its size, "
-                f"but would be reported as {self.model_size}. Give its real size with "
-                f"--model-size VOCABULARYxHIDDENxLAYERSxHEADS, or make it a workload"
+                f"model {self.name} has no layer of width {self.size.hidden}, so it ignores the "
+                f"model size {self.model_size}. Name its real size with "
+                f"--model-size VOCABULARYxHIDDENxLAYERSxHEADS, or define a workload"
             )
         return model
 
@@ -194,12 +198,15 @@ class Transformer(Workload):
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of logits ``[B, T, V]`` against labels ``[B, T]``, a scalar."""
+    """Return the mean cross-entropy of logits ``[B, T, V]`` against labels ``[B, T]``, a scalar."""
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy of each example, ``[B]``; arguments as in `mean_cross_entropy`."""
+    """Return the mean cross-entropy of each example, ``[B]``.
+
+    The arguments are logits ``[B, T, V]`` and labels ``[B, T]``.
+    """
     flat = logits.reshape(-1, logits.shape[-1])
     by_token = F.cross_entropy(flat, labels.reshape(-1), reduction="none")
     return by_token.view(labels.shape).mean(dim=1)
@@ -214,10 +221,10 @@ def get_random_dataloader(
     num_batches: int = 8,
     seed: int = 0,
 ) -> DataLoader[tuple[Tensor, ...]]:
-    """Batches of uniformly random tokens on ``device``.
+    """Make a loader of uniformly random tokens on ``device``.
 
-    Every batch has exactly ``batch_size`` examples; this is not Poisson sampling. A seed gives the
-    same tokens on every device.
+    Every batch has ``batch_size`` examples, without Poisson sampling. The tokens of a seed are the
+    same on every device.
 
     Returns:
         A loader of ``num_batches`` pairs ``(input_ids, labels)``, both int64 ``[B, T]``. A label is
@@ -228,5 +235,6 @@ def get_random_dataloader(
         vocab_size, (num_batches * batch_size, seq_len + 1), generator=generator, device="cpu"
     ).to(device)
     dataset = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    whole = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
-    return DataLoader(dataset, sampler=whole, batch_size=None)  # whole batches
+    batches = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
+    # batch_size=None: the sampler already yields the indices of a batch.
+    return DataLoader(dataset, sampler=batches, batch_size=None)

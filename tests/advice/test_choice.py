@@ -64,14 +64,14 @@ def test_a_method_that_does_not_fit_is_not_named() -> None:
     )
     name, reason = _choice(methods, 8, 80e9)
     assert name == "dpsgd_ghost"
-    assert "2.00 times a standard one; `lean` does not fit" in reason
+    assert "2.00 times a standard step; `lean` does not fit" in reason
 
 
 def test_a_method_for_larger_batches_is_said_where_they_are_near() -> None:
     methods = frame(
         lean={"largest_batch": 10}, micro_batch={"predicted_seconds": 9.0, "largest_batch": 99}
     )
-    assert "for batches above 10 there is `micro_batch`" in _choice(methods, 8, 80e9)[1]
+    assert "for batches above 10, use `micro_batch`" in _choice(methods, 8, 80e9)[1]
     assert "for batches" not in _choice(methods, 4, 80e9)[1]
 
 
@@ -82,7 +82,7 @@ def test_where_none_fits_the_one_with_the_largest_batch_is_said() -> None:
     assert name is None
     assert reason == ("No private method fits 80 GB at batch 8; `micro_batch` fits up to batch 5.")
     alone = frame(lean={**none, "largest_batch": 0})
-    assert "not even one example does" in _choice(alone, 8, 80e9)[1]
+    assert "even one example does not fit" in _choice(alone, 8, 80e9)[1]
 
 
 def test_methods_are_listed_by_time_after_the_standard_step() -> None:
@@ -121,7 +121,7 @@ def test_more_memory_never_makes_the_largest_batch_smaller() -> None:
     ("options", "said"),
     [
         ({"gpu": "h300"}, "unknown card 'h300'; choose from"),
-        ({"gpu": "b200"}, "the memory of NVIDIA B200 is not known: give --memory"),
+        ({"gpu": "b200"}, "the memory of NVIDIA B200 is unknown: add --memory"),
         ({"trainers": ["dpsdg"]}, "unknown trainer 'dpsdg'"),
     ],
 )

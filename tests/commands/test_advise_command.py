@@ -31,8 +31,8 @@ def test_the_first_line_says_what_to_use_and_a_table_why(
     ("words", "said"),
     [
         (["--gpu=h300"], "unknown card 'h300'; choose from a100-40gb"),
-        (["--gpu=b200"], "the memory of NVIDIA B200 is not known: give --memory"),
-        (["--memory=80"], "memory is e.g. 80GB or 80GiB, not '80'"),
+        (["--gpu=b200"], "the memory of NVIDIA B200 is unknown: add --memory"),
+        (["--memory=80"], "write memory as 80GB or 80GiB, not as '80'"),
         (["--trainer=dpsdg"], "unknown trainer 'dpsdg'"),
         (["absent.json"], "no run file absent.json"),
     ],

@@ -106,7 +106,7 @@ def test_a_grid_file_names_its_baseline(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("baseline", "said"),
-    [("'nope'", "unknown trainer 'nope'"), ("3", "3 is no name")],
+    [("'nope'", "unknown trainer 'nope'"), ("3", "3 is not a name")],
 )
 def test_a_baseline_that_is_no_trainer_is_refused(
     dpbench: Asked, tmp_path: Path, baseline: str, said: str

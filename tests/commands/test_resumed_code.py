@@ -55,6 +55,6 @@ def test_a_part_of_other_code_is_measured_again(
     Path("copies.py").write_text("NUMBER = 30\n")  # which the trainer's module imports
     assert main(RESUME) == 1
     err = capsys.readouterr().err
-    assert "measured again, for their code has changed: Mine-bs2-seq8-99x16x1x2-fp32\n" in err
+    assert "measured again, because their code has changed: Mine-bs2-seq8-99x16x1x2-fp32\n" in err
     assert "logical_bytes@step of Mine-bs2-seq8-99x16x1x2-fp32: " in err
     assert len(json.loads(cur.read_text())["cases"]) == 2

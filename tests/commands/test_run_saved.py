@@ -62,7 +62,7 @@ def test_run_is_saved_resumed_and_compared(
     another_batch = [text.replace("--batch-size=2", "--batch-size=4") for text in RUN]
     limited = [*another_batch, *TWO[:1], "--compare-fail=logical_bytes:5%"]
     assert main(limited) == 2
-    said = "in .dpbench has any of these cases to judge by; if this is the first, say"
+    said = "with any of these cases in .dpbench, so limits cannot be checked; add"
     assert said in capsys.readouterr().err
     assert main([*limited, "--compare-first-run-ok"]) == 0
     assert main([*limited, "--compare=1"]) == 1
@@ -87,7 +87,7 @@ def test_a_reference_that_cannot_be_read_is_not_a_first_run(
     first.write_text(first.read_text().replace(*damage))
     assert main(limited) == 1
     [line] = [line for line in capsys.readouterr().err.splitlines() if "ERROR" in line]
-    assert "--compare-first-run-ok: this is not the first; skipped: run file" in line
+    assert "--compare-first-run-ok: this is not the first run; skipped: run file" in line
     assert "0001_first.json cannot be read" in line
     assert main([*one, "--save=second"]) == 0
     assert main(limited) == 0  # there is one that can be read

@@ -94,7 +94,7 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"trainer": "dpsgd:clip"}, "a parameter is written dpsgd:NAME=VALUE"),
+        ({"trainer": "dpsgd:clip"}, "write a parameter as dpsgd:NAME=VALUE"),
         ({"trainer": "dpsgd:clip="}, "a parameter is NAME=VALUE in printable text"),
         ({"trainer": "dpsgd:per-layer=1"}, "a parameter is NAME=VALUE in printable text"),
         ({"trainer": "dpsgd:clip=flat,per_layer"}, "a parameter is NAME=VALUE in printable text"),
@@ -128,7 +128,7 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
         ({"workload": "transformer:seq_len=x"}, "seq_len is given twice"),
         (
             {"trainer": "tests.core.test_case_parameters:Own:beta"},
-            "parameters follow as :NAME=VALUE",
+            "with parameters as package.module:Class:NAME=VALUE",
         ),
         (
             {"trainer": "tests.core.test_case_parameters:Absent"},

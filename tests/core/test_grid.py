@@ -57,7 +57,7 @@ def test_grid_leaves_out_several_gpus_alone_and_one_in_parallel_and_says_so() ->
 def test_grid_is_refused_that_would_leave_a_value_without_a_case(
     parallel: tuple[str, ...], gpus: tuple[int, ...]
 ) -> None:
-    assert "several GPUs train in parallel" in refusal(
+    assert "several GPUs need parallel=ddp or fsdp2" in refusal(
         lambda: with_values(parallel=parallel, gpus=gpus)
     )
 
@@ -228,7 +228,7 @@ GOOD = {"trainer": '"dpsgd"', "batch_size": "8", "seq_len": "256"}
         ("seq_len", "[[256]]", "seq_len must be int"),
         ("trainer", "1", "trainer must be str or a list of str, not 1"),
         ("trainer", "[]", "trainer must be str"),
-        ("trainer", '{clip = "flat"}', "trainer: a table has a name beside its parameters"),
+        ("trainer", '{clip = "flat"}', "trainer: a table must have a name"),
         ("trainer", '{name = "dpsgd", clip = []}', "trainer must be a table of numbers"),
         ("trainer", '{name = "dpsgd:a=1", a = 2}', "a is given twice, as 1 and as 2"),
         ("trainer", '"dpsgd:clip=flat,clip=x"', "clip is given twice, as flat and as x"),

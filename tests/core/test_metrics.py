@@ -62,7 +62,7 @@ OWN = Metric("l1_total_bytes", "L1\ntotal", ("ncu",), Counters(("l1tex__t_bytes.
 def test_name_means_one_metric() -> None:
     metrics = Metrics([])
     metrics.register(OWN, OWN)
-    with pytest.raises(ConfigurationError, match="'l1_total_bytes' exists; choose another name"):
+    with pytest.raises(ConfigurationError, match="'l1_total_bytes' exists already; choose"):
         metrics.register(Metric("l1_total_bytes"))
 
 
@@ -98,7 +98,7 @@ def test_expectation_is_set_or_dropped(
     "text", ["dram_ratio", "dram_ratio:2", "dram_ratio:5-2", "dram_ratio:1.2.3-4", ""]
 )
 def test_expectation_that_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="write dram_ratio:2-5, or none"):
+    with pytest.raises(ConfigurationError, match="write a range such as dram_ratio:2-5, or none"):
         expectations([text])
 
 

@@ -148,8 +148,8 @@ def test_unknown_name_is_refused_with_what_exists(registry: Registry, spelling: 
 def test_target_that_cannot_be_imported_is_refused(registry: Registry, spelling: str) -> None:
     target = spelling.partition("=")[2]
     message = refusal(lambda: registry.canonical(spelling))
-    assert message.startswith(f"trainer 'mine': {target!r} cannot be imported")
-    assert message.endswith("parameters follow as :NAME=VALUE")
+    assert message.startswith(f"trainer 'mine': the measured process cannot import {target!r}")
+    assert message.endswith("with parameters as package.module:Class:NAME=VALUE")
 
 
 @pytest.mark.parametrize("name", ["my-trainer", "1st", "a=b", "../up"])
@@ -166,8 +166,8 @@ def test_name_that_means_something_else_is_refused(registry: Registry, taken: st
     registry.register("mine", "collections:ChainMap")
     before = dict(registry)
     message = refusal(lambda: registry.canonical(f"{taken}=collections:deque"))
-    assert f"{taken!r} already means collections:" in message
-    assert message.endswith("choose another with NAME=collections:deque")
+    assert f"{taken!r} already stands for collections:" in message
+    assert message.endswith("choose another name with NAME=collections:deque")
     assert dict(registry) == before
 
 
@@ -189,7 +189,7 @@ def test_own_class_may_be_called_as_that_of_a_builtin(registry: Registry) -> Non
 
 @pytest.mark.parametrize("named", [None, 3, True, Outer, Outer()])
 def test_what_is_no_text_is_no_name(registry: Registry, named: Any) -> None:
-    assert "is no name; write it as package.module:Class" in refusal(
+    assert "is not a name; write a name as package.module:Class" in refusal(
         lambda: registry.canonical(named)
     )
 

@@ -74,10 +74,10 @@ def test_an_option_is_named_as_its_user_writes_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--save=a", "--autosave"], "--autosave names the run itself: drop --save"),
+        (["--save=a", "--autosave"], "--autosave chooses the name of the run: omit --save"),
         (["--json=/dev/null/x"], "directory /dev/null cannot be written"),
         (["--json=x", "--csv=./x"], "--json and --csv name the same file, 'x'"),
-        (["--compare=x", "--json=x"], "--json would write over x, which is compared with"),
+        (["--compare=x", "--json=x"], "--json would overwrite the reference run x"),
     ],
 )
 def test_what_contradicts_itself_is_refused(

@@ -177,12 +177,12 @@ def test_ranks_are_no_forks_of_a_process_whose_forks_cannot_use_cuda(
 
 @pytest.mark.parametrize(("parallel", "gpus"), [("none", 2), ("ddp", 1)])
 def test_several_gpus_need_a_way_to_share(parallel: str, gpus: int) -> None:
-    with pytest.raises(ConfigurationError, match="train in parallel, ddp or fsdp2"):
+    with pytest.raises(ConfigurationError, match="parallel=ddp or fsdp2"):
         ranks("standard", parallel, gpus)
 
 
 def test_the_batch_is_that_of_all_ranks() -> None:
-    with pytest.raises(ConfigurationError, match=r"all 3 GPUs, .* take a multiple of 3"):
+    with pytest.raises(ConfigurationError, match=r"shared by 3 GPUs, .* choose a multiple of 3"):
         ranks("standard", gpus=3)
 
 
@@ -192,7 +192,7 @@ def test_what_cannot_measure_several_gpus_says_so_before_it_starts(
     monkeypatch.setattr(gpu, "visible_gpus", list)
     monkeypatch.setenv(gpu.SESSION_GPUS, "GPU-0")
     one = measure(ranks("standard"), [replace(timing(tmp_path), device="cuda")])
-    assert one.message.endswith("needs 2 GPUs, and 1 can be used (CUDA_VISIBLE_DEVICES)")
+    assert one.message.endswith("needs 2 GPUs, but 1 can be used (CUDA_VISIBLE_DEVICES)")
 
     class Single(Timing):
         by_rank = False

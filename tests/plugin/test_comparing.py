@@ -142,7 +142,7 @@ def test_run_of_another_gpu_is_not_compared_with(
         (["--dpbench-compare=absent.json"], "no run file"),
         (["--dpbench-compare=cut.json"], "cut.json cannot be read"),
         (["--dpbench-save=a/b"], "run name 'a/b' must be made of letters"),
-        (["--dpbench-save=a", "--dpbench-autosave"], "drop --dpbench-save"),
+        (["--dpbench-save=a", "--dpbench-autosave"], "omit --dpbench-save"),
         (["--dpbench-save=a", "--dpbench-storage=/dev/null/x"], "/dev/null/x"),
         (["--dpbench-resume"], "no interrupted run in"),
     ],

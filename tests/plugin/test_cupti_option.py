@@ -144,5 +144,5 @@ def test_a_session_that_measured_nothing_fails(suite: RunSuite) -> None:
     result = suite("--cupti", "-k", "by_ncu")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stdout.fnmatch_lines(
-        ["*--cupti was given and nothing was measured; select*the counters fixture*"]
+        ["*--cupti is set, but nothing was measured; select*the counters fixture*"]
     )

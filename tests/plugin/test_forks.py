@@ -133,7 +133,9 @@ def test_what_is_measured_after_the_session_was_judged_fails_it(
     assert project(*alone, "--dpbench-save=good", replayed=False).ret == 0
     result = project(*alone, "--dpbench-compare-fail=logical_bytes:5%", replayed=False)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["ERROR: dpbench: measured after the last test, and so judged*"])
+    result.stdout.fnmatch_lines(
+        ["ERROR: dpbench: measured after the last test, so limits were not*"]
+    )
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_a_session_that_measured_nothing_fails(
     pytester.makepyfile(test_suite="def test_nothing(): pass")
     result = project(*CHOSEN, replayed=False)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stdout.fnmatch_lines(["*--dpbench-instrument was given and nothing was measured*"])
+    result.stdout.fnmatch_lines(["*--dpbench-instrument is set, but nothing was measured*"])
 
 
 def test_a_fixture_that_outlives_a_test_cannot_measure(

@@ -82,4 +82,4 @@ def test_an_ncu_session_that_only_counted_is_not_green(
     )
     result = project("-n0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stdout.fnmatch_lines(["ERROR: dpbench: --ncu was given and nothing was measured*"])
+    result.stdout.fnmatch_lines(["ERROR: dpbench: --ncu is set, but nothing was measured*"])

@@ -135,7 +135,7 @@ def test_a_trainer_whose_module_is_nowhere_is_refused_once(
     said = [line for line in result.outlines + result.errlines if "dpbench: trainer" in line]
     assert said[0] == (
         "dpbench: trainer 'Trainer': no module named 'nowhere'; "
-        "run from its directory or put that on PYTHONPATH"
+        "run in the module's directory or add the directory to PYTHONPATH"
     )
     assert "nothing was measured" not in result.stdout.str()
     assert not Storage(pytester.path / ".dpbench").paths()

@@ -108,7 +108,7 @@ def test_ncu_cannot_have_it(project: RunSuite, pytester: pytest.Pytester) -> Non
     result = project("-n0")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["dpbench: ncu cannot measure a step of this process*use logical_io(step), *"]
+        ["dpbench: ncu cannot measure a step in pytest's process*use logical_io(step), *"]
     )
 
 

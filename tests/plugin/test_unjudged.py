@@ -62,10 +62,10 @@ def test_limit_that_judges_nothing_fails_whoever_gave_it(
     pytester.makepyfile(test_suite=SUITE)
     first = "--dpbench-compare-first-run-ok"
     line = refused("-n0", LIMIT)
-    assert line.endswith(f".dpbench to judge by; if this is the first, say {first}")
+    assert line.endswith(f".dpbench, so limits cannot be checked; add {first} to the first run")
     nothing = counted("--dpbench-save=refused")
     nothing.assert_outcomes(passed=1, failed=1)  # a marker's limit is no less
-    nothing.stdout.fnmatch_lines([f"*logical_ratio:1% judged nothing of dpsgd*say {first})"])
+    nothing.stdout.fnmatch_lines([f"*logical_ratio:1% judged nothing of dpsgd*add {first})"])
     counted(LIMIT, first, "--dpbench-save=first").assert_outcomes(passed=2)
     assert counted(LIMIT).ret == 0
     assert saved(pytester.path, 1).verdict == "unjudged"

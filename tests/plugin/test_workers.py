@@ -9,9 +9,9 @@ import pytest
 
 from dpbench.core.gpu import Gpu
 from dpbench.core.grid import GRIDS
-from dpbench.plugin import whole_session
+from dpbench.plugin import workers
 from dpbench.plugin.scheduling import CaseScheduling
-from dpbench.plugin.whole_session import useful_workers, visible_names
+from dpbench.plugin.workers import useful_workers, visible_names
 from dpbench.session_store import Request, SessionStore
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
@@ -37,7 +37,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     found = [Gpu(f"GPU-{i}", "NVIDIA H200", None, "580") for i in range(count)]
-    monkeypatch.setattr(whole_session, "visible_gpus", lambda: found)
+    monkeypatch.setattr(workers, "visible_gpus", lambda: found)
 
 
 @pytest.mark.slow

@@ -61,7 +61,9 @@ def test_options_choose_workload_and_parameters(
     ids = [f"*test_counted?dpsgd-bs4-Squares,width={width}-fp32?*" for width in (4, 8)]
     result.stdout.fnmatch_lines(ids)
     wrong = project("--dpbench-workload=mine:Squares", "--dpbench-seq-len=4")
-    wrong.stderr.fnmatch_lines(["*dpbench: seq_len is the transformer's: Squares takes its own*"])
+    wrong.stderr.fnmatch_lines(
+        ["*dpbench: seq_len belongs to the transformer; parameters of Squares*"]
+    )
 
 
 @pytest.mark.usefixtures("counted_here")

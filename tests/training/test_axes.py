@@ -242,7 +242,7 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
     [
         (
             lambda: Case("dpsgd", 8, 16, micro_batches=3),
-            "batch size 8 cannot be trained in 3 parts",
+            "batch size 8 cannot be divided into 3 equal parts",
         ),
         (lambda: Case("dpsgd", 8, 16, micro_batches=0), "micro-batches must be a positive integer"),
         (lambda: Case("dpsgd", 8, 16, trainable="lora:x"), "write lora:RANK, such as lora:8"),
@@ -260,12 +260,12 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
             lambda: build(
                 Case("dpsgd", 2, workload="layer", activation_checkpointing="on"), CPU, 1
             ),
-            "Layer does not say which blocks its model has. Activation checkpointing and "
-            "parallel=fsdp2 need them: define blocks(model)",
+            "activation checkpointing and parallel=fsdp2 need the blocks of the model: define "
+            "Layer.blocks(model)",
         ),
         (
             lambda: build(Case("dpsgd", 8, 16, "tiny", trainable="*.gain"), CPU, 1),
-            "trainable *.gain: the model has no parameter like *.gain; it has token_embedding",
+            "the model has no parameter like *.gain; its first parameter is token_embedding",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -79,5 +79,5 @@ def test_fused_operators_are_not_counted() -> None:
 
 
 def test_ranks_are_not_compiled() -> None:
-    with pytest.raises(ConfigurationError, match="compile=on trains on one GPU, and gpus is 2"):
+    with pytest.raises(ConfigurationError, match="compile=on supports one GPU only, and gpus is 2"):
         compiled("standard", gpus=2, parallel="ddp")

@@ -91,7 +91,7 @@ def test_a_workload_that_does_not_say_its_blocks_is_refused() -> None:
         def blocks(self, model: nn.Module) -> Any:
             return Workload.blocks(self, model)
 
-    with pytest.raises(ConfigurationError, match="does not say which blocks its model has"):
+    with pytest.raises(ConfigurationError, match="need the blocks of the model"):
         made(Whole(nn.Linear(WIDTH, WIDTH)))
 
 

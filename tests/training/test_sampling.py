@@ -144,5 +144,5 @@ def test_a_step_is_counted_for_each_size() -> None:
 
 
 def test_ranks_do_not_sample() -> None:
-    with pytest.raises(ConfigurationError, match="sampling=poisson trains on one GPU, and gpus is"):
+    with pytest.raises(ConfigurationError, match="sampling=poisson supports one GPU only, and"):
         poisson("dpsgd", gpus=2, parallel="ddp")

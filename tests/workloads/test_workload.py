@@ -111,7 +111,7 @@ def test_a_function_of_its_parameters_may_make_one() -> None:
 
 @pytest.mark.parametrize("named", [digits.Digits, digits.Digits(), None])
 def test_what_is_no_text_names_nothing(named: Any) -> None:
-    assert "is no name; write it as package.module:Class" in refusal(
+    assert "is not a name; write a name as package.module:Class" in refusal(
         lambda: Case("standard", 4, workload=named)
     )
 
@@ -190,7 +190,7 @@ def test_one_grid_has_the_transformer_and_others() -> None:
         (["--workload=nope"], "unknown workload 'nope'; choose from transformer"),
         (
             [f"--workload={HERE}:Digits", "--seq-len=8"],
-            "seq_len is the transformer's: Digits takes",
+            "seq_len belongs to the transformer; parameters of Digits",
         ),
         (
             [f"--workload={HERE}:Digits", "--set=size=8"],
@@ -214,14 +214,17 @@ def test_what_cannot_be_asked_for_is_refused_in_a_line(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("set = 3", "set must be a table of numbers, strings or lists of them, not 3"),
+        ("set = 3", "set must be a table of numbers, strings or lists of these, not 3"),
         ("set = {a = []}", "set must be a table"),
         ("set = {a = {b = 1}}", "set must be a table"),
         (
             "set = {a = 'x,y'}",
             "a parameter is NAME=VALUE in printable text without commas",
         ),
-        ("seq_len = 8", "seq_len is the transformer's: mine takes its own parameters (set)"),
+        (
+            "seq_len = 8",
+            "seq_len belongs to the transformer; parameters of mine are given with set",
+        ),
     ],
 )
 def test_what_a_grid_file_cannot_set_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -238,12 +241,12 @@ def test_what_a_grid_file_cannot_set_is_refused(tmp_path: Path, text: str, said:
 @pytest.mark.parametrize(
     ("workload", "said"),
     [
-        (digits.MeanLoss, "MeanLoss.losses must give one loss for each of 4 examples, [4], and"),
-        (digits.NoExamples, "must be the example; they are [4, 3], []"),
-        (digits.OtherSize, "OtherSize.batches(4) gave a batch of 5 examples"),
-        (digits.NoTensors, "dictionaries and tensors, and has a str"),
-        (digits.NoBatch, "NoBatch.batches gave no batch"),
-        (digits.NoReturn, "NoReturn.batches gave no batch"),
+        (digits.MeanLoss, "MeanLoss.losses must return one loss for each example, [4], but"),
+        (digits.NoExamples, "must be the example; shapes: [4, 3], []"),
+        (digits.OtherSize, "OtherSize.batches(4) returned a batch of 5 examples"),
+        (digits.NoTensors, "dictionaries and tensors, but not str"),
+        (digits.NoBatch, "NoBatch.batches returned no batch"),
+        (digits.NoReturn, "NoReturn.batches returned no batch"),
         (digits.NoModel, "NoModel.model must return an nn.Module, not NoneType"),
         (
             digits.NoWorkload,
@@ -296,6 +299,6 @@ def test_what_no_gpu_would_change_is_said_before_one_is_used(built_in: bool) -> 
 def test_a_model_that_ignores_its_size_is_not_called_by_it() -> None:
     case = Case("standard", 2, 8, "tiny", model=f"wide={HERE}:WideModel")
     message = refusal(lambda: build(resolve(case), CPU, 1))
-    assert "model wide has no layer of width 64: it ignores its size" in message
+    assert "model wide has no layer of width 64, so it ignores the model size" in message
     right = Case("standard", 2, 8, "100x48x1x2", model="wide")
     assert build(right, CPU, 1)[0].model.head.out_features == 100

@@ -1,0 +1,194 @@
+"""Compares a session with its reference run, and checks limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.subject import subject_from
+from dpbench.results.run import Run
+from dpbench.results.storage import Storage, check_comparable, latest_passed_run
+from dpbench.session_files import RunWriter, reporting
+from dpbench.session_store import Keys, SessionStore
+
+if TYPE_CHECKING:
+    from dpbench.core.settings import Settings
+    from dpbench.results.compare import Threshold
+    from dpbench.results.gate import Unjudged, Verdict
+
+
+class Failure(NamedTuple):
+    """The reasons why a test fails: regressions, and limits that could not be checked."""
+
+    regressions: list[dict[str, Any]]
+    unjudged: Sequence[Unjudged] = ()
+
+
+class SessionComparison:
+    """The comparison of a session with its reference run.
+
+    Args:
+        settings: the session's settings.
+        store: the outcomes and requests of the session.
+        planned: the cases that the session will measure, if they are known from the start.
+        sources: each (device, instrument) that the session can have rows of.
+        files: the writer of the session's own run, with the session's notes and problems.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: SessionStore,
+        planned: Keys,
+        sources: Sequence[tuple[str, str]],
+        files: RunWriter,
+    ) -> None:
+        self.settings, self.store, self.files = settings, store, files
+        self.planned, self.sources = planned, sources
+        self.limits = read_limits(settings.compare_fail)
+        """Limits of the command line. A test's marker can set other limits for this test."""
+        self.verdict: Verdict | None = None
+        """The result of the last call of `judge`."""
+        self.judged = 0
+        """The number of outcomes at the time of the last call of `judge`."""
+
+    @property
+    def requested(self) -> Keys:
+        """The pairs of a case and an instrument that the plan and the tests request."""
+        of_tests = (key for request in self.store.requests for key in request.asked)
+        return [*dict.fromkeys([*self.planned, *of_tests])]
+
+    def check_reference(self) -> None:
+        """Raise `ConfigurationError` if limits cannot be checked for lack of a reference run."""
+        settings, across = self.settings, self.settings.compare_across
+        if settings.compare:
+            option = "--dpbench-compare-across" if settings.of_pytest else ""
+            subject = "this session measures"
+            check_comparable(self.reference, self.sources, subject, across=across, option=option)
+            return
+        if not self.limits or settings.compare_first_run_ok:
+            return
+        if self.reference.frame.empty if self.planned else not self._candidates:
+            devices = " or ".join(sorted({device for device, _ in self.sources}))
+            with_cases = " with any of these cases" if self.planned else ""
+            raise ConfigurationError(
+                f"no saved run on {devices}{with_cases} in {settings.storage}, so limits cannot be "
+                f"checked; add {settings.option('compare_first_run_ok')} to the first run"
+            )
+
+    @cached_property
+    def _candidates(self) -> list[Path]:
+        """Files of runs that may be the reference run, the newest first."""
+        devices = {device for device, _ in self.sources}
+        paths = Storage(self.settings.storage).candidates(devices)
+        return [path for path in paths if path != self.files.path]
+
+    @cached_property
+    def reference(self) -> Run:
+        """The run that the user names, or the latest complete run that passed its own comparison.
+
+        Without such a run, this is a run without rows.
+        """
+        settings, notes = self.settings, list[str]()
+        if settings.compare:
+            is_number = settings.compare.isdecimal()
+            named = settings.compare if is_number else str(settings.directory / settings.compare)
+            return Run.load(Storage(settings.storage).find(named))
+        run = latest_passed_run(self._candidates, self.sources, self.requested, notes)
+        if run is None and settings.compare_first_run_ok:
+            for note in (note for note in notes if note.startswith("skipped")):
+                option = settings.option("compare_first_run_ok")
+                raise ConfigurationError(f"{option}: this is not the first run; {note}")
+        self.files.notes += notes
+        return run or Run.of("the storage")
+
+    @property
+    def remedy(self) -> str:
+        """A hint to add to problems if there is no reference run; otherwise empty."""
+        if not self.reference.frame.empty:
+            return ""
+        option = self.settings.option("compare_first_run_ok")
+        return f" (if this is the first run, add {option})"
+
+    def judge(
+        self, run: Callable[[], Run], *, complete: bool, passed: Collection[str]
+    ) -> dict[str, Failure]:
+        """Compare the session with its reference run, and check the limits.
+
+        Args:
+            run: returns the session's run with its conditions; only called for a comparison.
+            complete: True if everything requested has been measured.
+            passed: the ids of the tests that have passed.
+
+        Returns:
+            The reasons for failure, by the ids of failed tests.
+        """
+        failures: dict[str, Failure] = {}
+        with reporting(self.files.problem):
+            limited, own = self._limited(passed)
+            outcomes = self.store.outcomes()
+            if not (own or (self.settings.compares and (outcomes or self.limits))):
+                return {}
+            from dpbench.results.gate import Gate, Verdict
+
+            across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
+            asked = {*self.requested, *(key for outcome in outcomes for key in outcome.asked)}
+            gate = Gate(self.reference, run(), asked, across, first_run_ok)
+            verdict = gate.judge(self.limits, {key for keys in limited.values() for key in keys})
+            if self.limits and not complete:
+                verdict.unjudged.clear()
+                self.files.problem(
+                    f"the session ended early, so {self.settings.option('compare_fail')} was not "
+                    f"checked for every requested case"
+                )
+            for test, keys in limited.items():
+                rows = [
+                    r for r in verdict.regressions if (subject_from(r), r["instrument"]) in keys
+                ]
+                failures[test] = Failure(rows)
+            verdicts = [verdict]
+            for (test, limits), keys in own.items():
+                verdicts.append(gate.judge(read_limits(limits), {*keys}))
+                failures[test] = Failure(verdicts[-1].regressions, verdicts[-1].unjudged)
+            self.verdict = Verdict.merge(verdicts)
+            self.judged = len(outcomes)
+            self._report(self.verdict)
+        measured = {r.test for r in self.store.requests if r.params is not None} | {*passed}
+        return {
+            test: failures[test] for test in failures if test in measured and any(failures[test])
+        }
+
+    def _limited(self, passed: Collection[str]) -> tuple[dict[str, Keys], dict[Any, Keys]]:
+        """Return the cases for the command line's limits by test, and for tests' own limits."""
+        limited: dict[str, Keys] = {"": [*self.planned]}
+        own: dict[tuple[str, tuple[str, ...]], Keys] = {}
+        for request in self.store.requests:
+            if request.limits is None:
+                limited.setdefault(request.test, []).extend(request.asked)
+            elif request.limits and (request.asked or request.test in passed):
+                own.setdefault((request.test, request.limits), []).extend(request.asked)
+        return limited, own
+
+    def _report(self, verdict: Verdict) -> None:
+        """Add notes on the comparison; add problems for unchecked limits and regressions."""
+        from dpbench.show.comparison import exceeded_lines
+
+        if not self.reference.frame.empty:
+            self.files.notes.append(f"compared with {self.reference.name}")
+        self.files.notes += verdict.notes
+        for missing in verdict.unjudged:
+            self.files.problem(f"{missing}{self.remedy}")
+        for line in exceeded_lines(verdict.regressions):
+            self.files.problem(line)
+
+
+def read_limits(texts: Sequence[str]) -> list[Threshold]:
+    """Read limits such as ``dram_bytes:5%``; without texts, do not load pandas."""
+    if not texts:
+        return []
+    from dpbench.results.compare import Threshold
+
+    return [Threshold.parse(text) for text in texts]
