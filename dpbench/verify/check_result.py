@@ -36,5 +36,5 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """True if nothing is wrong. So a check that was not judged usually passes."""
+        """True if ``wrong`` is empty, as it is for most checks that were not judged."""
         return not self.wrong

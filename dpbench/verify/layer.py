@@ -27,12 +27,12 @@ from dpbench.workloads.base import Workload
 
 OUT_FEATURES = 32
 NOISE_STEPS = 240
-"""Number of noisy steps. They have half a million elements, and some of so many must exceed 4σ."""
+"""Number of noisy steps. Of their half a million elements, some must exceed 4σ."""
 NOISE_THRESHOLD = 1e-8
 """Clipping threshold of the noisy steps, as a share of `Verification.below_all`. It is so small
 that an unclipped gradient is visible in the noise."""
 SHAPES = ((2, 64), (128, 32), (16, 256))
-"""Tokens and input features of an example. The first pair is for the noise, the others are for
+"""Tokens and input features of an example. The first pair is for the noise, the other pairs are for
 `_tokens_alike`."""
 NEGLIGIBLE = 1e-9
 """Factor by which the other examples' gradients are scaled when one example is tested."""
@@ -146,8 +146,8 @@ def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
 def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool) -> Batch:
     """Make a batch with one example whose tokens share an offset. Other examples are negligible.
 
-    The example's output gradients sum to zero over all tokens. If ``paired``, they do so over each
-    two tokens.
+    The output gradients of the example sum to zero over all tokens. If ``paired``, the output
+    gradients of each two tokens sum to about zero.
     """
     inputs, gradients = next(iter(workload_of(layer.case).batches(1)))
     if paired:

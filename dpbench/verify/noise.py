@@ -31,7 +31,7 @@ TESTS = 12
 """Number of tests that share `FALSE_ALARM`: six on the workload and six on a linear layer."""
 
 NO_NOISE = 1e-6
-"""Mean square below which noise is missing: only the gradient's rounding error is left."""
+"""Mean square below which noise counts as missing. Rounding errors of gradients are that small."""
 
 DISTRIBUTION_ELEMENTS = 2**20
 """Largest number of elements whose distribution is compared with the normal one."""
@@ -127,7 +127,7 @@ def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
             k = int((sizes > beyond).sum())
             least, most = (math.erfc(beyond * (1 + off) / 2**0.5) for off in (eps, -eps))
             chance = log_chance_of_count(k, n, least, most)
-            message = f"{k} of {n} elements are beyond {beyond:g} σ{where}, not {n * most:.3g}"
+            message = f"{k} of {n} elements are beyond {beyond:g} σ, expected {n * most:.3g}{where}"
             found.append(Comparison(chance, name, message, f"{k} beyond {beyond:g} σ"))
     return found, len(found)
 
@@ -156,9 +156,7 @@ def _along_gradients(draws: Sequence[Draw]) -> Comparisons:
             far = sum(draw.along[name] for draw in known) / count
             slack = sum(draw.slack for draw in known) / count
             beyond = max(abs(far) - slack, 0.0) if math.isfinite(far) else math.inf
-            message = (
-                f"under the noise, the clipped gradient is off by {far:.3g} deviations ({run})"
-            )
+            message = f"the clipped gradient is off by {far:.3g} noise deviations ({run})"
             chance = math.log(2) - beyond**2 / 2
             found.append(Comparison(chance, name, message, f"{far:.2g} deviations"))
     return found, len(found)

@@ -26,7 +26,7 @@ class Comparison:
     Attributes:
         log_chance: the logarithm of the bound.
         name: the parameter; empty for all parameters together.
-        message: a description of the result, for the case that it is too unlikely.
+        message: a description of the result, which follows the parameter's name.
         error_text: the result in a few characters, for a table.
     """
 
@@ -46,7 +46,7 @@ def log_chance_of_mean_square(q: float, n: int) -> float:
 
 
 def log_chance_of_correlation(r: Tensor, n: Tensor) -> Tensor:
-    """Return a bound on ln P(the correlation of n standard normals with a vector is at least r)."""
+    """Return a bound on ln P(n standard normals have a correlation ≥ |r| with another vector)."""
     return (n - 1).clamp(min=0) / 2 * torch.log1p(-(r * r).clamp(max=1 - 1e-12))
 
 

@@ -18,7 +18,7 @@ class Draw:
     Attributes:
         run: the run's name: batching, σ and C.
         step: the step's number in its run, from 1.
-        noise: the flat noise of each parameter. Late steps contain small parameters only.
+        noise: the flat noise of each parameter. Late steps contain only small parameters.
         along: the component of the noise along the clipped gradient, by parameter. The key ``""``
             means all parameters together.
         slack: a bound on the norm of the gradient's error, in units of σC/B.

@@ -51,7 +51,7 @@ def repeated_values(draws: Sequence[Draw]) -> Comparisons:
             close = int((ranks.diff() <= SAME_RANK).sum())
             chance = log_chance_of_count(close, n, 0.0, min(1.02 * (n + 1) * SAME_RANK, 1.0))
             message = f"{close} of {n + 1} values repeat{where}, in another place or step"
-            found.append(Comparison(chance, name, message, f"{close} of {n + 1} close"))
+            found.append(Comparison(chance, name, message, f"{close} of {n + 1} values repeat"))
     return found, len(found)
 
 
@@ -126,8 +126,8 @@ def _correlation(a: Tensor, b: Tensor) -> tuple[float, int]:
 def pair_correlations(draws: Sequence[Draw]) -> Comparisons:
     """Correlate each parameter's noise with that of other parameters and other steps.
 
-    Also correlate the noise of all parameters together between steps. So many elements show even
-    small correlations, such as the correlation that a missing band leaves.
+    Also correlate the noise of all parameters together between steps. With so many elements, even a
+    small correlation is visible, for example if correlated noise lacks one band.
     """
     parts = [
         (name, d.step_name, each[:PAIR_ELEMENTS]) for d in draws for name, each in d.noise.items()

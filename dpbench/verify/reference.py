@@ -118,7 +118,7 @@ class Examples:
         return mean.double()
 
     def candidate_means(self, clips: str, threshold: float, parts: int) -> dict[str, Tensor]:
-        """Return factors by a description of the resulting mean.
+        """Return clipping factors, keyed by a description of the resulting mean.
 
         The correct factors come first, then the factors of common mistakes.
         """

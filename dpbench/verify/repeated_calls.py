@@ -103,7 +103,7 @@ def _repeat_for_example(call: Call, i: int, size: int) -> dict[int, Tensor]:
     try:
         with torch.autocast(call.outputs[0].device.type, dtype, enabled=enabled):
             out = [each for each in float_tensors(module(*args, **options)) if each.requires_grad]
-    except Exception as error:  # the script's own code can raise anything
+    except Exception as error:  # the script's own code can raise any error
         first_line = str(error).partition("\n")[0]
         raise NotChecked(f"a call cannot be repeated for one example: {first_line}") from error
     near = TOLERANCE_16_BIT if call.is_16_bit else TOLERANCE

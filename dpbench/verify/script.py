@@ -325,7 +325,7 @@ def _scale(seen: Gradients, wanted: Gradients) -> float:
 def _candidate_factors(
     examples: Examples, threshold: float | list[float], sizes: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return factors of gradients, by a description of the resulting mean.
+    """Return clipping factors, keyed by a description of the resulting mean.
 
     The correct factors come first, then the factors of known mistakes.
 

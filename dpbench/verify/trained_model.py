@@ -130,8 +130,8 @@ class TrainedModel:
         if parameters.keys() != self.start.keys():
             other = sorted(parameters.keys() ^ self.start.keys())[0]
             raise ConfigurationError(
-                f"{type(trainer).__name__} does not train the workload's model: the parameter "
-                f"{other} exists only in the model of one of them"
+                f"{type(trainer).__name__} does not train the workload's model: only one of the "
+                f"two models has the parameter {other}"
             )
         trained = {name: parameters[name] for name in self.trained}
         step_of = _update_of_sgd if plain else _update_of_other

@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 SIGMA = 1e4
 """Noise multiplier σ of most noise checks. At this σ the gradient is negligible."""
 SMALL_SIGMA, FRACTIONAL_SIGMA = 0.05, 1.6
-"""Two more noise multipliers, not whole numbers. At `SMALL_SIGMA` the gradient is visible."""
+"""Two more noise multipliers. They are not whole numbers. `SMALL_SIGMA` lets the gradient show."""
 ROUNDED_SIGMA = 1e-12
 """Noise multiplier whose noise rounds to zero. It finds trainers that do not clip if σ > 0."""
 THRESHOLD = 0.7
@@ -44,7 +44,7 @@ LOW_THRESHOLD = 1e-3
 """Clipping threshold as a share of `Verification.below_all`. It makes unclipped gradients stand out
 from the noise."""
 MIN_NOISE = 128
-"""Fewest noise elements of each parameter in a run. With two runs, doubled noise is visible."""
+"""Smallest number of noise elements of each parameter in a run. Two runs show doubled noise."""
 SEED_STRIDE = 10_000
 """Distance between seeds of runs. It exceeds the number of ranks, which add their rank to seeds."""
 KEPT_NOISE = 2**16
@@ -134,7 +134,8 @@ class Verification:
         """Yield all checks.
 
         Args:
-            other_process: noisy steps of another process; no noise may occur in both processes.
+            other_process: noisy steps of another process. Their noise must not occur in this
+                process.
         """
         # Noisy steps come first, as in the other process: equal noise is then at equal places.
         draws = self.draw_all(other_process)
@@ -253,7 +254,7 @@ class Verification:
         # Ranks add their rank to even seeds (`TrainedModel.steps`), so even seeds are far apart.
         seed = self._runs if self._runs % 2 else self._runs * SEED_STRIDE
         case, run = batching.case, f"σ = {sigma:g}, C = {threshold:.3g}{batching.label}"
-        self.tolerance(batching.label, self.below_all)  # computed before the run: it sets the seed
+        self.tolerance(batching.label, self.below_all)  # before the run, because this sets the seed
         taken = noisy_steps(self.model, case, batching.batches, steps, sigma, threshold, seed)
         if self.judges_noise:
             return [*self._drawn(run, batching, sigma, threshold, taken)]
@@ -311,7 +312,7 @@ class Verification:
         for name, buffer in before.items():
             by_data = (other_data[name] - buffer).norm()
             if not by_data <= DATA_SHARE * (other_noise[name] - buffer).norm():
-                wrong.append(f"{name}: this buffer changes with one example, without noise")
+                wrong.append(f"{name}: noise does not hide how one example changes this buffer")
         return Check.judged("buffers hold no data", wrong, "", f"{len(before)} buffers")
 
 

@@ -83,7 +83,7 @@ def test_commits_whose_command_fails_are_skipped(
     commits = repository.commit_all(moved)
     assert main(["bisect", LIMIT, f"{commits[0]}..main", "--", *repository.writes]) == 0
     out = capsys.readouterr().out
-    assert f"{commits[10][:9]} wrote no run (status 1): " in out
+    assert f"{commits[10][:9]} wrote no run (exit code 1): " in out
     assert f"first bad: {commits[16]}" in out
 
 
@@ -94,7 +94,7 @@ def test_no_commit_is_named_if_it_may_be_one_of_those_skipped(
     assert main(["bisect", LIMIT, f"{commits[0]}..main", "--", *repository.writes]) == 2
     out = capsys.readouterr().out
     assert "first bad:" not in out
-    rest = out.partition("all others were skipped; the first bad one is among:\n")[2]
+    rest = out.partition("all others were skipped, so the first bad one is one of:\n")[2]
     assert {line.split()[0] for line in rest.splitlines()} == {*commits[2:5]}
 
 

@@ -126,7 +126,9 @@ def test_smoke_refuses_ranks_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["smoke", "--parallel", "ddp", "--gpus", "2"]) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert err.startswith("dpbench smoke: smoke trains in one process; dpbench verify")
+    assert err.startswith(
+        "dpbench smoke: smoke trains in one process: for several ranks, use dpbench verify"
+    )
 
 
 @pytest.mark.slow

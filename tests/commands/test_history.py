@@ -187,8 +187,8 @@ def test_the_first_commit_need_not_have_the_file(
         (["peak"], "unknown metric 'peak'; choose from"),
         (["peak_memory_bytes@klip"], "unknown phase 'klip'"),
         (["peak_memory_bytes", "--tolerance=much"], "write METRIC[@PHASE]:5%"),
-        (["--commits=a..b"], "--commits and --file go together"),
-        (["--file=run.json"], "--commits and --file go together"),
+        (["--commits=a..b"], "--commits needs --file, and --file needs --commits"),
+        (["--file=run.json"], "--commits needs --file, and --file needs --commits"),
         (["--commits=a..b", "--file=run.json"], "git finds no range 'a..b' here"),
     ],
 )

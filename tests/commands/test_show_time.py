@@ -123,9 +123,9 @@ def test_a_bound_beyond_the_time_is_said_to_be_wrong(
     ("arguments", "words"),
     [
         ([COUNTED, "--time"], "no step was timed; dpbench run --instrument cupti times"),
-        ([GRID1, GRID1, "--time"], "the same case is in two of them"),
+        ([GRID1, GRID1, "--time"], "two of the runs have the same case"),
         ([GRID1, "--time", GRID1], "no file of measured ceilings"),
-        ([GRID1, "--time", "--roofline"], "--roofline and --time are two tables: ask for one"),
+        ([GRID1, "--time", "--roofline"], "--roofline and --time show different tables"),
         (["other.json", "--time"], "no measured ceilings of NVIDIA T4: name a FILE"),
     ],
 )

@@ -238,4 +238,4 @@ def test_exit_status_says_whether_gradients_were_compared_and_right(
         assert main([*verify, "private.py", *how.split()]) == status
         assert "verify private" in capfd.readouterr().out
     assert main([*verify, "--json=run.json", "private.py"]) == 2
-    assert "--verify measures and saves nothing: leave out --json" in capfd.readouterr().err
+    assert "--verify measures and saves nothing, so leave out --json" in capfd.readouterr().err
