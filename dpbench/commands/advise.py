@@ -123,11 +123,11 @@ def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
     The key of a cell is the case of its baseline.
     """
     axes = [axis for axis in AXES if axis != "set"]
-    given = {axis: value for axis in axes if (value := getattr(options, axis, None)) is not None}
+    chosen = {axis: value for axis in axes if (value := getattr(options, axis, None)) is not None}
     cells: dict[Case, list[str]] = {}
     for outcome in saved.outcomes:
         case = outcome.case
-        if isinstance(case, Case) and given.items() <= case.columns.items():
+        if isinstance(case, Case) and chosen.items() <= case.columns.items():
             try:
                 cells.setdefault(case.baseline, []).append(resolve(case).trainer)
             except ConfigurationError as error:

@@ -81,8 +81,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError("name either commits as GOOD..BAD, or a --package")
     kind, text = (Releases, options.package) if options.package else (Commits, options.commits)
     with TemporaryDirectory(prefix="dpbench-bisect-", ignore_cleanup_errors=True) as folder:
-        among: Commits | Releases = kind(text, Path(folder))
-        return Bisection(among, limit, command, options.repeat, Path(folder) / "run.json").run()
+        candidates: Commits | Releases = kind(text, Path(folder))
+        return Bisection(
+            candidates, limit, command, options.repeat, Path(folder) / "run.json"
+        ).run()
 
 
 def with_json(words: Sequence[str]) -> list[str]:
@@ -112,7 +114,7 @@ class Trial:
 class Bisection:
     """The search for the first commit or version that exceeds a limit."""
 
-    among: Commits | Releases
+    candidates: Commits | Releases
     limit: Threshold
     command: Sequence[str]
     repeats: int
@@ -120,22 +122,26 @@ class Bisection:
 
     def run(self) -> int:
         """Print a line for each trial, then the first bad one. Return the exit code."""
-        first, last = self.among.good, self.among.bad
+        first, last = self.candidates.good, self.candidates.bad
         _say(f"measuring {first:.9} and {last:.9} first")
-        with self.among.place(first) as place, self.among.place(last) as last_place:
+        with self.candidates.place(first) as place, self.candidates.place(last) as last_place:
             self.good, bad = Trial(first, place), Trial(last, last_place)
-            self.number = self._largest(self._run(self.good), self._run(bad))
-            self._interval(self.good)
+            self.number = self._number_to_follow(
+                self._run_command(self.good), self._run_command(bad)
+            )
+            self._update_interval(self.good)
             self._print(self.good, "good")
-            if (verdict := self._judged(bad)) is False:
+            if (verdict := self._verdict(bad)) is False:
                 raise ConfigurationError(f"BAD does not exceed {self.limit}, compared with GOOD")
             return self._halve(bad) if verdict else 2
 
     def _halve(self, bad: Trial) -> int:
         passed, skipped = [self.good], set[str]()
-        while between := self.among.between([trial.name for trial in passed], bad.name):
+        while between := self.candidates.between([trial.name for trial in passed], bad.name):
             if not (left := [name for name in between if name not in skipped]):
-                rest = [f"{name}  {self.among.about(name)}" for name in (*between, bad.name)]
+                rest = [
+                    f"{name}  {self.candidates.describe(name)}" for name in (*between, bad.name)
+                ]
                 _say(
                     "\n".join(["\nall others were skipped, so the first bad one is one of:", *rest])
                 )
@@ -143,10 +149,10 @@ class Bisection:
             # Neighbours of a skipped commit often fail for the same reason: look farther each time.
             name = left[(len(between) - len(left)) ** 2 % len(left)]
             try:
-                with self.among.place(name) as place:
+                with self.candidates.place(name) as place:
                     trial = Trial(name, place)
-                    self._run(trial)
-                    verdict = self._judged(trial)
+                    self._run_command(trial)
+                    verdict = self._verdict(trial)
             except DpbenchError as error:
                 skipped.add(name)
                 _say(f"{name:.9}  skipped: {error}")
@@ -154,13 +160,13 @@ class Bisection:
             if verdict is None:
                 return 2
             passed, bad = (passed, trial) if verdict else ([*passed, trial], bad)
-        _say(f"\nfirst bad: {bad.name}  {self.among.about(bad.name)}")
+        _say(f"\nfirst bad: {bad.name}  {self.candidates.describe(bad.name)}")
         _say(f"{self._amount(passed[-1])} -> {self._amount(bad)}")
         changes = largest_changes(passed[-1].runs[0], bad.runs[0], self.case, self.number)
         _say(grown_text([{"largest_changes": changes}]))
         return 0
 
-    def _run(self, trial: Trial) -> Run:
+    def _run_command(self, trial: Trial) -> Run:
         """Run the command once more. Raise `DpbenchError` if it writes no run."""
         self.file.unlink(missing_ok=True)
         words = [word.replace(JSON, str(self.file)) for word in self.command]
@@ -175,7 +181,7 @@ class Bisection:
         trial.runs.append(Run.load(self.file))
         return trial.runs[-1]
 
-    def _largest(self, good: Run, bad: Run) -> dict[str, Any]:
+    def _number_to_follow(self, good: Run, bad: Run) -> dict[str, Any]:
         """Return the number beyond the limit that has the largest relative change.
 
         If no number is beyond the limit, return the number with the largest relative change.
@@ -190,7 +196,7 @@ class Bisection:
         _say(f"following {self.case.id} by {number['instrument']}, limit {self.limit}")
         return {str(name): value for name, value in number.items()}
 
-    def _value(self, run: Run) -> float:
+    def _followed_value(self, run: Run) -> float:
         """Return the followed number of a run.
 
         Raises:
@@ -203,23 +209,23 @@ class Bisection:
         values = verdict.judged.set_index(keys := [*AXES, *NUMBER[1:]]).after.to_dict()
         return float(values[tuple(self.number[name] for name in keys)])
 
-    def _interval(self, trial: Trial) -> Interval:
-        trial.values += map(self._value, trial.runs[len(trial.values) :])
+    def _update_interval(self, trial: Trial) -> Interval:
+        trial.values += map(self._followed_value, trial.runs[len(trial.values) :])
         return mean_interval(trial.values if self.limit.varies else trial.values[:1] * 2)
 
-    def _judged(self, trial: Trial) -> bool | None:
+    def _verdict(self, trial: Trial) -> bool | None:
         """Return whether a trial exceeds the limit, or None if that stays ambiguous.
 
         While the verdict is ambiguous, the command is repeated. Then the verdict is printed.
         """
         while True:
-            (low, high), (least, most) = map(self._interval, (trial, self.good))
+            (low, high), (least, most) = map(self._update_interval, (trial, self.good))
             verdict = self.limit.exceeded_between((least, most), (low, high))
             if verdict is not None or len(trial.runs) >= self.repeats:
                 break
-            self._run(trial)
+            self._run_command(trial)
             if len(self.good.runs) < len(trial.runs):
-                self._run(self.good)
+                self._run_command(self.good)
         self._print(trial, VERDICTS[verdict])
         if verdict is None:
             ratios = f"× {low / most:.4f} to × {high / least:.4f}"
@@ -230,7 +236,7 @@ class Bisection:
         good, runs = fmean(self.good.values), f" in {len(trial.runs)} runs" * self.limit.varies
         ratio = f"× {fmean(trial.values) / good:.4f}" if good else "-"
         columns = f"{self._amount(trial):>10}  {ratio:>8}  {verdict + runs:<4}"
-        _say(f"{trial.name:<9.9}  {columns}  {self.among.about(trial.name)}")
+        _say(f"{trial.name:<9.9}  {columns}  {self.candidates.describe(trial.name)}")
 
     def _amount(self, trial: Trial) -> str:
         return amount(fmean(trial.values), self.number["unit"], self.number["after"])

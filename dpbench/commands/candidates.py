@@ -29,7 +29,7 @@ def last_line(output: str) -> str:
     return output.strip().rpartition("\n")[2]
 
 
-def git_here(*words: str) -> str:
+def git_output(*words: str) -> str:
     """Run git here without hooks, and return its output. Raise an error if git fails."""
     if (output := git(Path(), "-c", "core.hooksPath=/dev/null", *words)) is None:
         raise ConfigurationError(f"this command failed: git {' '.join(words)}")
@@ -41,16 +41,16 @@ def range_ends(text: str) -> list[str]:
     good, _, bad = text.partition("..")
     output = git(Path(), "rev-list", "--no-walk=unsorted", good or "HEAD", bad or "HEAD")
     hashes = (output or b"").decode().split()
-    if len(hashes) != 2 or git_here("rev-list", "-1", f"{hashes[1]}..{hashes[0]}"):
+    if len(hashes) != 2 or git_output("rev-list", "-1", f"{hashes[1]}..{hashes[0]}"):
         raise ConfigurationError(
             f"git finds no range {text!r} here: write OLDER..NEWER, two commits of this repository"
         )
     return hashes
 
 
-def about_commit(name: str) -> str:
+def describe_commit(name: str) -> str:
     """Return the author date and the subject of a commit."""
-    return git_here("show", "--no-patch", "--date=format:%F %H:%M", "--format=%ad  %s", name)
+    return git_output("show", "--no-patch", "--date=format:%F %H:%M", "--format=%ad  %s", name)
 
 
 class Commits:
@@ -58,12 +58,12 @@ class Commits:
 
     def __init__(self, text: str, folder: Path) -> None:
         self.good, self.bad = range_ends(text)
-        self._folder, self._below = folder, git_here("rev-parse", "--show-prefix")
-        self.about = about_commit
+        self._folder, self._below = folder, git_output("rev-parse", "--show-prefix")
+        self.describe = describe_commit
 
     def between(self, good: Sequence[str], bad: str) -> list[str]:
         """Return the ancestors of ``bad`` that no ``good`` commit contains, best first."""
-        lines = git_here("rev-list", "--bisect-all", bad, "--not", *good).splitlines()
+        lines = git_output("rev-list", "--bisect-all", bad, "--not", *good).splitlines()
         return [commit for commit in (line.split()[0] for line in lines) if commit != bad]
 
     @contextmanager
@@ -71,7 +71,7 @@ class Commits:
         """Make a worktree of a commit, and remove the worktree afterwards."""
         tree = self._folder / name
         try:
-            git_here("worktree", "add", "--detach", str(tree), name)
+            git_output("worktree", "add", "--detach", str(tree), name)
             yield tree / self._below, [tree, tree / "src"]
         finally:
             rmtree(tree, ignore_errors=True)  # git does not remove an unfinished worktree
@@ -102,7 +102,7 @@ class Releases:
         places = sorted(range(first + 1, end), key=lambda place: abs(2 * place - first - end))
         return [self._names[place] for place in places]
 
-    def about(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Return the packages that were installed with a version but not with the good version."""
         known = [] if name == self.good else self._needed[self.good]
         return " ".join(n for n in self._needed.get(name, ()) if n not in known) or "as installed"

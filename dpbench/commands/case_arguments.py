@@ -15,7 +15,7 @@ from dpbench.core.settings import declare
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
 
-USUAL = {"batch_size": 8, "seq_len": 256}
+DEFAULTS = {"batch_size": 8, "seq_len": 256}
 """Defaults of axes for which `Case` has no default."""
 
 
@@ -34,10 +34,10 @@ def add_case(
         axes: axes of a case, by default all.
         device: the default device.
         required: whether an axis without a default must be given.
-        usual: defaults of axes that replace the defaults of `USUAL` and `Case`.
+        usual: defaults of axes that replace the defaults of `DEFAULTS` and `Case`.
     """
     for axis in axes:
-        default = {**USUAL, **usual}.get(axis) or getattr(Case, axis, None)
+        default = {**DEFAULTS, **usual}.get(axis) or getattr(Case, axis, None)
         declare(
             parser.add_argument,
             axis,
@@ -55,14 +55,14 @@ def add_case(
 
 def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
     """Make a case from the options that `add_case` declares. ``usual`` are its defaults."""
-    given = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
-    name, text = parted(registry.WORKLOADS.canonical(given.get("workload", TRANSFORMER)))
-    given["workload"] = workload = joined(name, [text, *given.pop("set", ())])
-    check_belongs(given, [workload])
+    chosen = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
+    name, text = parted(registry.WORKLOADS.canonical(chosen.get("workload", TRANSFORMER)))
+    chosen["workload"] = workload = joined(name, [text, *chosen.pop("set", ())])
+    check_belongs(chosen, [workload])
     # Defaults of the transformer's axes do not apply to other workloads.
-    defaults = {**USUAL, **usual}
-    given = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | given
-    return registry.resolve(Case(**given))
+    defaults = {**DEFAULTS, **usual}
+    chosen = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | chosen
+    return registry.resolve(Case(**chosen))
 
 
 def saved_run(name: str, storage: Path) -> Run:

@@ -39,10 +39,10 @@ arguments, and ``run(options)`` runs the command and returns the exit code."""
 WITH_INSTRUMENT_OPTIONS = ("step", "run", "exec")
 """Commands that take the options of instruments from outside dpbench."""
 
-ALL = "--help-all"
-FEW = 5
+HELP_ALL = "--help-all"
+MOST_EXAMPLES = 5
 """Number of examples in the short help. The ``COMMON`` of a command with many options lists the
-options in its short help. The option `ALL` shows all options."""
+options in its short help. The option `HELP_ALL` shows all options."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal can print ÷
                 sys.stdout.reconfigure(errors="backslashreplace")
-            options = _parsed(sys.argv[1:] if argv is None else argv)
+            options = _parse_arguments(sys.argv[1:] if argv is None else argv)
             name += f" {options.command_name}"
             with _ending_signals_as_ctrl_c():
                 return int(options.command(options))
@@ -81,14 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parsed(written: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(written: Sequence[str]) -> argparse.Namespace:
     try:
         Path.cwd()
     except FileNotFoundError as error:
         raise ConfigurationError(
             "the current directory no longer exists: change to another one"
         ) from error
-    if {*written[:1]} & {"run", "advise"} and not {*written} & {"-h", "--help", ALL, "--cluster"}:
+    without_server = {"-h", "--help", HELP_ALL, "--cluster"}
+    if {*written[:1]} & {"run", "advise"} and not {*written} & without_server:
         fork_server()  # imports torch, while this process reads its options and imports pandas
     # Words after -- are a command of the user.
     end = written.index("--") if "--" in written and written[0] == "bisect" else len(written)
@@ -140,12 +141,12 @@ def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.Argum
             module.add_arguments(described)
             if common := getattr(module, "COMMON", ()):
                 described.add_argument(
-                    ALL, action="help", help="show every option, and more examples"
+                    HELP_ALL, action="help", help="show all options and examples"
                 )
-                if ALL not in words:
-                    _shorten(described, {*common, "-h", ALL})
+                if HELP_ALL not in words:
+                    _shorten(described, {*common, "-h", HELP_ALL})
             if command in WITH_INSTRUMENT_OPTIONS:
-                _declare_outside(described, words)
+                _declare_instrument_options(described, words)
             described.set_defaults(command=module.run)
     return parser
 
@@ -156,13 +157,13 @@ def _shorten(parser: argparse.ArgumentParser, common: Collection[str]) -> None:
         if action.option_strings and not {*action.option_strings} & {*common}:
             action.help = argparse.SUPPRESS
     first, *_ = str(parser.description).split("\n\n")
-    examples = str(parser.description).partition("Examples:\n")[2].splitlines()[:FEW]
+    examples = str(parser.description).partition("Examples:\n")[2].splitlines()[:MOST_EXAMPLES]
     parser.description = "\n".join([first, "", "Examples:", *examples])
     named = [str(action.metavar) for action in parser._actions if not action.option_strings]
     parser.usage = parser.usage or " ".join([parser.prog, "[options]", *(f"{n} …" for n in named)])
 
 
-def _declare_outside(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+def _declare_instrument_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Declare the options of instruments from outside, with one group for each instrument."""
     from dpbench.instruments import declare_outside
 

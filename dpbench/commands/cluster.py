@@ -58,20 +58,20 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def run(options: argparse.Namespace, measured: Callable[[Settings], int]) -> int:
+def run(options: argparse.Namespace, measure_grid: Callable[[Settings], int]) -> int:
     """Submit the shards as jobs, wait for the jobs, and merge the runs."""
     from dpbench.commands.merge import finish  # loads pandas
 
     settings, directory = _checked_settings(options), options.cluster_dir
     shards = [Shard(number, options.shards) for number in range(1, options.shards + 1)]
-    files = {shard: directory / f"shard-{shard.number}-of-{shard.of}.json" for shard in shards}
+    files = {shard: directory / f"shard-{shard.number}-of-{shard.total}.json" for shard in shards}
     check_writable(directory)
     try:
         with locked(directory / ".lock", wait=False):
-            resumes = _begin(settings, directory / PLAN, options.shards)
+            resumes = _write_plan(settings, directory / PLAN, options.shards)
             wanted = {s: path for s, path in files.items() if not (resumes and _complete(path))}
-            jobs = _submit(options, settings, wanted, measured) if wanted else {}
-            _wait(jobs)
+            jobs = _submit(options, settings, wanted, measure_grid) if wanted else {}
+            _wait_for(jobs)
     except Locked as error:
         raise ConfigurationError(
             f"another process uses {directory}: name another --cluster-dir"
@@ -104,7 +104,7 @@ def _checked_settings(options: argparse.Namespace) -> Settings:
     return settings
 
 
-def _begin(settings: Settings, file: Path, shards: int) -> bool:
+def _write_plan(settings: Settings, file: Path, shards: int) -> bool:
     """Write the grid, settings and environment into a file. Return whether to keep complete shards.
 
     Raises:
@@ -129,7 +129,7 @@ def _submit(
     options: argparse.Namespace,
     settings: Settings,
     files: Mapping[Shard, Path],
-    measured: Callable[[Settings], int],
+    measure_grid: Callable[[Settings], int],
 ) -> dict[Shard, Any]:
     """Submit a job for each shard. The job measures the shard and writes its file."""
     try:
@@ -147,7 +147,7 @@ def _submit(
         for path in files.values():
             path.unlink(missing_ok=True)
         shards = [_job_settings(settings, str(s), path.absolute()) for s, path in files.items()]
-        jobs = executor.map_array(partial(_job, measured), shards)
+        jobs = executor.map_array(partial(_job, measure_grid), shards)
     except (NameError, TypeError, RuntimeError, OSError) as error:
         raise ConfigurationError(f"cluster {options.cluster}: {error}") from error
     return dict(zip(files, jobs, strict=True))
@@ -164,7 +164,7 @@ def _parameters(texts: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def _wait(jobs: Mapping[Shard, Any]) -> None:
+def _wait_for(jobs: Mapping[Shard, Any]) -> None:
     """Wait for all jobs. Cancel the jobs if this process is interrupted."""
     try:
         for shard, job in jobs.items():
@@ -191,7 +191,7 @@ def _job_settings(
     return replace(settings, shard=shard, json=file, **unwritten)
 
 
-def _job(measured: Callable[[Settings], int], settings: Settings) -> int:
+def _job(measure_grid: Callable[[Settings], int], settings: Settings) -> int:
     """Measure in a process of the cluster, with the user's modules importable."""
     sys.path.append(str(Path.cwd()))
-    return measured(settings)
+    return measure_grid(settings)

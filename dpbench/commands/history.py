@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.commands.candidates import about_commit, git_here, range_ends
+from dpbench.commands.candidates import describe_commit, git_output, range_ends
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
@@ -42,7 +42,7 @@ from dpbench.results.storage import Storage, readable
 from dpbench.show.comparison import amount
 from dpbench.show.layout import ABSENT, Table
 
-USUAL = ("dram_bytes", "logical_bytes", "step_time_seconds")
+DEFAULT_METRICS = ("dram_bytes", "logical_bytes", "step_time_seconds")
 """Candidates for the default metric. The first one that a run has is taken."""
 
 VERDICTS = {False: ABSENT, True: "changed", None: "ambiguous"}
@@ -86,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
     with METRICS.including(*(run.metrics for run, _ in entries)):
         numbers = [limited(run).assign(run=place) for place, (run, _) in enumerate(entries)]
         rows = pd.concat(numbers or [limited(Run.of(""))]).dropna(subset="value")
-        metric = next((name for name in USUAL if name in {*rows.metric}), USUAL[0])
+        metric = next(
+            (name for name in DEFAULT_METRICS if name in {*rows.metric}), DEFAULT_METRICS[0]
+        )
         limit = Threshold.parse(f"{options.metric or metric}:±{options.tolerance}")
         rows = rows[(rows.metric == limit.metric) & (rows.phase == limit.phase)]
         ids = [subject_from(row).id for row in rows.to_dict("records")]
@@ -113,14 +115,14 @@ def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tupl
     """Yield the run in a file: at the first commit of a range, and after each change."""
     good, bad = range_ends(options.commits)
     path = f"./{os.path.relpath(options.file)}"
-    changing = git_here("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()
+    changing = git_output("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()
 
     def load(commit: Path) -> Run:
-        return Run.parse(git_here("show", f"{commit}:{path}").encode(), commit)
+        return Run.parse(git_output("show", f"{commit}:{path}").encode(), commit)
 
-    commits = [good] * bool(git_here("ls-tree", good, path)) + changing
+    commits = [good] * bool(git_output("ls-tree", good, path)) + changing
     for run in readable(map(Path, commits), load, skipped):
-        date, _, subject = about_commit(run.name).partition("  ")
+        date, _, subject = describe_commit(run.name).partition("  ")
         yield run, [run.name[:9], subject, date]
 
 

@@ -80,11 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure the cases. The exit code is 1 if a case failed or exceeds a limit."""
     if options.cluster:
-        return cluster.run(options, measured)
-    return measured(Settings.read(options))
+        return cluster.run(options, measure_grid)
+    return measure_grid(Settings.read(options))
 
 
-def measured(settings: Settings) -> int:
+def measure_grid(settings: Settings) -> int:
     """Measure the cases of the settings. The exit code is 1 if one failed or exceeds a limit."""
     from dpbench.runner import check_named
 

@@ -21,21 +21,23 @@ MACHINES_MAY_DIFFER = ("CPU ", "driver ")
 
 @dataclass(frozen=True)
 class Shard:
-    """Part ``number`` (from 1) of ``of`` parts of a grid."""
+    """Part ``number`` of ``total`` parts of a grid, counted from 1."""
 
     number: int
-    of: int
+    total: int
 
     @classmethod
     def parse(cls, text: str) -> Shard:
         """Parse ``K/N``."""
-        number, slash, of = text.partition("/")
-        if not (slash and number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        number, slash, total = text.partition("/")
+        if not (
+            slash and number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)
+        ):
             raise ConfigurationError(f"a shard is K/N with K from 1 to N, not {text!r}")
-        return cls(int(number), int(of))
+        return cls(int(number), int(total))
 
     def __str__(self) -> str:
-        return f"{self.number}/{self.of}"
+        return f"{self.number}/{self.total}"
 
     def cases(self, cases: Iterable[Case]) -> list[Case]:
         """Return the cases of this shard, in order. The trainers of a cell stay in one shard.
@@ -45,7 +47,7 @@ class Shard:
         """
         trained = cells(cases)
         in_turn = sorted(trained, key=lambda cell: hashlib.sha256(cell.encode()).digest())
-        own = {*in_turn[self.number - 1 :: self.of]}
+        own = {*in_turn[self.number - 1 :: self.total]}
         return [case for cell in trained if cell in own for case in trained[cell]]
 
 
@@ -129,7 +131,7 @@ def _refuse_duplicates(runs: Sequence[Run]) -> None:
 def _missing(shards: Sequence[Run], merged: Run, cases: Sequence[Case]) -> list[str]:
     """Return a note for each shard and instrument that lacks cases of the grid."""
     present = [Shard.parse(text) for run in shards if (text := _shard(run))]
-    if len(parts := {shard.of for shard in present}) > 1:
+    if len(totals := {shard.total for shard in present}) > 1:
         named = " and ".join(sorted(map(str, {*present})))
         raise ConfigurationError(f"the shards {named} belong to different divisions of the grid")
     instruments = {name: "" for outcome in merged.outcomes for name in outcome.instruments}
@@ -138,7 +140,7 @@ def _missing(shards: Sequence[Run], merged: Run, cases: Sequence[Case]) -> list[
     notes = []
     for by, words in (instruments or {"": ""}).items():
         measured = {outcome.case for outcome in merged.outcomes if by in outcome.instruments}
-        for shard in (Shard(number, of) for of in parts for number in range(1, of + 1)):
+        for shard in (Shard(k, total) for total in totals for k in range(1, total + 1)):
             own = {*shard.cases(cases)}
             if lacking := own - measured:
                 part = f"{len(lacking)} of {len(own)} cases of " if own & measured else ""

@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     runs = [saved_run(name, options.storage) for name in names]
     paths = [Path(name) for name in options.files if name not in names]
     if others and (recorded := [path for path in paths if path.suffix == REPORT]):
-        runs.append(_run_of(recorded))
+        runs.append(_run_from_reports(recorded))
     if others and (timelines := [str(path) for path in paths if path.suffix in TIMELINES]):
         raise ConfigurationError(f"{', '.join(timelines)}: a timeline can only be shown as tables")
     with METRICS.including(*(run.metrics for run in runs)):
@@ -175,7 +175,7 @@ def _tables(
     return chain(
         *(summary_tables(run, _view(options, [run])) for run in runs),
         *(_timeline(path) for path in paths if path.suffix in TIMELINES),
-        _of_reports([path for path in paths if path.suffix == REPORT], view, options),
+        _report_tables([path for path in paths if path.suffix == REPORT], view, options),
     )
 
 
@@ -186,7 +186,7 @@ def _timeline(path: Path) -> list[Table]:
     return timeline_tables(timeline.usages(), statistics, title)
 
 
-def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
+def _joined_summary(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
     summary = pd.concat([run.summary for run in runs], ignore_index=True)
     if own_values(summary).duplicated(NUMBER).any():
         names = ", ".join(options.files)
@@ -198,7 +198,7 @@ def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
     """Yield the tables of phases under the roofs of the named card, or of the measured card."""
-    summary = _together(runs, options)
+    summary = _joined_summary(runs, options)
     measured_on = sorted(set(summary[summary.device != NO_HARDWARE].device))
     for device, rows in intensities(summary).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
@@ -212,7 +212,7 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
 
 def _times(runs: Sequence[Run], options: argparse.Namespace, view: TableOptions) -> Iterator[Table]:
     """Yield the time breakdown of the runs' cases, by device."""
-    summary = _together(runs, options)
+    summary = _joined_summary(runs, options)
     counted = summary.device == NO_HARDWARE
     if not (timed := summary.metric == "step_time_seconds").any():
         raise ConfigurationError(
@@ -239,18 +239,18 @@ def _card_here() -> str:
     )
 
 
-def _of_reports(
+def _report_tables(
     reports: Sequence[Path], view: TableOptions, options: argparse.Namespace
 ) -> Iterator[Table]:
     """Yield the tables of all ranges, then the tables of each case's kernels."""
-    run = _run_of(reports, options.phase)
+    run = _run_from_reports(reports, options.phase)
     if not all(map(ncu.holds_kernels, reports)):
         yield from tables(run.summary, view)
     for outcome in run.outcomes:
         yield from kernel_tables(outcome, run.summary, options.top)
 
 
-def _run_of(reports: Sequence[Path], phase: str | None = None) -> Run:
+def _run_from_reports(reports: Sequence[Path], phase: str | None = None) -> Run:
     """Join reports into one run, with the ranges, and with the kernels of one or all phases.
 
     A report of kernels has a report of ranges one folder above, see `dpbench.instruments.ncu`. Both
@@ -265,7 +265,7 @@ def _run_of(reports: Sequence[Path], phase: str | None = None) -> Run:
             read.append((above, case))
     for path, case in read:
         known = outcomes.setdefault(case, Outcome(case, ()))
-        by, rows, kernels = _read(path, case, phase)
+        by, rows, kernels = _read_report(path, case, phase)
         if by in known.instruments:
             raise ConfigurationError(
                 f"{path} and another report have the same case: show the reports one at a time"
@@ -279,7 +279,7 @@ def _run_of(reports: Sequence[Path], phase: str | None = None) -> Run:
     return Run.of(", ".join(path.stem for path in reports), outcomes.values())
 
 
-def _read(
+def _read_report(
     path: Path, case: Subject, phase: str | None
 ) -> tuple[str, Sequence[Measurement], Sequence[KernelCount]]:
     """Return the instrument of a report, its rows, and the kernels of one or all phases."""

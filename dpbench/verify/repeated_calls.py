@@ -35,7 +35,7 @@ class Call:
 
     Attributes:
         module: the called module.
-        given: copies of the arguments and keyword arguments.
+        arguments: copies of the arguments and keyword arguments.
         outputs: the floating-point outputs that require gradients.
         autocast: whether autocast was on, and its dtype.
         backward: number of the backward pass that reached the outputs; 0 if none did.
@@ -43,7 +43,7 @@ class Call:
     """
 
     module: nn.Module
-    given: Any
+    arguments: Any
     outputs: list[Tensor]
     autocast: tuple[bool, torch.dtype]
     backward: int = 0
@@ -96,7 +96,7 @@ def _repeat_for_example(call: Call, i: int, size: int) -> dict[int, Tensor]:
     def part(tensor: Tensor) -> Tensor:
         return tensor[i : i + 1] if tensor.ndim and len(tensor) == size else tensor
 
-    args, options = pytree.tree_map_only(Tensor, part, call.given)
+    args, options = pytree.tree_map_only(Tensor, part, call.arguments)
     enabled, dtype = call.autocast
     # Call the wrapped module: with expanded weights, Opacus's wrapper makes per-sample gradients.
     module = getattr(call.module, "_module", call.module)

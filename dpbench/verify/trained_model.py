@@ -184,12 +184,14 @@ def _update_of_other(
     received = {name: torch.zeros_like(value) for name, value in before.items()}
     seen = False
 
-    def take(stepping: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def record_gradients(
+        stepping: object, args: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> None:
         nonlocal seen
         if stepping is not optimizer:
             return
         # A closure would compute gradients only after this hook.
-        seen = len(given) == 1 and named.get("closure") is None
+        seen = len(args) == 1 and options.get("closure") is None
         for name, p in trained.items():
             if p.grad is not None:
                 received[name] += gathered(p.grad).double()
@@ -198,7 +200,7 @@ def _update_of_other(
         if (average := _average_in(state)) is not None:
             average.zero_()
     # The hook is global: trainers may step differently if the optimizer itself has hooks.
-    hook = register_optimizer_step_pre_hook(take)
+    hook = register_optimizer_step_pre_hook(record_gradients)
     try:
         trainer.train_step(batch)
     finally:

@@ -79,10 +79,10 @@ def verify_here(
         processes: whether to start that other process now.
     """
     place = pick_device(device)
-    if given := [
+    if refused := [
         name for name in read_parameters(parted(case.trainer)[1]) if name in CHOSEN_BY_VERIFY
     ]:
-        raise ConfigurationError(f"verify chooses {given[0]}: leave it out of the trainer's name")
+        raise ConfigurationError(f"verify chooses {refused[0]}: leave it out of the trainer's name")
     with torch.random.fork_rng([place] if place.type == "cuda" else []):
         trainer, _ = build(case, place, 1)
         if isinstance(trainer, StandardTrainer):

@@ -56,18 +56,18 @@ TOLERANCE = 0.01
 WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 1, 0)}
 """By phase: the name of the work, and how often its data is read and written."""
 
-REST = "noise"
+IDLE_PHASE = "noise"
 """Phase in which the GPU is idle."""
 
 MESSAGE = "dpbench.commands.machine.known_work:KnownMessage"
 
-SENT_IN = "optimizer"
+MESSAGE_PHASE = "optimizer"
 """Phase in which the first of two ranks sends a message to the second."""
 
 MESSAGE_EXAMPLES = 64
 """Size of the message, in units of `EXAMPLE_BYTES` (1.07 GB in total)."""
 
-WITH_PROTOCOL = ("nvlink_sent_bytes", "pcie_write_bytes")
+SENDER_NOT_JUDGED = ("nvlink_sent_bytes", "pcie_write_bytes")
 """Metrics of the sender that are not judged. They include packet headers, and the message takes
 either NVLink or PCIe, not both."""
 
@@ -149,7 +149,7 @@ def _line(
 def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) -> Diagnosis:
     """Judge whether NVML counted a message on NVLink, using the metrics of both GPUs."""
     size = MESSAGE_EXAMPLES * EXAMPLE_BYTES
-    known = {SENT: sender, RECEIVED: receiver, **dict.fromkeys(WITH_PROTOCOL, sender)}
+    known = {SENT: sender, RECEIVED: receiver, **dict.fromkeys(SENDER_NOT_JUDGED, sender)}
     lines = tuple(
         _line("message", metric, "cupti", size, values[metric], 1)
         for metric, values in known.items()
@@ -157,7 +157,7 @@ def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) ->
     )
     work = f"a message of {gigabytes(size)} GB from one GPU to another"
     bytes_text = ", ".join(f"{line['metric']} {gigabytes(line['counted'])} GB" for line in lines)
-    judged = [line["off"] for line in lines if line["metric"] not in WITH_PROTOCOL]
+    judged = [line["off"] for line in lines if line["metric"] not in SENDER_NOT_JUDGED]
     if not judged:
         return Diagnosis("links", WARNING, f"{work}: {bytes_text}", counted=lines)
     if max(map(abs, judged)) <= TOLERANCE:
@@ -185,6 +185,6 @@ def table(findings: Iterable[Diagnosis]) -> Table | None:
     off = f"Off is relative to the size of the work. More than {TOLERANCE:.0%} fails."
     unjudged = (
         f"{', '.join(BOTH)} is not judged, because it includes traffic that no SM requested. "
-        f"{' and '.join(WITH_PROTOCOL)} are not judged, because they include packet headers."
+        f"{' and '.join(SENDER_NOT_JUDGED)} are not judged, because they include packet headers."
     )
     return Table("Bytes of known work", headers, cells, (off, unjudged)) if cells else None

@@ -18,11 +18,11 @@ from packaging.version import Version
 from dpbench.commands.machine.calibration import (
     EXAMPLE_BYTES,
     FAILED,
+    IDLE_PHASE,
     MESSAGE,
     MESSAGE_EXAMPLES,
+    MESSAGE_PHASE,
     OK,
-    REST,
-    SENT_IN,
     STEPS,
     TOLERANCE,
     WARNING,
@@ -177,7 +177,7 @@ def cupti(settings: Settings) -> Iterator[Diagnosis]:
     )
     counted = record["counted"][0]
     finding = judge(Cupti.name, case.batch_size, counted)
-    resting = sum(counted.get(REST, {}).get(metric, 0.0) for metric in ALWAYS)
+    resting = sum(counted.get(IDLE_PHASE, {}).get(metric, 0.0) for metric in ALWAYS)
     finding = replace(
         finding, detail=f"{finding.detail}; {gigabytes(resting)} GB while the GPU was idle"
     )
@@ -196,7 +196,9 @@ def links(settings: Settings) -> Iterator[Diagnosis]:
     case = Case(MESSAGE, 2 * MESSAGE_EXAMPLES, 1, "tiny", parallel="ddp", gpus=2)
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     record = instrument.start(case).record()
-    finding = judge_message(*(rank["counted"][0].get(SENT_IN, {}) for rank in record["ranks"]))
+    finding = judge_message(
+        *(rank["counted"][0].get(MESSAGE_PHASE, {}) for rank in record["ranks"])
+    )
     why = "".join(f"; {note}" for note in record["notes"])
     yield replace(finding, detail=f"{finding.detail}{why}")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from dpbench.commands.machine.calibration import EXAMPLE_BYTES, REST, SENT_IN, WORK
+from dpbench.commands.machine.calibration import EXAMPLE_BYTES, IDLE_PHASE, MESSAGE_PHASE, WORK
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import phase
 
@@ -45,7 +45,7 @@ class KnownWork(TrainerBase):
             self.work[work]()  # L2 then has as many dirty bytes before the counted work as after it
             with phase(name):
                 self.work[work]()
-        with phase(REST):
+        with phase(IDLE_PHASE):
             time.sleep(IDLE_SECONDS)
         return self.loss
 
@@ -63,6 +63,6 @@ class KnownMessage(TrainerBase):
         return model
 
     def train_step(self, batch: Batch) -> Tensor:
-        with phase(SENT_IN):
+        with phase(MESSAGE_PHASE):
             distributed.broadcast(self.message, 0)
         return self.loss

@@ -13,9 +13,9 @@ from dpbench.commands.machine import calibration, checks
 from dpbench.commands.machine.calibration import (
     EXAMPLE_BYTES,
     FAILED,
+    IDLE_PHASE,
     LARGEST,
     OK,
-    REST,
     WARNING,
     WORK,
     Diagnosis,
@@ -36,7 +36,7 @@ def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str
         return {"dram_read_bytes": read * COPIED, "dram_write_bytes": written * COPIED}
 
     counted = {phase: bytes_of(share * r, share * w) for phase, (_, r, w) in WORK.items()}
-    counted[REST] = bytes_of(resting, resting)
+    counted[IDLE_PHASE] = bytes_of(resting, resting)
     names = {"dram_read_bytes": ["dram__bytes_read.sum"], "l2_served_bytes": ["lts__t_sectors.sum"]}
     made = {"cupti": "13.0", "chip": "GH100", "passes": 1, "counters": names}
     return made | {"counted": [counted]} | changed
