@@ -193,6 +193,6 @@ def _notes(advice: Advice, case: Case) -> Iterator[str]:
         yield "Numbers are for one rank, without the time of communication between ranks."
     for trainer, ways in advice.ways.items():
         listed = ", ".join(f"{number} {way}" for way, number in ways.items())
-        yield f"{trainer}: layers by the way in which their norms are computed: {listed}."
+        yield f"{trainer}: number of layers by the way to their norms: {listed}."
     for trainer, why in advice.refused.items():
         yield f"{trainer}: {why}"

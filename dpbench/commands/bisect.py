@@ -121,7 +121,7 @@ class Bisection:
     file: Path
 
     def run(self) -> int:
-        """Print a line for each trial, then the first bad one. Return the exit code."""
+        """Print a line for each trial, and name the first bad one. Return the exit code."""
         first, last = self.candidates.good, self.candidates.bad
         _say(f"measuring {first:.9} and {last:.9} first")
         with self.candidates.place(first) as place, self.candidates.place(last) as last_place:

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare each run with the first."""
+    """Print the changes from BEFORE to each AFTER."""
     names = (options.before, *options.after)
     before, *others = runs = [saved_run(name, options.storage) for name in names]
     with METRICS.including(*(run.metrics for run in runs)):

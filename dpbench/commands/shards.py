@@ -63,8 +63,8 @@ def merge_runs(runs: Sequence[Run]) -> tuple[Run, list[str]]:
     """Merge several runs into one.
 
     Returns:
-        The merged run, and notes on it. Its status is interrupted if any of its instruments lacks
-        a case of the shards' grid.
+        The merged run, and notes. The status of the merged run is interrupted if an instrument
+        lacks a case of the shards' grid.
 
     Raises:
         ConfigurationError: the runs differ in GPU model, versions, code, settings, baseline or

@@ -16,7 +16,7 @@ class PendingMeasurement(ABC):
     Attributes:
         operators: the counts of each operator.
         kernels: the bytes and time of each kernel.
-        memory_lines: source lines, with the memory that is in use at the peak.
+        memory_lines: memory that is in use at the peak, by source line.
         notes: assumptions behind the rows.
         labels: the labels of the case's trainer, see `TrainerBase.labels`.
         imported: source files of the measured code, see `dpbench.child.imported`.

@@ -77,7 +77,7 @@ class LinearLayer(Workload):
 def check_layer(
     case: Case, device: torch.device, clips: str, weights: Sequence[float]
 ) -> Iterator[Check]:
-    """Yield the checks on a linear layer, at the case's precision and over its ranks.
+    """Yield the checks on a linear layer, with the case's precision and ranks.
 
     If the trainer cannot train a linear layer, the checks are not judged.
     """

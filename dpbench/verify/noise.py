@@ -37,7 +37,7 @@ DISTRIBUTION_ELEMENTS = 2**20
 """Largest number of elements whose distribution is compared with the normal one."""
 
 TAILS = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0)
-"""Numbers of standard deviations. Elements beyond each of them are counted."""
+"""Distances from zero, in standard deviations, beyond which elements are counted."""
 
 EXACT_SLACK = 1e-6
 """Largest `Draw.slack` with which equal values are recognised."""

@@ -94,7 +94,10 @@ def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
     first = torch.arange(size, device=noise.device)
 
     def least_likely(products: Tensor, a: Tensor, b: Tensor, n: Tensor) -> int:
-        """Return the index of the least likely correlation of stretches of n that begin at a, b."""
+        """Return the index of the least likely correlation.
+
+        Its two stretches of n elements begin at a and b.
+        """
         energy = (squares[a + n] - squares[a]) * (squares[b + n] - squares[b])
         r = products / energy.clamp(min=1e-300).sqrt()
         return int(log_chance_of_correlation(r * (n >= FEWEST_CORRELATED), n).argmin())

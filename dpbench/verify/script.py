@@ -73,7 +73,8 @@ class StepChecks(Calls):
         self.bypassed = ""  # class of an optimizer that steps in place of the private one
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
         self.known: dict[str, ParameterHistory] = {}
-        self.unowned: dict[int, tuple[Tensor, bool]] = {}  # parameter of no module; had a gradient
+        # Parameters of no called module, and whether they had a gradient:
+        self.unowned: dict[int, tuple[Tensor, bool]] = {}
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
@@ -118,7 +119,10 @@ class StepChecks(Calls):
             if id(outer.original_optimizer) not in self._private:
                 self._private[id(outer.original_optimizer)] = outer
                 outer.add_noise = partial(self._add_noise, outer, outer.add_noise)
-            self._in_last_part, self._since = self._since, 0  # earlier passes were virtual steps
+            self._in_last_part, self._since = (
+                self._since,
+                0,
+            )  # earlier passes belong to virtual steps
         if optimizer is not None:
             calls = self._calls
             # A later loss may use calls without gradients.

@@ -36,7 +36,7 @@ OTHER_PROCESS_SEED = 1000
 
 
 def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
-    """Check the trainer of a case. Several GPUs get one process per rank.
+    """Check the trainer of a case. Start one process per rank if it has several.
 
     Args:
         case: a small case. If it has several micro-batches, the undivided batch is checked too.
@@ -55,9 +55,7 @@ def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list
 
 
 def _over_ranks(work: Work, case: Case, device: str) -> dict[str, Any]:
-    import_module(
-        "torch._dynamo"
-    )  # the first optimizer imports it; once before the forks is faster
+    import_module("torch._dynamo")  # the first optimizer would import this in each fork
     return on_all_ranks(work, case, device)
 
 
