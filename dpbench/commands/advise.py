@@ -174,9 +174,9 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
 
 def _notes(advice: Advice, case: Case) -> Iterator[str]:
     standard = advice.frame.iloc[0]
+    yield "Bytes, FLOP, launches and peak memory are counted. Roofline, launch, time are predicted."
     yield (
-        "Bytes, FLOP, launches and peak memory are counted. Roofline, launch and time are "
-        f"predicted. A standard step has {standard.logical_bytes / 1e9:.1f} GB, "
+        f"A standard step has {standard.logical_bytes / 1e9:.1f} GB, "
         f"{standard.flops / 1e12:.2f} TFLOP, {standard.launches:.0f} launches, and "
         f"{standard.peak_memory_bytes / 1e9:.1f} GB of peak memory."
     )

@@ -71,7 +71,10 @@ def test_ends_that_are_equally_good_get_one_line(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("echo the compiler is missing >&2; exit 3 #{json}", "(status 3): the compiler is missing"),
+        (
+            "echo the compiler is missing >&2; exit 3 #{json}",
+            "(exit code 3): the compiler is missing",
+        ),
         ("true {json}", "wrote no run (exit code 0): "),
         ("echo {} > {json}", "run.json cannot be read: "),
     ],

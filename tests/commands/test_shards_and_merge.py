@@ -82,7 +82,7 @@ def test_local_executor_measures_each_shard_in_a_job(
     [
         (["--shard=3/2"], "a shard is K/N with K from 1 to N, not '3/2'"),
         (["--shard=3/3"], "the grid has fewer cells than shards"),
-        (["--cluster=local", "--shards=3"], "--shards must be from 1 to 2, the cells of the grid"),
+        (["--cluster=local", "--shards=3"], "--shards must be from 1 to 2, the number of cells"),
         (["--cluster=local", "--autosave"], "--cluster does not take --autosave"),
         (["--cluster=local", "--cluster-set=fast"], "NAME=VALUE, not 'fast'"),
         (["--cluster=local", "--cluster-set=fast=1"], "cluster local: Parameter 'fast'"),

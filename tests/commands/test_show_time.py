@@ -75,7 +75,7 @@ def test_runs_that_divide_by_different_baselines_are_shown_one_by_one(
     session = {"session": {"grid": {"baseline": "dpsgd"}}}
     saved(other, json.loads(other.read_text(encoding="utf-8")) | session)
     assert main(["show", short_fp32, str(other), "--time"]) == 2
-    assert "are dpsgd and standard: show them one by one" in capsys.readouterr().err
+    assert "are dpsgd and standard: show the runs one at a time" in capsys.readouterr().err
 
 
 def test_a_missing_condition_is_named_with_what_would_give_it(
