@@ -90,7 +90,7 @@ def _parse_arguments(written: Sequence[str]) -> argparse.Namespace:
         ) from error
     without_server = {"-h", "--help", HELP_ALL, "--cluster"}
     if {*written[:1]} & {"run", "advise"} and not {*written} & without_server:
-        fork_server()  # imports torch, while this process reads its options and imports pandas
+        fork_server()  # imports torch while this process reads its options and imports pandas
     # Words after -- are a command of the user.
     end = written.index("--") if "--" in written and written[0] == "bisect" else len(written)
     options = build_parser("".join(written[:1]), written).parse_args(written[:end])

@@ -58,8 +58,8 @@ def repeated_values(draws: Sequence[Draw]) -> Comparisons:
 def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
     """Correlate the first step of each run, and all steps in a row, with shifts of themselves.
 
-    In the first run, each parameter is also searched alone. This finds more if only one parameter
-    is wrong.
+    In the first run, each parameter is also searched alone, so that a fault in a single parameter
+    is easier to find.
     """
     firsts = [draw for draw in draws if draw.step == 1]
     pieces = [(n, each.double(), d.step_name) for d in firsts[:1] for n, each in d.noise.items()]

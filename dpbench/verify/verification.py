@@ -254,7 +254,7 @@ class Verification:
         # Ranks add their rank to even seeds (`TrainedModel.steps`), so even seeds are far apart.
         seed = self._runs if self._runs % 2 else self._runs * SEED_STRIDE
         case, run = batching.case, f"σ = {sigma:g}, C = {threshold:.3g}{batching.label}"
-        self.tolerance(batching.label, self.below_all)  # before the run, because this sets the seed
+        self.tolerance(batching.label, self.below_all)  # call it before the run: it sets the seed
         taken = noisy_steps(self.model, case, batching.batches, steps, sigma, threshold, seed)
         if self.judges_noise:
             return [*self._drawn(run, batching, sigma, threshold, taken)]
