@@ -144,9 +144,7 @@ def run(options: argparse.Namespace) -> int:
         if len(others) == len(files) > 0:
             return 0
         if not (shown := list(_tables(runs, options, view))):
-            raise ConfigurationError(
-                f"{', '.join(options.files)}: these files contain nothing to show"
-            )
+            raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
         print(as_text(shown, terminal_width()), file=settings.tables_to)
         for kind, path in files:
             if kind == "md":
