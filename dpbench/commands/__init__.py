@@ -1,1 +1,1 @@
-"""The commands of ``dpbench``. Each is a module with its help, its arguments and what it does."""
+"""The commands of ``dpbench``. Each is a module with its help, its arguments and its code."""

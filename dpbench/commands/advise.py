@@ -1,13 +1,13 @@
-"""Recommend a method for a case, and say why; needs no GPU.
+"""Recommend a method for a case, with reasons, without a GPU.
 
-Each method's step is counted on tensors without data: bytes, arithmetic, launches and memory. From
-these counts follow the least time that the card needs, the least time that Python needs, a
-predicted time, and the largest batch that fits. Of the methods that fit, the one with the least
-predicted time is recommended.
+A step of each method is counted on tensors without data: bytes, arithmetic, launches and memory.
+These counts give the least time that the card needs, the least time that Python needs, a predicted
+time, and the largest batch that fits. Of the methods that fit, the one with the least predicted
+time is recommended.
 
-RUN is the number or name of a saved run, or a file that --json wrote. With it, the cases are those
-of the run, and its measured numbers stand beside the predicted ones. Options such as --precision
-then select some of its cases.
+RUN is the number or name of a saved run, or a file that --json wrote. With RUN, its cases are
+advised on, and the tables also show its measured numbers. Options such as --precision then select
+some of the cases.
 
 Examples:
   dpbench advise
@@ -40,29 +40,31 @@ if TYPE_CHECKING:
     from dpbench.show.layout import Table
 
 DEFAULT_CARD = "h200"
-"""The card if none is named, and this machine has no GPU that dpbench knows."""
+"""Default card if this machine has no GPU that dpbench knows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
-    parser.add_argument("run", nargs="?", metavar="RUN", help="a saved run, to advise on its cases")
+    """Declare the arguments of this command."""
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="a saved run with the cases to advise on"
+    )
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help="a card that dpbench knows, such as h200, h100, a100, l4, t4 or rtx4090; by default "
-        f"the GPU of RUN, or this machine's, or else {DEFAULT_CARD}",
+        help="a card that dpbench knows, such as h200, h100, a100, l4, t4 or rtx4090 (default: the "
+        f"GPU of RUN, else the GPU of this machine, else {DEFAULT_CARD})",
     )
     parser.add_argument(
         "--memory", metavar="SIZE", help="the memory of the GPU, such as 80GB or 79.6GiB"
     )
-    help = f"{axis_help('trainer')}; repeatable (default: those of RUN, or all)"
+    help = f"{axis_help('trainer')}; repeatable (default: the trainers of RUN, or all)"
     declare(parser.add_argument, "trainer", help=help, dest="trainers")
     add_case(parser, AXES[1:], device="cpu")
     declare(parser.add_argument, "storage")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the advice; the exit status is 1 if a named method cannot be counted."""
+    """Print the advice. The exit code is 1 if a named method cannot be counted."""
     from dpbench.advice.memory import parse_memory
     from dpbench.results.roofline import find_card
     from dpbench.show.layout import as_text, terminal_width
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Advice:
-    """Advice on a case. A terminal shows the progress, method by method."""
+    """Return advice on a case. Show the progress if stderr is a terminal."""
     from dpbench.advice.choice import advise
 
     number = len(names or TRAINERS)
@@ -97,9 +99,9 @@ def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Ad
 
 
 def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | None]:
-    """The card to advise for, and its memory if it is a GPU of this machine.
+    """Return the card to advise for, and its memory if the card is a GPU of this machine.
 
-    It is the card that --gpu names, else that of the run, else a GPU of this machine, else
+    The card is that of --gpu, else that of the run, else a GPU of this machine, else
     `DEFAULT_CARD`.
     """
     from dpbench.results.roofline import known_roofs
@@ -116,13 +118,16 @@ def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | 
 
 
 def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
-    """The run's cells that match the options, each as its baseline's case, with its trainers."""
+    """Return the run's cells that match the options, with their trainers.
+
+    The key of a cell is the case of its baseline.
+    """
     axes = [axis for axis in AXES if axis != "set"]
-    given = {axis: value for axis in axes if (value := getattr(options, axis, None)) is not None}
+    chosen = {axis: value for axis in axes if (value := getattr(options, axis, None)) is not None}
     cells: dict[Case, list[str]] = {}
     for outcome in saved.outcomes:
         case = outcome.case
-        if isinstance(case, Case) and given.items() <= case.columns.items():
+        if isinstance(case, Case) and chosen.items() <= case.columns.items():
             try:
                 cells.setdefault(case.baseline, []).append(resolve(case).trainer)
             except ConfigurationError as error:
@@ -160,30 +165,34 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
         "DRAM\n÷": ("measured_bytes_ratio", ratio),
     }
     columns = {header: shown for header, shown in columns.items() if shown[0] in frame}
-    of = f"{card} with {memory / 1e9:.0f} GB" if memory else card
-    title = ", ".join([*title_parts({**case.columns, "trainer": ""}), of])
-    return Table.of(f"{title}: ÷ is to the standard step", frame, columns, _notes(advice, case))
+    card_text = f"{card} with {memory / 1e9:.0f} GB" if memory else card
+    title = ", ".join([*title_parts({**case.columns, "trainer": ""}), card_text])
+    return Table.of(
+        f"{title}: ÷ is the ratio to the standard step", frame, columns, _notes(advice, case)
+    )
 
 
 def _notes(advice: Advice, case: Case) -> Iterator[str]:
     standard = advice.frame.iloc[0]
+    yield "Bytes, FLOP, launches and peak memory are counted. Roofline, launch, time are predicted."
     yield (
-        f"Counted and predicted, not measured. A standard step: {standard.logical_bytes / 1e9:.1f} "
-        f"GB, {standard.flops / 1e12:.2f} TFLOP, {standard.launches:.0f} launches, "
-        f"{standard.peak_memory_bytes / 1e9:.1f} GB at the peak."
+        f"A standard step has {standard.logical_bytes / 1e9:.1f} GB, "
+        f"{standard.flops / 1e12:.2f} TFLOP, {standard.launches:.0f} launches, and "
+        f"{standard.peak_memory_bytes / 1e9:.1f} GB of peak memory."
     )
     yield (
-        "Least times: roofline is the time for each operator's bytes or arithmetic, at the rates "
-        "that the card reaches; launch is 25 µs of CPU time for each operator, none in CUDA graphs."
+        "Least times: roofline is the time for the bytes or the arithmetic of each operator, at "
+        "the rates that the card reaches. Launch is 25 µs of CPU time for each operator outside "
+        "CUDA graphs."
     )
     yield (
-        "Floor: the bytes of a standard step and those that norms must read: each layer's input "
-        "and output gradient, or each example's gradient."
+        "Floor: the bytes of a standard step, and the bytes that norms must read: the input and "
+        "output gradient of each layer, or the gradient of each example."
     )
     if case.gpus > 1:
-        yield "Numbers are for one rank; the time of communication between ranks is left out."
+        yield "Numbers are for one rank, without the time of communication between ranks."
     for trainer, ways in advice.ways.items():
         listed = ", ".join(f"{number} {way}" for way, number in ways.items())
-        yield f"{trainer}: norms of layers by {listed}."
+        yield f"{trainer}: number of layers by the way to their norms: {listed}."
     for trainer, why in advice.refused.items():
         yield f"{trainer}: {why}"

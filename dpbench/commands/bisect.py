@@ -1,21 +1,22 @@
 """Find the commit, or the version of a package, that made a metric worse.
 
-COMMAND writes a run. It is dpbench run or dpbench exec, to which --json is added, or any command
-with {json} in place of the run's file. LIMIT is METRIC[@PHASE]:1%, as for dpbench compare. GOOD and
-BAD are measured first. Of the numbers that exceed LIMIT there, the one that changed most is
-followed: the range is halved until the first commit is found where that number exceeds LIMIT,
-compared with GOOD.
+COMMAND must write a run. It is dpbench run or dpbench exec, to which --json is added, or any
+command with {json} in place of the run's file. LIMIT is METRIC[@PHASE]:1%, as for dpbench compare.
+GOOD and BAD are measured first. Of the numbers that exceed LIMIT in BAD, the one that changed most
+is followed. Then the range is halved until the first commit is found in which this number exceeds
+LIMIT, compared with GOOD.
 
-COMMAND runs in a temporary git worktree of each commit. The worktree and its folder src are first
-on PYTHONPATH. Uncommitted files are missing there. With --package, released versions are tried
-instead. For each, pip installs the package, and the dependencies that this environment lacks, into
-a temporary folder, which is first on PYTHONPATH. A commit or version that writes no run with that
-number is skipped.
+COMMAND runs in a temporary git worktree of each commit, without uncommitted files. The worktree and
+its folder src are first on PYTHONPATH. With --package, released versions are tried instead of
+commits. pip installs each version, and the dependencies that this environment lacks, into a
+temporary folder, which is first on PYTHONPATH. A commit or version is skipped if COMMAND writes no
+run with the followed number.
 
-Bytes and operations are taken from one run. Times, powers and shares vary: COMMAND is repeated
+Bytes and operations are taken from one run. Times, powers and shares vary, so COMMAND is repeated
 until the 95 % intervals of the means decide whether LIMIT is exceeded, at most --repeat times. The
-exit status is 0 if a commit or version is named. It is 2 if none is: BAD is not worse than GOOD,
-times are ambiguous, or only skipped ones are left. It is 1 if GOOD or BAD cannot be measured.
+exit code is 0 if a commit or version is named. The exit code is 2 if none is named: BAD is not
+worse than GOOD, times are ambiguous, or all remaining candidates were skipped. The exit code is 1
+if GOOD or BAD cannot be measured.
 
 Examples:
   dpbench bisect logical_bytes:1% v1.0..HEAD -- dpbench exec --instrument logical train.py
@@ -50,14 +51,14 @@ from dpbench.results.run import Run
 from dpbench.show.comparison import amount, grown_text
 
 JSON = "{json}"
-"""The placeholder for the run's file in a command."""
+"""Placeholder for the run's file in a command."""
 
 VERDICTS = {False: "good", True: "bad", None: "ambiguous"}
-"""The words for whether the limit is exceeded."""
+"""Verdicts, by whether the limit is exceeded. None means undecided."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     parser.usage = "dpbench bisect [options] LIMIT [GOOD..BAD] -- COMMAND …"
     parser.add_argument("limit", metavar="LIMIT", help="METRIC[@PHASE]:1%%")
     parser.add_argument("commits", nargs="?", metavar="GOOD..BAD", help="a range of commits")
@@ -74,26 +75,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure both ends, and halve the range between them until one is left."""
+    """Measure both ends, and halve the range between the ends until one commit is left."""
     limit, command = Threshold.parse(options.limit), with_json(options.words)
     if bool(options.commits) == bool(options.package):
-        raise ConfigurationError("name either commits, GOOD..BAD, or a --package")
+        raise ConfigurationError("name either commits as GOOD..BAD, or a --package")
     kind, text = (Releases, options.package) if options.package else (Commits, options.commits)
     with TemporaryDirectory(prefix="dpbench-bisect-", ignore_cleanup_errors=True) as folder:
-        among: Commits | Releases = kind(text, Path(folder))
-        return Bisection(among, limit, command, options.repeat, Path(folder) / "run.json").run()
+        candidates: Commits | Releases = kind(text, Path(folder))
+        return Bisection(
+            candidates, limit, command, options.repeat, Path(folder) / "run.json"
+        ).run()
 
 
 def with_json(words: Sequence[str]) -> list[str]:
-    """The command with ``{json}``. To ``dpbench run`` and ``dpbench exec`` it is added."""
+    """Return the command with ``{json}``, added if ``dpbench run`` or ``exec`` lacks it."""
     if any(JSON in word for word in words):
         return [*words]
     for place, (program, command) in enumerate(pairwise(words), start=2):
         if Path(program).name == "dpbench" and command in ("run", "exec"):
             return [*words[:place], "--json", JSON, *words[place:]]
     raise ConfigurationError(
-        "end with -- COMMAND: dpbench run, dpbench exec, or any with {json} in place of its run's "
-        "file"
+        "end with -- COMMAND, which is dpbench run, dpbench exec, or any command with {json} in "
+        "place of the run's file"
     )
 
 
@@ -109,41 +112,47 @@ class Trial:
 
 @dataclass
 class Bisection:
-    """The search for the first commit or version that exceeds a limit against the good end."""
+    """The search for the first commit or version that exceeds a limit."""
 
-    among: Commits | Releases
+    candidates: Commits | Releases
     limit: Threshold
     command: Sequence[str]
     repeats: int
     file: Path
 
     def run(self) -> int:
-        """Print a line for each that is tried, and the first bad one; returns the exit code."""
-        first, last = self.among.good, self.among.bad
+        """Print a line for each trial, and name the first bad one. Return the exit code."""
+        first, last = self.candidates.good, self.candidates.bad
         _say(f"measuring {first:.9} and {last:.9} first")
-        with self.among.place(first) as place, self.among.place(last) as last_place:
+        with self.candidates.place(first) as place, self.candidates.place(last) as last_place:
             self.good, bad = Trial(first, place), Trial(last, last_place)
-            self.number = self._largest(self._run(self.good), self._run(bad))
-            self._interval(self.good)
+            self.number = self._number_to_follow(
+                self._run_command(self.good), self._run_command(bad)
+            )
+            self._update_interval(self.good)
             self._print(self.good, "good")
-            if (verdict := self._judged(bad)) is False:
-                raise ConfigurationError(f"{self.limit} is not exceeded: there is nothing to find")
+            if (verdict := self._verdict(bad)) is False:
+                raise ConfigurationError(f"BAD does not exceed {self.limit}, compared with GOOD")
             return self._halve(bad) if verdict else 2
 
     def _halve(self, bad: Trial) -> int:
         passed, skipped = [self.good], set[str]()
-        while between := self.among.between([trial.name for trial in passed], bad.name):
+        while between := self.candidates.between([trial.name for trial in passed], bad.name):
             if not (left := [name for name in between if name not in skipped]):
-                rest = [f"{name}  {self.among.about(name)}" for name in (*between, bad.name)]
-                _say("\n".join(["\nall others were skipped; the first bad one is among:", *rest]))
+                rest = [
+                    f"{name}  {self.candidates.describe(name)}" for name in (*between, bad.name)
+                ]
+                _say(
+                    "\n".join(["\nall others were skipped, so the first bad one is one of:", *rest])
+                )
                 return 2
-            # Neighbours of a skipped one often fail for the same reason: look farther each time.
+            # Neighbours of a skipped commit often fail for the same reason: look farther each time.
             name = left[(len(between) - len(left)) ** 2 % len(left)]
             try:
-                with self.among.place(name) as place:
+                with self.candidates.place(name) as place:
                     trial = Trial(name, place)
-                    self._run(trial)
-                    verdict = self._judged(trial)
+                    self._run_command(trial)
+                    verdict = self._verdict(trial)
             except DpbenchError as error:
                 skipped.add(name)
                 _say(f"{name:.9}  skipped: {error}")
@@ -151,27 +160,32 @@ class Bisection:
             if verdict is None:
                 return 2
             passed, bad = (passed, trial) if verdict else ([*passed, trial], bad)
-        _say(f"\nfirst bad: {bad.name}  {self.among.about(bad.name)}")
+        _say(f"\nfirst bad: {bad.name}  {self.candidates.describe(bad.name)}")
         _say(f"{self._amount(passed[-1])} -> {self._amount(bad)}")
         changes = largest_changes(passed[-1].runs[0], bad.runs[0], self.case, self.number)
         _say(grown_text([{"largest_changes": changes}]))
         return 0
 
-    def _run(self, trial: Trial) -> Run:
-        """Run the command once more; `DpbenchError` if it writes no run."""
+    def _run_command(self, trial: Trial) -> Run:
+        """Run the command once more. Raise `DpbenchError` if it writes no run."""
         self.file.unlink(missing_ok=True)
         words = [word.replace(JSON, str(self.file)) for word in self.command]
         directory, imports = trial.place
         path = filter(None, [*map(str, imports), os.environ.get("PYTHONPATH")])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-        code, said = processes.run(words, timeout=None, cwd=directory, env=environment)
+        code, output = processes.run(words, timeout=None, cwd=directory, env=environment)
         if not self.file.exists():
-            raise DpbenchError(f"{trial.name:.9} wrote no run (status {code}): {last_line(said)}")
+            raise DpbenchError(
+                f"{trial.name:.9} wrote no run (exit code {code}): {last_line(output)}"
+            )
         trial.runs.append(Run.load(self.file))
         return trial.runs[-1]
 
-    def _largest(self, good: Run, bad: Run) -> dict[str, Any]:
-        """The number with the largest relative change, among those that exceed the limit if any."""
+    def _number_to_follow(self, good: Run, bad: Run) -> dict[str, Any]:
+        """Return the number beyond the limit that has the largest relative change.
+
+        If no number is beyond the limit, return the number with the largest relative change.
+        """
         verdict = Gate(good, bad).judge([self.limit])
         if verdict.judged.empty:
             raise ConfigurationError("; ".join(map(str, verdict.unjudged)))
@@ -179,14 +193,14 @@ class Bisection:
         judged = verdict.judged.assign(most=change).sort_values(["regressed", "most"])
         number = judged.to_dict("records")[-1]
         self.case = subject_from(number)
-        _say(f"{self.limit} of {self.case.id} by {number['instrument']}")
+        _say(f"following {self.case.id} by {number['instrument']}, limit {self.limit}")
         return {str(name): value for name, value in number.items()}
 
-    def _value(self, run: Run) -> float:
-        """The followed number in a run.
+    def _followed_value(self, run: Run) -> float:
+        """Return the followed number of a run.
 
         Raises:
-            DpbenchError: the run lacks the number, or the limit cannot judge it.
+            DpbenchError: the run lacks the number, or the limit cannot be checked.
         """
         verdict = Gate(self.good.runs[0], run).judge([self.limit])
         for unjudged in verdict.unjudged:
@@ -195,34 +209,34 @@ class Bisection:
         values = verdict.judged.set_index(keys := [*AXES, *NUMBER[1:]]).after.to_dict()
         return float(values[tuple(self.number[name] for name in keys)])
 
-    def _interval(self, trial: Trial) -> Interval:
-        trial.values += map(self._value, trial.runs[len(trial.values) :])
+    def _update_interval(self, trial: Trial) -> Interval:
+        trial.values += map(self._followed_value, trial.runs[len(trial.values) :])
         return mean_interval(trial.values if self.limit.varies else trial.values[:1] * 2)
 
-    def _judged(self, trial: Trial) -> bool | None:
-        """Whether a trial exceeds the limit; None if that stays ambiguous. Prints the verdict.
+    def _verdict(self, trial: Trial) -> bool | None:
+        """Return whether a trial exceeds the limit, or None if that stays ambiguous.
 
-        While it is ambiguous, the command is repeated.
+        While the verdict is ambiguous, the command is repeated. Then the verdict is printed.
         """
         while True:
-            (low, high), (least, most) = map(self._interval, (trial, self.good))
+            (low, high), (least, most) = map(self._update_interval, (trial, self.good))
             verdict = self.limit.exceeded_between((least, most), (low, high))
             if verdict is not None or len(trial.runs) >= self.repeats:
                 break
-            self._run(trial)
+            self._run_command(trial)
             if len(self.good.runs) < len(trial.runs):
-                self._run(self.good)
+                self._run_command(self.good)
         self._print(trial, VERDICTS[verdict])
         if verdict is None:
             ratios = f"× {low / most:.4f} to × {high / least:.4f}"
-            _say(f"\nambiguous: {ratios}, limit {self.limit}; allow more runs by --repeat")
+            _say(f"\nambiguous: {ratios}, limit {self.limit}; allow more runs with --repeat")
         return verdict
 
-    def _print(self, trial: Trial, said: str) -> None:
+    def _print(self, trial: Trial, verdict: str) -> None:
         good, runs = fmean(self.good.values), f" in {len(trial.runs)} runs" * self.limit.varies
         ratio = f"× {fmean(trial.values) / good:.4f}" if good else "-"
-        columns = f"{self._amount(trial):>10}  {ratio:>8}  {said + runs:<4}"
-        _say(f"{trial.name:<9.9}  {columns}  {self.among.about(trial.name)}")
+        columns = f"{self._amount(trial):>10}  {ratio:>8}  {verdict + runs:<4}"
+        _say(f"{trial.name:<9.9}  {columns}  {self.candidates.describe(trial.name)}")
 
     def _amount(self, trial: Trial) -> str:
         return amount(fmean(trial.values), self.number["unit"], self.number["after"])

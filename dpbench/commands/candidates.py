@@ -1,6 +1,6 @@
-"""What a bisection tries: commits of a repository, or released versions of a package.
+"""The candidates of a bisection: commits of a repository, or released versions of a package.
 
-`Commits` and `Releases` order them and make a place where a command runs with each.
+`Commits` and `Releases` order the candidates, and make a folder in which a command runs with one.
 """
 
 from __future__ import annotations
@@ -21,55 +21,57 @@ from dpbench.launch.processes import run
 from dpbench.results.conditions import git
 
 Place = tuple[Path, list[Path]]
-"""A command's working directory, and what comes first on its PYTHONPATH."""
+"""A command's working directory, and the first entries of its PYTHONPATH."""
 
 
-def last_line(said: str) -> str:
-    """The last line that a program printed."""
-    return said.strip().rpartition("\n")[2]
+def last_line(output: str) -> str:
+    """Return the last line that a program printed."""
+    return output.strip().rpartition("\n")[2]
 
 
-def git_here(*words: str) -> str:
-    """What git prints here, without running hooks; `ConfigurationError` if it fails."""
-    if (said := git(Path(), "-c", "core.hooksPath=/dev/null", *words)) is None:
-        raise ConfigurationError(f"this failed: git {' '.join(words)}")
-    return said.decode(errors="replace").strip()
+def git_output(*words: str) -> str:
+    """Run git here without hooks, and return its output. Raise an error if git fails."""
+    if (output := git(Path(), "-c", "core.hooksPath=/dev/null", *words)) is None:
+        raise ConfigurationError(f"this command failed: git {' '.join(words)}")
+    return output.decode(errors="replace").strip()
 
 
 def range_ends(text: str) -> list[str]:
-    """The hashes of ``GOOD..BAD``. An empty end is HEAD. GOOD must be an ancestor of BAD."""
+    """Return the hashes of ``GOOD..BAD``. An empty end is HEAD. GOOD must be an ancestor of BAD."""
     good, _, bad = text.partition("..")
-    said = git(Path(), "rev-list", "--no-walk=unsorted", good or "HEAD", bad or "HEAD")
-    hashes = (said or b"").decode().split()
-    if len(hashes) != 2 or git_here("rev-list", "-1", f"{hashes[1]}..{hashes[0]}"):
-        raise ConfigurationError(f"git finds no range {text!r} here; write OLDER..NEWER commits")
+    output = git(Path(), "rev-list", "--no-walk=unsorted", good or "HEAD", bad or "HEAD")
+    hashes = (output or b"").decode().split()
+    if len(hashes) != 2 or git_output("rev-list", "-1", f"{hashes[1]}..{hashes[0]}"):
+        raise ConfigurationError(
+            f"git finds no range {text!r} here: write OLDER..NEWER, two commits of this repository"
+        )
     return hashes
 
 
-def about_commit(name: str) -> str:
-    """The author date and the subject of a commit."""
-    return git_here("show", "--no-patch", "--date=format:%F %H:%M", "--format=%ad  %s", name)
+def describe_commit(name: str) -> str:
+    """Return the author date and the subject of a commit."""
+    return git_output("show", "--no-patch", "--date=format:%F %H:%M", "--format=%ad  %s", name)
 
 
 class Commits:
-    """The commits of ``GOOD..BAD``; their worktrees are made in a folder."""
+    """The commits of ``GOOD..BAD``. Their worktrees are made in a folder."""
 
     def __init__(self, text: str, folder: Path) -> None:
         self.good, self.bad = range_ends(text)
-        self._folder, self._below = folder, git_here("rev-parse", "--show-prefix")
-        self.about = about_commit
+        self._folder, self._below = folder, git_output("rev-parse", "--show-prefix")
+        self.describe = describe_commit
 
     def between(self, good: Sequence[str], bad: str) -> list[str]:
-        """The ancestors of ``bad`` that no ``good`` commit contains, the best to try first."""
-        lines = git_here("rev-list", "--bisect-all", bad, "--not", *good).splitlines()
+        """Return the ancestors of ``bad`` that no ``good`` commit contains, best first."""
+        lines = git_output("rev-list", "--bisect-all", bad, "--not", *good).splitlines()
         return [commit for commit in (line.split()[0] for line in lines) if commit != bad]
 
     @contextmanager
     def place(self, name: str) -> Iterator[Place]:
-        """A worktree of a commit, removed afterwards."""
+        """Make a worktree of a commit, and remove the worktree afterwards."""
         tree = self._folder / name
         try:
-            git_here("worktree", "add", "--detach", str(tree), name)
+            git_output("worktree", "add", "--detach", str(tree), name)
             yield tree / self._below, [tree, tree / "src"]
         finally:
             rmtree(tree, ignore_errors=True)  # git does not remove an unfinished worktree
@@ -81,33 +83,33 @@ class Releases:
 
     def __init__(self, text: str, folder: Path) -> None:
         try:
-            asked = Requirement(re.sub(r"==(.+?)\.\.", r">=\1,<=", text))
+            wanted = Requirement(re.sub(r"==(.+?)\.\.", r">=\1,<=", text))
         except InvalidRequirement as error:
             raise ConfigurationError(f"package {text!r}: write NAME==LOW..HIGH") from error
-        listed = pip("index", "versions", asked.name).partition("Available versions: ")[2]
+        listed = pip("index", "versions", wanted.name).partition("Available versions: ")[2]
         known = sorted(re.findall(r"[^\s,]+", listed.partition("\n")[0]), key=Version)
-        self._names = [*asked.specifier.filter(known)]
+        self._names = [*wanted.specifier.filter(known)]
         if len(self._names) < 2:
             raise ConfigurationError(
-                f"{text!r} must hold at least two of the releases {', '.join(known)}"
+                f"{text!r} must contain at least two of the releases {', '.join(known)}"
             )
         self.good, self.bad = self._names[0], self._names[-1]
-        self._folder, self._package, self._needed = folder, asked.name, dict[str, list[str]]()
+        self._folder, self._package, self._needed = folder, wanted.name, dict[str, list[str]]()
 
     def between(self, good: Sequence[str], bad: str) -> list[str]:
-        """The versions between the last good one and a bad one, those in the middle first."""
+        """Return the versions between the last good one and a bad one, from the middle outwards."""
         first, end = max(map(self._names.index, good)), self._names.index(bad)
         places = sorted(range(first + 1, end), key=lambda place: abs(2 * place - first - end))
         return [self._names[place] for place in places]
 
-    def about(self, name: str) -> str:
-        """The packages that were installed with a version and not with the good one."""
+    def describe(self, name: str) -> str:
+        """Return the packages that were installed with a version but not with the good version."""
         known = [] if name == self.good else self._needed[self.good]
         return " ".join(n for n in self._needed.get(name, ()) if n not in known) or "as installed"
 
     @contextmanager
     def place(self, name: str) -> Iterator[Place]:
-        """A folder with a version and its dependencies, except those that are installed here."""
+        """Make a folder with a version and the dependencies that are not installed here."""
         folder, report = self._folder / name, self._folder / "report.json"
         pip("install", "--dry-run", "--report", str(report), f"{self._package}=={name}")
         found = [item["metadata"] for item in json.loads(report.read_bytes())["install"]]
@@ -119,9 +121,9 @@ class Releases:
 
 
 def pip(*words: str) -> str:
-    """What pip prints for this Python; `ConfigurationError` with its last line if it fails."""
+    """Run pip for this Python, and return its output. Raise an error if pip fails."""
     program = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    code, said = run([*program, *words], timeout=None)
+    code, output = run([*program, *words], timeout=None)
     if code:
-        raise ConfigurationError(f"pip {words[0]}: {last_line(said)}")
-    return said
+        raise ConfigurationError(f"pip {words[0]}: {last_line(output)}")
+    return output

@@ -15,8 +15,8 @@ from dpbench.core.settings import declare
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
 
-USUAL = {"batch_size": 8, "seq_len": 256}
-"""Defaults of the commands where `Case` has none."""
+DEFAULTS = {"batch_size": 8, "seq_len": 256}
+"""Defaults of axes for which `Case` has no default."""
 
 
 def add_case(
@@ -27,17 +27,17 @@ def add_case(
     required: bool = True,
     **usual: Any,
 ) -> None:
-    """Declare an option for each of these axes of a case, and one for the device.
+    """Declare an option for each of the axes, and one for the device.
 
     Args:
-        parser: gets the options.
-        axes: the axes, by default all.
+        parser: the parser that gets the options.
+        axes: axes of a case, by default all.
         device: the default device.
         required: whether an axis without a default must be given.
-        usual: defaults of axes, in place of those of `USUAL` and `Case`.
+        usual: defaults of axes that replace the defaults of `DEFAULTS` and `Case`.
     """
     for axis in axes:
-        default = {**USUAL, **usual}.get(axis) or getattr(Case, axis, None)
+        default = {**DEFAULTS, **usual}.get(axis) or getattr(Case, axis, None)
         declare(
             parser.add_argument,
             axis,
@@ -54,17 +54,17 @@ def add_case(
 
 
 def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
-    """Make a case from the options that `add_case` declares; it also gives their defaults."""
-    given = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
-    name, text = parted(registry.WORKLOADS.canonical(given.get("workload", TRANSFORMER)))
-    given["workload"] = workload = joined(name, [text, *given.pop("set", ())])
-    check_belongs(given, [workload])
+    """Make a case from the options that `add_case` declares. ``usual`` are its defaults."""
+    chosen = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
+    name, text = parted(registry.WORKLOADS.canonical(chosen.get("workload", TRANSFORMER)))
+    chosen["workload"] = workload = joined(name, [text, *chosen.pop("set", ())])
+    check_belongs(chosen, [workload])
     # Defaults of the transformer's axes do not apply to other workloads.
-    defaults = {**USUAL, **usual}
-    given = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | given
-    return registry.resolve(Case(**given))
+    defaults = {**DEFAULTS, **usual}
+    chosen = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | chosen
+    return registry.resolve(Case(**chosen))
 
 
 def saved_run(name: str, storage: Path) -> Run:
-    """The run with a number or a name, as ``dpbench list`` shows them, or with a path."""
+    """Return the run with a path, or with a number or name that ``dpbench list`` shows."""
     return Run.load(Storage(storage).find(name))

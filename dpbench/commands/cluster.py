@@ -1,4 +1,4 @@
-"""Measures a grid on a cluster by submitit: each shard is a job, which acts as ``dpbench run``."""
+"""Measures a grid on a cluster with submitit. Each shard is a job that acts as ``dpbench run``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ REFUSED = ("shard", "autosave", "compare", "compare_fail")
 """Options of ``dpbench run`` that --cluster refuses."""
 
 MINUTES = 24 * 60
-"""The default time limit of a job. Submitit's own is 5 minutes."""
+"""Default time limit of a job. Submitit's own default is 5 minutes."""
 
-ASKED = "asked.json"
-"""The file in --cluster-dir that says what the shards are parts of: grid, settings, environment."""
+PLAN = "asked.json"
+"""A file in --cluster-dir with the grid, settings and environment of the shards."""
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
@@ -35,7 +35,8 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--cluster",
         choices=("slurm", "local"),
-        help="submit each shard of the grid as a job, and wait; local starts processes here",
+        help="submit each shard of the grid as a job, and wait for the jobs; local starts "
+        "processes on this machine",
     )
     parser.add_argument(
         "--shards", type=int, default=2, metavar="N", help="number of jobs (default %(default)s)"
@@ -52,27 +53,29 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         type=Path,
         default=Path("dpbench_shards"),
         metavar="DIR",
-        help="where jobs write logs and runs; --resume keeps the shards that are complete there "
-        "(default %(default)s)",
+        help="folder for the logs and runs of jobs; --resume keeps its complete shards (default "
+        "%(default)s)",
     )
 
 
-def run(options: argparse.Namespace, measured: Callable[[Settings], int]) -> int:
-    """Submit the shards as jobs, wait, and merge their runs."""
+def run(options: argparse.Namespace, measure_grid: Callable[[Settings], int]) -> int:
+    """Submit the shards as jobs, wait for the jobs, and merge the runs."""
     from dpbench.commands.merge import finish  # loads pandas
 
-    settings, directory = _checked(options), options.cluster_dir
+    settings, directory = _checked_settings(options), options.cluster_dir
     shards = [Shard(number, options.shards) for number in range(1, options.shards + 1)]
-    files = {shard: directory / f"shard-{shard.number}-of-{shard.of}.json" for shard in shards}
+    files = {shard: directory / f"shard-{shard.number}-of-{shard.total}.json" for shard in shards}
     check_writable(directory)
     try:
         with locked(directory / ".lock", wait=False):
-            resumes = _begin(settings, directory / ASKED, options.shards)
+            resumes = _write_plan(settings, directory / PLAN, options.shards)
             wanted = {s: path for s, path in files.items() if not (resumes and _complete(path))}
-            jobs = _submit(options, settings, wanted, measured) if wanted else {}
-            _wait(jobs)
+            jobs = _submit(options, settings, wanted, measure_grid) if wanted else {}
+            _wait_for(jobs)
     except Locked as error:
-        raise ConfigurationError(f"{directory} is in use: name another --cluster-dir") from error
+        raise ConfigurationError(
+            f"another process uses {directory}: name another --cluster-dir"
+        ) from error
     absent = {shard: job for shard, job in jobs.items() if not files[shard].exists()}
     problems = [f"shard {s} has no run; see {job.paths.stderr}" for s, job in absent.items()]
     if len(absent) == len(files):
@@ -81,41 +84,43 @@ def run(options: argparse.Namespace, measured: Callable[[Settings], int]) -> int
     return finish(runs, settings, "run", problems)
 
 
-def _checked(options: argparse.Namespace) -> Settings:
-    """The settings. Those that make no sense on a cluster are refused."""
+def _checked_settings(options: argparse.Namespace) -> Settings:
+    """Return the settings. Refuse options that make no sense on a cluster."""
     for name in REFUSED:
         if getattr(options, name):
             raise ConfigurationError(f"--cluster does not take --{name.replace('_', '-')}")
     settings = Settings.read(options)
-    if not settings.instrument:  # this machine's default may differ from the others'
+    if not settings.instrument:  # the default differs between machines
         raise ConfigurationError(
-            "--cluster measures on other machines: name what measures there, such as --instrument "
-            "cupti, or --instrument logical without a GPU"
+            "--cluster measures on other machines, so name an instrument: --instrument cupti, or "
+            "--instrument logical without a GPU"
         )
-    there = len(cells(settings.chosen_grid().cases()))
-    if not 1 <= options.shards <= there:
-        raise ConfigurationError(f"--shards must be from 1 to {there}, the cells of the grid")
+    number = len(cells(settings.chosen_grid().cases()))
+    if not 1 <= options.shards <= number:
+        raise ConfigurationError(
+            f"--shards must be from 1 to {number}, the number of cells of the grid"
+        )
     settings.check()
     return settings
 
 
-def _begin(settings: Settings, file: Path, shards: int) -> bool:
-    """Write what the shards are parts of into a file; return whether complete shards are kept.
+def _write_plan(settings: Settings, file: Path, shards: int) -> bool:
+    """Write the grid, settings and environment into a file. Return whether to keep complete shards.
 
     Raises:
-        ConfigurationError: shards are to be kept, and are parts of something else.
+        ConfigurationError: shards are to be kept, but their grid, settings or environment differ.
     """
-    asked = new_run(
+    plan = new_run(
         environment(project=settings.directory.absolute()), settings.chosen_grid().as_json()
     )
-    measuring = {name: str(value) for name, value in vars(_of_a_job(settings)).items()}
+    measuring = {name: str(value) for name, value in vars(_job_settings(settings)).items()}
     chosen = {"cluster": {"shards": shards, **measuring}}
-    session = asked.session | {"settings": chosen, "status": INTERRUPTED}
-    asked = Run.of("this session", (), asked.environment, session)
+    session = plan.session | {"settings": chosen, "status": INTERRUPTED}
+    plan = Run.of("this session", (), plan.environment, session)
     resumes = settings.resume and file.exists()
     if resumes:
-        merge_interrupted(Run.load(file), asked)
-    empty = document((), asked.environment, session)
+        merge_interrupted(Run.load(file), plan)
+    empty = document((), plan.environment, session)
     write_text(file, document_text(empty))
     return resumes
 
@@ -124,14 +129,16 @@ def _submit(
     options: argparse.Namespace,
     settings: Settings,
     files: Mapping[Shard, Path],
-    measured: Callable[[Settings], int],
+    measure_grid: Callable[[Settings], int],
 ) -> dict[Shard, Any]:
-    """Submit a job for each shard, which measures it as the settings say and writes its file."""
+    """Submit a job for each shard. The job measures the shard and writes its file."""
     try:
         import submitit
     except ImportError as error:
-        raise ConfigurationError("--cluster needs submitit: pip install submitit") from error
-    # Otherwise submitit would hide the GPUs from its processes on this machine.
+        raise ConfigurationError(
+            "--cluster needs the package submitit: pip install submitit"
+        ) from error
+    # Without this, submitit hides the GPUs from its processes on this machine.
     own = {"gpus_per_node": len(gpu.visible_gpus())} if options.cluster == "local" else {}
     given = {"name": "dpbench", "timeout_min": MINUTES, **own, **_parameters(options.cluster_set)}
     try:
@@ -139,15 +146,15 @@ def _submit(
         executor.update_parameters(**given)
         for path in files.values():
             path.unlink(missing_ok=True)
-        shards = [_of_a_job(settings, str(s), path.absolute()) for s, path in files.items()]
-        jobs = executor.map_array(partial(_job, measured), shards)
+        shards = [_job_settings(settings, str(s), path.absolute()) for s, path in files.items()]
+        jobs = executor.map_array(partial(_job, measure_grid), shards)
     except (NameError, TypeError, RuntimeError, OSError) as error:
         raise ConfigurationError(f"cluster {options.cluster}: {error}") from error
     return dict(zip(files, jobs, strict=True))
 
 
 def _parameters(texts: Sequence[str]) -> dict[str, Any]:
-    """Submitit's parameters from ``NAME=VALUE``; a value of digits is a number."""
+    """Parse parameters of submitit, ``NAME=VALUE``. A value of digits becomes a number."""
     given: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -157,8 +164,8 @@ def _parameters(texts: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def _wait(jobs: Mapping[Shard, Any]) -> None:
-    """Wait for all jobs; cancel them if interrupted."""
+def _wait_for(jobs: Mapping[Shard, Any]) -> None:
+    """Wait for all jobs. Cancel the jobs if this process is interrupted."""
     try:
         for shard, job in jobs.items():
             job.wait()
@@ -175,14 +182,16 @@ def _complete(path: Path) -> bool:
     return False
 
 
-def _of_a_job(settings: Settings, shard: str | None = None, file: Path | None = None) -> Settings:
-    """The settings with which a job measures a shard and writes nothing but its file."""
+def _job_settings(
+    settings: Settings, shard: str | None = None, file: Path | None = None
+) -> Settings:
+    """Return the settings of a job, which measures a shard and writes only its file."""
     unwritten: dict[str, Any] = dict.fromkeys(("markdown", "csv", "html", "save"))
     unwritten |= {"output": (), "resume": False}
     return replace(settings, shard=shard, json=file, **unwritten)
 
 
-def _job(measured: Callable[[Settings], int], settings: Settings) -> int:
-    """Measure in a process of the cluster, which finds the user's modules as this one does."""
+def _job(measure_grid: Callable[[Settings], int], settings: Settings) -> int:
+    """Measure in a process of the cluster, with the user's modules importable."""
     sys.path.append(str(Path.cwd()))
-    return measured(settings)
+    return measure_grid(settings)

@@ -1,14 +1,14 @@
 """Compare saved runs: what changed, and whether a change exceeds a limit.
 
-A run is a file that --json or --dpbench-json wrote, or the number or name of a saved run: dpbench
-list shows them. If several runs have the name, the newest is taken. Each of the other runs is
-compared with the first. The exit code is 1 if a change exceeds a limit of --fail, if a limit could
-not be checked for all cases of the first run, or if one of these cases failed in another run.
+A run is a file that --json or --dpbench-json wrote, or the number or name of a saved run, as
+dpbench list shows them. If several runs have the name, the newest is taken. Each AFTER is compared
+with BEFORE. The exit code is 1 if a change exceeds a limit of --fail, if a limit could not be
+checked for all cases of BEFORE, or if one of these cases failed in an AFTER.
 
-A limit is METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB, which only a change beyond both
-exceeds, or METRIC:±5% (or +-), which also limits a change for the better. Units are SI; a plain
-number is in the metric's own unit. The ratio of any metric to the standard trainer is a metric,
-too: dram_ratio, l2_served_ratio, logical_ratio, peak_memory_ratio.
+A limit is METRIC[@PHASE]:5% or METRIC:0.5GB. Only a change beyond both parts exceeds
+METRIC:5%+0.1GB. METRIC:±5% (or +-) also limits a change for the better. Units are SI. A plain
+number is in the metric's own unit. The ratio of any metric to the standard trainer is also a
+metric: dram_ratio, l2_served_ratio, logical_ratio, peak_memory_ratio.
 
 Examples:
   dpbench compare 1 2
@@ -41,20 +41,20 @@ from dpbench.show.view import listed_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     parser.add_argument("before", metavar="BEFORE", help="number, name or file")
     parser.add_argument("after", nargs="+", metavar="AFTER", help="numbers, names or files")
     parser.add_argument(
-        "--columns", metavar="NAMES", help="metrics to show, METRIC[@PHASE], separated by commas"
+        "--columns", metavar="NAMES", help="metrics to show, as METRIC[@PHASE], separated by commas"
     )
     parser.add_argument(
         "--sort",
         choices=("name", "change"),
         default="name",
-        help="order of the lines: by trainer and metric, or the largest change first",
+        help="order of lines: by trainer and metric, or by the size of the change",
     )
     parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write all numbers of the runs, before and after"
+        "--csv", type=Path, metavar="FILE", help="write all numbers of the runs, with their changes"
     )
     declare(parser.add_argument, "compare_fail", called="--fail")
     declare(parser.add_argument, "compare_across", called="--across")
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare the first run with each of the others."""
+    """Print the changes from BEFORE to each AFTER."""
     names = (options.before, *options.after)
     before, *others = runs = [saved_run(name, options.storage) for name in names]
     with METRICS.including(*(run.metrics for run in runs)):
@@ -92,15 +92,17 @@ def _judge(before: Run, after: Run, limits: Sequence[Threshold], across: bool) -
 
 
 def _print(before: Run, after: Run, verdict: Verdict, tables: Sequence[Table]) -> bool:
-    """Print what changed from one run to another; returns whether that is a failure."""
+    """Print the changes from one run to another. Return True if they are a failure."""
     title = f"{before.name} -> {after.name}"
     print(f"{title}\n\n{as_text(tables)}\n")
     if grown := grown_text(verdict.regressions, verdict.memory):
         print(f"{grown}\n")
     for note in verdict.notes:
         print(printable(f"{note}."))
-    had = {outcome.case for outcome in before.outcomes if outcome.rows}
-    newly_failed = [f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in had]
+    measured = {outcome.case for outcome in before.outcomes if outcome.rows}
+    newly_failed = [
+        f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in measured
+    ]
     failures = [*map(str, verdict.unjudged), *newly_failed]
     if worse := len(verdict.regressions):
         failures.append(f"{worse} regression{'s' if worse > 1 else ''}")

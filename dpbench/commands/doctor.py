@@ -1,12 +1,13 @@
 """Check what works on this machine, before you spend time on measuring.
 
-Checks packages, directories, GPU and Nsight Compute, and reads counters under Nsight Compute and by
-CUPTI. To calibrate them, it copies, fills and reads data of known size: the bytes of DRAM, of L2
-and of global loads and stores must be within 1 %. A table shows them. Each line is ok, warning or
-failed, and often says what would help. The exit code is 1 if anything failed. Reports and logs of
-the measured processes stay in the folder doctor of --ncu-dir.
+doctor checks packages, directories, GPU and Nsight Compute, and reads counters with Nsight Compute
+and CUPTI. To calibrate the counters, it copies, fills and reads data of known size. The counted
+bytes of DRAM, of L2 and of global loads and stores must be within 1 %, and a table shows them. Each
+line is ok, warning or failed, and a second line often names a remedy. The exit code is 1 if a check
+failed. Reports and logs of the measured processes stay in the folder doctor of --ncu-dir.
 
-With --chip it only says what CUPTI counts on that chip, by which counters and in how many steps.
+With --chip, doctor only lists the metrics that CUPTI counts on a chip, the counters behind them,
+and the number of steps that they need.
 
 Examples:
   dpbench doctor
@@ -30,18 +31,20 @@ from dpbench.instruments.cupti.library import load_library
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     declare_built_in(parser.add_argument, "ncu_path")
     declare(parser.add_argument, "ncu_dir")
     declare(parser.add_argument, "timeout", default=120)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
-        "--chip", metavar="NAME", help="what CUPTI counts on a chip such as GA100; needs no GPU"
+        "--chip",
+        metavar="NAME",
+        help="list what CUPTI counts on a chip such as GA100, without a GPU",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what each check finds, as soon as it does."""
+    """Print each finding as soon as a check has made it."""
     if options.chip:
         print(describe(load_library(), options.chip))
         return 0
@@ -60,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_line(finding: Diagnosis) -> str:
-    """A finding as text for a terminal, with its remedy on a second line."""
+    """Format a finding for a terminal, with its remedy on a second line."""
     start = f"{finding.status:8}{finding.check:21}"
     remedy = f"\n{'> ':>{len(start)}}{finding.remedy}" if finding.remedy else ""
     return f"{start}{finding.detail}{remedy}"

@@ -1,24 +1,25 @@
 """Measure the steps of a training script, unmodified, by phase.
 
 The script runs as Python would run it, with its arguments, once for each instrument. dpbench finds
-its steps and their phases. Work in no phase (batches, logs, evaluation) is counted as phase
-outside. The first --skip steps are not recorded, the next --steps are. Then the script is ended
-where its next step would begin; with --continue it runs on. Options of the script follow its name.
+its steps and their phases. Work in no phase (batches, logs, evaluation) is counted in the phase
+outside. The first --skip steps are not recorded, the next --steps are recorded. Then the script is
+ended where its next step would begin. With --continue, it runs on. Options of the script follow its
+name.
 
 Instruments: timing records times. logical counts the bytes that each operator reads and writes, on
-the real tensors. cupti counts DRAM bytes by hardware counters, on a GPU. ncu reads the counters of
-Nsight Compute, which runs the script again for each further pass that they need. torch_profiler
-records traces, and the CPU and GPU time of each operator. --baseline names a saved run of another
-script: ratios divide by its numbers, phase by phase.
+the real tensors. cupti counts DRAM bytes with hardware counters of a GPU. ncu reads the counters of
+Nsight Compute, which runs the script several times if the counters need several passes.
+torch_profiler records traces, and the CPU and GPU time of each operator. --baseline names a saved
+run of another script. Ratios then divide by its numbers, phase by phase.
 
-If torchrun starts several ranks on one machine, each records its own steps, by timing, logical,
-cupti or torch_profiler. The first rank prints one table and writes the files.
+If torchrun starts several ranks on one machine, each rank records its own steps with timing,
+logical, cupti or torch_profiler. The first rank prints one table and writes the files.
 
 --verify checks a private script instead of measuring it. The optimizer must have the model's
 parameters. Each trainable parameter must get a gradient and move. The noise must have the right
-deviation, and the clipped gradients must be those of a loop over the examples. The exit status is 1
-if something is wrong, or if no gradient could be compared. Checked steps lose their noise, so the
-script always ends after them.
+deviation. The clipped gradients must equal those of a loop over the examples. The exit code is 1 if
+a check fails, or if no gradient could be compared. Checked steps lose their noise, so the script
+always ends after the checked steps.
 
 Examples:
   dpbench exec plain.py --batch-size 64
@@ -70,7 +71,7 @@ COMMON = (
     *("--instrument", "--skip", "--steps", "--batch-size", "--baseline", "--verify", "--output"),
     *("--html", "--save", "--compare", "--compare-fail"),
 )
-"""The options in the short help."""
+"""Options in the short help."""
 
 DECLARED = {
     "measuring": ("ncu_dir",),
@@ -80,48 +81,47 @@ DECLARED = {
         *("save", "autosave", "compare", "compare_fail", "compare_first_run_ok", "storage"),
     ),
 }
-"""The options shared with ``dpbench run``, by group."""
+"""Options shared with ``dpbench run``, by the title of their group."""
 
-ALIKE = 0.01
-"""The arithmetic of two steps may differ by this share if their batches have the same size."""
+SAME_SIZE_FLOPS = 0.01
+"""Largest relative difference in arithmetic between steps whose batches have the same size."""
 
-OF_INSTRUMENTS = ("ncu_path", "ncu_metrics", "profile_dir", "profile_threshold")
-"""The options of instruments that apply to scripts."""
+INSTRUMENT_OPTIONS = ("ncu_path", "ncu_metrics", "profile_dir", "profile_threshold")
+"""Options of instruments that apply to scripts."""
 
-
-UNVERIFIED = ("instrument", "baseline", *DECLARED["files"], *DECLARED["saved runs"][:-1])
-"""The options that --verify refuses."""
+REFUSED_BY_VERIFY = ("instrument", "baseline", *DECLARED["files"], *DECLARED["saved runs"][:-1])
+"""Options that --verify refuses."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     parser.usage = "dpbench exec [options] (SCRIPT | -m MODULE) [ARGUMENT …]"
     measuring = parser.add_argument_group("measuring")
-    named = "timing, logical, cupti, ncu or torch_profiler, or package.module:Class; repeatable; "
-    usual = "default cupti, without a GPU logical"
-    declare(measuring.add_argument, "instrument", help=f"{named}{usual}")
-    for name, default, help in (
-        ("--skip", 3, "steps to leave out before recording (default %(default)d)"),
-        ("--steps", 5, "steps to record (default %(default)d)"),
-        ("--batch-size", 0, "examples in a step, to show samples per second"),
+    known = "timing, logical, cupti, ncu, torch_profiler, or package.module:Class; repeatable"
+    default = "(default cupti, or logical without a GPU)"
+    declare(measuring.add_argument, "instrument", help=f"{known} {default}")
+    for name, number, help in (
+        ("--skip", 3, "number of first steps that are not recorded (default %(default)d)"),
+        ("--steps", 5, "number of steps to record (default %(default)d)"),
+        ("--batch-size", 0, "number of examples in a step, to show samples per second"),
     ):
-        measuring.add_argument(name, type=int, default=default, metavar="N", help=help)
+        measuring.add_argument(name, type=int, default=number, metavar="N", help=help)
     measuring.add_argument(
         "--timeout",
         dest="end_after",
         type=float,
         metavar="SECONDS",
-        help="end the script after this long, without its wait for the GPU, and say where it was "
-        "(default: never)",
+        help="end the script after this time, not counting its wait for the GPU, and print where "
+        "it was (default: never)",
     )
     measuring.add_argument(
         "--continue",
         dest="go_on",
         action="store_true",
-        help="let the script run on after the recorded steps, instead of ending it",
+        help="let the script run on after the recorded steps, instead of ending the script",
     )
     measuring.add_argument(
-        "--verify", action="store_true", help="check clipping and noise, instead of measuring"
+        "--verify", action="store_true", help="check clipping and noise instead of measuring"
     )
     measuring.add_argument(
         "--name",
@@ -131,18 +131,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument(
         "--baseline",
         metavar="NUM|FILE",
-        help="a saved run of another script: ratios divide by it, and tables call it standard",
+        help="a saved run of another script; ratios divide by its numbers, and tables call that "
+        "script standard",
     )
     for title, names in DECLARED.items():
         group = measuring if title == measuring.title else parser.add_argument_group(title)
         declare(group.add_argument, *names)
-    declare_built_in(measuring.add_argument, *OF_INSTRUMENTS)
+    declare_built_in(measuring.add_argument, *INSTRUMENT_OPTIONS)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script, and show its steps; the exit status is 1 if it failed or got worse."""
+    """Run the script, and print its numbers. The exit code is 1 if it failed or exceeds a limit."""
     rank = Rank.here()
     card = next(iter(gpu.visible_gpus()), None)
     settings = replace(Settings.read(options), device="cuda" if card else "cpu")
@@ -150,10 +151,10 @@ def run(options: argparse.Namespace) -> int:
     if options.verify:
         return _verify(options, settings)
     names = options.instrument or ["cupti" if card else "logical"]
-    case, scripts = _chosen(options, settings, choose(names, settings, "script"))
+    case, scripts = _script_runs(options, settings, choose(names, settings, "script"))
     if rank and len(scripts) > 1:
-        raise ConfigurationError("ranks run a script once: choose one --instrument")
-    if rank and rank.number:  # the first rank has the session
+        raise ConfigurationError("several ranks run a script only once: choose one --instrument")
+    if rank and rank.number:  # only the first rank has a session
         return rank.hand_over(measure(case, scripts))
     baseline, standards = None, []
     if options.baseline is not None:
@@ -174,9 +175,11 @@ def run(options: argparse.Namespace) -> int:
                 session.store.keep([rank.gather(measure(case, scripts))])
                 session.write()
             _measure(session, case, scripts)
-        finally:  # an interrupted session keeps and shows what it has
+        finally:  # keep and print what an interrupted session has measured
             outcomes = session.store.outcomes()
-            failed = any(outcome.error for outcome in outcomes)  # so that it becomes no reference
+            failed = any(
+                outcome.error for outcome in outcomes
+            )  # a failed run must not become a reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete)
             if session.comparison.limits or baseline:
@@ -185,9 +188,9 @@ def run(options: argparse.Namespace) -> int:
                         session.comparison.reference.outcomes if session.comparison.limits else ()
                     )
                     both = [*outcomes, *(o for o in judged if o.case in cases)]
-                    session.notes += dict.fromkeys(_about_sizes(both))
+                    session.notes += dict.fromkeys(_size_notes(both))
             if baseline:
-                session.notes += _about_baseline(baseline, session.begun)
+                session.notes += _baseline_notes(baseline, session.begun)
             show(session, "exec")
         return 1 if session.failed else 0
 
@@ -195,13 +198,13 @@ def run(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace, settings: Settings) -> int:
     """Run the script, and print the checks of its steps.
 
-    The exit status is 1 if a check or the script failed, or if no gradient was compared.
+    The exit code is 1 if a check or the script failed, or if no gradient was compared.
     """
-    refused = [name for name in UNVERIFIED if getattr(options, name, None)]
+    refused = [name for name in REFUSED_BY_VERIFY if getattr(options, name, None)]
     if refused or options.go_on:
         name = "continue" if options.go_on else refused[0].replace("_", "-")
-        raise ConfigurationError(f"--verify measures and saves nothing: leave out --{name}")
-    case, [script] = _chosen(options, settings, [ScriptChecks()])
+        raise ConfigurationError(f"--verify measures and saves nothing, so leave out --{name}")
+    case, [script] = _script_runs(options, settings, [ScriptChecks()])
     pending = script.start(case)
     try:
         pending.rows()
@@ -217,7 +220,7 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> None:
-    """Run the script once for each instrument; if a run fails, print why."""
+    """Run the script once for each instrument, and print the errors of runs that fail."""
     for script in scripts:
         outcome = session.measure(case, [script])
         if outcome.error:
@@ -228,23 +231,23 @@ def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> No
             folder = own_folder(script.instrument.directory.absolute() / case.file_name)
             steps = {"active": 1, "repeat": len({row.repeat for row in outcome.rows})}
             write_report(folder, outcome.rows, steps, folder)
-            report = f"{folder / REPORT}; a trace of each step beside it"
+            report = f"{folder / REPORT}; the same folder has a trace of each step"
             session.notes.append(f"operators by time and memory: {report}")
 
 
-def _chosen(
+def _script_runs(
     options: argparse.Namespace, settings: Settings, instruments: Sequence[Instrument]
 ) -> tuple[Script, list[ScriptRun]]:
-    """The script as a subject, and how it runs for each instrument."""
+    """Return the script as a subject, and its run for each instrument."""
     program = options.module or options.program
     if not program:
-        raise ConfigurationError("name a script, or a module with -m; its options come after it")
-    # Another file is another subject: it is named by its path from the folder of the storage.
+        raise ConfigurationError("name a script, or a module with -m, before its options")
+    # Each file is a subject of its own, named by the path from the storage's folder.
     path = os.path.relpath(program[0].removesuffix(".py"), settings.storage.parent)
     name = options.name or (program[0] if options.module else path)
     if name == BASELINE_TRAINER:
         raise ConfigurationError(
-            f"{name!r} is the name of the baseline of ratios; give another --name"
+            f"{name!r} is the name of the baseline of ratios: give another --name"
         )
     case = Script(name, options.batch_size)
     scripts = [
@@ -267,16 +270,16 @@ def _chosen(
 def _standards(
     named: str, run: Run, case: Script, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
-    """The outcomes of a saved run's script, with the rows of these devices and instruments.
+    """Return the outcomes of a saved run's script, with the rows of these devices and instruments.
 
     Args:
-        named: the run, as --baseline names it.
+        named: the value of --baseline.
         run: the saved run.
-        case: the script that is measured now.
-        sources: pairs of a device and an instrument's name.
+        case: the script that this session measures.
+        sources: pairs of a device and the name of an instrument.
 
     Raises:
-        ConfigurationError: the run has no such rows, several scripts, or another batch size.
+        ConfigurationError: the run has none of these rows, several scripts, or another batch size.
     """
     scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
     scripts = [o for o in scripts if o.case.trainer != BASELINE_TRAINER]
@@ -286,22 +289,22 @@ def _standards(
         if (rows := [r for r in outcome.rows if (r.device, r.instrument) in sources])
     ]
     if len({outcome.case.trainer for outcome in scripts}) != 1 or not shared:
-        had = ", ".join(f"{device} by {name}" for device, name in run.sources) or "nothing"
+        present = ", ".join(f"{device} by {name}" for device, name in run.sources) or "nothing"
         needed = " or ".join(f"{device} by {name}" for device, name in sources)
         raise ConfigurationError(
-            f"--baseline {named}: {run.path} has no script's steps on {needed}; it has {had}"
+            f"--baseline {named}: {run.path} has no script's steps on {needed}; it has {present}"
         )
-    if (there := shared[0].case.batch_size) != case.batch_size:
+    if (size := shared[0].case.batch_size) != case.batch_size:
         raise ConfigurationError(
-            f"--baseline {named}: the batch size of {shared[0].case.id} is {there or 'not given'}, "
-            f"here it is {case.batch_size or 'not given'}; pass the same --batch-size to both"
+            f"--baseline {named}: the batch size of {shared[0].case.id} is {size or 'not given'}, "
+            f"here it is {case.batch_size or 'not given'}; pass the same --batch-size to both runs"
         )
     return shared
 
 
 def _as_standard(outcome: Outcome) -> Outcome:
     case = outcome.case.with_trainer(BASELINE_TRAINER)
-    note = f"is {outcome.case.trainer}, of a saved run"
+    note = f"is the script {outcome.case.trainer} from a saved run"
     return replace(
         outcome,
         case=case,
@@ -310,25 +313,25 @@ def _as_standard(outcome: Outcome) -> Outcome:
     )
 
 
-def _about_sizes(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Notes on outcomes whose steps differ in arithmetic, as with Poisson sampling."""
+def _size_notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield notes on outcomes whose steps differ in arithmetic, as with Poisson sampling."""
     for outcome in outcomes:
         flops = [r.value for r in outcome.rows if (r.metric, r.phase) == ("flops", "forward")]
-        if flops and (more := max(flops) / (min(flops) or math.nan) - 1) > ALIKE:
+        if flops and (more := max(flops) / (min(flops) or math.nan) - 1) > SAME_SIZE_FLOPS:
             yield (
                 f"{outcome.case.id}: batches differ in size: forward has up to {more:.0%} more "
                 f"arithmetic in one step than in another, and numbers are means over "
-                f"{len(flops)} steps; seed the sampler, or take more --steps"
+                f"{len(flops)} steps; seed the sampler, or record more --steps"
             )
 
 
-def _about_baseline(baseline: Run, here: Run) -> Iterator[str]:
-    """Notes: the run of the baseline, and what differs from this one besides the script."""
+def _baseline_notes(baseline: Run, here: Run) -> Iterator[str]:
+    """Yield notes: the baseline's run, and how it differs from this run except for the script."""
     yield f"baseline: {baseline.name}, {baseline.path}"
     differences = [
         difference
         for difference in differing_conditions(baseline, here)
-        if not any(of in difference for of in ("'s program ", "'s baseline "))
+        if not any(name in difference for name in ("'s program ", "'s baseline "))
     ]
     if differences:
-        yield f"different from the baseline: {'; '.join(differences)}"
+        yield f"differences from the baseline: {'; '.join(differences)}"

@@ -1,13 +1,13 @@
 """List one number over saved runs, and mark where it changed.
 
-Each case has a table with a line for each run that has METRIC: its value, and the change since the
-last line that is marked as changed, or else since the first line. A change of bytes or operations
-above the --tolerance is marked as changed. Such a change of a time is marked as changed if it is
-above the --tolerance for all steps of both runs, and as ambiguous otherwise. Notes below a table
-list what differs between the runs: versions, machine, settings.
+Each case has a table with a line for each run that has METRIC. A line shows the value, and the
+change since the last line that is marked as changed, or else since the first line. A change of
+bytes or operations above the --tolerance is marked as changed. A change of a time is marked as
+changed if it exceeds the --tolerance for all steps of both runs, and as ambiguous if it does so for
+only some steps. Notes below a table list the differences between runs: versions, machine, settings.
 
-With --commits, the runs are read from --file at the first commit of a range, and at each commit
-that changes this file.
+With --commits, the runs are read from --file: at the first commit of a range, and at each commit
+that changes the file.
 
 Examples:
   dpbench history
@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.commands.candidates import about_commit, git_here, range_ends
+from dpbench.commands.candidates import describe_commit, git_output, range_ends
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
@@ -42,8 +42,8 @@ from dpbench.results.storage import Storage, readable
 from dpbench.show.comparison import amount
 from dpbench.show.layout import ABSENT, Table
 
-USUAL = ("dram_bytes", "logical_bytes", "step_time_seconds")
-"""The default metric: the first of these that a run has."""
+DEFAULT_METRICS = ("dram_bytes", "logical_bytes", "step_time_seconds")
+"""Candidates for the default metric. The first one that a run has is taken."""
 
 VERDICTS = {False: ABSENT, True: "changed", None: "ambiguous"}
 
@@ -51,27 +51,34 @@ HEADERS = ["number", "name", "date", "commit", "value", "change", "verdict"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     parser.add_argument(
         "metric",
         nargs="?",
         metavar="METRIC[@PHASE]",
-        help="default: the first of dram_bytes, logical_bytes and step_time_seconds in any run",
+        help="default: the first of dram_bytes, logical_bytes and step_time_seconds that a run has",
     )
     declare(parser.add_argument, "storage")
     parser.add_argument(
-        "--case", default="*", metavar="PATTERN", help="cases whose id matches, such as 'dpsgd-*'"
+        "--case",
+        default="*",
+        metavar="PATTERN",
+        help="show cases whose id matches, such as 'dpsgd-*'",
     )
     largest = "the largest change to ignore: 1%%, 0.1GB, 1%%+0.1GB (default %(default)s)"
     parser.add_argument("--tolerance", default="0.5%", metavar="LIMIT", help=largest)
-    parser.add_argument("--commits", metavar="GOOD..BAD", help="the commits to read --file in")
-    parser.add_argument("--file", type=Path, metavar="PATH", help="the committed file of a run")
+    parser.add_argument(
+        "--commits", metavar="GOOD..BAD", help="the range of commits in which --file is read"
+    )
+    parser.add_argument("--file", type=Path, metavar="PATH", help="the committed file with a run")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print a table for each case."""
     if bool(options.commits) != bool(options.file):
-        raise ConfigurationError("--commits and --file go together: name both, or neither")
+        raise ConfigurationError(
+            "--commits needs --file, and --file needs --commits: name both or neither"
+        )
     skipped, where = list[str](), options.file or options.storage
     entries = [*(_committed(options, skipped) if options.commits else _saved(options, skipped))]
     for line in skipped:
@@ -79,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
     with METRICS.including(*(run.metrics for run, _ in entries)):
         numbers = [limited(run).assign(run=place) for place, (run, _) in enumerate(entries)]
         rows = pd.concat(numbers or [limited(Run.of(""))]).dropna(subset="value")
-        metric = next((name for name in USUAL if name in {*rows.metric}), USUAL[0])
+        metric = next(
+            (name for name in DEFAULT_METRICS if name in {*rows.metric}), DEFAULT_METRICS[0]
+        )
         limit = Threshold.parse(f"{options.metric or metric}:±{options.tolerance}")
         rows = rows[(rows.metric == limit.metric) & (rows.phase == limit.phase)]
         ids = [subject_from(row).id for row in rows.to_dict("records")]
@@ -87,59 +96,61 @@ def run(options: argparse.Namespace) -> int:
         groups = rows.groupby([*AXES, *NUMBER[1:]], sort=False)
         tables = [_table(entries, group.to_dict("records"), limit) for _, group in groups]
     if not tables:
-        raise ConfigurationError(f"no {limit.metric}@{limit.phase} of {options.case} in {where}")
+        raise ConfigurationError(
+            f"{where} has no {limit.metric}@{limit.phase} of cases that match {options.case}"
+        )
     # Lines are not wrapped, so that other programs can read them.
     print("\n\n".join(table.as_text(width=1000) for table in tables))
     return 0
 
 
 def _saved(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
-    """The saved runs, by number."""
+    """Yield the saved runs, by number."""
     for run in readable(Storage(options.storage).paths(), Run.load, skipped):
         number, _, name = run.name.partition("_")
         yield run, [number, name, str(run.session.get("started", ""))[:16].replace("T", " ")]
 
 
 def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
-    """Yield the run that a file holds at the first commit of a range and after each change."""
+    """Yield the run in a file: at the first commit of a range, and after each change."""
     good, bad = range_ends(options.commits)
     path = f"./{os.path.relpath(options.file)}"
-    changing = git_here("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()
+    changing = git_output("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()
 
     def load(commit: Path) -> Run:
-        return Run.parse(git_here("show", f"{commit}:{path}").encode(), commit)
+        return Run.parse(git_output("show", f"{commit}:{path}").encode(), commit)
 
-    commits = [good] * bool(git_here("ls-tree", good, path)) + changing
+    commits = [good] * bool(git_output("ls-tree", good, path)) + changing
     for run in readable(map(Path, commits), load, skipped):
-        date, _, subject = about_commit(run.name).partition("  ")
+        date, _, subject = describe_commit(run.name).partition("  ")
         yield run, [run.name[:9], subject, date]
 
 
 def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Threshold) -> Table:
-    """The history of one case, and below it what differs between its runs."""
+    """Make the table of one case, with the differences between its runs as notes."""
     cells, notes = list[list[str]](), list[str]()
     level, before, most = rows[0], entries[rows[0]["run"]][0], max(row["value"] for row in rows)
     for row in rows:
-        run, said = entries[row["run"]]
+        run, labels = entries[row["run"]]
         verdict = _verdict(limit, *((each["value"], each["spread"]) for each in (level, row)))
         change = f"{row['value'] / level['value'] - 1:+.2%}" if level["value"] else ABSENT
         commit = ((run.environment.get("code") or {}).get("commit") or ABSENT)[:9]
         value = amount(row["value"], row["unit"], most)
-        cells.append([*said, commit, value, change, VERDICTS[verdict]])
+        cells.append([*labels, commit, value, change, VERDICTS[verdict]])
         differ = [each for each in differing_conditions(before, run) if each[:7] != "commit "]
         if differ or verdict is not False:
-            notes.append(f"{said[0]}: {'; '.join(differ) or 'no other difference is known'}")
+            notes.append(f"{labels[0]}: {'; '.join(differ) or 'no other difference is known'}")
         level, before = row if verdict else level, run
-    what = f"{subject_from(level).id}: {limit.written.partition(':')[0]}"
-    return Table(f"{what}, {level['instrument']} on {level['device']}", HEADERS, cells, (*notes,))
+    number = f"{subject_from(level).id}: {limit.written.partition(':')[0]}"
+    return Table(f"{number}, {level['instrument']} on {level['device']}", HEADERS, cells, (*notes,))
 
 
 def _verdict(limit: Threshold, *pair: tuple[float, float]) -> bool | None:
-    """Whether a number changed by more than a limit; None if only some of its steps did.
+    """Return whether a number changed by more than a limit, or None if only some steps did.
 
     Args:
         limit: the limit.
-        pair: before and after, the value and its relative spread over steps.
+        pair: the numbers before and after, each as a value and its relative spread over steps.
     """
     exact = [(value, value) for value, _ in pair]
     steps = [(value * (1 - spread / 2), value * (1 + spread / 2)) for value, spread in pair]

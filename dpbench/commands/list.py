@@ -1,10 +1,10 @@
 """List the saved runs.
 
-Each run has a line: its number, which other commands take; its name, device and date; how many of
-the requested cases succeeded; and its state. A run is running while its session writes it, and
-interrupted if the session ended early. Unreadable files are named and skipped. A run that is
-interrupted, regressed (a limit was exceeded) or unjudged (a limit could not judge all cases) is a
-reference only if you name it.
+Each run has a line with its number, which other commands take, its name, device and date, the
+number of requested cases that succeeded, and its status. The status is running while a session
+writes the run, and interrupted if the session ended early. Unreadable files are named and skipped.
+A run is regressed if a limit was exceeded, and unjudged if a limit could not be checked for all
+cases. A run with one of these statuses is a reference only if you name it.
 
 Examples:
   dpbench list
@@ -26,12 +26,12 @@ from dpbench.show.layout import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     declare(parser.add_argument, "storage")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one line a run."""
+    """Print a line for each run."""
     runs, skipped = Storage(options.storage).listing()
     for line in skipped:
         print(printable(f"dpbench list: {line}"), file=sys.stderr)
@@ -45,13 +45,13 @@ def run(options: argparse.Namespace) -> int:
 def _cells(run: Run) -> list[str]:
     number, _, name = run.name.partition("_")
     axes = [(tuple(map(c.get, AXES)), c.get("error")) for c in run.document.get("cases", ())]
-    asked, failed = {case for case, _ in axes}, {case for case, error in axes if error}
+    requested, failed = {case for case, _ in axes}, {case for case, error in axes if error}
     return [
         number,
         name,
         ", ".join(run.devices) or "-",
         str(run.session.get("started", ""))[:16].replace("T", " ") or "-",
-        f"{len(asked - failed)}/{max(len(asked), run.cases_asked)}",
+        f"{len(requested - failed)}/{max(len(requested), run.cases_asked)}",
         _status(run),
     ]
 

@@ -1,9 +1,9 @@
-"""Join runs of one measurement: shards of a grid, or what several machines have measured.
+"""Merge runs of one measurement: shards of a grid, or parts from several machines.
 
-A run is a file that --json wrote, or the number or name of a saved run: dpbench list shows them.
-Runs are refused if they differ in GPU model, versions, code or settings, or if two of them measured
-the same case by the same instrument. CPUs and drivers may differ, and the differences are printed.
-The exit code is 1 if a shard or a case is missing, or if a case failed.
+A run is a file that --json wrote, or the number or name of a saved run, as dpbench list shows them.
+Runs are refused if they differ in GPU model, versions, code or settings, or if two runs measured
+the same case with the same instrument. Differences in CPUs and drivers are allowed and printed. The
+exit code is 1 if a shard or a case is missing, or if a case failed.
 
 Examples:
   dpbench run --grid grid1 --shard 1/2 --json shard1.json
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from dpbench.commands.case_arguments import saved_run
-from dpbench.commands.shards import joined
+from dpbench.commands.shards import merge_runs
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import Settings, declare
@@ -31,39 +31,39 @@ from dpbench.show.layout import as_text, terminal_width
 from dpbench.show.outputs import write_output
 from dpbench.show.view import TableOptions
 
-WRITTEN = ("output", "json", "markdown", "csv", "html", "save", "storage")
-"""The options that say where the merged run is written."""
+OUTPUT_OPTIONS = ("output", "json", "markdown", "csv", "html", "save", "storage")
+"""Options for the files of the merged run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="numbers, names or files")
-    declare(parser.add_argument, *WRITTEN)
+    declare(parser.add_argument, *OUTPUT_OPTIONS)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Merge the runs, then show and write the result."""
+    """Merge the runs, then print and write the merged run."""
     settings = Settings.read(options)
-    settings.check()  # before anything is done
+    settings.check()
     return finish([saved_run(name, options.storage) for name in options.runs], settings, "merge")
 
 
 def finish(
     runs: Sequence[Run], settings: Settings, command: str, problems: Sequence[str] = ()
 ) -> int:
-    """Merge runs, then show and write the result.
+    """Merge runs, then print and write the merged run.
 
     Args:
         runs: the runs to merge.
-        settings: say where the merged run is written.
+        settings: the settings with the files to write.
         command: the command's name, for messages.
-        problems: what is already known to be missing.
+        problems: messages about missing parts that are already known.
 
     Returns:
-        The exit status: 1 if a part is missing or a case failed.
+        The exit code: 1 if a part is missing or a case failed.
     """
     with METRICS.including(*(run.metrics for run in runs)):
-        merged, notes = joined(runs)
+        merged, notes = merge_runs(runs)
         view = TableOptions(baseline=merged.baseline)
         merged = merged.with_derived()
         for kind, path in settings.files.values():

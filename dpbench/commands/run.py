@@ -1,10 +1,10 @@
 """Measure the cases of a grid and print tables.
 
-By default bytes come from hardware counters under Nsight Compute, and times and peak memory from a
-second process without it. If a case fails, the others are measured all the same, and the exit code
-is 1. Without a GPU, or with --instrument logical, nothing is measured. Instead, the bytes that each
-operator must move are counted on tensors without data, for as many cases at once as there are
-cores. The tables say whether numbers were measured or counted.
+By default, bytes come from hardware counters read by Nsight Compute. Times and peak memory come
+from a second process without Nsight Compute. If a case fails, the other cases are still measured,
+and the exit code is 1. Without a GPU, or with --instrument logical, bytes are not measured but
+counted. These are the bytes that each operator must move, counted on tensors without data, in
+several processes at once. The tables say whether numbers were measured or counted.
 
 A grid file is TOML with one key per axis, a value or a list of values:
 
@@ -54,20 +54,20 @@ COMMON = (
     *("--grid", "--instrument", "--output", "--html"),
     *("--save", "--compare", "--compare-fail"),
 )
-"""The options in the short help."""
+"""Options in the short help."""
 
 GROUPS = {
     "trainer": "cases",
     "instrument": "measuring",
     "columns": "tables, here and in Markdown",
     "output": "files",
-    "save": "saved runs, which dpbench list and dpbench compare read",
+    "save": "saved runs, for dpbench list and dpbench compare",
 }
-"""The titles of groups in the help, by the first option of each."""
+"""Titles of groups in the help, by the first option of the group."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     for name in OPTIONS:
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
@@ -78,14 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the cases; the exit status is 1 if one failed or got worse."""
+    """Measure the cases. The exit code is 1 if a case failed or exceeds a limit."""
     if options.cluster:
-        return cluster.run(options, measured)
-    return measured(Settings.read(options))
+        return cluster.run(options, measure_grid)
+    return measure_grid(Settings.read(options))
 
 
-def measured(settings: Settings) -> int:
-    """Measure the cases that settings ask for; the exit status is 1 if one failed or got worse."""
+def measure_grid(settings: Settings) -> int:
+    """Measure the cases of the settings. The exit code is 1 if one failed or exceeds a limit."""
     from dpbench.runner import check_named
 
     cases = settings.chosen_grid().cases()
@@ -94,10 +94,10 @@ def measured(settings: Settings) -> int:
         cases = Shard.parse(settings.shard).cases(cases)
         if not cases:
             raise ConfigurationError(
-                f"shard {settings.shard} has no case: the grid has fewer cells than shards"
+                f"shard {settings.shard} has no case, because the grid has fewer cells than shards"
             )
     settings.check()
-    for name in ("export", "comparison"):  # while the fork server imports torch
+    for name in ("export", "comparison"):  # at the same time as the fork server imports torch
         import_module(f"dpbench.show.{name}")
     card = next(iter(gpu.visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, card, cases)
@@ -107,7 +107,7 @@ def measured(settings: Settings) -> int:
         session.begin()
         try:
             _measure(session, cases)
-        finally:  # an interrupted run keeps and shows what it has
+        finally:  # keep and print what an interrupted session has measured
             complete = {*cases} <= {outcome.case for outcome in session.store.outcomes()}
             session.finish(complete=complete)
             show(session, "run")
@@ -115,9 +115,9 @@ def measured(settings: Settings) -> int:
 
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
-    """Measure the cases in order; if one fails, print why.
+    """Measure the cases in order, and print the errors of cases that fail.
 
-    If no instrument needs hardware, as many cases are counted at once as there are cores.
+    If no instrument needs hardware, several cases are counted at once, up to the number of cores.
     """
     from dpbench.launch.processes import cores
     from dpbench.runner import measure_at_once
@@ -142,19 +142,21 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
 def _instruments_here(
     settings: Settings, card: gpu.Gpu | None, cases: Sequence[Case]
 ) -> tuple[str, ...]:
-    """The default instruments: those for a GPU if there is one, or if options need one."""
+    """Return the default instruments: for a GPU if this machine has one or options need one."""
     if card and any(case.gpus > 1 for case in cases):
         return ("cupti",)
-    asked = settings.of(CounterOptions)
-    if card or asked.ncu_path or asked.ncu_metrics or settings.profiles_kernels:
+    counters = settings.of(CounterOptions)
+    if card or counters.ncu_path or counters.ncu_metrics or settings.profiles_kernels:
         return ON_GPU
-    print("dpbench run: no CUDA GPU here, so logical bytes are counted instead", file=sys.stderr)
+    print(
+        "dpbench run: this machine has no CUDA GPU, so logical bytes are counted", file=sys.stderr
+    )
     return ("logical",)
 
 
 def show(session: Session, command: str) -> None:
-    """Print tables, notes and problems; on GitHub also into the step's summary."""
-    from dpbench.show.comparison import grown_text  # pandas, once there is something to show
+    """Print tables, notes and problems. On GitHub, also add the tables to the step summary."""
+    from dpbench.show.comparison import grown_text  # imports pandas
     from dpbench.show.export import append_step_summary
 
     tables = session.summary()
@@ -171,6 +173,6 @@ def show(session: Session, command: str) -> None:
         if verdict and (grown := grown_text(verdict.regressions, verdict.memory)):
             print(f"\n{grown}", file=to)
         to.flush()
-    finally:  # print problems last, and also if the tables could not be printed
+    finally:  # print problems last, even if the tables cannot be printed
         for line in lines:
             print(printable(f"dpbench {command}: {line}"), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The instrument of ``dpbench exec --verify``: it checks the steps of a script."""
+"""Instrument of ``dpbench exec --verify``, which checks the steps of a script."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class ScriptChecks(Instrument):
     name: ClassVar[str] = "verify"
 
     def check_ranks(self, why: str) -> None:
-        raise ConfigurationError(f"--verify checks one process, and {why}: start it alone")
+        raise ConfigurationError(
+            f"--verify checks only one process, but {why}: start a single process"
+        )
 
     def start(self, case: Subject) -> PendingMeasurement:
-        raise NotImplementedError  # it measures no case
+        raise NotImplementedError  # it checks no case
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         from dpbench.verify.recorder import CheckingRecorder

@@ -16,58 +16,59 @@ from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
 MACHINES_MAY_DIFFER = ("CPU ", "driver ")
-"""Conditions in which a cluster's machines may differ: noted in a merged run, not refused."""
+"""Prefixes of conditions that may differ between the machines of a cluster."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part ``number`` (from 1) of ``of`` parts of a grid."""
+    """Part ``number`` of ``total`` parts of a grid, counted from 1."""
 
     number: int
-    of: int
+    total: int
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """The shard that ``K/N`` names."""
-        number, slash, of = text.partition("/")
-        if not (slash and number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-            raise ConfigurationError(f"a shard is K/N, from 1/N to N/N, not {text!r}")
-        return cls(int(number), int(of))
+        """Parse ``K/N``."""
+        number, slash, total = text.partition("/")
+        if not (
+            slash and number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)
+        ):
+            raise ConfigurationError(f"a shard is K/N with K from 1 to N, not {text!r}")
+        return cls(int(number), int(total))
 
     def __str__(self) -> str:
-        return f"{self.number}/{self.of}"
+        return f"{self.number}/{self.total}"
 
     def cases(self, cases: Iterable[Case]) -> list[Case]:
-        """The cases of this shard, in order; a cell's trainers stay in one shard.
+        """Return the cases of this shard, in order. The trainers of a cell stay in one shard.
 
-        Cells are assigned to shards in turn, in the order of their hashes. So shards differ by at
-        most one cell in size, and every machine divides a grid in the same way.
+        Cells are assigned to shards in turn, in the order of their hashes. So the sizes of shards
+        differ by at most one cell, and every machine divides a grid in the same way.
         """
         trained = cells(cases)
         in_turn = sorted(trained, key=lambda cell: hashlib.sha256(cell.encode()).digest())
-        own = {*in_turn[self.number - 1 :: self.of]}
+        own = {*in_turn[self.number - 1 :: self.total]}
         return [case for cell in trained if cell in own for case in trained[cell]]
 
 
 def cells(cases: Iterable[Case]) -> dict[str, list[Case]]:
-    """The cases of each cell, which differ only in their trainer."""
+    """Return the cases of each cell. They differ only in their trainer."""
     found: dict[str, list[Case]] = {}
     for case in cases:
         found.setdefault(case.baseline.id, []).append(case)
     return found
 
 
-def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
+def merge_runs(runs: Sequence[Run]) -> tuple[Run, list[str]]:
     """Merge several runs into one.
 
     Returns:
-        The merged run, and notes on it. If it lacks a case of the shards' grid, by any of its
-        instruments, its status is interrupted.
+        The merged run, and notes. The status of the merged run is interrupted if an instrument
+        lacks a case of the shards' grid.
 
     Raises:
-        ConfigurationError: the runs are not comparable, because they differ in GPU model, versions,
-            code, settings, baseline or grid; or two of them measured the same case by the same
-            instrument.
+        ConfigurationError: the runs differ in GPU model, versions, code, settings, baseline or
+            grid, or two runs measured the same case with the same instrument.
     """
     first, *others = runs
     notes = []
@@ -81,10 +82,10 @@ def joined(runs: Sequence[Run]) -> tuple[Run, list[str]]:
         refused = [text for text in different if not text.startswith(MACHINES_MAY_DIFFER)]
         if refused:
             raise ConfigurationError(
-                f"{first.path} and {run.path} cannot be one run: {'; '.join(refused)}"
+                f"{first.path} and {run.path} cannot be merged: {'; '.join(refused)}"
             )
         notes += [f"{run.path}: {text}" for text in different]
-    _refuse_twice(runs)
+    _refuse_duplicates(runs)
     merged = Run.merge(runs)
     cases = _cases_of(shards[0].grid) if shards else []
     missing = _missing(shards, merged, cases)
@@ -115,35 +116,33 @@ def _cases_of(grid: Mapping[str, Any]) -> list[Case]:
     return Grid(str(grid.get("name")), axes).cases()
 
 
-def _refuse_twice(runs: Sequence[Run]) -> None:
-    """Refuse runs that measured one case by one instrument twice: a merge keeps only one."""
-    had: dict[tuple[Subject, str], Run] = {}
+def _refuse_duplicates(runs: Sequence[Run]) -> None:
+    """Raise an error if two runs measured the same case with the same instrument."""
+    measured: dict[tuple[Subject, str], Run] = {}
     for run in runs:
         for key in {(o.case, name) for o in run.outcomes if o.rows for name in o.instruments}:
-            if (other := had.setdefault(key, run)) is not run:
+            if (other := measured.setdefault(key, run)) is not run:
                 case, name = key
                 raise ConfigurationError(
-                    f"{other.path} and {run.path} both have {case.id} by {name}: leave one out"
+                    f"{other.path} and {run.path} both have {case.id} by {name}: leave out one"
                 )
 
 
 def _missing(shards: Sequence[Run], merged: Run, cases: Sequence[Case]) -> list[str]:
-    """A note for each shard that lacks cases of the grid, for each instrument."""
-    there = [Shard.parse(text) for run in shards if (text := _shard(run))]
-    if len(parts := {shard.of for shard in there}) > 1:
-        named = " and ".join(sorted(map(str, {*there})))
-        raise ConfigurationError(
-            f"these shards divide the grid into different numbers of parts: {named}"
-        )
+    """Return a note for each shard and instrument that lacks cases of the grid."""
+    present = [Shard.parse(text) for run in shards if (text := _shard(run))]
+    if len(totals := {shard.total for shard in present}) > 1:
+        named = " and ".join(sorted(map(str, {*present})))
+        raise ConfigurationError(f"the shards {named} belong to different divisions of the grid")
     instruments = {name: "" for outcome in merged.outcomes for name in outcome.instruments}
     if len(instruments) > 1:
         instruments = {name: f" by {name}" for name in instruments}
     notes = []
     for by, words in (instruments or {"": ""}).items():
-        had = {outcome.case for outcome in merged.outcomes if by in outcome.instruments}
-        for shard in (Shard(number, of) for of in parts for number in range(1, of + 1)):
+        measured = {outcome.case for outcome in merged.outcomes if by in outcome.instruments}
+        for shard in (Shard(k, total) for total in totals for k in range(1, total + 1)):
             own = {*shard.cases(cases)}
-            if lacking := own - had:
-                part = f"{len(lacking)} of {len(own)} cases of " if own & had else ""
+            if lacking := own - measured:
+                part = f"{len(lacking)} of {len(own)} cases of " if own & measured else ""
                 notes.append(f"{part}shard {shard} {'are' if part else 'is'} missing{words}")
     return notes

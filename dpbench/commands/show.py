@@ -1,28 +1,29 @@
-"""Print tables from saved runs, saved reports or a timeline, or draw a page; needs no GPU.
+"""Print tables of saved runs, reports or timelines, or draw a page, without a GPU.
 
 A run is a JSON file (of dpbench run --json, of pytest --dpbench-json, or in the storage), or the
-number or name of a saved run: dpbench list shows them. --html FILE draws runs as one HTML page that
-opens offline. It has charts, each with its numbers as a table, and every row. --output FILE writes
-what the file's ending says: .html that page, .md the tables, .csv the rows, .json the run.
+number or name of a saved run, as dpbench list shows them. --html FILE draws runs as one HTML page
+that opens offline. The page has charts, the numbers of each chart as a table, and every row.
+--output FILE writes the format that the file's ending names: .html for that page, .md for the
+tables, .csv for the rows, .json for the run.
 
---roofline compares the operations and bytes of each phase with the roofs of a card: the one that
-was measured on, a named CARD, or a FILE of measured roofs. One of the runs must have counted the
-operations: dpbench run --instrument logical.
+--roofline compares the operations and bytes of each phase with the roofs of a card. The card is the
+measured one, a named CARD, or a FILE of measured roofs. One of the runs must have counted the
+operations, with dpbench run --instrument logical.
 
 --time compares the time of each phase with the least time for its arithmetic and for its bytes, and
-shows how long the GPU was idle. For a private step it also shows how much longer it takes than the
-standard one. The ceilings are measured: those known of the card, or those of a FILE, which --html
-uses, too.
+shows how long the GPU was idle. For a private step, it also shows the time beyond that of the
+standard step. The ceilings are measured: the known ceilings of the card, or those of a FILE, which
+--html uses too.
 
-A report is Nsight Compute's. Reports of ranges are those that dpbench made. Their case is read from
-the JSON file beside them; without that file a report is named by its path. Reports of kernels show
-which kernels move the bytes. They are in the folder kernels of each configuration, or come from any
-program that was profiled in kernel replay with the same metrics. Kernels that were launched in none
-of dpbench's phases are "outside".
+A report is a file of Nsight Compute. dpbench makes reports of ranges. Their case is read from the
+JSON file next to the report, and without that file a report is named by its path. Reports of
+kernels show which kernels move the bytes. They are in the folder kernels of each configuration, or
+come from any program that was profiled in kernel replay with the same metrics. Kernels that were
+launched in no phase of dpbench are "outside".
 
-A timeline is a report of Nsight Systems (.nsys-rep, which needs nsys) or an SQLite file exported
-from one. It shows how busy the GPU was in each phase, and the statistics of nsys if that is on
-PATH.
+A timeline is a report of Nsight Systems (.nsys-rep, which needs nsys), or an SQLite file exported
+from such a report. Its tables show how busy the GPU was in each phase, and the statistics of nsys
+if nsys is on PATH.
 
 Examples:
   dpbench show 3
@@ -84,16 +85,16 @@ from dpbench.show.times import time_tables
 from dpbench.show.view import TableOptions
 
 COMMON = ("--columns", "--sort", "--phase", "--roofline", "--time", "--output", "--html")
-"""The options in the short help."""
+"""Options in the short help."""
 
 REPORT = ".ncu-rep"
 TIMELINES = (".nsys-rep", ".sqlite")
-"""Suffixes of what Nsight Systems recorded, and of what was exported from that."""
+"""Suffixes of Nsight Systems reports, and of SQLite files exported from them."""
 RECORDED = (REPORT, *TIMELINES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     parser.add_argument("files", nargs="+", metavar="NUM|FILE", help="runs, reports or timelines")
     declare(parser.add_argument, "columns", "sort", "group_by", "expect", "top", "storage")
     parser.add_argument("--phase", choices=ALL_PHASES, help="show the kernels of this phase only")
@@ -103,48 +104,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="CARD|FILE",
         help=f"show which roof of a card bounds each phase: {', '.join(CARDS)}, a name as in "
-        "nvidia-smi, or a file of measured roofs (default: the card that was measured on)",
+        "nvidia-smi, or a file of measured roofs (default: the measured card)",
     )
     parser.add_argument(
         "--time",
         nargs="?",
         const="",
         metavar="FILE",
-        help="show what time is spent on: arithmetic, bytes or idling, by the ceilings known of "
-        "the card, or by those of a FILE",
+        help="show how time divides into arithmetic, bytes and idling, with the known ceilings of "
+        "the card or those of a FILE",
     )
     declare(parser.add_argument, "output", "markdown", "html")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables, write the outputs, or both; returns the exit code."""
-    asked = Settings.read(options)
-    asked.check()
+    """Print the tables, write the outputs, or both. Return the exit code."""
+    settings = Settings.read(options)
+    settings.check()
     read = {name: Path(name) for name in options.files}
-    check_distinct_files(read | {name: path for name, (_, path) in asked.files.items()})
-    files = asked.files.values()
+    check_distinct_files(read | {name: path for name, (_, path) in settings.files.items()})
+    files = settings.files.values()
     others = [(kind, path) for kind, path in files if kind != "md"]
     for kind, _ in others:
-        OUTPUTS[kind]  # what it needs may not be installed
+        OUTPUTS[kind]  # raises an error if a needed package is not installed
     together = options.roofline is not None or options.time is not None
     names = [name for name in options.files if together or Path(name).suffix not in RECORDED]
     runs = [saved_run(name, options.storage) for name in names]
     paths = [Path(name) for name in options.files if name not in names]
     if others and (recorded := [path for path in paths if path.suffix == REPORT]):
-        runs.append(_run_of(recorded))
-    if others and (of_time := [str(path) for path in paths if path.suffix in TIMELINES]):
-        raise ConfigurationError(f"{', '.join(of_time)}: a timeline is shown as tables alone")
+        runs.append(_run_from_reports(recorded))
+    if others and (timelines := [str(path) for path in paths if path.suffix in TIMELINES]):
+        raise ConfigurationError(f"{', '.join(timelines)}: a timeline can only be shown as tables")
     with METRICS.including(*(run.metrics for run in runs)):
         view = _view(options, runs)
         for kind, path in others:
             write_output(kind, path, runs, view)
             if not is_stream(path):
-                print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", file=asked.tables_to)
+                print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", file=settings.tables_to)
         if len(others) == len(files) > 0:
             return 0
         if not (shown := list(_tables(runs, options, view))):
             raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
-        print(as_text(shown, terminal_width()), file=asked.tables_to)
+        print(as_text(shown, terminal_width()), file=settings.tables_to)
         for kind, path in files:
             if kind == "md":
                 write_text(path, as_markdown(shown))
@@ -152,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
-    """The requested view. The default ranges apply only to ratios to the standard trainer."""
+    """Return the requested view. Default ranges apply only to ratios to the standard trainer."""
     baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
     ceilings = read_ceilings(Path(options.time)) if options.time else None
     return replace(TableOptions.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
@@ -161,9 +162,9 @@ def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
 def _tables(
     runs: Sequence[Run], options: argparse.Namespace, view: TableOptions
 ) -> Iterator[Table]:
-    """The tables of --roofline or --time, or else those of runs, timelines and reports."""
+    """Return the tables of --roofline or --time, or else of runs, timelines and reports."""
     if options.roofline is not None and options.time is not None:
-        raise ConfigurationError("--roofline and --time are two tables: ask for one")
+        raise ConfigurationError("--roofline and --time show different tables: choose one of them")
     if options.roofline is not None:
         return _roofline(runs, options)
     if options.time is not None:
@@ -172,7 +173,7 @@ def _tables(
     return chain(
         *(summary_tables(run, _view(options, [run])) for run in runs),
         *(_timeline(path) for path in paths if path.suffix in TIMELINES),
-        _of_reports([path for path in paths if path.suffix == REPORT], view, options),
+        _report_tables([path for path in paths if path.suffix == REPORT], view, options),
     )
 
 
@@ -183,17 +184,19 @@ def _timeline(path: Path) -> list[Table]:
     return timeline_tables(timeline.usages(), statistics, title)
 
 
-def _together(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
+def _joined_summary(runs: Sequence[Run], options: argparse.Namespace) -> pd.DataFrame:
     summary = pd.concat([run.summary for run in runs], ignore_index=True)
     if own_values(summary).duplicated(NUMBER).any():
         names = ", ".join(options.files)
-        raise ConfigurationError(f"{names}: the same case is in two of them; leave one out")
+        raise ConfigurationError(
+            f"{names}: two of the runs have the same case; leave out one of them"
+        )
     return summary
 
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
-    """The phases of the runs under the roofs of the named card, or of the card measured on."""
-    summary = _together(runs, options)
+    """Yield the tables of phases under the roofs of the named card, or of the measured card."""
+    summary = _joined_summary(runs, options)
     measured_on = sorted(set(summary[summary.device != NO_HARDWARE].device))
     for device, rows in intensities(summary).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
@@ -206,18 +209,20 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
 
 
 def _times(runs: Sequence[Run], options: argparse.Namespace, view: TableOptions) -> Iterator[Table]:
-    """The time breakdown of the runs' cases, by device."""
-    summary = _together(runs, options)
+    """Yield the time breakdown of the runs' cases, by device."""
+    summary = _joined_summary(runs, options)
     counted = summary.device == NO_HARDWARE
     if not (timed := summary.metric == "step_time_seconds").any():
         raise ConfigurationError(
             f"{', '.join(options.files)}: no step was timed; dpbench run --instrument cupti times "
-            f"steps, counts their bytes and says how busy the GPU was"
+            f"steps, counts their bytes and records how busy the GPU was"
         )
     baselines = {run.baseline for run in runs if {*run.devices} - {NO_HARDWARE}}
     if len(baselines) > 1:
         names = " and ".join(sorted(baselines))
-        raise ConfigurationError(f"the baselines of these runs are {names}: show them one by one")
+        raise ConfigurationError(
+            f"the baselines of these runs are {names}: show the runs one at a time"
+        )
     for device in dict.fromkeys(summary[timed].device):
         roofs = view.ceilings or find_ceilings(device)
         times = time_breakdown(summary[counted | (summary.device == device)], roofs)
@@ -228,26 +233,26 @@ def _card_here() -> str:
     for card in gpu.visible_gpus():
         return card.name
     raise ConfigurationError(
-        f"no CUDA GPU is visible here, so name a card with --roofline: {', '.join(CARDS)}"
+        f"this machine has no CUDA GPU, so name a card with --roofline: {', '.join(CARDS)}"
     )
 
 
-def _of_reports(
+def _report_tables(
     reports: Sequence[Path], view: TableOptions, options: argparse.Namespace
 ) -> Iterator[Table]:
-    """Tables of ranges, all together, then those of each case's kernels."""
-    run = _run_of(reports, options.phase)
+    """Yield the tables of all ranges, then the tables of each case's kernels."""
+    run = _run_from_reports(reports, options.phase)
     if not all(map(ncu.holds_kernels, reports)):
         yield from tables(run.summary, view)
     for outcome in run.outcomes:
         yield from kernel_tables(outcome, run.summary, options.top)
 
 
-def _run_of(reports: Sequence[Path], phase: str | None = None) -> Run:
-    """Reports as one run: ranges, and kernels of a phase or of all.
+def _run_from_reports(reports: Sequence[Path], phase: str | None = None) -> Run:
+    """Join reports into one run, with the ranges, and with the kernels of one or all phases.
 
-    The ranges of a case whose kernels are read are in a report one folder up, see
-    `dpbench.instruments.ncu`.
+    A report of kernels has a report of ranges one folder above, see `dpbench.instruments.ncu`. Both
+    are read.
     """
     outcomes: dict[Subject, Outcome] = {}
     read = [(path, ncu.case_of(path)) for path in reports]
@@ -258,10 +263,10 @@ def _run_of(reports: Sequence[Path], phase: str | None = None) -> Run:
             read.append((above, case))
     for path, case in read:
         known = outcomes.setdefault(case, Outcome(case, ()))
-        by, rows, kernels = _read(path, case, phase)
+        by, rows, kernels = _read_report(path, case, phase)
         if by in known.instruments:
             raise ConfigurationError(
-                f"{path} and another report are the same case; show them one at a time"
+                f"{path} and another report have the same case: show the reports one at a time"
             )
         outcomes[case] = replace(
             known,
@@ -272,10 +277,10 @@ def _run_of(reports: Sequence[Path], phase: str | None = None) -> Run:
     return Run.of(", ".join(path.stem for path in reports), outcomes.values())
 
 
-def _read(
+def _read_report(
     path: Path, case: Subject, phase: str | None
 ) -> tuple[str, Sequence[Measurement], Sequence[KernelCount]]:
-    """The instrument of a report, its rows, and the kernels of a phase or of all."""
+    """Return the instrument of a report, its rows, and the kernels of one or all phases."""
     check_is_file(path)
     if not ncu.holds_kernels(path):
         return "ncu", [*ncu.read(path, case)], ()
@@ -283,7 +288,7 @@ def _read(
     chosen = [launch for launch in report.launches if phase in (None, launch.phase)]
     if not chosen:
         present = ", ".join(dict.fromkeys(launch.phase for launch in report.launches))
-        raise ConfigurationError(f"{path}: no kernel in phase {phase!r}; there is {present}")
+        raise ConfigurationError(f"{path}: no kernel in phase {phase!r}, only in {present}")
     by, tool = "ncu_kernels", path.name
     rows = kernel_rows(case, by, chosen, report.device, tool, whole=phase is None)
     return by, rows, fold(chosen)

@@ -1,7 +1,7 @@
-"""Check that every trainer trains, on a tiny model.
+"""Check that every trainer can train a tiny model.
 
-Each trainer takes two steps on a tiny model, or on a workload of your own. A line for each says
-whether that worked. The exit code is 0 if every trainer worked.
+Each trainer takes two steps on a tiny model, or on a workload of your own. A line for each trainer
+says whether the steps worked. The exit code is 0 if they worked for every trainer.
 
 Examples:
   dpbench smoke
@@ -26,21 +26,21 @@ SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     declare(parser.add_argument, "trainer", help=axis_help("trainer"), dest="trainers")
     add_case(parser, AXES[1:], device="cpu", **SMALL)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train with each trainer, and print whether it worked."""
-    from dpbench.child.build import smoke_test  # which imports torch
+    """Train with each trainer, and print whether that worked."""
+    from dpbench.child.build import smoke_test  # imports torch
 
     failed = 0
     for trainer in options.trainers or list(TRAINERS):
         case = chosen_case(options, **SMALL, trainer=trainer)
         if case.gpus > 1:
             raise ConfigurationError(
-                "smoke trains in one process; dpbench verify trains in ranks, and dpbench run too"
+                "smoke trains in one process: for several ranks, use dpbench verify or dpbench run"
             )
         TRAINERS.locate(case.trainer)
         name = case.trainer
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             short, parameters = parted(name)
             name = joined(TRAINERS[short].__name__, parameters)
             smoke_test(case, device=options.device)
-        except Exception as error:  # any error is reported
+        except Exception as error:  # report any error
             failed += 1
             where = own_line(error.__traceback__)
             print(f"[TEST FAILED] {name}: {type(error).__name__}: {error}{where}")

@@ -1,15 +1,16 @@
 """Run one case in this process and print one JSON line.
 
-Builds the case, warms up, and runs the active steps. Instruments measure a process that runs this
-command; by hand it is the quickest way to try a trainer. The line holds the seconds of each active
-step by phase, the peak memory in bytes (CUDA only), and the seconds that building, warm-up and the
-rest of the process took.
+step builds the case, warms up, and runs the active steps. Instruments measure a process that runs
+this command. The command is also the quickest way to try a trainer by hand. The JSON line has the
+seconds of each active step by phase, the peak memory in bytes (CUDA only), and the seconds that
+building, warming up and the remaining work took.
 
-With --instrument it records what that instrument records in the process of a case. torch_profiler
-writes a folder with tables, traces for https://ui.perfetto.dev, a memory snapshot (CUDA only) for
-https://docs.pytorch.org/memory_viz and a TensorBoard log. cupti counts further steps after the
-timed ones. ncu and nsys only mark ranges, for a profiler that has started this process. With --task
-it runs the case that a task file describes: `dpbench run` writes one beside each log.
+With --instrument, step records what that instrument records in the process of a case.
+torch_profiler writes a folder with tables, traces for https://ui.perfetto.dev, a memory snapshot
+(CUDA only) for https://docs.pytorch.org/memory_viz, and a TensorBoard log. cupti counts bytes in
+further steps after the timed steps. ncu and nsys only mark ranges, for a profiler that has started
+this process. With --task, step runs the case of a task file, which dpbench run writes next to each
+log.
 
 Examples:
   dpbench step --trainer dpsgd --batch-size 4 --seq-len 32 --model-size tiny --device cpu
@@ -52,15 +53,18 @@ from dpbench.runner import check_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of this command."""
     add_case(parser, device="auto", required=False)
     declare(parser.add_argument, "warmup", "active")
     declare_built_in(parser.add_argument)
     parser.add_argument(
-        "--instrument", metavar="NAME", help="record what this instrument does (default timing)"
+        "--instrument", metavar="NAME", help="record with this instrument (default timing)"
     )
     parser.add_argument(
-        "--task", type=Path, metavar="FILE", help="run the case and instrument of this task file"
+        "--task",
+        type=Path,
+        metavar="FILE",
+        help="run the case with the instrument of this task file",
     )
 
 
@@ -68,18 +72,20 @@ ERRORS_FOR_PARENT: dict[type[Exception], type[Exception]] = {
     ConfigurationError: CaseRefused,
     OutOfMemory: CaseOutOfMemory,
 }
-"""For errors of this process, the errors that the process that started it raises."""
+"""Errors that the parent process raises, keyed by the error of this process."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Take the steps, and print their record, or the error."""
-    task = Task.read(options.task) if options.task else _chosen(options)
+    """Take the steps, and print their record or the error."""
+    task = Task.read(options.task) if options.task else _task(options)
     case, instrument = task.case, task.instrument
     assert isinstance(case, Case)
     try:
         check_ranks(case, [instrument])
-        if case.gpus > 1 and not isinstance(instrument, Logical):  # it counts one rank alone
-            from dpbench.launch.ranks import on_all_ranks  # which imports torch
+        if case.gpus > 1 and not isinstance(
+            instrument, Logical
+        ):  # logical counts one rank in this process
+            from dpbench.launch.ranks import on_all_ranks  # imports torch
 
             record = on_all_ranks(
                 instrument.record_case, case, getattr(instrument, "device", options.device)
@@ -88,14 +94,14 @@ def run(options: argparse.Namespace) -> int:
             record = instrument.record_case(case)
         if isinstance(instrument, TorchProfiler):
             _report(case, record, own_folder(instrument.directory / case.file_name))
-    except Exception as error:  # the parent reads the reason in the record
+    except Exception as error:  # the parent reads the error from the record
         message = str(error)
         if not isinstance(error, DpbenchError):
             first_line = message.partition("\n")[0]  # PyTorch appends its C++ stack
             message = f"{type(error).__name__}: {first_line}{own_line(error.__traceback__)}"
-        message = message.removeprefix(f"{case.id}: ")  # the parent adds the case
+        message = message.removeprefix(f"{case.id}: ")  # the parent adds the case's id
         kind = next(
-            (to for of, to in ERRORS_FOR_PARENT.items() if isinstance(error, of)), type(error)
+            (to for own, to in ERRORS_FOR_PARENT.items() if isinstance(error, own)), type(error)
         )
         report_result(error={"kind": name_of(kind), "message": message})
         raise
@@ -103,8 +109,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(options: argparse.Namespace) -> Task:
-    """The task that the options describe; the default instrument is timing."""
+def _task(options: argparse.Namespace) -> Task:
+    """Return the task that the options describe. The default instrument is timing."""
     if options.trainer is None:
         raise ConfigurationError("name a --trainer, or a --task")
     case = chosen_case(options)
@@ -116,23 +122,23 @@ def _chosen(options: argparse.Namespace) -> Task:
     )
     name = options.instrument or Timing.name
     [instrument] = choose([name], settings, "case")
-    # With --device cuda, the step itself says that there is no GPU.
-    elsewhere = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
-    if elsewhere and instrument.needs_gpu:
+    # With --device cuda, the step itself reports a missing GPU.
+    on_cpu = options.device == "cpu" or (options.device == "auto" and not gpu.visible_gpus())
+    if on_cpu and instrument.needs_gpu:
         raise ConfigurationError(
-            f"{name} needs a GPU, and there is none: choose another --instrument"
+            f"{name} needs a GPU, but the case runs on the CPU: choose another --instrument"
         )
     return Task(case, instrument)
 
 
 def _report(case: Case, record: Mapping[str, Any], directory: Path) -> None:
-    """Write the report of a case, unless this is one of several ranks that the user started."""
+    """Write the report of a case. A rank that the user started writes none."""
     ranks = record.get("ranks", [record])
     if len(ranks) == case.gpus:
         rows = [
             replace(row, rank=rank)
-            for rank, its in enumerate(ranks)
-            for row in Outcome.from_json(its["outcome"]).rows
+            for rank, rank_record in enumerate(ranks)
+            for row in Outcome.from_json(rank_record["outcome"]).rows
         ]
         first = rank_folder(directory, 0) if len(ranks) > 1 else directory
         write_report(directory, rows, record["schedule"], first)
@@ -147,9 +153,9 @@ def write_report(
         directory: the folder of the profile.
         rows: the rows of all ranks.
         schedule: the numbers of steps, from the record of the profile.
-        operators: the folder that has the tables of operators; of several ranks, the first's.
+        operators: the folder with the tables of operators, for several ranks that of rank 0.
     """
-    from dpbench.show.profile import profile_report  # which imports pandas
+    from dpbench.show.profile import profile_report  # imports pandas
 
     tables = (operators / OPERATORS).read_text(encoding="utf-8")
     (directory / REPORT).write_text(profile_report(rows, schedule, tables), encoding="utf-8")

@@ -1,21 +1,23 @@
-"""Check that a trainer clips and adds noise as it says, parameter by parameter.
+"""Check that a trainer clips and adds noise correctly, parameter by parameter.
 
 Without noise, each step must subtract the mean of the examples' clipped gradients. The reference is
-a loop over the examples. One clipping threshold is exceeded by half of the norms, another by all.
-The second is also tried in micro-batches, and with another batch size in micro-batches of one
-example.
+a loop over the examples. Half of the norms exceed the first clipping threshold, and all norms
+exceed the second. The second threshold is also tried with micro-batches, and with another batch
+size.
 
-Noise must have the deviation σC/B for several σ, C and B, whatever the gradients are, and be normal
-up to its tails. It must not repeat between elements, parameters, steps, runs and processes, even if
-shifted, mirrored or reordered. Correct noise fails with a probability of at most 1e-6.
+Noise must have the deviation σC/B for several σ, C and B, whatever the gradients are. Its
+distribution must be normal, including the tails. Noise must not repeat between elements,
+parameters, steps, runs and processes, even if it is shifted, mirrored or reordered. Correct noise
+fails with a probability of at most 1e-6.
 
-A linear layer is trained for 240 steps with noise. On it, an example must be clipped even if the
-products of its tokens cancel, or if its norm is NaN (tried on one GPU only). With several ranks,
-gradients are compared for the joint batch.
+A linear layer is trained for 240 steps with noise. In this layer, an example must be clipped even
+if the products of its tokens cancel, or if its norm is NaN (checked with one rank only). With
+several ranks, gradients are compared for the joint batch.
 
-A line for each parameter says what is wrong. The exit code is 1 if anything is wrong, 2 if the case
-is refused. Not found: noise that ends after 240 steps, what the trainer keeps outside its model,
-noise that only its author can predict, and 16-bit noise that returns in another order.
+Each wrong parameter gets a line with the error. The exit code is 1 if a check fails, and 2 if the
+trainer refuses the case. Some faults are not found: noise that ends after 240 steps, data that the
+trainer keeps outside its model, noise that only its author can predict, and 16-bit noise that
+repeats in another order.
 
 Examples:
   dpbench verify --trainer dpsgd
@@ -44,16 +46,16 @@ if TYPE_CHECKING:
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
 WIDTH = 300
-"""The width of the table in characters. Each check stays on one line despite long names."""
+"""Width of the table in characters. It keeps each check on one line despite long names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
+    """Declare the arguments of this command."""
     add_case(parser, AXES, device="auto", **SMALL)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the checks; return 1 if anything is wrong."""
+    """Print the checks. Return 1 if a check failed."""
     case = chosen_case(options, **SMALL)
     locate([case])
     checks = run_checks(case, options.device, processes=True)
@@ -62,15 +64,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_checks(case: Case, device: str, *, processes: bool = False) -> list[Check]:
-    """Run the checks. Any error of the trainer becomes a `DpbenchError` with the trainer's name."""
+    """Run the checks. Convert any other error of a trainer to a `DpbenchError` with its name."""
     from dpbench.child.build import pick_device
     from dpbench.training.refusals import CannotTrain
-    from dpbench.verify.trainer_checks import verify  # which imports torch
+    from dpbench.verify.trainer_checks import verify  # imports torch
 
     on_gpu = pick_device(device).type == "cuda"
-    card = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None  # ranks take their own
+    card = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None  # ranks lock their own GPUs
     try:
-        # A process that measures this GPU would count our work.
+        # Without the lock, a process that measures this GPU would count this work.
         with gpu.lock_gpu(card, f"verify {case.id}") if card else nullcontext():
             return verify(case, device, processes=processes)
     except CannotTrain as error:
@@ -78,12 +80,12 @@ def run_checks(case: Case, device: str, *, processes: bool = False) -> list[Chec
     except DpbenchError:
         raise
     except Exception as error:
-        words = f"{type(error).__name__}: {error}{own_line(error.__traceback__)}"
-        raise DpbenchError(f"trainer {case.trainer} failed: {words}") from error
+        reason = f"{type(error).__name__}: {error}{own_line(error.__traceback__)}"
+        raise DpbenchError(f"trainer {case.trainer} failed: {reason}") from error
 
 
 def as_text(case: Subject, checks: Sequence[Check]) -> str:
-    """The checks as a table, and one line for each thing that is wrong."""
+    """Format the checks as a table, with one line for each error below the table."""
     lines = [[check.name, check.verdict, check.error_text, check.worst] for check in checks]
     headers = ["check", "verdict", "how far", "worst parameter"]
     table = Table(f"verify {case.id}", headers, lines).as_text(WIDTH)

@@ -1,1 +1,1 @@
-"""Starts, watches and ends the processes that are measured."""
+"""Starts, watches and ends measured processes."""

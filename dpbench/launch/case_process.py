@@ -1,4 +1,4 @@
-"""Runs one case in its own process: command, environment, log, time-out."""
+"""Runs one case in its own process, with a log and a time-out."""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ from dpbench.results.rows import Measurement
 class CaseProcess(PendingMeasurement):
     """The process of one case, from its start to its record.
 
-    The log has the command, then everything that the process prints. The whole process group is
+    The log contains the command, then everything that the process prints. The process group is
     ended when the process ends, at its time-out, by `cancel`, and when this process ends.
 
     Args:
         task: the case and the instrument.
-        before: a profiler that starts ``dpbench step``, with its arguments; by default none.
-        log: the log file; if None or not writable, a temporary file that `cancel` deletes.
-        timeout: seconds until the child is ended, counted from when it has its GPU. Its imports
-            before that may take as long, and so may each process that holds the GPU meanwhile.
-        read: makes rows from the result.
+        before: the command of a profiler that starts ``dpbench step``; empty by default.
+        log: the log file. If None or not writable, a temporary file that `cancel` deletes.
+        timeout: limit in seconds for the measurement, from the time when the process has its GPU.
+            The same limit applies to the imports before that, and to waiting for each process that
+            holds the GPU.
+        read: a function that makes rows from the result.
     """
 
     def __init__(
@@ -70,25 +71,25 @@ class CaseProcess(PendingMeasurement):
         if log is not None:
             with suppress(OSError):
                 log.parent.mkdir(parents=True, exist_ok=True)
-        keeps_log = log is not None and os.access(log.parent, os.W_OK)
+        log_is_kept = log is not None and os.access(log.parent, os.W_OK)
         scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="dpbench-"))
-        if log is None or not keeps_log:
+        if log is None or not log_is_kept:
             log = Path(scratch, "log")
-        case, told = task.case, log.with_suffix(".task.json")
-        task.write(told)
-        command = [*before, sys.executable, *COMMAND[1:], "step", "--task", str(told)]
+        case, task_file = task.case, log.with_suffix(".task.json")
+        task.write(task_file)
+        command = [*before, sys.executable, *COMMAND[1:], "step", "--task", str(task_file)]
         self.case, self.log, self.timeout, self.read = case, log, timeout, read
         self.records = Path(scratch, "records")
         added = child_environment() | visible_to_case(case.gpus)
         if path := python_path(case):
             added["PYTHONPATH"] = path
-        pasteable = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
-        if keeps_log:
-            print(f"$ {pasteable}", file=sys.stderr, flush=True)
-        self._begun = time.monotonic()
-        log.unlink(missing_ok=True)  # a leftover writer of an earlier log must not write here
+        shell_command = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
+        if log_is_kept:
+            print(f"$ {shell_command}", file=sys.stderr, flush=True)
+        self._start = time.monotonic()
+        log.unlink(missing_ok=True)  # a process of an earlier run may still write to the old log
         with log.open("x", encoding="utf-8") as stream:
-            stream.write(f"$ {pasteable}\n")
+            stream.write(f"$ {shell_command}\n")
             stream.flush()
             self.group = ProcessGroup(
                 command,
@@ -104,27 +105,27 @@ class CaseProcess(PendingMeasurement):
             error.log = self.log
             raise
         except (KeyError, TypeError, ValueError) as error:
-            what = f"{type(error).__name__}: {error}"
-            message = f"{self.case.id}: its record cannot be read ({what})"
+            reason = f"{type(error).__name__}: {error}"
+            message = f"{self.case.id}: the process's record cannot be read ({reason})"
             raise CaseFailed(message, log=self.log) from error
 
     def record(self) -> dict[str, Any]:
-        """Wait for the process; return its result or raise an error that says why it failed."""
-        late = ""
+        """Wait for the process and return its result, or raise an error with the reason."""
+        timeout_message = ""
         try:
             self._wait()
         except CaseTimedOut as time_out:
-            late = time_out.args[0]
+            timeout_message = time_out.args[0]
             if self.case.gpus > 1:
-                self.group.ask_ranks()
+                self.group.request_stacks()
         finally:
             self.group.end()
         lines = log_lines(self.log)
         record, code = result_of(read_records(self.records)), self.group.process.returncode
         error = record.get("error")
-        if late:  # its message has the places from the ranks' stacks
+        if timeout_message:  # the error's message has the ranks' positions
             where = f": {error['message']}" if error else ""
-            raise CaseTimedOut(f"{late}{where}", log=self.log)
+            raise CaseTimedOut(f"{timeout_message}{where}", log=self.log)
         if record and not error and not code:
             self.labels, self.notes = record.get("labels", {}), record.get("about", ())
             self.imported = record.get("imported", {})
@@ -135,31 +136,31 @@ class CaseProcess(PendingMeasurement):
             error = {"kind": "", "message": ": ".join(filter(None, (ended, last[:200])))}
             if any("torch.OutOfMemoryError" in line for line in lines):
                 error = {"kind": name_of(CaseOutOfMemory), "message": "CUDA out of memory"}
-        kind = _error_named(error["kind"])
+        kind = _error_class(error["kind"])
         message = error["message"].removesuffix(f"; {kind.remedy}")
         raise kind(f"{self.case.id}: {message}", log=self.log)
 
     @property
     def exit_code(self) -> int | None:
-        """The exit status, negative if a signal ended the process; None while it runs."""
+        """The exit code, negative if a signal ended the process. None while it runs."""
         return self.group.poll()
 
     @property
     def runs(self) -> bool:
-        """Whether it runs and is within its time-out."""
-        return self.exit_code is None and time.monotonic() - self._begun <= self.timeout
+        """True if the process runs and its time-out has not passed."""
+        return self.exit_code is None and time.monotonic() - self._start <= self.timeout
 
     def _wait(self) -> None:
-        """Read records until the process has ended, and end it if it takes too long.
+        """Wait until the process has ended. Raise an error if it takes too long.
 
-        Setting up, waiting for each process that holds its GPU, and measuring may each take as
-        long as the time-out says.
+        The time-out applies separately to the imports, to waiting for each process that holds the
+        GPU, and to the measurement.
         """
-        since, heard, last = self._begun, 0, dict[str, Any]()
+        since, number_read, last = self._start, 0, dict[str, Any]()
         while self.exit_code is None:
             records = read_records(self.records)
-            if len(records) > heard and MEASURING not in last:
-                since, heard, last = time.monotonic(), len(records), records[-1]
+            if len(records) > number_read and MEASURING not in last:
+                since, number_read, last = time.monotonic(), len(records), records[-1]
             if time.monotonic() - since > self.timeout:
                 case, limit = self.case, f"{self.timeout:g} s"
                 if holder := last.get(WAITING):
@@ -173,10 +174,11 @@ class CaseProcess(PendingMeasurement):
 
 
 def python_path(case: Subject) -> str | None:
-    """``PYTHONPATH`` with which a child can import the case's classes; None if all are built in.
+    """Return a ``PYTHONPATH`` with which a child can import the case's classes.
 
-    Its entries are the ones of ``sys.path`` before the standard library (pytest adds some there)
-    and the directories from which the case's classes were imported.
+    Return None if all classes are built in. The entries are those of ``sys.path`` before the
+    standard library, where pytest adds some, and the directories from which the case's classes were
+    imported.
     """
     if is_builtin(case):
         return None
@@ -190,12 +192,12 @@ def python_path(case: Subject) -> str | None:
 
 
 def name_of(kind: type[Exception]) -> str:
-    """The name by which a process's record refers to an error's class, ``module:Class``."""
+    """Return the name of an error's class in a record: ``module:Class``."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _error_named(name: str) -> type[InstrumentError]:
-    """The error class with this name, if it is an `InstrumentError`."""
+def _error_class(name: str) -> type[InstrumentError]:
+    """Return the named class if it is an `InstrumentError`, otherwise `CaseFailed`."""
     with suppress(ImportError, AttributeError, ValueError):
         found = resolve_name(name)
         if isinstance(found, type) and issubclass(found, InstrumentError):
@@ -204,20 +206,20 @@ def _error_named(name: str) -> type[InstrumentError]:
 
 
 def describe_exit(returncode: int) -> str:
-    """An exit status in words."""
-    if returncode < 0:  # a real-time signal has no name
+    """Describe an exit code as a predicate of a sentence."""
+    if returncode < 0:  # real-time signals have no names
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"
     return f"ended with exit code {returncode}" if returncode else "left no result"
 
 
 def log_lines(log: Path) -> list[str]:
-    """The lines of a log file."""
+    """Return the lines of a log file."""
     return log.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def log_tail(error: InstrumentError, lines: int = 20) -> str:
-    """The end of a failed case's log, or nothing if it has none."""
+    """Return the last lines of a failed case's log, or "" if the case has no log."""
     if error.log is None or not error.log.exists():
         return ""
     return "\n".join(log_lines(error.log)[-lines:])

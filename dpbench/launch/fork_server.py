@@ -1,8 +1,8 @@
 """Starts the processes of cases quickly, as forks of a server that has imported torch.
 
-The server has run no operator, has not opened a GPU and imports no user code. So a fork of it can
-do all that a new process can. A new process is started instead if there is no server, or if an
-environment variable differs that Python or a library reads when it is loaded.
+The server has run no operator, has opened no GPU and imports no user code. So a fork can do
+everything that a new process can. A new process is started instead if the server cannot start, or
+if an environment variable differs that is read when Python or a library is loaded.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from dpbench.child.program import exit_process
 from dpbench.core.gpu import child_environment
 from dpbench.core.registry import INSTRUMENTS, TRAINERS
 
-COMMAND = [sys.executable, "-P", "-m", "dpbench"]  # -P: without the current directory
-"""The beginning of commands that can be forked; other commands start a profiler first."""
+COMMAND = [sys.executable, "-P", "-m", "dpbench"]  # -P keeps the current directory out of sys.path
+"""First arguments of a command that can be forked. Other commands start a profiler first."""
 
 PER_FORK_ENV = {
     *(RECORDS, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"),
-    "CUDA_VISIBLE_DEVICES",  # read when a GPU is opened, which the server never does
+    "CUDA_VISIBLE_DEVICES",  # read when a GPU is opened, and the server opens none
 }
-"""Environment variables that may differ from the server's: forks receive them with a request."""
+"""Environment variables that may differ from the server's. A request contains them."""
 
-IMPORTED = (
+IMPORTED_MODULES = (
     "dpbench.commands.cli",
     "dpbench.commands.step",
     "dpbench.child.step",
     "dpbench.instruments.logical.counter",
     "dpbench.workloads.transformer",
-    "torch._dynamo",  # imported by the first optimizer
+    "torch._dynamo",  # the first optimizer imports this
     "pynvml",
 )
 
-MESSAGE_BYTES = 1 << 17  # a socket takes 200 KB at once
-PATIENCE_SECONDS = 60.0  # for the server's imports, which take about 5
+MESSAGE_BYTES = 1 << 17  # less than the 200 KB that a socket takes at once
+ANSWER_SECONDS = 60.0  # limit for the server's imports, which take about 5 s
 
 
-class Forked:
-    """A process that the server has forked; it has the needed part of `subprocess.Popen`."""
+class ForkedProcess:
+    """A process that the server has forked, with the needed methods of `subprocess.Popen`."""
 
     stdout = None
 
@@ -63,13 +63,13 @@ class Forked:
         self._channel = channel
 
     def poll(self) -> int | None:
-        """The exit code, as `subprocess.Popen` has it; None if the process has not ended."""
+        """Return the exit code, negative after a signal, or None while the process runs."""
         with suppress(subprocess.TimeoutExpired):
             return self.wait(timeout=0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code. Raises `subprocess.TimeoutExpired` after so many seconds."""
+        """Wait for the exit code. Raise `subprocess.TimeoutExpired` after ``timeout`` seconds."""
         if self.returncode is None:
             self._channel.settimeout(timeout)
             try:
@@ -82,12 +82,12 @@ class Forked:
 
 
 class ForkServer:
-    """The fork server of this process. It ends when this process ends or calls `close`."""
+    """The fork server of this process. The server ends when this process ends or calls `close`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
         self._requests, requests = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        self._requests.settimeout(PATIENCE_SECONDS)
+        self._requests.settimeout(ANSWER_SECONDS)
         with requests:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "dpbench.launch.fork_server"],
@@ -99,8 +99,8 @@ class ForkServer:
             )
         atexit.register(self.close)
 
-    def fork(self, command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
-        """Run a command of ``dpbench``; see `fork`."""
+    def fork(self, command: Sequence[str], options: Mapping[str, Any]) -> ForkedProcess | None:
+        """Run a command of ``dpbench`` as a fork; see the function `fork`."""
         environment = options["env"]
         names = {*environment, *self._environment}
         differ = {n for n in names if environment.get(n) != self._environment.get(n)}
@@ -112,46 +112,49 @@ class ForkServer:
             "environment": {name: environment.get(name) for name in PER_FORK_ENV},
         }
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with ExitStack() as failing, suppress(OSError):  # the server has ended, or does not answer
+        with ExitStack() as failing, suppress(OSError):  # the server has ended or does not answer
             failing.callback(ours.close)
             files = [theirs.fileno(), *(options[name].fileno() for name in ("stdout", "stdin"))]
             with theirs:
                 socket.send_fds(self._requests, [json.dumps(request).encode()], files)
-            ours.settimeout(PATIENCE_SECONDS)
+            ours.settimeout(ANSWER_SECONDS)
             if process_id := ours.recv(16):
                 ours.settimeout(None)
                 failing.pop_all()
-                return Forked(int(process_id), ours)
+                return ForkedProcess(int(process_id), ours)
         return None
 
     def close(self) -> None:
-        """End the server, which is a child of this process. Its forks continue."""
+        """End the server. Its forks continue."""
         self.process.kill()
         self.process.wait()
         self._requests.close()
 
 
 def environment_of_cases() -> dict[str, str]:
-    """The environment of a case's process: this one's, without pytest's variables."""
+    """Return the environment for a case's process: this process's, without pytest's variables."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return inherited | child_environment()
 
 
 @cache
 def fork_server() -> ForkServer | None:
-    """The server, started on first call; None if it cannot be started."""
+    """Return the server, which the first call starts, or None if it cannot start."""
     with suppress(OSError):
         return ForkServer(environment_of_cases())
     return None
 
 
-def fork(command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
-    """Start a command of ``dpbench`` as a fork; None if it must be started as a new process.
+def fork(command: Sequence[str], options: Mapping[str, Any]) -> ForkedProcess | None:
+    """Start a command of ``dpbench`` as a fork.
+
+    Return None if the command must be started as a new process.
 
     Args:
         command: an argument list.
-        options: of `subprocess.Popen`: ``env``; ``stdout``, where its errors go as well; ``stdin``,
-            a pipe that receives the process id. With ``cwd`` nothing is forked.
+        options: arguments of `subprocess.Popen`. ``env`` is the environment. ``stdout`` receives
+            the output and the errors. ``stdin`` is a pipe that receives the process id. With
+            ``cwd``, nothing is forked.
     """
     can_fork = [*command[: len(COMMAND)]] == COMMAND and "cwd" not in options
     if not can_fork or (server := fork_server()) is None:
@@ -159,21 +162,24 @@ def fork(command: Sequence[str], options: Mapping[str, Any]) -> Forked | None:
     return server.fork(command, options)
 
 
-# --- in the server --------------------------------------------------------------------------------
+# --- code that runs in the server -----------------------------------------------------------------
 
 
-def prepare() -> None:
-    """Import what every case needs; fail if an import opened a GPU or left threads running."""
-    gc.disable()  # it takes a quarter of the import time and finds almost nothing
+def import_packages() -> None:
+    """Import the modules that every case needs.
+
+    Raise an error if an import opened a GPU or left threads running.
+    """
+    gc.disable()  # garbage collection takes a quarter of the import time and frees almost nothing
     postpone("opacus")
-    for name in IMPORTED:
+    for name in IMPORTED_MODULES:
         import_module(name)
     for built_in in (TRAINERS, INSTRUMENTS):
         for name in built_in:
-            built_in[name]  # is imported
-    gc.freeze()  # forks' collectors skip these objects, so memory stays shared
+            built_in[name]  # imports the class
+    gc.freeze()  # collectors of forks skip these objects, so their memory stays shared
     gc.enable()
-    if (process_id := os.fork()) == 0:  # the first fork ends the threads of OpenBLAS
+    if (process_id := os.fork()) == 0:  # OpenBLAS ends its threads at the first fork
         os._exit(0)
     os.waitpid(process_id, 0)
     threads = [*Path("/proc/self/task").iterdir()]
@@ -183,10 +189,10 @@ def prepare() -> None:
 
 
 def postpone(name: str) -> None:
-    """Delay running a package's ``__init__`` until first use; its modules can be imported before.
+    """Postpone running a package's ``__init__`` until an attribute of the package is first used.
 
-    Opacus imports its accountants, which import SciPy. That is a quarter of all import time, and no
-    trainer of dpbench needs it.
+    Modules of the package can be imported before that. Opacus's ``__init__`` imports SciPy for its
+    accountants. SciPy takes a quarter of all import time, and no trainer of dpbench needs it.
     """
     if name in sys.modules or (spec := find_spec(name)) is None or spec.loader is None:
         return
@@ -202,7 +208,7 @@ def postpone(name: str) -> None:
 
 
 def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket, int, int]:
-    """Fork for each request, until all clients have closed. Only the forks return.
+    """Fork for each request, until all clients have closed. Only forks return.
 
     Returns:
         The request, the client's socket, and the descriptors of the output and of the pipe that
@@ -210,19 +216,22 @@ def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forks
     while True:
-        said, (*files,), *_ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
-        if not said:
+        data, (*files,), *_ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
+        if not data:
             os._exit(0)
         if os.fork() == 0:
             requests.close()
             channel, output, guard = files
-            return json.loads(said), socket.socket(fileno=channel), output, guard
+            return json.loads(data), socket.socket(fileno=channel), output, guard
         for descriptor in files:
             os.close(descriptor)
 
 
-def become(request: Mapping[str, Any]) -> None:
-    """Set the requested arguments, directory, environment and import path."""
+def apply_request(request: Mapping[str, Any]) -> None:
+    """Set the requested arguments, working directory, environment and import path.
+
+    Raise an error if an imported module differs from that on the requested import path.
+    """
     sys.argv[1:] = request["arguments"]
     os.chdir(request["directory"])
     for name, value in request["environment"].items():
@@ -237,29 +246,29 @@ def become(request: Mapping[str, Any]) -> None:
         if "." not in name and file is not None:
             spec = PathFinder.find_spec(name, folders)
             if spec and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
-                raise ValueError(f"{spec.origin} is not the {name} that was imported")
+                raise ValueError(f"PYTHONPATH has {name} at {spec.origin}, but {file} is imported")
 
 
 def main() -> NoReturn:
-    """Serve requests. Each fork of the server forks the case, waits, and sends its exit code.
+    """Serve requests. Each fork forks the case, waits for the case, and sends its exit code.
 
-    The fork itself tells the guard (see `dpbench.launch.processes`) the case's process group. So
-    the guard knows it even if the client is interrupted meanwhile.
+    The fork itself sends the case's process group to the guard (see `dpbench.launch.processes`). So
+    the guard knows the process group even if the client is interrupted.
     """
     requests = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
-    prepare()
+    import_packages()
     request, channel, output, guard = next_request(requests)
-    become(request)  # on failure nothing is sent, and the client starts a new process
+    apply_request(request)  # after an error nothing is sent, and the client starts a new process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     case = os.fork()
-    with suppress(OSError):  # both processes set it, and the other may be faster
+    with suppress(OSError):  # both processes call setpgid; the second call may fail
         os.setpgid(case, case)
     if case:
         os.write(guard, b"%d\n" % case)
         os.close(guard)
-        with suppress(OSError):  # the client may be gone
+        with suppress(OSError):  # the client may have ended
             channel.send(b"%d" % case)
             channel.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(case, 0)[1]))
         os._exit(0)
@@ -268,7 +277,7 @@ def main() -> NoReturn:
     os.dup2(output, 2)
     for descriptor in (output, guard):
         os.close(descriptor)
-    import_module("numpy").random.seed()  # Python's own generator is reseeded by a fork
+    import_module("numpy").random.seed()  # a fork reseeds only Python's own generator
     exit_process(import_module("dpbench.commands.cli").main())
 
 

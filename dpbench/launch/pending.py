@@ -1,4 +1,4 @@
-"""The interface of a measurement in progress."""
+"""Interface of a measurement in progress."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from dpbench.results.rows import Measurement
 
 
 class PendingMeasurement(ABC):
-    """A measurement in progress, in this or another process. `rows` sets its attributes.
+    """A measurement in progress, in this or another process. `rows` sets the attributes.
 
     Attributes:
         operators: the counts of each operator.
         kernels: the bytes and time of each kernel.
-        memory_lines: source lines that allocated the memory live at its peak.
+        memory_lines: memory that is in use at the peak, by source line.
         notes: assumptions behind the rows.
         labels: the labels of the case's trainer, see `TrainerBase.labels`.
-        imported: source files of the measured code, from the other process; see
-            `dpbench.child.imported`.
+        imported: source files of the measured code, see `dpbench.child.imported`.
     """
 
     operators: Sequence[OperatorCount] = ()
@@ -32,7 +31,7 @@ class PendingMeasurement(ABC):
 
     @abstractmethod
     def rows(self) -> list[Measurement]:
-        """Wait for the end; return the measurements or raise an `InstrumentError`."""
+        """Wait for the end and return the rows. Raise `InstrumentError` after a failure."""
 
     def cancel(self) -> None:  # noqa: B027
-        """End the measurement and all its processes, if it has not ended."""
+        """End the measurement and its processes, unless it has ended."""

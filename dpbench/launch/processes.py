@@ -1,4 +1,4 @@
-"""Starts programs in process groups. A group is ended with its program or this process."""
+"""Starts programs in process groups, which end with the program or with this process."""
 
 from __future__ import annotations
 
@@ -17,45 +17,48 @@ from dpbench.child.hang_report import STACK_SIGNAL
 from dpbench.child.messages import POLL_SECONDS
 from dpbench.launch.fork_server import fork
 
-ANSWER_SECONDS = 30.0  # limit for ``--version``, which takes a second or two
-FRAMES_SECONDS = 0.5  # for ranks to write their stacks, which takes milliseconds
-GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL for a process group
+ANSWER_SECONDS = 30.0  # limit for ``--version``, which takes one or two seconds
+STACKS_SECONDS = 0.5  # time for ranks to write their stacks, which takes milliseconds
+GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for a process group
 GUARD = f"""
 read -r group || exit
 read -r ended && exit
 kill -s TERM -- "-$group" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$group"
 """
-"""A shell script that reads the number of a process group and waits for a second line. If its input
-ends first, the parent died, e.g. by ``kill -9``, and the script ends the group.
-``PR_SET_PDEATHSIG`` is not enough: it reaches children only, and ncu starts further processes."""
+"""A shell script that reads the number of a process group and waits for a second line. If the input
+ends first, the parent has died, e.g. by ``kill -9``, and the script ends the group.
+``PR_SET_PDEATHSIG`` would reach only direct children, but ncu starts further processes."""
 
 
 STARTER = 'echo $$ >&0; exec "$@" </dev/null'
-"""A shell script that tells the guard its own process number and then becomes the program. So the
-guard knows the number even if the parent is interrupted while it starts the program."""
+"""A shell script that sends its own process number to the guard and then becomes the program. The
+guard then knows the number even if the parent is interrupted while it starts the program."""
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class Started(Protocol):
-    """What may run in another process."""
+    """A task that may run in another process."""
 
     @property
     def runs(self) -> bool:
-        """Whether it still does."""
+        """True while the task runs."""
 
     def cancel(self) -> None:
-        """End it."""
+        """End the task."""
 
 
 Some = TypeVar("Some", bound=Started)
 
 
 def at_once(starts: Iterable[Callable[[], Some]], number: int) -> Generator[Some]:
-    """Start so many at once, and yield each in order once it runs no more; end the rest at last."""
+    """Run up to ``number`` tasks at once, and yield each task in order when it has ended.
+
+    If the generator is closed or fails, `cancel` ends the remaining tasks.
+    """
     waiting, started = deque(starts), deque[Some]()
     try:
         while waiting or started:
@@ -76,7 +79,7 @@ class ProcessGroup:
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", GUARD],
-            stdin=subprocess.PIPE,  # no other child inherits our end of it
+            stdin=subprocess.PIPE,  # no other child inherits this end of the pipe
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
@@ -96,17 +99,17 @@ class ProcessGroup:
             raise
 
     def poll(self) -> int | None:
-        """The exit code, negative after a signal; None while the program runs."""
+        """Return the exit code, negative after a signal, or None while the program runs."""
         code: int | None = self.process.poll()
         return code
 
-    def ask_ranks(self) -> None:
-        """Ask the ranks to write their stacks, and give them time to do so."""
+    def request_stacks(self) -> None:
+        """Ask the ranks to write their stacks, and wait a moment for that."""
         self._signal(signal.Signals[STACK_SIGNAL])
-        time.sleep(FRAMES_SECONDS)
+        time.sleep(STACKS_SECONDS)
 
     def end(self) -> None:
-        """End the group by SIGTERM, and by SIGKILL after `GRACE_SECONDS`, or at once on Ctrl-C."""
+        """End the group with SIGTERM, and after `GRACE_SECONDS` or Ctrl-C with SIGKILL."""
         if self._ended:
             return
         if self.process.stdout:
@@ -118,16 +121,15 @@ class ProcessGroup:
                 time.sleep(POLL_SECONDS)
         finally:
             self._signal(signal.SIGKILL)
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # Ctrl-C in `Popen.poll` may leave its lock held
+            # Ctrl-C in `Popen.poll` may leave a lock held, so waiting may time out.
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=GRACE_SECONDS)
             self._guard.communicate("ended\n")
             self._ended = True
 
     def _signal(self, number: int) -> bool:
-        """Send a signal to the group (0 only tests); return whether the group is alive."""
-        self.poll()  # a leader that is not reaped counts as alive
+        """Send a signal to the group, but none if ``number`` is 0. Return True if it is alive."""
+        self.poll()  # poll reaps the leader, which otherwise counts as alive
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):
@@ -136,9 +138,9 @@ class ProcessGroup:
 
 
 def run(command: Sequence[str], *, timeout: float | None, **options: Any) -> tuple[int, str]:
-    """Run a program; return its exit code and output, or 1 and why it could not run.
+    """Run a program. Return its exit code and output, or 1 and the reason why it could not run.
 
-    ``options`` are those of `subprocess.Popen`, such as ``cwd`` and ``env``.
+    ``options`` are arguments of `subprocess.Popen`, such as ``cwd`` and ``env``.
     """
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
@@ -148,7 +150,7 @@ def run(command: Sequence[str], *, timeout: float | None, **options: Any) -> tup
     try:
         output: str = group.process.communicate(timeout=timeout)[0]
     except subprocess.TimeoutExpired:
-        return 1, f"it took longer than {timeout:g} s"
+        return 1, f"the program took longer than {timeout:g} s"
     finally:
         group.end()
     return group.process.returncode, output
@@ -156,7 +158,7 @@ def run(command: Sequence[str], *, timeout: float | None, **options: Any) -> tup
 
 @cache
 def version_of(path: str) -> str:
-    """The version of an ``ncu`` or ``nsys``, e.g. ``2025.3.1``, or ``unknown``."""
+    """Return the version of an ``ncu`` or ``nsys``, e.g. ``2025.3.1``, or ``unknown``."""
     code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
     match = None if code else re.search(r"[Vv]ersion (\d+\.\d+\.\d+)", answer)
-    return match[1] if match else "unknown"  # it may hang, or be for another machine
+    return match[1] if match else "unknown"  # the program may hang, or be for another machine

@@ -1,7 +1,7 @@
-"""Starts the ranks of a case, processes with one GPU each, by PyTorch's launcher.
+"""Starts the ranks of a case with PyTorch's launcher. Each rank is a process with one GPU.
 
 The launcher (``torch.distributed.launcher``, as in ``torchrun``) ends all ranks when one fails. A
-rank writes its stack to a file when it gets the signal `ASKED`.
+rank writes its stack to a file when it receives the signal `STACK_SIGNAL`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from dpbench.child.step import with_gpus_locked
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory
 
-NOTICED_SECONDS = 2.0
-"""Time in which the launcher surely notices a dead rank: it polls ten times a second."""
+POLL_LIMIT_SECONDS = 2.0
+"""Time within which the launcher surely notices a dead rank. It polls ten times a second."""
 
 Record = dict[str, Any]
 Work = Callable[[Case], Record]
@@ -50,13 +50,14 @@ def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
     """Call ``work`` in one process per GPU of the case.
 
     Returns:
-        The record of rank 0, in which ``ranks`` has the records of all ranks. If the user started
-        this process as a rank, only its own record.
+        The record of rank 0, whose entry ``ranks`` contains the records of all ranks. If the user
+        started this process as a rank, only its own record.
 
     Raises:
-        ConfigurationError: there are too few GPUs, no library for collectives, or a rank refused.
+        ConfigurationError: the GPUs are too few, a library for collectives is missing, or a rank
+            refused the case.
         OutOfMemory: a rank ran out of GPU memory.
-        RankFailed: a rank failed otherwise, or a signal to this process ended all ranks.
+        RankFailed: a rank failed in another way, or a signal to this process ended all ranks.
     """
     device = pick_device(device_name)
     check_backend(device)
@@ -69,19 +70,19 @@ def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
 
 
 def check_backend(device: torch.device) -> str:
-    """The backend for collectives on a device; raise an error if PyTorch lacks it."""
+    """Return the backend for collectives on a device. Raise an error if PyTorch lacks it."""
     name = "nccl" if device.type == "cuda" else "gloo"
     if not distributed.is_backend_available(name):
         raise ConfigurationError(
             f"several ranks on {device.type} need {name}, but torch {torch.__version__} was built "
-            f"without it: install a build that has it"
+            f"without {name}: install a build of torch that has it"
         )
     return name
 
 
 def _launch(work: Work, case: Case, device: torch.device) -> Mapping[int, Record]:
-    with _launcher_effects_undone(), tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
-        # A store on a free port: the rendezvous for several machines would take seconds.
+    with _undo_launcher_changes(), tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
+        # Use a store on a free port. A rendezvous for several machines would take seconds.
         store = TCPStore("localhost", 0, is_master=True, multi_tenant=True)
         config = LaunchConfig(
             min_nodes=1,
@@ -102,25 +103,28 @@ def _launch(work: Work, case: Case, device: torch.device) -> Mapping[int, Record
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise RankFailed(_where_ranks_were(Path(folder))) from None
+            raise RankFailed(_positions_of_ranks(Path(folder))) from None
     return records
 
 
 def _forks_can_use_cuda() -> bool:
-    """Whether a fork can use CUDA: only if this process has not initialized CUDA."""
-    if not (fork := os.fork()):  # only in a fork can this be tested
+    """Return True if this process has not initialized CUDA, because then a fork can use CUDA."""
+    if not (fork := os.fork()):  # PyTorch can test this only in a fork
         os._exit(torch.cuda._is_in_bad_fork())
     return os.waitpid(fork, 0)[1] == 0
 
 
 @contextmanager
-def _launcher_effects_undone() -> Iterator[None]:
+def _undo_launcher_changes() -> Iterator[None]:
     """Undo the launcher's changes to this process, which may be a pytest session."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     with ExitStack() as held:
-        # Otherwise the launcher would initialize CUDA to count GPUs, and forks could not use them.
+        # Without this, the launcher initializes CUDA to count GPUs, and forks cannot use CUDA.
         held.enter_context(patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"))
-        for name in ("multiprocessing.api", "agent.server.api"):  # their tracebacks hide the rank's
+        for name in (
+            "multiprocessing.api",
+            "agent.server.api",
+        ):  # their tracebacks hide that of the rank
             logger = logging.getLogger(f"torch.distributed.elastic.{name}")
             held.enter_context(patch.object(logger, "disabled", True))
         try:
@@ -141,8 +145,8 @@ def _run_rank(work: Work, case: Case, device: torch.device) -> Record:
         return _as_rank(work, case, device)
     except Exception as error:
         if LOST.search(f"{type(error).__name__}: {error}"):
-            time.sleep(NOTICED_SECONDS)  # so the launcher names the rank that failed first
-        elif not isinstance(error, ConfigurationError):  # the message is enough
+            time.sleep(POLL_LIMIT_SECONDS)  # so that the launcher names the rank that failed first
+        elif not isinstance(error, ConfigurationError):  # the message of a refusal is enough
             print(traceback.format_exc(), end="", file=sys.stderr, flush=True)
         raise
     except SystemExit as error:
@@ -153,7 +157,7 @@ def _as_rank(work: Work, case: Case, device: torch.device) -> Record:
     """Run as the rank that the environment variables describe."""
     with in_group(device):
         record = work(case)
-        all_gather("done")  # leaving the group earlier would break it for others
+        all_gather("done")  # leaving the group earlier would break it for other ranks
         return record
 
 
@@ -162,9 +166,9 @@ def in_group(device: torch.device) -> Iterator[None]:
     """Join the process group of all ranks, on this rank's GPU.
 
     Collectives have no timeout, because the parent ends hanging ranks. After an error the group is
-    not destroyed, because that might wait for other ranks.
+    not destroyed, because destroying might wait for other ranks.
     """
-    # One thread, as under torchrun: a fork would wait for threads that only its parent has.
+    # Use one thread, as torchrun does. A fork would wait for threads that only its parent has.
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -174,22 +178,22 @@ def in_group(device: torch.device) -> Iterator[None]:
 
 
 def _error_of_rank(rank: int, failure: ProcessFailure) -> DpbenchError:
-    """Rebuild the error of the rank that failed first, of which the launcher has only the text."""
+    """Rebuild the error of the rank that failed first. The launcher has only the error's text."""
     if failure.exitcode < 0:
         return RankFailed(f"rank {rank}: killed by {failure.signal_name()}")
     if not isinstance(failure.message, dict):
         return RankFailed(f"rank {rank}: ended with exit code {failure.exitcode}")
-    words = str(failure.message["message"]).partition("\n")[0]
-    if LOST.search(words):
-        words = f"lost the connection to another rank ({words})"
+    text = str(failure.message["message"]).partition("\n")[0]
+    if LOST.search(text):
+        text = f"lost the connection to another rank ({text})"
     for kind in (ConfigurationError, OutOfMemory):
-        if words.startswith(prefix := f"{kind.__name__}: "):
-            return kind(f"rank {rank}: {words.removeprefix(prefix)}")
-    return RankFailed(f"rank {rank}: {words.removeprefix(f'{RankFailed.__name__}: ')}")
+        if text.startswith(prefix := f"{kind.__name__}: "):
+            return kind(f"rank {rank}: {text.removeprefix(prefix)}")
+    return RankFailed(f"rank {rank}: {text.removeprefix(f'{RankFailed.__name__}: ')}")
 
 
-def _where_ranks_were(folder: Path) -> str:
-    """One line on where each rank was. Ranks that did not wait for others come first."""
+def _positions_of_ranks(folder: Path) -> str:
+    """Return each rank's position in one line. Ranks that waited for others come last."""
     stacks = {int(path.parent.name): path.read_text() for path in folder.rglob(STACK)}
     for rank, stack in sorted(stacks.items()):
         print(f"rank {rank}: {stack}", end="", file=sys.stderr)

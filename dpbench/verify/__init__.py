@@ -1,1 +1,4 @@
-"""Checks, without trusting a trainer's code, that it clips and adds noise. Start in `checks`."""
+"""Checks that a trainer clips and adds noise, without trusting its code.
+
+Start reading in `trainer_checks`.
+"""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 OK, FAILED, NOT_JUDGED = "ok", "FAILED", "not judged"
 
-IN_RANK_0 = "rank 0 judges it"
-"""What other ranks report for a check that rank 0 judges."""
+IN_RANK_0 = "only rank 0 judges this check"
+"""Reason that the other ranks give for not judging a check."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Check:
         name: the check's name.
         verdict: `OK`, `FAILED` or `NOT_JUDGED`.
         worst: the parameter with the largest error; may be empty.
-        error_text: the size of that error, or why nothing was judged.
+        error_text: the size of that error, or the reason why nothing was judged.
         wrong: one sentence for each failure.
     """
 
@@ -36,5 +36,5 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong. A check that does not apply passes."""
+        """True if ``wrong`` is empty, as it is for most checks that were not judged."""
         return not self.wrong

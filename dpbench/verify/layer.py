@@ -1,7 +1,8 @@
-"""Checks a trainer on one linear layer, whose inputs and output gradients can be chosen.
+"""Checks a trainer on one linear layer, with chosen inputs and output gradients.
 
-Examples of a workload have ordinary gradients. On this layer norms can also cancel, overflow or be
-NaN, and steps are so cheap that many can be taken. Layers of other kinds are not covered.
+Examples of a workload have ordinary gradients. On this layer, products of tokens can also cancel,
+and norms can overflow or be NaN. Steps are cheap, so many can be taken. Other kinds of layers are
+not checked.
 """
 
 from __future__ import annotations
@@ -26,28 +27,31 @@ from dpbench.workloads.base import Workload
 
 OUT_FEATURES = 32
 NOISE_STEPS = 240
-"""Number of noisy steps: they have half a million elements, of which some must exceed 4σ."""
+"""Number of noisy steps. Of their half a million elements, some must exceed 4σ."""
 NOISE_THRESHOLD = 1e-8
-"""Clipping threshold of the noisy steps, as a share of the smallest norm. It is so small that an
-unclipped gradient is visible under noise of any σ used here."""
+"""Clipping threshold of the noisy steps, as a share of `Verification.below_all`. It is so small
+that an unclipped gradient is visible in the noise."""
 SHAPES = ((2, 64), (128, 32), (16, 256))
-"""Tokens and input features of an example: first for the noise, then for `_tokens_alike`."""
+"""Tokens and input features of an example. The first pair is for the noise, the other pairs are for
+`_tokens_alike`."""
 NEGLIGIBLE = 1e-9
 """Factor by which the other examples' gradients are scaled when one example is tested."""
 TRIES = 8
-"""Number of examples in `_tokens_alike`. Rounding makes about half of their norms too small."""
+"""Number of batches in `_tokens_alike`. Rounding makes about half of the norms too small."""
 SLACK = 0.1
-"""Largest rounding error from the other examples in a step, as a share of C/B."""
+"""Largest rounding error that the other examples cause in a step, as a share of C/B."""
 NOT_FINITE = (math.nan, math.inf, 1e30)
-"""Values to put into an example. The square of 1e30 overflows float32."""
+"""Values that replace one value of an example. The square of 1e30 overflows float32."""
 
 
 class LinearLayer(Workload):
-    """A linear layer with given output gradients: the loss is the sum of output × given gradient.
+    """A linear layer with chosen output gradients.
+
+    The loss is the sum of output × chosen gradient, so its gradient is the chosen one.
 
     Args:
-        length: tokens of an example.
-        width: input features.
+        length: number of tokens of an example.
+        width: number of input features.
     """
 
     def __init__(self, *, length: int = 2, width: int = 64) -> None:
@@ -73,9 +77,9 @@ class LinearLayer(Workload):
 def check_layer(
     case: Case, device: torch.device, clips: str, weights: Sequence[float]
 ) -> Iterator[Check]:
-    """Yield the checks on a linear layer, at the case's precision and over its ranks.
+    """Yield the checks on a linear layer, with the case's precision and ranks.
 
-    The checks are not judged if the trainer cannot train such a layer.
+    If the trainer cannot train a linear layer, the checks are not judged.
     """
     names = f"noise: {NOISE_STEPS} steps", "tokens alike", "norms not finite"
     try:
@@ -85,11 +89,11 @@ def check_layer(
         threshold = NOISE_THRESHOLD * noisy.below_all
         draws = noisy.draws(noisy.batchings[0], SIGMA, threshold, NOISE_STEPS)
     except Exception as error:
-        words = f"trains no linear layer: {' '.join(str(error).split()) or type(error).__name__}"
-        yield from (Check(name, NOT_JUDGED, "", words[:80]) for name in names)
+        why = f"trains no linear layer: {' '.join(str(error).split()) or type(error).__name__}"
+        yield from (Check(name, NOT_JUDGED, "", why[:80]) for name in names)
         return
     if noisy.judges_noise:
-        checks = [*check_noise(draws, noisy.subject.dtype, "parameters, steps")]
+        checks = [*check_noise(draws, noisy.model.dtype, "parameters, steps")]
         wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
         yield Check.judged(names[0], wrong, "", checks[0].error_text)
     else:
@@ -115,10 +119,11 @@ def layer_case(case: Case, length: int, width: int) -> Case:
 
 
 def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
-    """Check clipping of an example whose tokens share an offset that its gradients cancel.
+    """Check clipping of an example whose tokens share an offset.
 
-    A ghost norm then sums large products of both signs. By rounding, the sum may be anything, even
-    negative.
+    The example's output gradients sum to zero, so they cancel the offset. A ghost norm then sums
+    large products of both signs. Because of rounding, the sum can have any value, even a negative
+    one.
     """
     precise = layers[0].case.precision == "fp32"
     offset, off = (1e4, 1e-3) if precise else (100.0, torch.finfo(torch.bfloat16).eps)
@@ -127,19 +132,22 @@ def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
         for batching in layer.batchings:
             size = batching.case.batch_size
             batches = [_batch_alike(layer, size, offset, paired=i % 2 == 0) for i in range(TRIES)]
-            steps = layer.subject.steps(batching.case, TRIES, batches, 0.0, 1.0)
+            steps = layer.model.steps(batching.case, TRIES, batches, 0.0, 1.0)
             worst = max(size * _norm(step) for step in steps)
             most = max(most, worst)
             if not worst <= 1 + off:
-                words = f"tokens that share an offset of {offset:g}{batching.words}"
-                wrong.append(f"an example of {words} moves parameters by {worst:.4g} C/B")
+                wrong.append(
+                    f"an example whose tokens share an offset of {offset:g}{batching.label} moves "
+                    f"parameters by {worst:.4g} C/B"
+                )
     return Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + off:.4g})")
 
 
 def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool) -> Batch:
-    """Make a batch with one example whose tokens share an offset; all others are negligible.
+    """Make a batch with one example whose tokens share an offset. Other examples are negligible.
 
-    The example's output gradients sum to zero over all tokens; if ``paired``, over each two tokens.
+    The output gradients of the example sum to zero over all tokens. If ``paired``, the output
+    gradients of each two tokens sum to about zero.
     """
     inputs, gradients = next(iter(workload_of(layer.case).batches(1)))
     if paired:
@@ -147,16 +155,18 @@ def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool)
     gradients = gradients - gradients.mean(1, keepdim=True)
     gradients = torch.cat([gradients, NEGLIGIBLE * gradients.expand(size - 1, -1, -1)])
     inputs = (inputs + offset).expand(size, -1, -1)
-    return tuple(t.to(layer.subject.device, layer.subject.dtype) for t in (inputs, gradients))
+    return tuple(t.to(layer.model.device, layer.model.dtype) for t in (inputs, gradients))
 
 
 def _not_finite(name: str, layer: Verification) -> Check:
-    """Check that an example whose norm is NaN or overflows moves finite parameters by at most C/B.
+    """Check that an example whose norm is not finite moves finite parameters by at most C/B.
 
     The trainer may refuse the example, leave it out, clip it, or make all parameters not finite.
     """
     if layer.case.gpus > 1:
-        return Check(name, NOT_JUDGED, "", "over ranks, others would wait for a rank that refuses")
+        return Check(
+            name, NOT_JUDGED, "", "with several ranks: if one rank refused, the others would wait"
+        )
     wrong, most, threshold = [], 0.0, layer.below_all
     for batching in layer.batchings:
         factors = batching.examples[0].factors(layer.clips, threshold).clone()
@@ -168,7 +178,7 @@ def _not_finite(name: str, layer: Verification) -> Check:
                 tensor[0] *= 10
             batch[which][0, 0, 0] = value
             try:
-                [step] = layer.subject.steps(batching.case, 1, [tuple(batch)], 0.0, threshold)
+                [step] = layer.model.steps(batching.case, 1, [tuple(batch)], 0.0, threshold)
             except Exception:
                 continue  # the trainer refuses the example
             moved = {n: (g - others[n]).nan_to_num(0, 0, 0) for n, g in step.items()}
@@ -176,8 +186,8 @@ def _not_finite(name: str, layer: Verification) -> Check:
             most = max(most, times)
             if times > 1 + SLACK:
                 where = ("an input", "an output gradient")[which]
-                words = f"an example with {value} in {where}{batching.words}"
-                wrong.append(f"{words} moves finite parameters by {times:.4g} C/B")
+                example = f"an example with {value} in {where}{batching.label}"
+                wrong.append(f"{example} moves finite parameters by {times:.4g} C/B")
     return Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + SLACK:g})")
 
 

@@ -1,4 +1,4 @@
-"""Computes the correct gradient of a private step, by a loop over examples without hooks."""
+"""Computes the correct gradient of a private step, with a loop over examples and no hooks."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.workloads.base import Batch, examples_in, part_sizes, parts_of
 
 Gradients = Mapping[str, Tensor]
-"""Gradients by the name of the trained parameter."""
+"""Gradients by the name of a trained parameter."""
 
 CLIPS = ("flat", "per layer")
-"""Values of a trainer's label ``clips``. ``flat`` clips an example's whole gradient to C; ``per
+"""Values of a trainer's label ``clips``. ``flat`` clips an example's whole gradient to C. ``per
 layer`` clips the gradient of each of n parameters to C/√n."""
 
 NEGLIGIBLE = 1e-6
-"""A gradient below this share of the largest norm is only rounding, such as that of a key bias."""
+"""Share of the largest norm below which a gradient is only rounding, such as that of a key bias."""
 
 
 @dataclass(frozen=True)
 class Examples:
     """Per-sample gradients of a batch, by parameter, each ``[B, …]`` float32.
 
-    Means are divided by ``expected`` if it is set, otherwise by the number of examples.
+    Means are sums divided by ``expected`` if that is set, otherwise by the number of examples.
     """
 
     gradients: Gradients
     expected: int | None = None
 
     def chosen(self, kept: slice | Tensor, expected: int | None = None) -> Examples:
-        """The gradients of some examples."""
+        """Return the gradients of some examples."""
         chosen = {name: gradient[kept] for name, gradient in self.gradients.items()}
         return Examples(chosen, expected)
 
     @classmethod
     def joined(cls, batches: Sequence[Examples]) -> Examples:
-        """The gradients of several batches as one batch."""
+        """Join the gradients of several batches into one batch."""
         names = batches[0].gradients
         return cls({name: torch.cat([each.gradients[name] for each in batches]) for name in names})
 
@@ -49,7 +49,7 @@ class Examples:
     def computed(
         cls, model: nn.Module, batch: Batch, losses: Callable[[nn.Module, Batch], Tensor]
     ) -> Examples:
-        """Run one backward per example; ``losses`` must return ``[1]`` for a batch of one."""
+        """Run one backward pass per example. ``losses`` must return ``[1]`` for a batch of one."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         each = []
         for example in parts_of(batch, [1] * examples_in(batch)):
@@ -77,7 +77,7 @@ class Examples:
     def float32_error(self) -> float:
         """The largest relative error of PyTorch's float32 norm of a gradient.
 
-        A CPU adds squares one by one, with an error of 2e-5 for 2.4 million elements.
+        A CPU adds squares one by one. The error is 2e-5 for 2.4 million elements.
         """
         rounded = torch.stack([g.reshape(len(g), -1).norm(2, dim=1) for g in self._each], dim=1)
         return float((rounded - self.norms).abs().div(self.norms).nan_to_num(posinf=0.0).max())
@@ -87,7 +87,7 @@ class Examples:
         return [*self.gradients.values()]
 
     def factors(self, clips: str, threshold: float, added: float = 1e-6) -> Tensor:
-        """The clipping factors, ``[B, parameters]``. Opacus adds 1e-6 to norms."""
+        """Return the clipping factors, ``[B, parameters]``. Opacus adds 1e-6 to norms."""
         if clips == "per layer":
             norms, threshold = self.norms, threshold / len(self.gradients) ** 0.5
         else:
@@ -96,7 +96,7 @@ class Examples:
         return factors.expand_as(self.norms)
 
     def mean_factors(self, threshold: float, parts: int) -> Tensor:
-        """The factors of a known mistake: clipping the mean gradient of each of ``parts``."""
+        """Return the factors of a known mistake: clipping the mean gradient of each micro-batch."""
         sizes = part_sizes(len(self.norms), parts)
         means = [
             torch.stack([p.mean(0).flatten() for p in g.double().split(sizes)]) for g in self._each
@@ -107,18 +107,21 @@ class Examples:
         return each[:, None].expand_as(self.norms)
 
     def mean(self, factors: Tensor) -> Gradients:
-        """The mean over examples of factor × gradient."""
+        """Return the mean over examples of factor × gradient."""
         return {name: self.mean_of(name, factors) for name in self.gradients}
 
     def mean_of(self, name: str, factors: Tensor) -> Tensor:
-        """`mean` for one parameter."""
+        """Return `mean` for one parameter."""
         of_examples = factors[:, [*self.gradients].index(name)] / (self.expected or len(factors))
         gradients = self.gradients[name]
         mean: Tensor = torch.tensordot(of_examples.to(gradients.dtype), gradients, 1)
         return mean.double()
 
     def candidate_means(self, clips: str, threshold: float, parts: int) -> dict[str, Tensor]:
-        """Factors by the name of their mean: first the correct one, then common mistakes."""
+        """Return clipping factors, keyed by a description of the resulting mean.
+
+        The correct factors come first, then the factors of common mistakes.
+        """
         [other] = {*CLIPS} - {clips}
         return {
             f"the mean of gradients clipped {clips}": self.factors(clips, threshold),
@@ -129,7 +132,7 @@ class Examples:
         }
 
     def diagnose(self, name: str, seen: Tensor, known: Mapping[str, Tensor], near: float) -> str:
-        """Name the known mean of which a wrong gradient is a multiple; "" if there is none."""
+        """Describe the known mean of which a wrong gradient is a multiple; "" if none fits."""
         if not seen.isfinite().all():
             return "not finite"
         if not seen.any():
@@ -146,7 +149,7 @@ class Examples:
 
 
 def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, float]:
-    """Clipping thresholds exceeded by half, by all and by none of the norms."""
+    """Return clipping thresholds that half, all and none of the norms exceed."""
     norms = torch.cat([examples.norms for examples in batches])
     share = norms.shape[1] ** 0.5
     if clips == "flat":
@@ -154,17 +157,17 @@ def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, f
     largest = float(norms.max())
     if not 0 < largest < math.inf:
         raise ConfigurationError(
-            f"no gradient to verify: the largest norm of an example's gradient is {largest}"
+            f"no gradient can be verified: the largest norm of an example's gradient is {largest}"
         )
     norms = norms[norms > NEGLIGIBLE * largest]
     return float(norms.median()) * share, float(norms.min()) / 2 * share, 10 * largest * share
 
 
 def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) -> dict[str, float]:
-    """The relative error of each parameter's gradient; a NaN has an infinite error.
+    """Return the relative error of each parameter's gradient. It is infinite for NaN.
 
-    If no loss depends on a parameter, its error is divided by 1 % of the largest norm in ``sizes``.
-    Rounding is about 1e-5 of that.
+    The error of a parameter on which no loss depends is divided by 1 % of the largest norm in
+    ``sizes``. Rounding errors are about 1e-5 of that.
     """
     largest = max(sizes.values())
     found = {}

@@ -1,4 +1,4 @@
-"""Runs a trainer's steps, and observes what each subtracts from the parameters."""
+"""Runs a trainer's steps, and computes the update that each step subtracts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dpbench.verify.reference import Examples, Gradients
 from dpbench.workloads.base import examples_in
 
 RATE = 2.0**30
-"""The learning rate: so large that parameter minus update, rounded to the parameter's dtype, is
-just the rounded update."""
+"""The learning rate. It is so large that rounding removes the initial value of a parameter from the
+new value, which is then minus the update."""
 
-ALONE: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
-"""Axes of a case in one process."""
+ONE_PROCESS: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
+"""Axes of a case that trains in one process."""
 
 INITIAL_DEVIATION = 0.02
-"""Standard deviation of random values that replace zeros in trained parameters. If one LoRA matrix
-of a pair were zero, the other would have no gradient, and its clipping could not be checked."""
+"""Standard deviation of the random values that replace trained parameters that are all zero. If one
+LoRA matrix of a pair were zero, the other would have no gradient whose clipping can be checked."""
 
 
 class TrainedModel:
@@ -49,7 +49,7 @@ class TrainedModel:
             activation_checkpointing="off",
             sampling="fixed",
             compile="off",
-            **ALONE,
+            **ONE_PROCESS,
         )
         self.case, self.device = case, device
         trainer, self.batches = build(plain, device, steps, alone=True)
@@ -65,23 +65,23 @@ class TrainedModel:
         self.dtype = self.start[self.trained[0]].dtype
         self.reference = "float64"
         """The precision of the reference gradients."""
-        self.changed: set[str] = set()
-        """Frozen parameters that a step has changed."""
-        self.apart: set[str] = set()
-        """Parameters that differed between ranks after a step."""
+        self.changed_frozen: set[str] = set()
+        """Names of frozen parameters that a step has changed."""
+        self.differ_between_ranks: set[str] = set()
+        """Names of parameters that differed between ranks after a step."""
         self.buffers: dict[str, Tensor] = {}
         """The model's buffers after the latest step."""
 
     def examples(self) -> list[Examples]:
-        """The per-sample gradients of each batch, computed in float64 if the model can run in it.
+        """Return the per-sample gradients of each batch, computed in float64 if possible.
 
-        `reference` says which precision was used, and why.
+        `reference` then holds the precision that was used, and the reason if that is float32.
         """
         try:
             return self._examples(torch.float64)
         except RuntimeError as error:
-            words = str(error).partition("\n")[0]
-            self.reference = f"float32, because float64 fails: {words}"
+            first_line = str(error).partition("\n")[0]
+            self.reference = f"float32, because float64 fails: {first_line}"
             return self._examples(torch.float32)
 
     def _examples(self, dtype: torch.dtype) -> list[Examples]:
@@ -90,12 +90,12 @@ class TrainedModel:
 
         self.model.to(dtype)
         batches = [pytree.tree_map(place, batch) for batch in self.batches]
-        # Not under no_grad: a loss may itself compute gradients.
+        # Without no_grad, because a loss may itself compute gradients.
         once, again = (self._losses(self.model, batches[0]).detach() for _ in range(2))
         if not torch.equal(once, again):
             raise ConfigurationError(
                 "the losses of a batch change each time they are computed, so no gradient can be "
-                "verified: remove randomness from model and losses"
+                "verified: remove the randomness from the model and its losses"
             )
         return [Examples.computed(self.model, batch, self._losses) for batch in batches]
 
@@ -108,21 +108,21 @@ class TrainedModel:
         threshold: float = 1.0,
         seed: int = 0,
     ) -> Iterator[Gradients]:
-        """Yield what each step subtracts from the parameters, divided by the learning rate.
+        """Yield the update that each step subtracts, divided by the learning rate.
 
         Each step starts from the initial parameters and trains the next batch, or this rank's part
-        of it. All ranks use an odd ``seed`` unchanged; to an even one each rank adds its number.
-        Noise must be correct in both cases.
+        of the batch. An odd ``seed`` is the same in all ranks. To an even ``seed``, each rank adds
+        its rank. Noise must be correct in both cases.
         """
-        alone = case.gpus == 1
+        one_process = case.gpus == 1
         plain = case.optimizer == "sgd"
         options: dict[str, Any] = {
             "noise_multiplier": sigma,
             "max_grad_norm": threshold,
             "learning_rate": RATE,
         }
-        trainer, _ = build(case, self.device, 1, seed=seed, alone=alone, **options)
-        if not alone and seed % 2:
+        trainer, _ = build(case, self.device, 1, seed=seed, alone=one_process, **options)
+        if not one_process and seed % 2:
             torch.manual_seed(seed)
         model = without_dropout(trainer.model)
         parameters = {_name_in_model(name): p for name, p in model.named_parameters()}
@@ -131,22 +131,24 @@ class TrainedModel:
             other = sorted(parameters.keys() ^ self.start.keys())[0]
             raise ConfigurationError(
                 f"{type(trainer).__name__} does not train the workload's model: only one of the "
-                f"two has a parameter {other}"
+                f"two models has the parameter {other}"
             )
         trained = {name: parameters[name] for name in self.trained}
-        step_of = _moved if plain else _handed
+        step_of = _update_of_sgd if plain else _update_of_other
         starts = {name: local_shard(self.start[name], p) for name, p in parameters.items()}
         before = {name: self.start[name].double() for name in trained}
         with torch.no_grad():
-            for name in buffers.keys() & self._buffers.keys():  # they may be random
+            for name in buffers.keys() & self._buffers.keys():  # buffers may be random
                 buffers[name].copy_(self._buffers[name])
         for batch in islice(cycle(batches), number):
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(starts[name])
-            update = step_of(trainer, batch if alone else part_of_this_rank(batch), trained, before)
-            self.apart |= set() if alone else differing(update)
-            self.changed |= {
+            update = step_of(
+                trainer, batch if one_process else part_of_this_rank(batch), trained, before
+            )
+            self.differ_between_ranks |= set() if one_process else names_that_differ(update)
+            self.changed_frozen |= {
                 name
                 for name, parameter in parameters.items()
                 if name not in trained and not torch.equal(gathered(parameter), self.start[name])
@@ -156,57 +158,62 @@ class TrainedModel:
 
 
 def _name_in_model(name: str) -> str:
-    """Strip the prefixes of wrappers from the name of a parameter or buffer."""
+    """Remove the prefixes of wrappers from the name of a parameter or buffer."""
     return name.removeprefix("_module.").removeprefix("module.")
 
 
 Parameters = Mapping[str, nn.Parameter]
 
 
-def _moved(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
-    """Take a step of plain SGD; return what it subtracts, divided by the learning rate."""
+def _update_of_sgd(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
+    """Take a step of plain SGD. Return the subtracted update, divided by the learning rate."""
     trainer.train_step(batch)
     return {name: (before[name] - value) / RATE for name, value in values_of(trained).items()}
 
 
-def _handed(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
-    """Take a step; return the gradients passed to the plain optimizer, or zeros for unmoved ones.
+def _update_of_other(
+    trainer: Any, batch: Batch, trained: Parameters, before: Gradients
+) -> Gradients:
+    """Take a step. Return the gradients that the plain optimizer receives.
 
-    If the update is merged with the noise, these gradients never exist in memory. They are then
-    computed from the optimizer's moving averages, which begin at zero here.
+    Parameters that did not move get zeros. If a trainer merges the update with the noise, gradients
+    never exist in memory. They are then computed from the optimizer's moving averages, which begin
+    at zero here.
     """
     optimizer = trainer.plain_optimizer
-    handed = {name: torch.zeros_like(value) for name, value in before.items()}
+    received = {name: torch.zeros_like(value) for name, value in before.items()}
     seen = False
 
-    def take(stepping: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def record_gradients(
+        stepping: object, args: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> None:
         nonlocal seen
         if stepping is not optimizer:
             return
-        # With a closure, gradients would be computed only after this hook.
-        seen = len(given) == 1 and named.get("closure") is None
+        # A closure would compute gradients only after this hook.
+        seen = len(args) == 1 and options.get("closure") is None
         for name, p in trained.items():
             if p.grad is not None:
-                handed[name] += gathered(p.grad).double()
+                received[name] += gathered(p.grad).double()
 
     for state in optimizer.state.values():
         if (average := _average_in(state)) is not None:
             average.zero_()
-    # A global hook, because trainers may step differently if the optimizer itself has hooks.
-    hook = register_optimizer_step_pre_hook(take)
+    # The hook is global: trainers may step differently if the optimizer itself has hooks.
+    hook = register_optimizer_step_pre_hook(record_gradients)
     try:
         trainer.train_step(batch)
     finally:
         hook.remove()
     moved = {name for name, v in values_of(trained).items() if not torch.equal(before[name], v)}
     if moved and not seen:
-        handed = _averaged(optimizer, trained)
-    if moved and not handed:
+        received = _gradients_from_averages(optimizer, trained)
+    if moved and not received:
         raise ConfigurationError(
-            f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure: "
-            "then verify can judge it with --optimizer sgd only"
+            f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure, so "
+            "verify can check it only with --optimizer sgd"
         )
-    return {name: g * (name in moved) for name, g in handed.items()}
+    return {name: g * (name in moved) for name, g in received.items()}
 
 
 def _average_in(state: Mapping[str, Any]) -> Tensor | None:
@@ -214,8 +221,13 @@ def _average_in(state: Mapping[str, Any]) -> Tensor | None:
     return average
 
 
-def _averaged(optimizer: torch.optim.Optimizer, trained: Parameters) -> dict[str, Tensor]:
-    """Compute a step's gradients from moving averages that began at zero; empty if impossible."""
+def _gradients_from_averages(
+    optimizer: torch.optim.Optimizer, trained: Parameters
+) -> dict[str, Tensor]:
+    """Compute a step's gradients from moving averages that began at zero.
+
+    Return an empty dict if the optimizer's options make that impossible.
+    """
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     found = {}
     for name, parameter in trained.items():
@@ -228,25 +240,25 @@ def _averaged(optimizer: torch.optim.Optimizer, trained: Parameters) -> dict[str
 
 
 def values_of(parameters: Parameters) -> dict[str, Tensor]:
-    """Parameters in float64, gathered from their shards."""
+    """Return parameters in float64, gathered from their shards."""
     return {name: gathered(p.detach()).double() for name, p in parameters.items()}
 
 
 def local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The shard of a value in this rank; the whole value if the parameter is not sharded."""
+    """Return this rank's shard of a value, or the whole value of an unsharded parameter."""
     if not isinstance(parameter, DTensor):
         return whole
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
 def part_of_this_rank(batch: Batch) -> Batch:
-    """The examples of a batch that this rank trains."""
+    """Return the examples of a batch that this rank trains."""
     own = part_of_rank(examples_in(batch), *rank_and_ranks())
     return pytree.tree_map(lambda tensor: tensor[own], batch)
 
 
-def differing(values: Gradients) -> set[str]:
-    """The names of tensors that are not bitwise equal in all ranks."""
+def names_that_differ(values: Gradients) -> set[str]:
+    """Return the names of tensors that are not bitwise equal in all ranks."""
     flat = torch.cat([value.flatten() for value in values.values()])
     least, most = flat.clone(), flat
     distributed.all_reduce(least, distributed.ReduceOp.MIN)

@@ -1,4 +1,4 @@
-"""Runs every check of a trainer: of its clipped gradients without noise, and of its noise."""
+"""Runs all checks of a trainer: of clipped gradients without noise, and of the noise."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from dpbench.verify.reference import CLIPS, Gradients
 from dpbench.verify.trained_model import TrainedModel
 from dpbench.verify.verification import SIGMA, STEPS, THRESHOLD, Verification, noisy_steps
 
-CHOSEN_HERE = ("learning_rate", "noise_multiplier", "max_grad_norm")
+CHOSEN_BY_VERIFY = ("learning_rate", "noise_multiplier", "max_grad_norm")
 """Parameters of every trainer whose values the checks choose."""
 
-SEED_ELSEWHERE = 1000
-"""Seed of the run in another process. Runs in this process have seeds 1, 20 000, 3, 40 000, …"""
+OTHER_PROCESS_SEED = 1000
+"""Seed of the run in the other process. This process uses the seeds 1, 20 000, 3, 40 000, …"""
 
 
 def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
-    """Check the trainer of a case. For several GPUs this starts one process per rank.
+    """Check the trainer of a case. Start one process per rank if it has several.
 
     Args:
-        case: a small case. With several micro-batches, the undivided batch is checked as well.
+        case: a small case. If it has several micro-batches, the undivided batch is checked too.
         device: ``auto``, ``cpu`` or ``cuda``.
         processes: whether to compare the noise with that of a newly started process.
 
@@ -48,43 +48,45 @@ def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list
     """
     if case.gpus == 1:
         return verify_here(case, device, processes=processes)
-    elsewhere = noise_elsewhere(case, device) if processes else []
-    work = partial(_verify_rank, device, elsewhere)
+    other_process = steps_of_other_process(case, device) if processes else []
+    work = partial(_verify_rank, device, other_process)
     checks: list[Check] = _over_ranks(work, case, device)["checks"]
     return checks
 
 
 def _over_ranks(work: Work, case: Case, device: str) -> dict[str, Any]:
-    import_module("torch._dynamo")  # the first optimizer imports it: do so once, before the forks
+    import_module("torch._dynamo")  # the first optimizer would import this in each fork
     return on_all_ranks(work, case, device)
 
 
-def _verify_rank(device: str, elsewhere: Sequence[Gradients], case: Case) -> dict[str, Any]:
-    return {"checks": verify_here(case, device, elsewhere)}
+def _verify_rank(device: str, other_process: Sequence[Gradients], case: Case) -> dict[str, Any]:
+    return {"checks": verify_here(case, device, other_process)}
 
 
 def verify_here(
-    case: Case, device: str, elsewhere: Sequence[Gradients] = (), *, processes: bool = False
+    case: Case, device: str, other_process: Sequence[Gradients] = (), *, processes: bool = False
 ) -> list[Check]:
-    """Check a case in this process. Every rank must call it, because steps are collective.
+    """Check a case in this process. Every rank must call this, because steps are collective.
 
-    Gradients are compared with those of the joint batch. Rank 0 alone judges the noise.
+    Gradients are compared with the gradients of the joint batch. Only rank 0 judges the noise.
 
     Args:
         case: see `verify`.
         device: see `verify`.
-        elsewhere: noisy steps that another process took, from `noise_elsewhere`.
-        processes: whether to start such a process now.
+        other_process: noisy steps of another process, from `steps_of_other_process`.
+        processes: whether to start that other process now.
     """
     place = pick_device(device)
-    if given := [name for name in read_parameters(parted(case.trainer)[1]) if name in CHOSEN_HERE]:
-        raise ConfigurationError(f"{given[0]} is chosen by verify: leave it out of the trainer")
+    if refused := [
+        name for name in read_parameters(parted(case.trainer)[1]) if name in CHOSEN_BY_VERIFY
+    ]:
+        raise ConfigurationError(f"verify chooses {refused[0]}: leave it out of the trainer's name")
     with torch.random.fork_rng([place] if place.type == "cuda" else []):
         trainer, _ = build(case, place, 1)
         if isinstance(trainer, StandardTrainer):
             raise ConfigurationError(
-                f"trainer {case.trainer} clips nothing and adds no noise: there is nothing to "
-                f"verify"
+                f"trainer {case.trainer} clips nothing and adds no noise, so verify has nothing "
+                f"to check"
             )
         clips = labels_of(trainer).get("clips", "flat")
         if clips not in CLIPS:
@@ -92,14 +94,16 @@ def verify_here(
         weights = getattr(trainer, "noise_weights", INDEPENDENT)
         del trainer
         verification = Verification(case, place, clips, weights)
-        checks = verification.checks(noise_elsewhere(case, device) if processes else elsewhere)
+        checks = verification.checks(
+            steps_of_other_process(case, device) if processes else other_process
+        )
         return [*checks, *check_layer(case, place, clips, weights)]
 
 
-def noise_elsewhere(case: Case, device: str) -> list[Gradients]:
-    """Take a case's noisy steps in a new process; return the updates as float64 on the CPU."""
+def steps_of_other_process(case: Case, device: str) -> list[Gradients]:
+    """Take a case's noisy steps in a new process. Return the updates as float64 on the CPU."""
     spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
-    ends_at_once = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of this process
+    ends_at_once = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C the new process prints no traceback
     with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, ends_at_once) as pool:
         steps = pool.submit(_take_noisy_steps, replace(case, **spelled), device).result()
     return [{name: torch.from_numpy(g).double() for name, g in step.items()} for step in steps]
@@ -115,7 +119,7 @@ def _take_noisy_steps(case: Case, device: str) -> list[dict[str, Any]]:
 
 
 def _noise_of_rank(device: str, case: Case) -> dict[str, Any]:
-    subject, whole = TrainedModel(case, pick_device(device), STEPS), replace(case, micro_batches=1)
-    steps = noisy_steps(subject, whole, subject.batches, STEPS, SIGMA, THRESHOLD, SEED_ELSEWHERE)
+    model, whole = TrainedModel(case, pick_device(device), STEPS), replace(case, micro_batches=1)
+    steps = noisy_steps(model, whole, model.batches, STEPS, SIGMA, THRESHOLD, OTHER_PROCESS_SEED)
     arrays = [{name: g.float().cpu().numpy() for name, g in step.items()} for step in steps]
     return {"noise": arrays}

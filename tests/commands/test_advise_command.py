@@ -24,7 +24,7 @@ def test_the_first_line_says_what_to_use_and_a_table_why(
     table = [line for line in lines if line.startswith(("standard", "dpsgd", "lean"))]
     assert len(table) == 3, "the whole table fits in 100 columns"
     assert max(map(len, lines)) <= 100
-    assert "Counted and predicted, not measured." in " ".join(lines)
+    assert "Bytes, FLOP, launches and peak memory are counted." in " ".join(lines)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_values_and_ratios_of_each_commit_are_printed(
     assert main(["bisect", LIMIT, f"{commits[0]}..", "--", *repository.writes]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"measuring {commits[0][:9]} and {commits[2][:9]} first",
-        "peak_memory_bytes:2% of dpsgd-bs4-seq64-tiny-fp32 by logical",
+        "following dpsgd-bs4-seq64-tiny-fp32 by logical, limit peak_memory_bytes:2%",
         f"{commits[0][:9]}     1.00 MB  × 1.0000  good  2023-11-14 22:13  Change number 0",
         f"{commits[2][:9]}     1.50 MB  × 1.5000  bad   2023-11-14 22:13  Change number 2",
         f"{commits[1][:9]}     1.00 MB  × 1.0000  good  2023-11-14 22:13  Change number 1",
@@ -83,7 +83,7 @@ def test_commits_whose_command_fails_are_skipped(
     commits = repository.commit_all(moved)
     assert main(["bisect", LIMIT, f"{commits[0]}..main", "--", *repository.writes]) == 0
     out = capsys.readouterr().out
-    assert f"{commits[10][:9]} wrote no run (status 1): " in out
+    assert f"{commits[10][:9]} wrote no run (exit code 1): " in out
     assert f"first bad: {commits[16]}" in out
 
 
@@ -94,7 +94,7 @@ def test_no_commit_is_named_if_it_may_be_one_of_those_skipped(
     assert main(["bisect", LIMIT, f"{commits[0]}..main", "--", *repository.writes]) == 2
     out = capsys.readouterr().out
     assert "first bad:" not in out
-    rest = out.partition("all others were skipped; the first bad one is among:\n")[2]
+    rest = out.partition("all others were skipped, so the first bad one is one of:\n")[2]
     assert {line.split()[0] for line in rest.splitlines()} == {*commits[2:5]}
 
 
@@ -109,7 +109,7 @@ def test_the_number_that_grew_most_is_followed(
         )
     assert main(["bisect", LIMIT, f"{commits[0]}..main", "--", "cp", "run.json", "{json}"]) == 0
     out = capsys.readouterr().out
-    assert "of dpsgd-bs4-seq64-tiny-fp32 by logical" in out
+    assert "following dpsgd-bs4-seq64-tiny-fp32 by logical" in out
     assert f"first bad: {commits[2]}" in out
 
 

@@ -24,13 +24,13 @@ PATIENCE = 300
     ("arguments", "words"),
     [
         ([LIMIT, "main~1..main", "--"], "end with -- COMMAND"),
-        ([LIMIT, "main~1..main", "--", "pytest"], "with {json} in place of its run's file"),
-        ([LIMIT, "--", "cp", "{json}"], "name either commits, GOOD..BAD, or a --package"),
+        ([LIMIT, "main~1..main", "--", "pytest"], "with {json} in place of the run's file"),
+        ([LIMIT, "--", "cp", "{json}"], "name either commits as GOOD..BAD, or a --package"),
         ([LIMIT, "a..b", "--package=x==1..2", "--", "{json}"], "name either commits"),
         (["peak_memory:1%", "main~1..main", "--", "{json}"], "unknown metric 'peak_memory'"),
         (["peak_memory_bytes", "main~1..main", "--", "{json}"], "write METRIC[@PHASE]:5%"),
         ([LIMIT, "main~1..other", "--", "{json}"], "finds no range 'main~1..other' here"),
-        ([LIMIT, "main", "--", "{json}"], "finds no range 'main' here; write OLDER..NEWER"),
+        ([LIMIT, "main", "--", "{json}"], "finds no range 'main' here: write OLDER..NEWER"),
         ([LIMIT, "main..main~1", "--", "{json}"], "finds no range 'main..main~1' here"),
         ([LIMIT, "main..main", "--", "{json}"], "finds no range 'main..main' here"),
         ([LIMIT, "main~1...main", "--", "{json}"], "finds no range 'main~1...main' here"),
@@ -64,15 +64,18 @@ def test_ends_that_are_equally_good_get_one_line(
     commits = repository.commit_all([1e6, 2e6, 1.01e6])
     assert main(["bisect", LIMIT, f"{commits[0]}..main", "--", *repository.writes]) == 2
     captured = capsys.readouterr()
-    assert captured.err == f"dpbench bisect: {LIMIT} is not exceeded: there is nothing to find\n"
+    assert captured.err == f"dpbench bisect: BAD does not exceed {LIMIT}, compared with GOOD\n"
     assert len(tried(captured.out)) == 2
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("echo the compiler is missing >&2; exit 3 #{json}", "(status 3): the compiler is missing"),
-        ("true {json}", "wrote no run (status 0): "),
+        (
+            "echo the compiler is missing >&2; exit 3 #{json}",
+            "(exit code 3): the compiler is missing",
+        ),
+        ("true {json}", "wrote no run (exit code 0): "),
         ("echo {} > {json}", "run.json cannot be read: "),
     ],
 )

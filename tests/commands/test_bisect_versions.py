@@ -55,9 +55,9 @@ def test_the_first_bad_version_is_named_with_what_it_needs(
     [
         (
             "tinymover==2.1..3",
-            "'tinymover==2.1..3' must hold at least two of the releases 1.0, 1.9, 1.10, 2",
+            "'tinymover==2.1..3' must contain at least two of the releases 1.0, 1.9, 1.10, 2",
         ),
-        ("tinymover==1.0", "must hold at least two of the releases"),
+        ("tinymover==1.0", "must contain at least two of the releases"),
         ("tinymover==a..b", "package 'tinymover==a..b': write NAME==LOW..HIGH"),
         ("nothing==1..2", "pip index: ERROR: No matching distribution found for nothing"),
     ],

@@ -126,7 +126,9 @@ def test_smoke_refuses_ranks_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["smoke", "--parallel", "ddp", "--gpus", "2"]) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert err.startswith("dpbench smoke: smoke trains in one process; dpbench verify")
+    assert err.startswith(
+        "dpbench smoke: smoke trains in one process: for several ranks, use dpbench verify"
+    )
 
 
 @pytest.mark.slow
@@ -276,7 +278,7 @@ def test_two_reports_of_one_case_are_refused(
     """Their rows would add up to twice the bytes."""
     report = DATA / "report_dpsgd_bs4_seq64.ncu-rep"
     assert main(["show", str(report), str(report)]) == 2
-    assert "are the same case" in capsys.readouterr().err
+    assert "have the same case" in capsys.readouterr().err
 
 
 def test_reports_without_their_cases_are_shown_by_their_paths(

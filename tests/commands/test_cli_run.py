@@ -118,7 +118,7 @@ def test_without_a_gpu_a_run_counts_logical_bytes_and_says_so(
     trainers = ["--trainer=standard", "--trainer=dpsgd"]
     assert main(["run", *TINY, *trainers, "--json=run.json"]) == 0
     shown = capsys.readouterr()
-    assert "no CUDA GPU here, so logical bytes are counted instead" in shown.err
+    assert "this machine has no CUDA GPU, so logical bytes are counted" in shown.err
     assert "tiny fp32, batch 4, sequence 16, logical (no hardware): MB per step" in shown.out
     assert "DRAM" not in shown.out
     rows = json.loads(Path("run.json").read_text())["rows"]

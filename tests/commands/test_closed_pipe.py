@@ -91,7 +91,7 @@ def test_deleted_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     gone.rmdir()
     assert main(["list"]) == 2
     assert capsys.readouterr().err == (
-        "dpbench: the current directory no longer exists; go to another\n"
+        "dpbench: the current directory no longer exists: change to another one\n"
     )
 
 

@@ -99,7 +99,7 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     assert main(private) == 0
     shown = capfd.readouterr()
     assert "logical (no hardware): logical MB by phase (÷ standard)" in shown.out
-    assert "standard: is training, of a saved run." in shown.out
+    assert "standard: is the script training from a saved run." in shown.out
     assert "dpbench exec: baseline: 0001_plain" in shown.err
     ratios = {
         row["phase"]: row["ratio"]

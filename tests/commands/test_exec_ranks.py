@@ -259,7 +259,7 @@ def test_ranks_of_other_launchers_or_machines_are_refused(monkeypatch: pytest.Mo
     ("names", "words"),
     [
         (["ncu"], "ncu supports one process only, and this is one of several"),
-        (["timing", "logical"], "ranks run a script once: choose one --instrument"),
+        (["timing", "logical"], "ranks run a script only once: choose one --instrument"),
     ],
 )
 def test_ranks_run_a_script_once_by_what_measures_each(

@@ -180,15 +180,15 @@ def test_the_first_commit_need_not_have_the_file(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["flops"], "no flops@step of * in .dpbench"),
-        (["peak_memory_bytes@clip"], "no peak_memory_bytes@clip of * in .dpbench"),
-        (["peak_memory_bytes", "--case=fused*"], "no peak_memory_bytes@step of fused* in .dpbench"),
-        (["--storage=absent"], "no dram_bytes@step of * in absent"),
+        (["flops"], ".dpbench has no flops@step of cases that match *"),
+        (["peak_memory_bytes@clip"], "has no peak_memory_bytes@clip of cases"),
+        (["peak_memory_bytes", "--case=fused*"], "of cases that match fused*"),
+        (["--storage=absent"], "absent has no dram_bytes@step of cases"),
         (["peak"], "unknown metric 'peak'; choose from"),
         (["peak_memory_bytes@klip"], "unknown phase 'klip'"),
         (["peak_memory_bytes", "--tolerance=much"], "write METRIC[@PHASE]:5%"),
-        (["--commits=a..b"], "--commits and --file go together"),
-        (["--file=run.json"], "--commits and --file go together"),
+        (["--commits=a..b"], "--commits needs --file, and --file needs --commits"),
+        (["--file=run.json"], "--commits needs --file, and --file needs --commits"),
         (["--commits=a..b", "--file=run.json"], "git finds no range 'a..b' here"),
     ],
 )

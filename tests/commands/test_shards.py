@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.commands.shards import Shard, cells, joined
+from dpbench.commands.shards import Shard, cells, merge_runs
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import GRIDS, Grid
@@ -94,7 +94,7 @@ def shards(of: int = 2) -> list[Run]:
 
 
 def test_shards_are_a_complete_run_of_the_grid() -> None:
-    run, notes = joined(shards())
+    run, notes = merge_runs(shards())
     assert run.status == COMPLETE
     assert notes == []
     assert {outcome.case for outcome in run.outcomes} == {*GRID1.cases()}
@@ -104,21 +104,21 @@ def test_shards_are_a_complete_run_of_the_grid() -> None:
 
 def test_a_missing_shard_is_named_and_the_run_is_not_complete() -> None:
     first, _, third = shards(3)
-    run, notes = joined([third, first])
+    run, notes = merge_runs([third, first])
     assert run.status == INTERRUPTED
     assert notes == ["shard 2/3 is missing"]
 
 
 def test_shards_that_were_joined_before_can_be_joined_with_the_rest() -> None:
     first, second, third = shards(3)
-    run, notes = joined([joined([first, second])[0], third])
+    run, notes = merge_runs([merge_runs([first, second])[0], third])
     assert (run.status, notes) == (COMPLETE, [])
     assert run.cases_asked == len(GRID1.cases())
 
 
 def test_cases_that_a_shard_lacks_are_counted() -> None:
     _, second = shards()
-    run, notes = joined([run_of("", [second.outcomes[0].case], "2/2")])
+    run, notes = merge_runs([run_of("", [second.outcomes[0].case], "2/2")])
     assert run.status == INTERRUPTED
     lacking = len(second.outcomes) - 1
     assert notes == [
@@ -131,7 +131,7 @@ def test_a_shard_by_another_instrument_is_missing_by_the_first() -> None:
     first, second = shards()
     timed = [replace(outcome, instruments=("timing",)) for outcome in second.outcomes]
     other = Run.of("2", timed, second.environment, second.session)
-    run, notes = joined([first, other])
+    run, notes = merge_runs([first, other])
     assert run.status == INTERRUPTED
     assert notes == ["shard 2/2 is missing by logical", "shard 1/2 is missing by timing"]
 
@@ -141,37 +141,37 @@ def test_shards_of_different_grids_are_refused_by_what_differs() -> None:
     grid = GRID1.with_axes(trainer=["standard", "lean"])
     other = run_of("2/2", Shard(2, 2).cases(grid.cases()), "2/2", grid)
     with pytest.raises(ConfigurationError, match=r"grid's trainer \['standard', 'dpsgd', .*'lean'"):
-        joined([first, other])
+        merge_runs([first, other])
 
 
 def test_runs_of_several_grids_keep_what_these_have_in_common_and_each_its_own() -> None:
     both = [GRIDS["grid1"], GRIDS["grid2"].with_axes(batch_size=[32])]
     first, second = (run_of(grid.name, grid.cases(), grid=grid) for grid in both)
-    run, notes = joined([first, second])
+    run, notes = merge_runs([first, second])
     assert (run.status, notes) == (COMPLETE, [])
     assert run.grid["trainer"] == list(GRID1.values("trainer"))
     assert not {"name", "batch_size", "seq_len"} & {*run.grid}
     assert [part["grid"]["name"] for part in run.parts] == ["grid1", "grid2"]
     assert [part["grid"]["batch_size"] for part in run.parts] == [[8, 16], [32]]
     third = run_of("3", [], grid=GRID1)
-    assert len(joined([run, third])[0].parts) == 2
+    assert len(merge_runs([run, third])[0].parts) == 2
 
 
 def test_runs_whose_ratios_are_to_different_baselines_are_refused() -> None:
     grid = GRID1.with_axes("dpsgd", batch_size=[32])
     with pytest.raises(ConfigurationError, match="ratios to standard -> dpsgd"):
-        joined([run_of("1", GRID1.cases()), run_of("2", grid.cases(), grid=grid)])
+        merge_runs([run_of("1", GRID1.cases()), run_of("2", grid.cases(), grid=grid)])
 
 
 def test_shards_of_different_divisions_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="1/2 and 3/3"):
-        joined([shards(2)[0], run_of("", [], "3/3")])
+        merge_runs([shards(2)[0], run_of("", [], "3/3")])
 
 
 def test_what_was_measured_twice_is_refused_by_its_name() -> None:
     first, _ = shards()
     with pytest.raises(ConfigurationError, match=r"both have \S+-1b-fp32 by logical"):
-        joined([first, run_of("again", [first.outcomes[0].case])])
+        merge_runs([first, run_of("again", [first.outcomes[0].case])])
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_what_was_measured_twice_is_refused_by_its_name() -> None:
 def test_other_conditions_are_refused_by_name(environment: dict[str, Any], named: str) -> None:
     known = {"versions": {"torch": "2.11"}, "code": {"commit": "a"}}
     with pytest.raises(ConfigurationError, match=named):
-        joined([run_of("", [], **known), run_of("", [], **(known | environment))])
+        merge_runs([run_of("", [], **known), run_of("", [], **(known | environment))])
 
 
 def test_another_cpu_is_said_and_not_refused() -> None:
     machines = [{"machine": {"cpu": cpu}} for cpu in ("Xeon", "EPYC")]
-    _, notes = joined([run_of("a", [], **machines[0]), run_of("b", [], **machines[1])])
+    _, notes = merge_runs([run_of("a", [], **machines[0]), run_of("b", [], **machines[1])])
     assert notes == ["b: CPU Xeon -> EPYC"]

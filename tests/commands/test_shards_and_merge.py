@@ -70,7 +70,7 @@ def test_local_executor_measures_each_shard_in_a_job(
     assert "for this session differs: grid's trainer ['standard', 'd" in capsys.readouterr().err
     with locked(first.with_name(".lock")):
         assert main([*on_cluster, "--resume"]) == 2
-    assert "dpbench_shards is in use: name another" in capsys.readouterr().err
+    assert "another process uses dpbench_shards: name another" in capsys.readouterr().err
     assert main([*on_cluster, "--resume"]) == 0
     assert "shard 2/2: finished" in (said := capsys.readouterr().err)
     assert "shard 1/2" not in said
@@ -80,9 +80,9 @@ def test_local_executor_measures_each_shard_in_a_job(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--shard=3/2"], "a shard is K/N, from 1/N to N/N, not '3/2'"),
+        (["--shard=3/2"], "a shard is K/N with K from 1 to N, not '3/2'"),
         (["--shard=3/3"], "the grid has fewer cells than shards"),
-        (["--cluster=local", "--shards=3"], "--shards must be from 1 to 2, the cells of the grid"),
+        (["--cluster=local", "--shards=3"], "--shards must be from 1 to 2, the number of cells"),
         (["--cluster=local", "--autosave"], "--cluster does not take --autosave"),
         (["--cluster=local", "--cluster-set=fast"], "NAME=VALUE, not 'fast'"),
         (["--cluster=local", "--cluster-set=fast=1"], "cluster local: Parameter 'fast'"),
@@ -100,4 +100,4 @@ def test_bad_input_is_one_line(
 
 def test_a_cluster_is_told_what_measures_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--cluster=local", "--batch-size=2", "--batch-size=4"]) == 2
-    assert "name what measures there" in capsys.readouterr().err
+    assert "so name an instrument" in capsys.readouterr().err

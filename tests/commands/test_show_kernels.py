@@ -51,7 +51,7 @@ def test_reports_become_a_page_and_rows_as_a_run_does(
     rows = pd.read_csv(outputs[1])
     assert {*rows.instrument} == {"ncu", "ncu_kernels"}
     assert main(["show", "timeline.sqlite", "--html", str(outputs[0])]) == 2
-    assert "timeline.sqlite: a timeline is shown as tables alone" in capsys.readouterr().err
+    assert "timeline.sqlite: a timeline can only be shown as tables" in capsys.readouterr().err
 
 
 def test_a_phase_without_kernels_is_named(
@@ -59,7 +59,7 @@ def test_a_phase_without_kernels_is_named(
 ) -> None:
     report = unpacked(CLIP, tmp_path)
     assert main(["show", str(report), "--phase", "noise"]) == 2
-    assert "no kernel in phase 'noise'; there is clip" in capsys.readouterr().err
+    assert "no kernel in phase 'noise', only in clip" in capsys.readouterr().err
 
 
 def test_a_report_of_another_program_goes_by_its_own_name(

@@ -80,12 +80,15 @@ def test_measured_ceilings_serve_as_roofs(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["counted.json", "--roofline"], "no CUDA GPU is visible here, so name a card with --roof"),
+        (
+            ["counted.json", "--roofline"],
+            "this machine has no CUDA GPU, so name a card with --roof",
+        ),
         (["counted.json", "--roofline", "h300"], "unknown card 'h300'; choose from a100-40gb"),
         (["none.json", "--roofline"], "no run file none.json"),
         (["text.json", "--roofline"], "run file text.json cannot be read"),
         (["run.json", "--roofline"], "no operations were counted for standard-bs4-seq16-tiny-fp32"),
-        (["run.json", "run.json", "--roofline"], "the same case is in two of them"),
+        (["run.json", "run.json", "--roofline"], "two of the runs have the same case"),
         (["both.json", "--roofline", "l4"], "measured on NVIDIA H200, not on NVIDIA L4"),
         (["both.json", "--roofline", "run.json"], "no file of measured ceilings"),
         (["both.json", "--roofline", "--markdown", "/"], "is a directory; name a file"),

@@ -75,7 +75,7 @@ def test_runs_that_divide_by_different_baselines_are_shown_one_by_one(
     session = {"session": {"grid": {"baseline": "dpsgd"}}}
     saved(other, json.loads(other.read_text(encoding="utf-8")) | session)
     assert main(["show", short_fp32, str(other), "--time"]) == 2
-    assert "are dpsgd and standard: show them one by one" in capsys.readouterr().err
+    assert "are dpsgd and standard: show the runs one at a time" in capsys.readouterr().err
 
 
 def test_a_missing_condition_is_named_with_what_would_give_it(
@@ -123,9 +123,9 @@ def test_a_bound_beyond_the_time_is_said_to_be_wrong(
     ("arguments", "words"),
     [
         ([COUNTED, "--time"], "no step was timed; dpbench run --instrument cupti times"),
-        ([GRID1, GRID1, "--time"], "the same case is in two of them"),
+        ([GRID1, GRID1, "--time"], "two of the runs have the same case"),
         ([GRID1, "--time", GRID1], "no file of measured ceilings"),
-        ([GRID1, "--time", "--roofline"], "--roofline and --time are two tables: ask for one"),
+        ([GRID1, "--time", "--roofline"], "--roofline and --time show different tables"),
         (["other.json", "--time"], "no measured ceilings of NVIDIA T4: name a FILE"),
     ],
 )

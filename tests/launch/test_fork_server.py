@@ -23,7 +23,7 @@ from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.launch import fork_server
 from dpbench.launch.case_process import CaseProcess
-from dpbench.launch.fork_server import COMMAND, Forked, ForkServer, environment_of_cases
+from dpbench.launch.fork_server import COMMAND, ForkedProcess, ForkServer, environment_of_cases
 from dpbench.runner import measure_at_once
 from tests.launch import misbehaving
 
@@ -78,7 +78,7 @@ def ended(process: CaseProcess) -> CaseProcess:
 
 def test_a_fork_measures_a_case_as_a_new_process_does(server: ForkServer, tmp_path: Path) -> None:
     running = timing(tmp_path).start(case_of())
-    forks = isinstance(running.group.process, Forked)
+    forks = isinstance(running.group.process, ForkedProcess)
     rows = running.rows()
     ended(running)
     assert forks
@@ -205,7 +205,7 @@ def test_closing_ends_those_that_are_still_counted(server: ForkServer) -> None:
 
 def test_without_its_server_a_case_has_a_new_process(server: ForkServer, tmp_path: Path) -> None:
     forked = timing(tmp_path).start(case_of())
-    assert isinstance(forked.group.process, Forked)
+    assert isinstance(forked.group.process, ForkedProcess)
     os.kill(server.process.pid, signal.SIGKILL)
     assert forked.rows()  # which has a process of its own
     assert is_gone(ended(forked).group.process.pid)

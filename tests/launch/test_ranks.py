@@ -220,7 +220,7 @@ def test_a_case_of_several_gpus_sees_those_that_follow_the_workers_own(
 @pytest.mark.skipif(distributed.is_nccl_available(), reason="this PyTorch has NCCL")
 def test_a_pytorch_without_the_library_for_collectives_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"ranks on cuda need nccl, but torch .* was built without it"
+        ConfigurationError, match=r"ranks on cuda need nccl, but torch .* was built without nccl"
     ):
         check_backend(torch.device("cuda"))
 

@@ -168,7 +168,7 @@ def unclipped(case: Case) -> Wrong:
     seen = subject.steps(case, STEPS, subject.batches)
     far = [distances(s, m, e.sizes) for s, m, e in zip(seen, means, examples, strict=True)]
     off = [f"{name}: off by {d:.2g}" for step in far for name, d in step.items() if d > 1e-5]
-    return {"gradient": off} if off or subject.apart else {}
+    return {"gradient": off} if off or subject.differ_between_ranks else {}
 
 
 def small(trainer: str, ranks: int) -> list[str]:

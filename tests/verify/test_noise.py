@@ -9,18 +9,14 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from dpbench.verify.noise import (
-    Draw,
-    _along,
-    _deviations,
-    _pairs,
-    _repeats,
-    check_noise,
+from dpbench.verify.noise import _along_gradients, _deviations, check_noise
+from dpbench.verify.noise_bounds import (
     log_chance_of_correlation,
     log_chance_of_count,
     log_chance_of_mean_square,
-    worst_repeat,
 )
+from dpbench.verify.noise_draw import Draw
+from dpbench.verify.noise_repeats import pair_correlations, shift_correlations, worst_repeat
 
 COUNTS = [2, 3, 4, 10, 64, 1000, 10**6]
 
@@ -86,7 +82,7 @@ def test_right_noise_passes_whatever_is_drawn(dtype: torch.dtype) -> None:
 def test_nothing_of_right_noise_is_nearly_as_surprising_as_what_fails() -> None:
     # The rarest of 200 draws has a probability of about 1/200, and bounds are larger.
     generator = torch.Generator().manual_seed(1)
-    for judge in (_deviations, _pairs, _repeats, _along):
+    for judge in (_deviations, pair_correlations, shift_correlations, _along_gradients):
         rarest = 0.0
         for _ in range(200):
             found, comparisons = judge(drawn(torch.float32, generator))
@@ -106,7 +102,7 @@ def test_the_worst_repeat_is_found_at_any_distance_and_mirrored(size: int) -> No
     assert (-1.0, far) in [(round(r, 9), n) for r, n in moved.values()]
     again[far : 2 * far] = noise[:far].flip(0)
     *_, (words, r, n) = worst_repeat(again)
-    assert words == f"mirrored at {far - 0.5:g}"
+    assert words == f"mirrored around element {far - 0.5:g}"
     assert (round(r, 9), n) == (1.0, far)
 
 
@@ -125,4 +121,4 @@ def test_worst_repeat_says_what_a_search_over_all_distances_says() -> None:
             mirrored[total] = chance(noise[list(one)], noise[list(other)])
     at = min(mirrored, key=lambda total: mirrored[total])
     *_, (words, _, _) = worst_repeat(noise)
-    assert words == f"mirrored at {at / 2:g}"
+    assert words == f"mirrored around element {at / 2:g}"

@@ -138,8 +138,8 @@ def test_script_without_privacy_passes_and_is_said_not_to_clip(
         (  # as in Opacus #820: it trains, the loss falls, and the adapters stay
             "plain lora new-adapters",
             "optimizer has the parameters",
-            "0.down.weight, 0.up.weight: trainable, and in no optimizer that steps; optimizers "
-            "have 2 parameters that no called module has, the first 2×6",
+            "0.down.weight, 0.up.weight: trainable, but in no optimizer that steps; optimizers "
+            "have 2 parameters of no called module; the first has the shape 2×6",
         ),
         (
             "plain lora idle-adapters",
@@ -149,23 +149,23 @@ def test_script_without_privacy_passes_and_is_said_not_to_clip(
         (
             "plain hoards",
             "gradient",
-            "0.weight, 0.bias, 2.weight and 3 more: has the last step's gradient, too: nothing "
-            "sets it to zero",
+            "0.weight, 0.bias, 2.weight and 3 more: still has the gradient of the last step: "
+            "nothing sets it to zero",
         ),
         (
             "hooks half-forgotten",
             "optimizer has the parameters",
-            "4.bias: trainable, and in no optimizer that steps",
+            "4.bias: trainable, but in no optimizer that steps",
         ),
         (
             "hooks tiny-rate",
             "parameters move",
-            "0.weight, 0.bias, 2.weight and 3 more: has a gradient, no change in 3 steps",
+            "0.weight, 0.bias, 2.weight and 3 more: has a gradient, but did not change in 3 steps",
         ),
         (
             "hooks lora thaws",
             "frozen parameters stay",
-            "0.layer.weight: is frozen, and changes",
+            "0.layer.weight: is frozen, but changes",
         ),
         (
             "hooks bypass",
@@ -180,8 +180,8 @@ def test_script_without_privacy_passes_and_is_said_not_to_clip(
         (  # as in NeMo Safe-Synthesizer #518: ghost clipping against hooks under accumulation
             "ghost accumulate",
             "gradient",
-            "0.weight, 0.bias, 2.weight and 3 more: the mean over the last of 2 backward passes "
-            "alone, without the others",
+            "0.weight, 0.bias, 2.weight and 3 more: the mean over only the last of 2 backward "
+            "passes",
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_noise_that_is_too_small_fails_and_the_gradient_beneath_it_passes(
         ("noiseless", "noise", "σ is 0"),
         ("plain batch-norm", "gradient", "a call cannot be repeated for one example: Expected"),
         ("plain random", "gradient", "its layers mix examples, or are random"),
-        ("plain own-clipping", "gradient", "if the script clips them by its own code"),
+        ("plain own-clipping", "gradient", "if the script's own code clips them"),
     ],
 )
 def test_what_cannot_be_checked_is_named(
@@ -238,4 +238,4 @@ def test_exit_status_says_whether_gradients_were_compared_and_right(
         assert main([*verify, "private.py", *how.split()]) == status
         assert "verify private" in capfd.readouterr().out
     assert main([*verify, "--json=run.json", "private.py"]) == 2
-    assert "--verify measures and saves nothing: leave out --json" in capfd.readouterr().err
+    assert "--verify measures and saves nothing, so leave out --json" in capfd.readouterr().err

@@ -224,7 +224,7 @@ def test_only_the_parameters_that_differ_are_named() -> None:
 
 def test_a_frozen_parameter_that_changes_is_named() -> None:
     lines = wrong(own("TrainsWhatIsFrozen", trainable="*.bias"))["frozen parameters stay"]
-    assert "head.weight: is frozen, and changes" in lines
+    assert "head.weight: is frozen, but changes" in lines
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_faults_are_seen_beside_the_rounding_of_16_bits(precision: str) -> None:
         ("HalfTheNoise", "noise: deviation", "0.5"),
         ("OneParameterWithoutNoise", "noise: deviation", "final_norm.bias: no noise"),
         ("UniformNoise", "noise: distribution", "off the normal one by"),
-        ("NoiseOfRows", "noise: elements", "head.weight: its noise repeats 64 elements further on"),
+        ("NoiseOfRows", "noise: elements", "head.weight: its noise repeats after 64 elements"),
         (
             "NoiseOfParameters",
             "noise: parameters, steps, runs",
@@ -338,7 +338,7 @@ def test_other_buffers_than_a_trainer_says_are_found(trainer: str, said: str) ->
         ("standard", {}, "trainer standard clips nothing and adds no noise"),
         (f"{FAULTY}:Unlabelled", {}, "clips nothing and adds no noise"),
         (f"{FAULTY}:SaysNothing", {}, "unknown label clips of trainer SaysNothing 'per block'"),
-        ("dpsgd:max_grad_norm=0.5", {}, "max_grad_norm is chosen by verify"),
+        ("dpsgd:max_grad_norm=0.5", {}, "verify chooses max_grad_norm"),
         (
             "book_keeping",
             {"workload": "layer:layer=lstm,width=64,length=5"},

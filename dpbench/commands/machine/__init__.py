@@ -1,1 +1,1 @@
-"""Checks of ``dpbench doctor``: what works on this machine."""
+"""Checks of ``dpbench doctor`` for what works on this machine."""

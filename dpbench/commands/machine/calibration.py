@@ -1,4 +1,4 @@
-"""The findings of doctor's checks. Judges counters by work and a message of known size."""
+"""Findings of doctor's checks, and the calibration of counters by work of known size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OK, WARNING, FAILED = "ok", "warning", "failed"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of a check; ``counted`` has its rows of the calibration table, see `judge`."""
+    """The result of a check. ``counted`` has rows for the calibration table, see `judge`."""
 
     check: str
     status: str
@@ -31,7 +31,7 @@ class Diagnosis:
 
     @classmethod
     def from_error(cls, check: str, error: Exception) -> Diagnosis:
-        """The finding of a check that raised an error."""
+        """Make the finding of a check that raised an error."""
         if isinstance(error, InstrumentError):
             log = f" (log: {error.log})" if error.log else ""
             return cls(check, FAILED, f"{error.args[0]}{log}", error.remedy)
@@ -41,35 +41,35 @@ class Diagnosis:
 
 TRAINER = "dpbench.commands.machine.known_work:KnownWork"
 
-STEPS = Steps(warmup=1, active=1)  # warmup loads the kernels
+STEPS = Steps(warmup=1, active=1)  # the warm-up step loads the kernels
 
 EXAMPLE_BYTES = 2**24
-"""Bytes that are copied, filled and read per example of the batch."""
+"""Number of bytes that are copied, filled and read for each example of the batch."""
 
 SMALLEST, DRAM_SIZED, LARGEST = 4, 256, 512
-"""Numbers of examples. `DRAM_SIZED` (4.3 GB) is the smallest that calibrates DRAM counters, because
-an L2 cache holds only about `TOLERANCE` of it. `LARGEST` is 8.6 GB."""
+"""Numbers of examples. `DRAM_SIZED` (4.3 GB) is the smallest number that calibrates DRAM counters,
+because an L2 cache holds only about `TOLERANCE` of so many bytes. `LARGEST` is 8.6 GB."""
 
 TOLERANCE = 0.01
-"""Largest difference of counted and known bytes, relative to the size of the work."""
+"""Largest allowed difference of counted and known bytes, relative to the size of the work."""
 
 WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 1, 0)}
-"""By phase: the name of the work, and how many times its size is read and written."""
+"""By phase: the name of the work, and how often its data is read and written."""
 
-REST = "noise"
-"""The phase in which the GPU is idle."""
+IDLE_PHASE = "noise"
+"""Phase in which the GPU is idle."""
 
 MESSAGE = "dpbench.commands.machine.known_work:KnownMessage"
 
-SENT_IN = "optimizer"
-"""The phase in which the first of two ranks sends the other a message."""
+MESSAGE_PHASE = "optimizer"
+"""Phase in which the first of two ranks sends a message to the second."""
 
 MESSAGE_EXAMPLES = 64
-"""The size of the message, in `EXAMPLE_BYTES` (1.07 GB)."""
+"""Size of the message, in units of `EXAMPLE_BYTES` (1.07 GB in total)."""
 
-WITH_PROTOCOL = ("nvlink_sent_bytes", "pcie_write_bytes")
-"""Metrics of the sender that are not judged: they include headers, and only one of the two ways
-carries the message."""
+SENDER_NOT_JUDGED = ("nvlink_sent_bytes", "pcie_write_bytes")
+"""Metrics of the sender that are not judged. They include packet headers, and the message takes
+either NVLink or PCIe, not both."""
 
 READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
 WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
@@ -78,7 +78,10 @@ BOTH = ("l2_served_bytes",)
 
 
 def work_that_fits() -> Case:
-    """The largest work, up to `LARGEST`, whose source and copy fit half of the free memory."""
+    """Return the largest work whose source and copy fit half of the free memory.
+
+    It is at most `LARGEST`.
+    """
     free = visible_gpus()[0].free_bytes
     examples = (
         DRAM_SIZED if free is None else max(SMALLEST, min(LARGEST, free // 4 // EXAMPLE_BYTES))
@@ -91,33 +94,33 @@ def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, flo
 
     Args:
         instrument: the name of the instrument.
-        examples: the size of the work, in `EXAMPLE_BYTES`.
+        examples: the size of the work, in units of `EXAMPLE_BYTES`.
         counted: the counted metrics by phase, see `WORK`.
     """
     check, size = f"{instrument} calibration", examples * EXAMPLE_BYTES
     lines = tuple(_compared(instrument, size, counted))
     judged = [line for line in lines if line["metric"] not in BOTH]
     if not judged:
-        return Diagnosis(check, WARNING, "not tried: this GPU counts none of the bytes")
-    of = f"a copy, a fill and a read of {gigabytes(size)} GB"
+        return Diagnosis(check, WARNING, "not checked: this GPU counts none of the bytes")
+    work = f"a copy, a fill and a read of {gigabytes(size)} GB"
     wrong = [line for line in judged if abs(line["off"]) > TOLERANCE]
     if not wrong:
         most = max(abs(line["off"]) for line in judged)
         names = ", ".join(dict.fromkeys(line["metric"] for line in judged))
-        return Diagnosis(check, OK, f"{of}: at most {most:.2%} off in {names}", counted=lines)
-    said = "; ".join(
+        return Diagnosis(check, OK, f"{work}: at most {most:.2%} off in {names}", counted=lines)
+    differences = "; ".join(
         f"{line['metric']} of the {line['work']} {gigabytes(line['counted'])} GB, "
         f"{line['off']:+.2%}"
         for line in wrong
     )
     if examples < DRAM_SIZED and all(line["metric"].startswith("dram_") for line in wrong):
-        remedy = "free the GPU's memory: data this small partly stays in the L2 cache"
-        return Diagnosis(check, WARNING, f"{of}: {said}", remedy, lines)
+        remedy = "free the GPU's memory: small data partly stays in the L2 cache"
+        return Diagnosis(check, WARNING, f"{work}: {differences}", remedy, lines)
     remedy = (
-        "end everything else that uses the GPU and try again; if this remains, do not trust these "
-        "bytes on this card"
+        "end everything else that uses the GPU and try again; if the difference remains, do not "
+        "trust these bytes on this card"
     )
-    return Diagnosis(check, FAILED, f"{of}: {said}", remedy, lines)
+    return Diagnosis(check, FAILED, f"{work}: {differences}", remedy, lines)
 
 
 def _compared(
@@ -144,34 +147,34 @@ def _line(
 
 
 def judge_message(sender: Mapping[str, float], receiver: Mapping[str, float]) -> Diagnosis:
-    """Judge whether NVML counted a message on NVLink, from the metrics of both GPUs."""
+    """Judge whether NVML counted a message on NVLink, using the metrics of both GPUs."""
     size = MESSAGE_EXAMPLES * EXAMPLE_BYTES
-    known = {SENT: sender, RECEIVED: receiver, **dict.fromkeys(WITH_PROTOCOL, sender)}
+    known = {SENT: sender, RECEIVED: receiver, **dict.fromkeys(SENDER_NOT_JUDGED, sender)}
     lines = tuple(
         _line("message", metric, "cupti", size, values[metric], 1)
         for metric, values in known.items()
         if metric in values
     )
-    of = f"a message of {gigabytes(size)} GB from one GPU to another"
-    said = ", ".join(f"{line['metric']} {gigabytes(line['counted'])} GB" for line in lines)
-    judged = [line["off"] for line in lines if line["metric"] not in WITH_PROTOCOL]
+    work = f"a message of {gigabytes(size)} GB from one GPU to another"
+    bytes_text = ", ".join(f"{line['metric']} {gigabytes(line['counted'])} GB" for line in lines)
+    judged = [line["off"] for line in lines if line["metric"] not in SENDER_NOT_JUDGED]
     if not judged:
-        return Diagnosis("links", WARNING, f"{of}: {said}", counted=lines)
+        return Diagnosis("links", WARNING, f"{work}: {bytes_text}", counted=lines)
     if max(map(abs, judged)) <= TOLERANCE:
-        return Diagnosis("links", OK, f"{of}: {said}", counted=lines)
+        return Diagnosis("links", OK, f"{work}: {bytes_text}", counted=lines)
     remedy = (
         "if these GPUs exchange data by PCIe, nothing crosses NVLink; otherwise end everything "
-        "else that uses them"
+        "else that uses these GPUs"
     )
-    return Diagnosis("links", WARNING, f"{of}: {said}", remedy, lines)
+    return Diagnosis("links", WARNING, f"{work}: {bytes_text}", remedy, lines)
 
 
 def table(findings: Iterable[Diagnosis]) -> Table | None:
-    """A table of known bytes and the bytes that each instrument counted."""
+    """Make a table of known bytes and the bytes that each instrument counted."""
     counted: dict[tuple[str, str, float], dict[str, tuple[str, str]]] = defaultdict(dict)
     for line in (line for finding in findings for line in finding.counted):
-        said = gigabytes(line["counted"]), f"{line['off']:+.2%}"
-        counted[line["work"], line["metric"], line["expected"]][line["instrument"]] = said
+        texts = gigabytes(line["counted"]), f"{line['off']:+.2%}"
+        counted[line["work"], line["metric"], line["expected"]][line["instrument"]] = texts
     names = sorted({name for by in counted.values() for name in by})
     cells = [
         [*key[:2], gigabytes(key[2]), *chain(*(by.get(name, (ABSENT, ABSENT)) for name in names))]
@@ -179,9 +182,9 @@ def table(findings: Iterable[Diagnosis]) -> Table | None:
     ]
     headers = ["work", "metric", "known\nGB"]
     headers += [f"{name}\n{what}" for name in names for what in ("GB", "off")]
-    off = f"Off: relative to the work's size; more than {TOLERANCE:.0%} fails."
+    off = f"Off is relative to the size of the work. More than {TOLERANCE:.0%} fails."
     unjudged = (
-        f"Not judged: {', '.join(BOTH)}, because it includes traffic that no SM asked for; in the "
-        f"work message, {' and '.join(WITH_PROTOCOL)}, because they include packet headers."
+        f"{', '.join(BOTH)} is not judged, because it includes traffic that no SM requested. "
+        f"{' and '.join(SENDER_NOT_JUDGED)} are not judged, because they include packet headers."
     )
     return Table("Bytes of known work", headers, cells, (off, unjudged)) if cells else None

@@ -1,4 +1,4 @@
-"""The checks of packages, directories, GPU, Nsight Compute and CUPTI."""
+"""Checks of packages, directories, GPU, Nsight Compute and CUPTI."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from packaging.version import Version
 from dpbench.commands.machine.calibration import (
     EXAMPLE_BYTES,
     FAILED,
+    IDLE_PHASE,
     MESSAGE,
     MESSAGE_EXAMPLES,
+    MESSAGE_PHASE,
     OK,
-    REST,
-    SENT_IN,
     STEPS,
     TOLERANCE,
     WARNING,
@@ -47,7 +47,7 @@ SMALL_CASE = Case("dpsgd", batch_size=4, seq_len=16, model_size="tiny")
 
 
 def packages(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that all required packages are installed in a required version."""
+    """Check that all required packages are installed in an allowed version."""
     installed = [
         f"python {platform.python_version()}",
         f"dpbench {metadata.version('pytest-dpbench')}",
@@ -55,19 +55,20 @@ def packages(settings: Settings) -> Iterator[Diagnosis]:
     for package in map(Requirement, metadata.requires("pytest-dpbench") or ()):
         if package.marker and not package.marker.evaluate({"extra": ""}):
             continue
-        asked, version = f"{package.name}{package.specifier}", "missing"
+        required, version = f"{package.name}{package.specifier}", "missing"
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(package.name)
         if version != "missing" and package.specifier.contains(version, prereleases=True):
             installed.append(f"{package.name} {version}")
             continue
-        detail, remedy = f"{package.name} is {version}, not {asked}", f"pip install '{asked}'"
+        detail = f"{package.name} is {version}, but {required} is required"
+        remedy = f"pip install '{required}'"
         yield Diagnosis("packages", FAILED, detail, remedy)
     yield Diagnosis("packages", OK, ", ".join(installed))
 
 
 def logical_counting(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that logical bytes can be counted; this needs no GPU."""
+    """Check that logical bytes can be counted, which needs no GPU."""
     from dpbench.instruments.logical.logical import Logical
 
     rows = {(row.phase, row.metric): row.value for row in Logical().count(SMALL_CASE).rows}
@@ -76,7 +77,7 @@ def logical_counting(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def directories(settings: Settings) -> Iterator[Diagnosis]:
-    """Check, without creating any, that the folders of reports, logs and locks are writable."""
+    """Check that the folders of reports, logs and locks are writable, without creating them."""
     place = settings.ncu_dir.absolute()
     check_writable(next(path for path in (place, *place.parents) if path.exists()))
     check_writable(Path(tempfile.gettempdir()))
@@ -84,70 +85,72 @@ def directories(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def gpu(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that there is a GPU and that no other process uses it."""
+    """Check that this machine has a GPU, and that no other process uses the GPU."""
     if not visible_gpus():
-        remedy = "check that nvidia-smi lists one; logical bytes can be counted without a GPU"
+        remedy = "check that nvidia-smi lists a GPU; logical bytes can be counted without one"
         yield Diagnosis("gpu", FAILED, why_no_gpu(), remedy)
     for card in visible_gpus():
         size = "" if card.memory_bytes is None else f", {gigabytes(card.memory_bytes)} GB"
         yield Diagnosis("gpu", OK, f"{card.name}{size}, driver {card.driver}, {card.uuid}")
         if others := ", ".join(map(str, card.processes)):
-            remedy = "end it: counters are device-wide and would include its bytes"
+            remedy = "end other processes: counters are device-wide and would include their bytes"
             yield Diagnosis("gpu", WARNING, f"{card.uuid} is used by process {others}", remedy)
 
 
 def torch(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that PyTorch can use the GPU, if there is one."""
+    """Check that PyTorch can use the GPU, if this machine has one."""
     import torch
 
     build = torch.version.cuda
     detail = f"torch {torch.__version__}, " + (f"CUDA {build}" if build else "a build without CUDA")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable or not visible_gpus():
         yield Diagnosis("torch", OK, detail)
         return
-    reasons = [str(warning.message).partition("\n")[0] for warning in said]
+    reasons = [str(warning.message).partition("\n")[0] for warning in recorded]
     detail = "; ".join([f"{detail}, cannot use the GPU", *reasons])
-    remedy = "install a build of torch for a CUDA version that the driver serves"
-    yield Diagnosis("torch", FAILED, detail, f"{remedy} (nvidia-smi shows it)")
+    remedy = "install a build of torch for a CUDA version that the driver supports"
+    yield Diagnosis("torch", FAILED, detail, f"{remedy} (nvidia-smi shows this version)")
 
 
 def ncu(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that Nsight Compute is installed, in a version not newer than ncu-report's."""
+    """Check that Nsight Compute is installed, and that it is not newer than ncu-report."""
     path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
     if version == "unknown":
-        remedy = "name Nsight Compute's ncu with --ncu-path"
+        remedy = "name the ncu of Nsight Compute with --ncu-path"
         yield Diagnosis("ncu", FAILED, f"the version of {path} is unknown", remedy)
     elif Version(version).release[:2] > Version(reader).release[:2]:  # year and release
-        older = f"{detail}; ncu-report {reader}, which reads its reports, is older"
+        older = f"{detail}; the package ncu-report {reader}, which reads the reports, is older"
         yield Diagnosis("ncu", WARNING, older, "pip install --upgrade ncu-report")
     else:
         yield Diagnosis("ncu", OK, detail)
 
 
 def counters(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that ncu can read its counters, and that they count known work right."""
+    """Check that ncu can read counters, and that they count known work correctly."""
     try:
         path = find_ncu(settings.of(CounterOptions).ncu_path)
     except NcuNotFound:
         path = ""
     if not path or not visible_gpus():
-        reason = f"not tried: there is no {'ncu' if visible_gpus() else 'GPU'}"
+        reason = f"not checked: this machine has no {'ncu' if visible_gpus() else 'GPU'}"
         yield from (Diagnosis(c, WARNING, reason) for c in ("counters", "ncu calibration"))
         return
     case, chip = work_that_fits(), chip_here()
     metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
-    asked = tuple(metrics.values())
-    instrument = Ncu(folder, steps=STEPS, timeout=settings.timeout, path=path, metrics=asked)
+    counted_metrics = tuple(metrics.values())
+    instrument = Ncu(
+        folder, steps=STEPS, timeout=settings.timeout, path=path, metrics=counted_metrics
+    )
     instrument.check()
     rows = instrument.measure(case)
     without = ", ".join(m.name for m in METRICS.counted("ncu") if m.name not in metrics)
     which = f"; {chip or 'this GPU'} has no {without}" if without else ""
-    yield Diagnosis("counters", OK, f"may be read: {', '.join(metrics)}{which}")
+    yield Diagnosis("counters", OK, f"readable: {', '.join(metrics)}{which}")
     counted: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
         counted[row.phase][row.metric] = row.value
@@ -155,9 +158,9 @@ def counters(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def cupti(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that CUPTI counts known bytes right, and almost none while the GPU is idle."""
+    """Check that CUPTI counts known bytes correctly, and almost none while the GPU is idle."""
     if not visible_gpus():
-        reason = "not tried: there is no GPU"
+        reason = "not checked: this machine has no GPU"
         yield from (Diagnosis(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
         return
     case = work_that_fits()
@@ -174,24 +177,28 @@ def cupti(settings: Settings) -> Iterator[Diagnosis]:
     )
     counted = record["counted"][0]
     finding = judge(Cupti.name, case.batch_size, counted)
-    resting = sum(counted.get(REST, {}).get(metric, 0.0) for metric in ALWAYS)
+    resting = sum(counted.get(IDLE_PHASE, {}).get(metric, 0.0) for metric in ALWAYS)
     finding = replace(
-        finding, detail=f"{finding.detail}; {gigabytes(resting)} GB while the GPU did nothing"
+        finding, detail=f"{finding.detail}; {gigabytes(resting)} GB while the GPU was idle"
     )
     if finding.status == OK and resting > TOLERANCE * 2 * case.batch_size * EXAMPLE_BYTES:
-        remedy = "end everything else that uses the GPU: counters include its bytes"
+        remedy = (
+            "end everything else that uses the GPU: counters include the bytes of all processes"
+        )
         finding = replace(finding, status=FAILED, remedy=remedy)
     yield finding
 
 
 def links(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that NVML counts a message to another GPU right, if there is another."""
+    """Check that NVML counts a message to another GPU correctly, if there is another GPU."""
     if len(visible_gpus()) < 2:
         return
     case = Case(MESSAGE, 2 * MESSAGE_EXAMPLES, 1, "tiny", parallel="ddp", gpus=2)
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     record = instrument.start(case).record()
-    finding = judge_message(*(rank["counted"][0].get(SENT_IN, {}) for rank in record["ranks"]))
+    finding = judge_message(
+        *(rank["counted"][0].get(MESSAGE_PHASE, {}) for rank in record["ranks"])
+    )
     why = "".join(f"; {note}" for note in record["notes"])
     yield replace(finding, detail=f"{finding.detail}{why}")
 
@@ -209,13 +216,13 @@ CHECKS: tuple[Check, ...] = (
     cupti,
     links,
 )
-"""The checks, each after those that it depends on. Findings have the names of their checks."""
+"""The checks. Each check follows the checks on which it depends."""
 
 
 def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Diagnosis]:
-    """Yield findings one by one; an error in one check does not stop the others."""
+    """Yield findings one by one. An error in one check does not stop the other checks."""
     for check in checks:
         try:
             yield from check(settings)
-        except Exception as error:  # a broken machine can raise anything
+        except Exception as error:  # on a broken machine, any error is possible
             yield Diagnosis.from_error(check.__name__.replace("_", " "), error)

@@ -1,6 +1,7 @@
 """Work and a message of known size, to calibrate counters.
 
-They are trainers, so they use the same command, process, ranges and reader as a case.
+Both are trainers, so they run in the same way as a case, and their counters are read in the same
+way.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from dpbench.commands.machine.calibration import EXAMPLE_BYTES, REST, SENT_IN, WORK
+from dpbench.commands.machine.calibration import EXAMPLE_BYTES, IDLE_PHASE, MESSAGE_PHASE, WORK
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import phase
 
 IDLE_SECONDS = 0.05
-"""Idle time of the GPU in each step."""
+"""Time per step in which the GPU is idle."""
 
 
 class KnownWork(TrainerBase):
     """Copies, fills and reads ``batch_size * EXAMPLE_BYTES`` bytes on its device, then idles.
 
-    The copy negates, so that SMs do it. The driver may leave a plain copy to a copy engine.
+    The copy negates the values, so that SMs copy. A copy engine might do a plain copy.
     """
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
         device = next(model.parameters()).device
-        # Random, because some GPUs compress zeros in memory.
+        # The values are random, because some GPUs compress zeros in memory.
         self.source = torch.rand(batch_size * EXAMPLE_BYTES // 4, device=device)
         self.copy = torch.empty_like(self.source)
         self.loss = torch.zeros((), device=device)
@@ -41,16 +42,16 @@ class KnownWork(TrainerBase):
 
     def train_step(self, batch: Batch) -> Tensor:
         for name, (work, *_) in WORK.items():
-            self.work[work]()  # L2 has as many dirty bytes before the counted run as after it
+            self.work[work]()  # L2 then has as many dirty bytes before the counted work as after it
             with phase(name):
                 self.work[work]()
-        with phase(REST):
+        with phase(IDLE_PHASE):
             time.sleep(IDLE_SECONDS)
         return self.loss
 
 
 class KnownMessage(TrainerBase):
-    """The first rank sends ``batch_size * EXAMPLE_BYTES`` bytes to the others."""
+    """Sends ``batch_size * EXAMPLE_BYTES`` bytes from the first rank to the other ranks."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -62,6 +63,6 @@ class KnownMessage(TrainerBase):
         return model
 
     def train_step(self, batch: Batch) -> Tensor:
-        with phase(SENT_IN):
+        with phase(MESSAGE_PHASE):
             distributed.broadcast(self.message, 0)
         return self.loss

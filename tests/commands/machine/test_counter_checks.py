@@ -81,7 +81,7 @@ def test_what_can_be_counted_is_listed_and_held_to_known_work(tmp_path: Path) ->
     """The recorded step moved little; a copy, a fill and a read of 4.3 GB were asked for."""
     found = found_by(under(tmp_path, SUCCEED))
     assert found["counters"].status == OK
-    assert "may be read: dram_read_bytes, dram_write_bytes, l2_atomic" in found["counters"].detail
+    assert "readable: dram_read_bytes, dram_write_bytes, l2_atomic" in found["counters"].detail
     assert found["ncu calibration"].status == FAILED
     assert "a copy, a fill and a read of 4.29 GB" in found["ncu calibration"].detail
     assert "dram_read_bytes of the copy" in found["ncu calibration"].detail
@@ -118,14 +118,18 @@ def test_a_hung_ncu_is_ended(tmp_path: Path) -> None:
 def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = found_by(under(tmp_path, SUCCEED)).values()
-    assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no GPU")}
+    assert {(f.status, f.detail) for f in found} == {
+        (WARNING, "not checked: this machine has no GPU")
+    }
     assert not (tmp_path / "reports").exists()
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_without_ncu_nothing_is_tried() -> None:
     found = found_by(Settings(own={"ncu_path": "/nowhere/ncu"})).values()
-    assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no ncu")}
+    assert {(f.status, f.detail) for f in found} == {
+        (WARNING, "not checked: this machine has no ncu")
+    }
 
 
 def exactly(examples: int, **changed: float) -> dict[str, dict[str, float]]:

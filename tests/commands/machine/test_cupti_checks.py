@@ -13,9 +13,9 @@ from dpbench.commands.machine import calibration, checks
 from dpbench.commands.machine.calibration import (
     EXAMPLE_BYTES,
     FAILED,
+    IDLE_PHASE,
     LARGEST,
     OK,
-    REST,
     WARNING,
     WORK,
     Diagnosis,
@@ -36,7 +36,7 @@ def record(share: float = 1.0, resting: float = 0.0, **changed: Any) -> dict[str
         return {"dram_read_bytes": read * COPIED, "dram_write_bytes": written * COPIED}
 
     counted = {phase: bytes_of(share * r, share * w) for phase, (_, r, w) in WORK.items()}
-    counted[REST] = bytes_of(resting, resting)
+    counted[IDLE_PHASE] = bytes_of(resting, resting)
     names = {"dram_read_bytes": ["dram__bytes_read.sum"], "l2_served_bytes": ["lts__t_sectors.sum"]}
     made = {"cupti": "13.0", "chip": "GH100", "passes": 1, "counters": names}
     return made | {"counted": [counted]} | changed
@@ -68,7 +68,7 @@ def test_it_says_what_the_chip_counts_and_that_it_is_right(examined: Any) -> Non
         "dram__bytes_read.sum, lts__t_sectors.sum"
     )
     assert "a copy, a fill and a read of 8.59 GB: at most 0.01% off in dram" in finding.detail
-    assert finding.detail.endswith("0.00172 GB while the GPU did nothing")
+    assert finding.detail.endswith("0.00172 GB while the GPU was idle")
 
 
 @pytest.mark.parametrize(("share", "resting"), [(1.02, 0.0), (0.98, 0.0), (1.0, 0.02)])
@@ -97,4 +97,6 @@ def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:
 def test_without_a_gpu_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = list(checks.cupti(Settings(ncu_dir=tmp_path)))
-    assert {(f.status, f.detail) for f in found} == {(WARNING, "not tried: there is no GPU")}
+    assert {(f.status, f.detail) for f in found} == {
+        (WARNING, "not checked: this machine has no GPU")
+    }

@@ -15,8 +15,8 @@ from dpbench.commands.machine.calibration import (
     EXAMPLE_BYTES,
     MESSAGE,
     MESSAGE_EXAMPLES,
+    MESSAGE_PHASE,
     OK,
-    SENT_IN,
     WARNING,
     Diagnosis,
     judge_message,
@@ -68,7 +68,10 @@ def found_by(
     for module in (checks, gpu):
         cards = [H200, replace(H200, uuid="GPU-1")]
         monkeypatch.setattr(module, "visible_gpus", lambda cards=cards: cards)
-    record: Any = {"notes": notes, "ranks": [{"counted": [{SENT_IN: each}]} for each in ranks]}
+    record: Any = {
+        "notes": notes,
+        "ranks": [{"counted": [{MESSAGE_PHASE: each}]} for each in ranks],
+    }
     says = f"from dpbench.child.messages import report_result; report_result(**{record!r})"
     monkeypatch.setattr(sys, "executable", str(program(folder / "step", says)))
     return list(checks.links(Settings(ncu_dir=folder)))

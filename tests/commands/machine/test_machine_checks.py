@@ -60,7 +60,7 @@ def test_what_is_missing_or_too_old_is_named_with_the_command_that_helps(
         (FAILED, "pip install 'no-such-package>=1'"),
     ]
     assert "torch" in wrong[0].detail
-    assert wrong[1].detail == "no-such-package is missing, not no-such-package>=1"
+    assert wrong[1].detail == "no-such-package is missing, but no-such-package>=1 is required"
 
 
 def test_logical_counting_really_counts() -> None:

@@ -1,0 +1,65 @@
+"""Upper bounds on the probability that correct noise gives a result at least as extreme.
+
+The bounds hold for any number of elements n:
+
+- A mean square q of n standard normals: exp(-n/2 (q - 1 - ln q)) for each side (Chernoff).
+- A correlation r with any other vector: (1 - r²)^((n-1)/2) for both signs together. This bounds the
+  share of a sphere that is at least this far from the equator.
+- k of n events of probability p: exp(-n KL(k/n, p)) for each side (Chernoff). The bound also holds
+  for negatively associated events (Dubhashi and Ranjan, "Balls and bins", 1998), such as narrow
+  gaps between sorted values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison of a noise test.
+
+    Attributes:
+        log_chance: the logarithm of the bound.
+        name: the parameter; empty for all parameters together.
+        message: a description of the result, which follows the parameter's name.
+        error_text: the result in a few characters, for a table.
+    """
+
+    log_chance: float
+    name: str
+    message: str
+    error_text: str = ""
+
+
+Comparisons = tuple[list[Comparison], int]
+"""Comparisons of a test with the smallest bounds, and the number of all its comparisons."""
+
+
+def log_chance_of_mean_square(q: float, n: int) -> float:
+    """Return a bound on ln P(the mean square of n standard normals is as far from 1 as q)."""
+    return math.log(2) - n / 2 * (q - 1 - math.log(q)) if 0 < q < math.inf else -math.inf
+
+
+def log_chance_of_correlation(r: Tensor, n: Tensor) -> Tensor:
+    """Return a bound on ln P(n standard normals have a correlation ≥ |r| with another vector)."""
+    return (n - 1).clamp(min=0) / 2 * torch.log1p(-(r * r).clamp(max=1 - 1e-12))
+
+
+def log_chance_of_count(k: int, n: int, least: float, most: float) -> float:
+    """Return a bound on ln P(k of n events happen).
+
+    Each event has a probability between ``least`` and ``most``.
+    """
+    share = k / n
+    p = min(max(share, least), most)
+    if p == share:
+        return 0.0
+    if not 0 < p < 1:
+        return -math.inf
+    divergence = sum(a * math.log(a / b) for a, b in ((share, p), (1 - share, 1 - p)) if a)
+    return math.log(2) - n * divergence

@@ -1,0 +1,42 @@
+"""The noise that one step added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dpbench.verify.reference import Gradients
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The noise of one step, divided by σC/B.
+
+    Attributes:
+        run: the run's name: batching, σ and C.
+        step: the step's number in its run, from 1.
+        noise: the flat noise of each parameter. Late steps contain only small parameters.
+        along: the component of the noise along the clipped gradient, by parameter. The key ``""``
+            means all parameters together.
+        slack: a bound on the norm of the gradient's error, in units of σC/B.
+    """
+
+    run: str
+    step: int
+    noise: Gradients
+    along: Mapping[str, float] = field(default_factory=dict)
+    slack: float = 0.0
+
+    @property
+    def step_name(self) -> str:
+        """The step and its run, for messages."""
+        return f"step {self.step} ({self.run})"
+
+
+def joined_noise(draws: Sequence[Draw], name: str) -> Tensor:
+    """Join the noise of one parameter into a float64 vector. ``""`` joins all parameters."""
+    parts = [noise for draw in draws for each, noise in draw.noise.items() if name in ("", each)]
+    return torch.cat(parts).double()

@@ -1,0 +1,162 @@
+"""Tests that find noise that repeats, between elements, parameters, steps, runs and processes.
+
+The tests cannot find noise that repeats only after the last step. They cannot find 16-bit noise
+whose elements repeat in another order. They cannot find sums of noise from fewer elements than
+`worst_repeat` needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dpbench.verify.noise_bounds import (
+    Comparison,
+    Comparisons,
+    log_chance_of_correlation,
+    log_chance_of_count,
+)
+from dpbench.verify.noise_draw import Draw, joined_noise
+
+PAIR_ELEMENTS = 4096
+"""Number of leading elements of each parameter that `pair_correlations` compares."""
+
+STEP_ELEMENTS = 2**20
+"""Number of leading elements of all parameters together that `pair_correlations` compares."""
+
+SEQUENCE_ELEMENTS = 2**20
+"""Largest number of elements, of all steps in a row, that are searched for repeats."""
+
+FEWEST_CORRELATED = 8
+"""Smallest number of elements whose correlation a Fourier transform gives accurately."""
+
+SAME_VALUE = 2**-20
+"""Largest relative distance of two float32 roundings of one drawn value."""
+SAME_RANK = 0.484 * SAME_VALUE
+"""`SAME_VALUE` for ranks erf(|x|/√2): |x| times the slope of the rank is at most 0.484."""
+
+
+def repeated_values(draws: Sequence[Draw]) -> Comparisons:
+    """Find values that repeat, in any order and with any sign, as tiny gaps after sorting."""
+    groups = [(name, draws, "") for draw in draws[:1] for name in ("", *draw.noise)]
+    groups += [("", [draw], f" in {draw.step_name}") for draw in draws]
+    found = []
+    for name, group, where in groups:
+        ranks = torch.erf(joined_noise(group, name).abs() / 2**0.5).sort().values
+        n = len(ranks) - 1
+        if n > 0:
+            close = int((ranks.diff() <= SAME_RANK).sum())
+            chance = log_chance_of_count(close, n, 0.0, min(1.02 * (n + 1) * SAME_RANK, 1.0))
+            message = f"{close} of {n + 1} values repeat{where}, in another place or step"
+            found.append(Comparison(chance, name, message, f"{close} of {n + 1} values repeat"))
+    return found, len(found)
+
+
+def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
+    """Correlate the first step of each run, and all steps in a row, with shifts of themselves.
+
+    In the first run, each parameter is also searched alone, so that a fault in a single parameter
+    is easier to find.
+    """
+    firsts = [draw for draw in draws if draw.step == 1]
+    pieces = [(n, each.double(), d.step_name) for d in firsts[:1] for n, each in d.noise.items()]
+    pieces += [("", joined_noise([draw], ""), draw.step_name) for draw in firsts]
+    if draws:
+        pieces.append(("", joined_noise(draws, "")[:SEQUENCE_ELEMENTS], "all steps in a row"))
+    found = []
+    for name, piece, where in pieces:
+        for repeat, r, n in worst_repeat(piece):
+            chance = float(log_chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
+            size = f"r = {r:.2g} of {n}"
+            message = f"its noise repeats {repeat} in {where} ({size})"
+            found.append(Comparison(chance, name, message, size))
+    return found, 4 * sum(len(piece) for _, piece, _ in pieces)
+
+
+def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
+    """Find the shift at which a vector correlates most with itself, and with its mirror image.
+
+    One Fourier transform gives the correlations at all distances L. The bound needs pairs
+    (i, i + L) that share no element. So the vector is cut into stretches of L elements, and pairs
+    whose i is in an odd or in an even stretch are correlated separately.
+
+    Yields:
+        A description of the repeat, the correlation, and the number of elements.
+    """
+    size = len(noise)
+    if size < 2 * FEWEST_CORRELATED or not noise.isfinite().all():
+        return
+    squares = torch.cat([noise.new_zeros(1), noise.square().cumsum(0)])
+    spectrum = torch.fft.rfft(noise, 2 ** (2 * size - 1).bit_length())
+    first = torch.arange(size, device=noise.device)
+
+    def least_likely(products: Tensor, a: Tensor, b: Tensor, n: Tensor) -> int:
+        """Return the index of the least likely correlation.
+
+        Its two stretches of n elements begin at a and b.
+        """
+        energy = (squares[a + n] - squares[a]) * (squares[b + n] - squares[b])
+        r = products / energy.clamp(min=1e-300).sqrt()
+        return int(log_chance_of_correlation(r * (n >= FEWEST_CORRELATED), n).argmin())
+
+    shifted = torch.fft.irfft(spectrum.abs().square())[:size]
+    shifted[0] = 0
+    shift = least_likely(shifted, first, torch.zeros_like(first), size - first)
+    if shift:
+        one, other = noise[:-shift], noise[shift:]
+        odd = first[: len(one)] // shift % 2 == 1
+        for some in (odd, ~odd):
+            yield f"after {shift} elements", *_correlation(one[some], other[some])
+    total = torch.arange(2 * size - 1, device=noise.device)  # i + j of mirrored elements
+    mirrored = torch.fft.irfft(spectrum.square())[: len(total)]
+    middle = (total % 2 == 0) * noise[total // 2].square()
+    begin = (total - size + 1).clamp(min=0)
+    n = (total + 1) // 2 - begin
+    at = least_likely((mirrored - middle) / 2, begin, total - begin - n + 1, n)
+    start, length = int(begin[at]), int(n[at])
+    other = noise[at - start - length + 1 : at - start + 1].flip(0)
+    yield f"mirrored around element {at / 2:g}", *_correlation(noise[start : start + length], other)
+
+
+def _correlation(a: Tensor, b: Tensor) -> tuple[float, int]:
+    size = float(a.norm() * b.norm())
+    return float((a * b).sum()) / size if size else 0.0, a.numel()
+
+
+def pair_correlations(draws: Sequence[Draw]) -> Comparisons:
+    """Correlate each parameter's noise with that of other parameters and other steps.
+
+    Also correlate the noise of all parameters together between steps. With so many elements, even a
+    small correlation is visible, for example if correlated noise lacks one band.
+    """
+    parts = [
+        (name, d.step_name, each[:PAIR_ELEMENTS]) for d in draws for name, each in d.noise.items()
+    ]
+    steps = [("", d.step_name, joined_noise([d], "")[:STEP_ELEMENTS]) for d in draws]
+    found, number = _correlations(parts)
+    more, other_number = _correlations(steps)
+    return found + more, number + other_number
+
+
+def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
+    """Find for each (parameter, step, vector) the earlier vector with which it correlates most."""
+    if not named:
+        return [], 0
+    rows = pad_sequence([noise.double() for *_, noise in named], batch_first=True)
+    sizes = torch.tensor([len(noise) for *_, noise in named], device=rows.device)
+    present = (torch.arange(rows.shape[1], device=rows.device) < sizes[:, None]).to(rows.dtype)
+    squares = rows.square() @ present.T  # [i, j]: row i, over the elements that row j has
+    r = (rows @ rows.T / (squares * squares.T).sqrt()).nan_to_num().tril(-1)
+    n = torch.minimum(sizes[:, None], sizes)
+    worst, others = log_chance_of_correlation(r, n).min(1)
+    found = []
+    for i, j in enumerate(others.tolist()):
+        (name, where, _), (other, other_step, _) = named[i], named[j]
+        which = "that" if other == name else f"that of {other}"
+        size = f"r = {float(r[i, j]):.2g} of {int(n[i, j])}"
+        message = f"its noise in {where} correlates with {which} in {other_step} ({size})"
+        found.append(Comparison(float(worst[i]), name, message, size))
+    return found, len(named) ** 2 // 2

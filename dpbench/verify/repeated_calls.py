@@ -1,0 +1,148 @@
+"""Computes the per-sample gradients of a script's step.
+
+Each call of the script's modules is repeated for one example after another, with that example's
+part of the gradients of the loss with respect to the outputs. So the loss itself need not be known.
+It is only assumed to be a mean or a sum over examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpbench.verify.reference import Examples
+
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.05
+"""Largest allowed relative errors with 32 and with 16 bits: of an output or a gradient."""
+
+MOST_BYTES = 4e9
+"""Largest size of per-sample gradients that are computed, in bytes."""
+
+
+class NotChecked(Exception):
+    """A step's gradient cannot be compared. The message says why."""
+
+
+@dataclass
+class Call:
+    """A call of a module by the training loop, not by another module.
+
+    Attributes:
+        module: the called module.
+        arguments: copies of the arguments and keyword arguments.
+        outputs: the floating-point outputs that require gradients.
+        autocast: whether autocast was on, and its dtype.
+        backward: number of the backward pass that reached the outputs; 0 if none did.
+        gradients: gradients of the loss with respect to the outputs, by index of the output.
+    """
+
+    module: nn.Module
+    arguments: Any
+    outputs: list[Tensor]
+    autocast: tuple[bool, torch.dtype]
+    backward: int = 0
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_16_bit(self) -> bool:
+        """True if the outputs are rounded to 16 bits."""
+        return self.autocast[0] or any(each.dtype.itemsize < 4 for each in self.outputs)
+
+
+def examples_of_pass(
+    calls: Sequence[Call], trained: Mapping[str, nn.Parameter], *, mean: bool
+) -> Examples:
+    """Compute the per-sample gradients of the calls that one backward pass reached.
+
+    Args:
+        calls: the calls, with their gradients.
+        trained: the parameters by name.
+        mean: whether the loss is a mean over examples, not a sum.
+
+    Raises:
+        NotChecked: a call cannot be repeated, or the gradients take too much memory.
+    """
+    sizes = {len(c.outputs[n]) for c in calls for n in c.gradients if c.outputs[n].ndim}
+    size = max(sizes, default=0)
+    if len(sizes) != 1 or not size:
+        raise NotChecked("the outputs of modules do not all have one row for each example")
+    if (needed := size * sum(p.numel() for p in trained.values()) * 4) > MOST_BYTES:
+        raise NotChecked(
+            f"gradients of {size} examples take {needed / 1e9:.0f} GB: use a smaller batch"
+        )
+    rows = []
+    with _undisturbed([call.module for call in calls]):
+        for i in range(size):
+            made = [
+                (c, n, out) for c in calls for n, out in _repeat_for_example(c, i, size).items()
+            ]
+            scaled = [c.gradients[n][i : i + 1] * (size if mean else 1) for c, n, _ in made]
+            outs, parameters = [out for *_, out in made], [*trained.values()]
+            options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+            rows.append(torch.autograd.grad(outs, parameters, scaled, **options))
+    stacked = [torch.stack([g.float() for g in each]) for each in zip(*rows, strict=True)]
+    return Examples(dict(zip(trained, stacked, strict=True)))
+
+
+def _repeat_for_example(call: Call, i: int, size: int) -> dict[int, Tensor]:
+    """Repeat a call for one example. Its outputs must equal those in the batch."""
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[i : i + 1] if tensor.ndim and len(tensor) == size else tensor
+
+    args, options = pytree.tree_map_only(Tensor, part, call.arguments)
+    enabled, dtype = call.autocast
+    # Call the wrapped module: with expanded weights, Opacus's wrapper makes per-sample gradients.
+    module = getattr(call.module, "_module", call.module)
+    try:
+        with torch.autocast(call.outputs[0].device.type, dtype, enabled=enabled):
+            out = [each for each in float_tensors(module(*args, **options)) if each.requires_grad]
+    except Exception as error:  # the script's own code can raise any error
+        first_line = str(error).partition("\n")[0]
+        raise NotChecked(f"a call cannot be repeated for one example: {first_line}") from error
+    near = TOLERANCE_16_BIT if call.is_16_bit else TOLERANCE
+    made = {n: out[n] for n in call.gradients if call.outputs[n].ndim and n < len(out)}
+    for number, each in made.items():
+        before = call.outputs[number][i : i + 1].detach()
+        if each.shape != before.shape or (each - before).norm() > near * before.norm():
+            raise NotChecked(
+                "a module's output for one example differs from that in the batch: its layers mix "
+                "examples, or are random"
+            )
+    return made
+
+
+def float_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in what a module returns."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from float_tensors(each)
+
+
+def hook_owners(module: nn.Module) -> list[Any]:
+    """Return the objects whose hooks make per-sample gradients of a module's layers."""
+    hooks = [hook for layer in module.modules() for hook in layer._forward_hooks.values()]
+    owners = {id(owner): owner for hook in hooks if (owner := getattr(hook, "__self__", None))}
+    return [owner for owner in owners.values() if hasattr(owner, "hooks_enabled")]
+
+
+@contextmanager
+def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Disable per-sample hooks of modules; afterwards restore hooks, buffers and random states."""
+    devices = {p.device for m in modules for p in m.parameters() if p.device.type == "cuda"}
+    with ExitStack() as undo, torch.random.fork_rng(devices), torch.enable_grad():
+        for module in modules:
+            for owner in hook_owners(module):
+                undo.callback(setattr, owner, "hooks_enabled", owner.hooks_enabled)
+                owner.hooks_enabled = False
+            for buffer in module.buffers():
+                undo.callback(buffer.copy_, buffer.clone())
+        yield
