@@ -38,7 +38,10 @@ norm's own sum, which is taken in rows, and that of the update's result. See `sa
   mean square of 0.58 u D^½, mostly at a right angle to G. Data can be constructed whose roundings
   agree over tokens. ``u (λ Σ|g_t|²)^½``, for the largest eigenvalue λ of A, would cover them, and
   would lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %. With TF32, u is 2⁻¹⁰: the
-  norm is that of x and g rounded to 11 bits, and the update rounds x and c·g.
+  norm is that of x and g rounded to 11 bits, and the update rounds x and c·g. Where
+  `GhostLeanTrainer` takes gradients from its second backward pass, that pass has rounded c·g in
+  each layer between this one and the loss. One rounding is added, not one for each: after 16 layers
+  in bf16, 8 wide, with tokens alike, an example added 1.15 times the threshold.
 
 A NaN in a gradient makes its norm, its factor and the update NaN, so it is visible. A norm too
 large for its dtype is infinite, and its factor is 0.
@@ -160,19 +163,28 @@ def wide_unit(dtype: torch.dtype) -> float:
     return unit(torch.promote_types(dtype, torch.float32))
 
 
-def of_terms(dtype: torch.dtype, tokens: int) -> float:
+def is_in_tf32(dtype: torch.dtype, tf32: bool | None = None) -> bool:
+    """Whether the update uses TF32: as it is known to, or else as matrix products do."""
+    return dtype == torch.float32 and (has_tf32() if tf32 is None else tf32)
+
+
+def of_terms(dtype: torch.dtype, tokens: int, tf32: bool | None = None) -> float:
     """The update's rounding error in the numbers that it multiplies, relative to ``D^½``."""
     if dtype.itemsize == 2:
         return unit(dtype)
-    tf32 = dtype == torch.float32 and has_tf32()
-    return 2.0**-10 if tf32 else math.sqrt(tokens) * unit(dtype)
+    return 2.0**-10 if is_in_tf32(dtype, tf32) else math.sqrt(tokens) * unit(dtype)
 
 
-def of_sums(dtype: torch.dtype, tokens: int, summed_in: torch.dtype | None = None) -> float:
+def of_sums(
+    dtype: torch.dtype,
+    tokens: int,
+    summed_in: torch.dtype | None = None,
+    tf32: bool | None = None,
+) -> float:
     """The update's rounding error in sums over tokens, relative to the largest of them."""
     if summed_in is not None:
         return tokens * unit(summed_in)
-    if dtype.itemsize == 2 or (dtype == torch.float32 and has_tf32()):
+    if dtype.itemsize == 2 or is_in_tf32(dtype, tf32):
         return 3 * tokens * wide_unit(dtype)
     return min(tokens, 2 * math.sqrt(tokens)) * wide_unit(dtype)
 
@@ -183,6 +195,7 @@ def gram_bound(
     errors: tuple[ProductError, ProductError],
     dtype: torch.dtype,
     summed_in: torch.dtype | None = None,
+    tf32: bool | None = None,
 ) -> Tensor:
     """Upper bounds of the squared norms of the update's gradients, ``[layers, B]``.
 
@@ -192,6 +205,7 @@ def gram_bound(
         errors: the errors of the products ``x xᵀ`` and ``g gᵀ``.
         dtype: the dtype in which the update multiplies.
         summed_in: the dtype of the update's sums, if narrower than float32.
+        tf32: whether the update may use TF32, if that is not for matrix products to say.
     """
     stacked = torch.stack([*parts], 1)
     sums = GramSums(*stacked)
@@ -211,8 +225,8 @@ def gram_bound(
     higher = 1 + 4 * (number + sum(map(sum, errors)))
     truncated = sum(error.truncated for error in errors)
     squared = torch.add(sums.squared_norm, error, alpha=higher)
-    rounded = sizes.sqrt_().mul_(of_sums(dtype, tokens, summed_in) * higher)
-    rounded.add_(sums.diagonal.sqrt(), alpha=of_terms(dtype, tokens) * higher)
+    rounded = sizes.sqrt_().mul_(of_sums(dtype, tokens, summed_in, tf32) * higher)
+    rounded.add_(sums.diagonal.sqrt(), alpha=of_terms(dtype, tokens, tf32) * higher)
     if truncated:
         rounded.add_(squared.clamp(min=0).sqrt_(), alpha=truncated * higher)
     return with_rounding(squared, rounded, dtype)
@@ -277,17 +291,22 @@ def row_norms(samples: Tensor) -> Tensor:
     return norms
 
 
-def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
+def sample_bound(
+    norms: Sequence[Tensor], width: int, dtype: torch.dtype, by_product: bool = False
+) -> Tensor:
     """Bounds ``[1, B]`` of squared norms, for gradients that the update multiplies by factors.
 
     Args:
         norms: `row_norms` of the gradients.
         width: the largest number of elements in a row.
         dtype: the update's dtype.
+        by_product: whether it multiplies by a matrix product, which may round both to 11 bits.
     """
     rows = torch.cat([*norms], 1)
     squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
-    return with_rounding(squares * (1 + (width + 8) * unit(rows.dtype)), 0.0, dtype)[None]
+    squares *= 1 + (width + 8) * unit(rows.dtype)
+    rounded = squares.sqrt() * 2.0**-10 if by_product and is_in_tf32(dtype) else 0.0
+    return with_rounding(squares, rounded, dtype)[None]
 
 
 def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> Tensor:
