@@ -40,8 +40,8 @@ norm's own sum, which is taken in rows, and that of the update's result. See `sa
   would lower factors by 1.5 to 2.7 % on ordinary data instead of 0.4 %. With TF32, u is 2⁻¹⁰: the
   norm is that of x and g rounded to 11 bits, and the update rounds x and c·g. Where
   `GhostLeanTrainer` takes gradients from its second backward pass, that pass has rounded c·g in
-  each layer between this one and the loss. One rounding is added, not one for each: after 16 layers
-  in bf16, 8 wide, with tokens alike, an example added 1.15 times the threshold.
+  each layer between this one and the loss. One rounding is added, not one for each: before 16
+  layers in bf16, 8 wide, with tokens alike, one of 20 examples added 1.35 times the threshold.
 
 A NaN in a gradient makes its norm, its factor and the update NaN, so it is visible. A norm too
 large for its dtype is infinite, and its factor is 0.
