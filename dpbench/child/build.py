@@ -134,9 +134,14 @@ def build(
 
 def set_tf32(case: Case, device: torch.device) -> None:
     """Allow TF32 products on a GPU if, and only if, that is the case's precision."""
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
-        torch.backends.cudnn.allow_tf32 = case.precision == "tf32"
+    if device.type != "cuda":
+        return
+    allowed = case.precision == "tf32"
+    backends: Any = torch.backends
+    backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = allowed
+    # What these switch off would still follow `torch.backends.fp32_precision`, if a module set it.
+    for operation in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        operation.fp32_precision = "tf32" if allowed else "ieee"
 
 
 def batch_sizes(case: Case, number: int) -> list[int]:

@@ -25,7 +25,7 @@ from dpbench.training.book_keeping import check_untied
 from dpbench.training.fast_gradient_clipping import sharded_as_opacus_does
 from dpbench.training.ghost_norms import GhostNorms
 from dpbench.training.gradient_sums import rounded_down
-from dpbench.training.kernels import has_tf32
+from dpbench.training.kernels import convolves_in_tf32, has_tf32
 from dpbench.training.lean import ClippedMeanTrainer
 from dpbench.training.norm_bounds import clipping_factors, total, unit, wide_unit
 from dpbench.training.norm_ways import GRADIENT, KEPT, PRODUCTS, Shape, cheapest
@@ -226,7 +226,8 @@ class FirstPass:
         elif isinstance(rule, EmbeddingRule):
             self._add_embedding(rule, x, three_dimensional(g))
         elif by_norms and way == PRODUCTS:
-            self._add_linear(rule, patches(layer, as_computed(x, g)).mT, g.flatten(2).mT)
+            given = patches(layer, as_computed(x, g)).mT
+            self._add_linear(rule, given, g.flatten(2).mT, tf32=convolves_in_tf32(g.device))
         else:
             assert isinstance(rule, SampledRule)
             rounded = rounded_terms(layer, x, g) if by_norms else None
@@ -237,10 +238,12 @@ class FirstPass:
                     before = self.samples.get(parameter)
                     self.samples[parameter] = samples if before is None else before + samples
 
-    def _add_linear(self, rule: Rule[Any], x: Tensor, g: Tensor) -> None:
+    def _add_linear(
+        self, rule: Rule[Any], x: Tensor, g: Tensor, *, tf32: bool | None = None
+    ) -> None:
         trained = rule.layer.weight.requires_grad
         way = self._ways[rule.name]
-        self._norms.add(x, g, way=way, weight=trained, bias=rule.trains_bias)
+        self._norms.add(x, g, way=way, weight=trained, bias=rule.trains_bias, tf32=tf32)
 
     def _add_embedding(self, rule: EmbeddingRule, rows: Tensor, g: Tensor) -> None:
         layer = rule.layer
@@ -291,7 +294,8 @@ def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
 
     Roundings in sums over n positions are assumed to be independent, so the error of a sum is about
     ``n^½`` units (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM
-    J. Sci. Comput. 41(5), 2019). The bound uses twice this error.
+    J. Sci. Comput. 41(5), 2019). The bound uses twice this error. TF32 rounds the input and the
+    gradient to 11 bits, in one pass or in both. That adds an error of 2⁻¹⁰ for one position.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
     ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
@@ -300,7 +304,9 @@ def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
     patches = conv(squares, ones, None, layer.stride, layer.padding, layer.dilation)
     of_outputs = g.to(wide).square().sum(1, keepdim=True)
     size: Tensor = ((1 + patches) * of_outputs).flatten(1).sum(1).sqrt()
-    by_pass = unit(g.dtype) + 2 * math.sqrt(patches[0].numel()) * wide_unit(g.dtype)
+    in_tf32 = g.dtype == torch.float32 and convolves_in_tf32(g.device)
+    by_pass = 2.0**-11 if in_tf32 else unit(g.dtype)
+    by_pass += 2 * math.sqrt(patches[0].numel()) * wide_unit(g.dtype)
     return 2 * by_pass * size
 
 

@@ -54,6 +54,7 @@ class GhostNorms:
         weight: bool = True,
         bias: bool = False,
         summed_in: torch.dtype | None = None,
+        tf32: bool | None = None,
     ) -> None:
         """Add a linear layer or an embedding.
 
@@ -65,12 +66,13 @@ class GhostNorms:
             weight: whether the weight is trained.
             bias: whether the bias is trained.
             summed_in: dtype of the update's sums, if narrower than float32.
+            tf32: whether the update of a convolution may use TF32; only with ``products``.
         """
         tokens = g.shape[1]
         if weight and way == PRODUCTS:
             errors = product_error(x), product_error(g)
             sums = gram_sums(*products(x, g), bias)
-            self._put(sums, gram_bound, tokens, errors, g.dtype, summed_in)
+            self._put(sums, gram_bound, tokens, errors, g.dtype, summed_in, tf32)
             return
         if x.dim() == 2:
             self._put(row_sums(x, g), row_bound, tokens, g.dtype, summed_in)
@@ -92,7 +94,12 @@ class GhostNorms:
         self._put(sums, gradient_bound, tokens, error, dtype)
 
     def add_samples(
-        self, samples: Tensor, dtype: torch.dtype, rounded: Tensor | None = None
+        self,
+        samples: Tensor,
+        dtype: torch.dtype,
+        rounded: Tensor | None = None,
+        *,
+        by_product: bool = False,
     ) -> None:
         """Add per-sample gradients that are in memory.
 
@@ -101,6 +108,7 @@ class GhostNorms:
             dtype: dtype of the parameter.
             rounded: the largest norm of the difference between the gradients that the update uses
                 and ``samples``, ``[B]``; None if the update uses ``samples``.
+            by_product: see `sample_bound`; only if ``rounded`` is None.
         """
         # The update sums the gradients in the narrower of the two dtypes.
         dtype = min(dtype, samples.dtype, key=lambda each: each.itemsize)
@@ -110,7 +118,7 @@ class GhostNorms:
             return
         norms = row_norms(samples)
         width = samples.shape[-1] if samples.dim() > 1 else 1
-        self._put(norms, sample_bound, width, dtype)
+        self._put(norms, sample_bound, width, dtype, by_product)
 
     def _put(self, part: Tensor, bound: Callable[..., Tensor], *about: object) -> None:
         self._parts.setdefault((bound, part.dtype, *about), []).append(part)

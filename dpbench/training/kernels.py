@@ -38,6 +38,16 @@ def has_tf32() -> bool:
     return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
+def convolves_in_tf32(device: torch.device) -> bool:
+    """Return True if a convolution of float32 numbers may round the numbers to 11 bits.
+
+    PyTorch allows it on a GPU by default, apart from `has_tf32`.
+    """
+    cudnn: Any = torch.backends.cudnn
+    by_cudnn = device.type == "cuda" and cudnn.conv.fp32_precision == "tf32"
+    return by_cudnn or has_tf32()  # not all convolutions are by cuDNN
+
+
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     wide = wide_type(a, b)
     if a.is_cuda and a.itemsize == 2 and wide == torch.float32:

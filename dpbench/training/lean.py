@@ -138,7 +138,7 @@ class LeanTrainer(ClippedMeanTrainer):
         for parameter in trained:
             if getattr(parameter, "grad_sample", None) is None:
                 raise AttributeError("Per sample gradient is not initialized")
-            norms.add_samples(parameter.grad_sample, parameter.dtype)
+            norms.add_samples(parameter.grad_sample, parameter.dtype, by_product=True)
         squares = total(norms.squared_norms())
         factors = clipping_factors(squares, self.max_grad_norm, self.joint_batch_size)
         rounded = rounded_down(factors, trained[0].dtype)

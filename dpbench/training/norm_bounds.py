@@ -42,6 +42,9 @@ the update's result. See `sample_bound`.
   eigenvalue λ of A, would include such data. It would lower clipping factors on ordinary data by
   1.5 to 2.7 % instead of 0.4 %. With TF32, u is 2⁻¹⁰, because the norm is computed from x and g
   rounded to 11 bits, and the update rounds x and c·g.
+  In the second backward pass of `GhostLeanTrainer`, each layer between this one and the loss rounds
+  c·g again. Only one of these roundings is added. In a test in bf16 with 16 such layers of width 8
+  and equal tokens, one of 20 examples added 1.35 times the threshold to the update.
 
 A NaN in a gradient is not hidden: the norm, the clipping factor and the update also become NaN. If
 a norm is too large for its dtype, it is infinite, and the clipping factor is 0.
@@ -168,19 +171,28 @@ def wide_unit(dtype: torch.dtype) -> float:
     return unit(torch.promote_types(dtype, torch.float32))
 
 
-def of_terms(dtype: torch.dtype, tokens: int) -> float:
+def is_in_tf32(dtype: torch.dtype, tf32: bool | None = None) -> bool:
+    """Return True if the update uses TF32; if ``tf32`` is None, it does what matrix products do."""
+    return dtype == torch.float32 and (has_tf32() if tf32 is None else tf32)
+
+
+def of_terms(dtype: torch.dtype, tokens: int, tf32: bool | None = None) -> float:
     """Return the error from rounding the numbers that the update multiplies, as part of ``D^½``."""
     if dtype.itemsize == 2:
         return unit(dtype)
-    tf32 = dtype == torch.float32 and has_tf32()
-    return 2.0**-10 if tf32 else math.sqrt(tokens) * unit(dtype)
+    return 2.0**-10 if is_in_tf32(dtype, tf32) else math.sqrt(tokens) * unit(dtype)
 
 
-def of_sums(dtype: torch.dtype, tokens: int, summed_in: torch.dtype | None = None) -> float:
+def of_sums(
+    dtype: torch.dtype,
+    tokens: int,
+    summed_in: torch.dtype | None = None,
+    tf32: bool | None = None,
+) -> float:
     """Return the error from rounding the update's sums over tokens, as part of the largest sum."""
     if summed_in is not None:
         return tokens * unit(summed_in)
-    if dtype.itemsize == 2 or (dtype == torch.float32 and has_tf32()):
+    if dtype.itemsize == 2 or is_in_tf32(dtype, tf32):
         return 3 * tokens * wide_unit(dtype)
     return min(tokens, 2 * math.sqrt(tokens)) * wide_unit(dtype)
 
@@ -191,6 +203,7 @@ def gram_bound(
     errors: tuple[ProductError, ProductError],
     dtype: torch.dtype,
     summed_in: torch.dtype | None = None,
+    tf32: bool | None = None,
 ) -> Tensor:
     """Return upper bounds of the squared norms of the update's gradients, ``[layers, B]``.
 
@@ -200,6 +213,7 @@ def gram_bound(
         errors: bounds of the errors of the products ``x xᵀ`` and ``g gᵀ``.
         dtype: dtype in which the update multiplies.
         summed_in: dtype of the update's sums, if narrower than float32.
+        tf32: whether the update may use TF32; None if it may where matrix products may.
     """
     stacked = torch.stack([*parts], 1)
     sums = GramSums(*stacked)
@@ -219,8 +233,8 @@ def gram_bound(
     higher = 1 + 4 * (number + sum(map(sum, errors)))
     truncated = sum(error.truncated for error in errors)
     squared = torch.add(sums.squared_norm, error, alpha=higher)
-    rounded = sizes.sqrt_().mul_(of_sums(dtype, tokens, summed_in) * higher)
-    rounded.add_(sums.diagonal.sqrt(), alpha=of_terms(dtype, tokens) * higher)
+    rounded = sizes.sqrt_().mul_(of_sums(dtype, tokens, summed_in, tf32) * higher)
+    rounded.add_(sums.diagonal.sqrt(), alpha=of_terms(dtype, tokens, tf32) * higher)
     if truncated:
         rounded.add_(squared.clamp(min=0).sqrt_(), alpha=truncated * higher)
     return with_rounding(squared, rounded, dtype)
@@ -292,17 +306,23 @@ def row_norms(samples: Tensor) -> Tensor:
     return norms
 
 
-def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
+def sample_bound(
+    norms: Sequence[Tensor], width: int, dtype: torch.dtype, by_product: bool = False
+) -> Tensor:
     """Return upper bounds ``[1, B]`` of the squared norms of kept gradients.
 
     Args:
         norms: `row_norms` of the gradients.
         width: the largest number of elements in a row.
         dtype: dtype of the update.
+        by_product: whether the update multiplies gradients and factors in a matrix product, which
+            may round both to 11 bits.
     """
     rows = torch.cat([*norms], 1)
     squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
-    return with_rounding(squares * (1 + (width + 8) * unit(rows.dtype)), 0.0, dtype)[None]
+    squares *= 1 + (width + 8) * unit(rows.dtype)
+    rounded = squares.sqrt() * 2.0**-10 if by_product and is_in_tf32(dtype) else 0.0
+    return with_rounding(squares, rounded, dtype)[None]
 
 
 def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpbench import Case, ConfigurationError
-from dpbench.child.build import build, pick_device
+from dpbench.child.build import build, pick_device, set_tf32
 from dpbench.child.step import PhaseTimes, check_stepped, held_by_graphs, run_case
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.training.phases import observed_step, phase
@@ -128,3 +128,18 @@ def test_a_step_that_a_scaler_skips_is_found_wherever_it_grows(
 ) -> None:
     with pytest.raises(ConfigurationError, match="the GradScaler skipped a counted step"):
         scaled_steps(interval, warmup, [number == skipped for number in range(5)])
+
+
+@pytest.mark.parametrize(("precision", "operations"), [("fp32", "ieee"), ("tf32", "tf32")])
+def test_a_precision_that_a_module_set_for_all_is_not_that_of_a_case(
+    precision: str, operations: str
+) -> None:
+    backends: Any = torch.backends
+    backends.fp32_precision = "tf32"
+    try:
+        set_tf32(Case("standard", 4, 16, "tiny", precision), torch.device("cuda"))
+        for operation in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+            assert operation.fp32_precision == operations
+    finally:
+        backends.fp32_precision = "none"
+        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = False, True

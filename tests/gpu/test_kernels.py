@@ -148,9 +148,16 @@ def test_tokens_that_are_alike_are_clipped(
 @pytest.mark.parametrize("offset", [0, 100, 1e4])
 @pytest.mark.parametrize(("tokens", "width"), [(128, 32), (16, 256), (1024, 512), (1024, 2048)])
 @pytest.mark.parametrize("trainer", OURS)
+@pytest.mark.parametrize("small", [kernels.SMALL, 0])
 def test_with_tf32_examples_are_clipped_to_little_less_than_the_threshold(
-    trainer: str, tokens: int, width: int, offset: float
+    trainer: str,
+    tokens: int,
+    width: int,
+    offset: float,
+    small: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(kernels, "SMALL", small)  # 0: not in float64, of which all here are
     torch.backends.cuda.matmul.allow_tf32 = True
     x, g = (each.cuda() for each in alike(0, tokens, width, width, offset, torch.float32))
     norm = update_of(trainer, nn.Linear(width, width, device="cuda"), (x, g)).norm()
@@ -161,9 +168,11 @@ def test_with_tf32_examples_are_clipped_to_little_less_than_the_threshold(
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 2048), (64, 256), (1024, 2048)])
 @pytest.mark.parametrize("trainer", OURS)
+@pytest.mark.parametrize("small", [kernels.SMALL, 0])
 def test_with_tf32_numbers_that_are_rounded_up_are_clipped(
-    trainer: str, tokens: int, width: int
+    trainer: str, tokens: int, width: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kernels, "SMALL", small)
     torch.backends.cuda.matmul.allow_tf32 = True
     given = torch.full((1, tokens, width), 1 + 2.0**-10 - 2.0**-23, device="cuda")
     layer = nn.Linear(width, width, bias=False, device="cuda")

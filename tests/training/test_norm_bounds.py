@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench import TRAINERS, Batch, Workload
 from dpbench.core.errors import ConfigurationError
@@ -401,6 +402,66 @@ def test_norms_of_truncated_numbers_cover_an_update_that_rounds_to_nearest(
         bound = gram_bound([gram_sums(*products)], tokens, (errors, errors), torch.float32)
     made = in_11_bits(factor * g, nearest=True).mT @ in_11_bits(x, nearest=True)
     assert made.norm() <= factor * bound[0, 0].double().sqrt() * (1 + 1e-6)
+
+
+class ProductsIn11Bits(TorchDispatchMode):
+    """Rounds what products, and convolutions in backward, are given, as a GPU does with TF32.
+
+    Args:
+        products: whether matrix products round as well as convolutions.
+    """
+
+    def __init__(self, products: bool) -> None:
+        super().__init__()
+        aten = torch.ops.aten
+        self._rounding: set[Any] = {aten.convolution_backward.default}
+        if products:
+            self._rounding |= {aten.mm.default, aten.mm.out, aten.bmm.default}
+
+    def __torch_dispatch__(
+        self, function: Any, _: Any, given: Any = (), options: Any = None
+    ) -> Any:
+        if function in self._rounding:
+            given = [
+                in_11_bits(each, nearest=True).float() if isinstance(each, Tensor) else each
+                for each in given
+            ]
+        return function(*given, **(options or {}))
+
+
+@pytest.mark.parametrize("trainer", OURS)
+@pytest.mark.parametrize("size", [1, 0.033, 0.1234567])
+@pytest.mark.parametrize("value", [1, 1 + 2.0**-11, 1 + 2.0**-10 - 2.0**-23])
+def test_with_tf32_one_of_several_examples_is_clipped(
+    trainer: str, value: float, size: float
+) -> None:
+    x, g = torch.zeros(2, 3, 1, 8)
+    x[0], g[0] = 100 * value, 100 * size
+    with with_tf32(), ProductsIn11Bits(True):
+        update = update_of(trainer, nn.Linear(8, 8, bias=False), (x, g))
+    assert 3 * update.norm() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("way", [PRODUCTS, GRADIENT])
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("value", [1 + 2.0**-11, 1 + 2.0**-10 - 2.0**-23])
+@pytest.mark.parametrize("size", [1, 0.7531])
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_a_convolution_in_tf32_is_clipped(
+    way: str,
+    products: bool,
+    value: float,
+    size: float,
+    dimensions: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ghost_lean, "convolves_in_tf32", lambda _: True)
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1](4, 4, 2, bias=False)
+    x = torch.full((1, 4, *[2] * dimensions), 100 * value)
+    g = torch.full((1, 4, *[1] * dimensions), 100 * size)
+    with with_tf32() if products else nullcontext(), ProductsIn11Bits(products):
+        update = update_of(f"ghost_lean by {way}", layer, (x, g))
+    assert 0.99 < update.norm() <= 1 + 1e-6
 
 
 def test_tf32_is_noticed_however_it_was_allowed() -> None:
