@@ -211,7 +211,7 @@ def test_a_step_that_fails_says_why_in_its_record(
             ["show", "absent"],
             "no run file absent, and no run of that name in .dpbench; dpbench list",
         ),
-        (["show", "7", "--storage", "absent"], "no run number 0007 in absent; there is none"),
+        (["show", "7", "--storage", "absent"], "no run number 0007 in absent; it has no runs"),
         (["show", "/"], "no run file /, and no run of that name"),
         (["show", "9" * 5000], "File name too long"),
         (["show", __file__, "--html", __file__], "and --html name the same file, 'test_cli.py'"),

@@ -84,7 +84,7 @@ def test_a_missing_condition_is_named_with_what_would_give_it(
     dpsgd = of_cell(GRID1, tmp_path / "run.json", trainer="dpsgd", batch_size=8, seq_len=256)
     text = " ".join(shown(capsys, dpsgd, "--time").split())
     assert "No operations were counted for dpsgd: --instrument logical counts them" in text
-    assert "How busy the GPU was with dpsgd is not known" in text
+    assert "unknown how busy the GPU was with dpsgd" in text
     assert "--instrument cupti measures it" in text
     assert "beyond standard's" not in text
 
@@ -96,7 +96,7 @@ def test_a_ceiling_that_was_not_measured_is_not_replaced(
     by_autocast = (RESULTS / "h200-methods-amp.json").read_text()
     run.write_text(by_autocast.replace('"bf16-amp"', '"fp16-amp"'))
     text = " ".join(shown(capsys, run, "--time").split())
-    assert "No ceiling of arithmetic at fp16-amp: --time FILE takes a measured one" in text
+    assert "No ceiling of arithmetic at fp16-amp: name a FILE that has it" in text
     assert "Roofs of NVIDIA H200: 4283 GB/s (measured" in text
     document = json.loads((RESULTS / "h200-ceilings.json").read_text())
     document["ceilings"]["flops"]["fp16"] = 6e14
@@ -126,7 +126,7 @@ def test_a_bound_beyond_the_time_is_said_to_be_wrong(
         ([GRID1, GRID1, "--time"], "the same case is in two of them"),
         ([GRID1, "--time", GRID1], "no file of measured ceilings"),
         ([GRID1, "--time", "--roofline"], "--roofline and --time are two tables: ask for one"),
-        (["other.json", "--time"], "no measured ceilings of NVIDIA T4: name a FILE"),
+        (["other.json", "--time"], "no measured ceilings of NVIDIA T4: measure them"),
     ],
 )
 def test_bad_input_gets_one_clear_line(

@@ -115,7 +115,7 @@ def test_run_is_found_by_number_or_path(storage: Storage) -> None:
 
 def test_what_is_not_there_is_said_with_what_is(storage: Storage, tmp_path: Path) -> None:
     path = storage.allocate("before", H200, text())
-    with pytest.raises(ConfigurationError, match=r"no run number 0007 in .*; there is 0001"):
+    with pytest.raises(ConfigurationError, match=r"no number 0007 .*; its latest runs are 0001"):
         storage.find("7")
     with pytest.raises(ConfigurationError, match=r"no run file absent\.json"):
         storage.find("absent.json")
