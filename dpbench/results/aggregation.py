@@ -22,8 +22,8 @@ _OF_STEP = [*PLACE, "instrument", "rank", "repeat", "tool"]
 def aggregate(frame: pd.DataFrame) -> pd.DataFrame:
     """Combine the ranks and steps of a long table into one row per number.
 
-    Metrics that are sums or shares of others are added first. The columns are those of
-    `dpbench.results.summary.summary` from ``value`` to ``imbalance``.
+    Metrics that are sums or shares of other metrics are added first. For the columns, see
+    `dpbench.results.summary.summary`.
     """
     return _over_steps(_over_ranks(_with_totals(_by_case(frame))))
 
@@ -67,7 +67,7 @@ def _with_totals(rows: pd.DataFrame) -> pd.DataFrame:
 def _as_shares_of_timed_steps(
     shares: pd.Series[float], spans: pd.Series[float], steps: pd.DataFrame, rows: pd.DataFrame
 ) -> pd.Series[float]:
-    """Convert shares of the time of counted ranges to shares of the time of steps without counting.
+    """Convert busy shares of counted ranges to busy shares of steps that run without counting.
 
     A counted range starts with an idle GPU, so it waits longer for launches than a step without
     counting, but has the same busy time. Without a measured time, the share of a phase is kept,
@@ -141,7 +141,7 @@ def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
 
 
 def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """Combine the steps of each number, and add spreads and numbers of steps."""
+    """Combine the steps of each number, and add columns such as ``spread`` and ``steps``."""
     _check_unique(rows, [*NUMBER, "repeat"])
     reduced = _reduced(rows, [*NUMBER, "unit"], "repeat").rename(columns={"count": "steps_present"})
     # Whole steps are separate from phases, because whole steps can be counted more often.

@@ -20,8 +20,8 @@ SHARE = 0.02
 """Operators or kernels below this share of the largest change are not listed."""
 
 WHERE = ["phase", "name", "module"]
-"""The columns that identify a change. The source line is not among them, because edits above a line
-change its number."""
+"""The columns that identify a change. The source line is not among these columns, because edits
+above a line change its number."""
 
 
 def largest_changes(
@@ -32,10 +32,11 @@ def largest_changes(
     For a measured metric the list has kernels if both runs recorded them, otherwise operators.
 
     Returns:
-        For each kernel or operator ``trainer``, ``phase``, ``name``, ``module``, ``line`` and
-        ``bytes``. ``bytes`` is negative for a decrease. Kernels have DRAM bytes and no module or
-        line. Operators have counted bytes. The list is empty if the metric that regressed is not a
-        sum of bytes, or if neither kernels nor operators of the case were recorded in both runs.
+        A dictionary for each kernel or operator, with ``trainer``, ``phase``, ``name``,
+        ``module``, ``line`` and ``bytes``. ``bytes`` is negative for a decrease. Kernels have DRAM
+        bytes and no module or line. Operators have bytes that were counted without hardware. The
+        list is empty if the metric that regressed is not a sum of bytes, or if neither kernels nor
+        operators of the case were recorded in both runs.
     """
     metric = METRICS.find(regression["of"] or regression["metric"])
     counted = regression["device"] == NO_HARDWARE

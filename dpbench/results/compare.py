@@ -37,9 +37,9 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
 
     Returns:
         One row for each number of either run. The columns are `CHANGES`, where ``before`` or
-        ``after`` is NaN if the run lacks the number; ``shared``, which is true if that instrument
-        measured the case in both runs; and ``steps``, ``steps_present`` and ``ranks`` of the first
-        run's summary. The second run has the same columns with the ending ``_new``.
+        ``after`` is NaN if the run lacks the number; ``shared``, which is true if the row's
+        instrument measured the case in both runs; and ``steps``, ``steps_present`` and ``ranks`` of
+        the first run's summary. The same columns of the second run end in ``_new``.
     """
     which = [name for name in (*AXES, *NUMBER[1:]) if not (across and name == "device")]
     keys, measured = [*which, "of", "unit"], [n for n in which if n not in ("metric", "phase")]
@@ -121,8 +121,8 @@ Interval = tuple[float, float]
 """A lower and an upper bound of a number."""
 
 SYNTAX = (
-    "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (exceeded beyond both) or METRIC:±5% (either "
-    "direction)"
+    "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (both must be exceeded) or METRIC:±5% "
+    "(in either direction)"
 )
 
 

@@ -33,7 +33,7 @@ def new_run(
 ) -> Run:
     """Return a run without cases, for a session that begins with these instruments.
 
-    ``shard`` names the part of the grid that the session measures; None stands for all of it.
+    ``shard`` names the part of the grid that the session measures, or is None for the whole grid.
     Values that JSON cannot express are converted to text, as if the run had been read from a file.
     """
     session = {
@@ -49,7 +49,7 @@ def new_run(
 
 
 def automatic_name(run: Run) -> str:
-    """Return the default name of a run: its commit, ``-dirty`` if changed, and its start in UTC."""
+    """Return the default name of a run: commit, ``-dirty`` if the code differs, and UTC time."""
     time = f"{datetime.fromisoformat(run.session['started']).astimezone(UTC):%Y%m%dT%H%M%SZ}"
     if (code := run.environment.get("code")) is None:
         return time
@@ -131,7 +131,7 @@ def _settings(instrument: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
     if "metrics" in chosen:
         chosen["metrics"] = [metric.name for metric in chosen["metrics"]]
-    if "instrument" in chosen:  # a script's instrument wraps another
+    if "instrument" in chosen:  # the instrument of a script wraps another instrument
         chosen = _settings(chosen.pop("instrument")) | chosen
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -149,7 +149,7 @@ def environment(
     tools: Mapping[str, str] | None = None,
     project: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the software and machine of a run, without importing the packages.
+    """Return the software and machine of a run. Versions are read without importing packages.
 
     Args:
         gpu: the name, driver and other properties of the GPU that measured, or None.
@@ -202,7 +202,7 @@ def code_state(project: Path) -> dict[str, Any] | None:
     untracked = git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
     names = []
     for name in sorted(filter(None, (untracked or b"").split(b"\0"))):
-        with suppress(OSError):  # such as an editor's lock file, which is a dangling link
+        with suppress(OSError):  # for example, an editor's lock file is a dangling link
             content = (root / os.fsdecode(name)).read_bytes()
             digest.update(name + content)
             names.append(name)

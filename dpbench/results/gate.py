@@ -2,8 +2,8 @@
 
 A limit is checked for every case and instrument that the session requested and the reference
 contains. Other cases are only mentioned in a note. The gate fails if a limit is exceeded, if a
-requested number is missing, or if a limit could be checked for no number. A session uses the gate
-once, at its end. ``dpbench compare`` uses it for saved runs.
+requested number is missing, or if a limit could not be checked for any number. A session uses the
+gate once, at its end. ``dpbench compare`` uses the gate for saved runs.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Gate:
             return ""
         devices = self.before.places.get((case, row["instrument"]), ())
         if not devices or not (self.across or row["device"] in devices):
-            return "" if self.asked is None else f"{self.before.name} has nothing to compare with"
+            return "" if self.asked is None else f"{self.before.name} has no number to compare with"
         return self._lacking(self.before, case, row)
 
     def _lacking(self, run: Run, case: Subject, row: Mapping[str, Any]) -> str:
@@ -219,9 +219,9 @@ class Gate:
         return f"{run.name} has no {metric}{where} by {instrument}"
 
     def _other_ranks(self, row: Mapping[str, Any]) -> str:
-        """Return how the numbers of ranks differ; empty if they are equal.
+        """Return how the numbers of ranks differ, or an empty string if they are equal.
 
-        Only ranks of a script can differ: its case does not record their number.
+        Only scripts can have different numbers of ranks, because their cases do not record it.
         """
         before, after = row["ranks"], row["ranks_new"]
         if before == after:
@@ -229,11 +229,11 @@ class Gate:
         return f"{self.before.name} has {before:.0f} ranks, but {self.after.name} has {after:.0f}"
 
     def _fewer_steps(self, case: Subject, row: Mapping[str, Any]) -> str:
-        """Return how many steps are missing; empty if the numbers of steps can be compared.
+        """Return how the numbers of steps differ, or an empty string if the limit can be checked.
 
         Fewer steps are accepted if the settings of the runs request different numbers of steps.
-        With Poisson batches the numbers must be equal, because only then both runs have the same
-        batch sizes.
+        With Poisson batches the numbers must be equal, because only then do both runs have the
+        same batch sizes.
         """
         requested = [
             run.session.get("settings", {}).get(row["instrument"], {}).get("steps")
@@ -252,7 +252,7 @@ class Gate:
         )
 
     def _not_counted(self, case: Subject, row: Mapping[str, Any]) -> str:
-        """Return the note on what logical counting left out; empty if the number can be compared.
+        """Return the note on uncounted operators, or an empty string if there is none that matters.
 
         Operators that only the new run left out can hide growth. Work in other threads and
         floating-point operations can hide growth even if both runs left them out.

@@ -30,7 +30,7 @@ NO_FLOPS = "FLOPS NOT COUNTED"
 ELSEWHERE = f"{NOT_COUNTED}: operators that ran in other threads or forks while steps counted"
 
 HEAVY = 0.01
-"""An operator is heavy if its share of a step's bytes is larger."""
+"""An operator is heavy if its share of a step's bytes is larger than this."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ _TELLING = re.compile(
 """Template arguments that name the operation."""
 
 _GENERIC = {"Kernel", "Kernel2", "device_kernel", "kernel"}
-"""Kernel names that do not name the operation."""
+"""Kernel names that say nothing about the operation."""
 
 
 @cache
@@ -128,9 +128,10 @@ def category(name: str) -> str | None:
 
 @cache
 def short_name(name: str) -> str:
-    """Shorten a demangled name. Of its template arguments, one that names the operation is kept.
+    """Shorten a demangled name to the kernel and the operation that it does.
 
-    Return type, parameters and most namespaces are removed. For example, the name::
+    One template argument that names the operation is kept. Other template arguments, the return
+    type, parameters and most namespaces are removed. For example, the name::
 
         void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>,
         std::array<char *, (unsigned long)1>>(int, T2, T3)
@@ -206,7 +207,7 @@ def kernel_rows(
 ) -> list[Measurement]:
     """Sum the counts of kernels to rows of the instrument ``by``, one for each metric and phase.
 
-    ``whole`` says that all kernels of each step were counted. Only then are there rows of steps.
+    ``whole`` is true if all kernels of each step were counted. Only then are there rows of steps.
     """
     sums: dict[tuple[int, str, str], float] = defaultdict(float)
     for count in counts:

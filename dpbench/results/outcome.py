@@ -178,7 +178,7 @@ def baseline_of(session: Mapping[str, Any]) -> str:
 
 
 def derived(summary: pd.DataFrame) -> dict[str, Any]:
-    """Return the ratios and throughputs of a summary, for readers of a document without dpbench."""
+    """Return ratios and throughputs for programs that read a document without dpbench."""
     rows = summary.rename(columns={"baseline": "to"})
     own, rates = (rows[rows.kind == kind] for kind in ("value", "throughput"))
     by = [*AXES, *NUMBER[1:], "unit", "value"]

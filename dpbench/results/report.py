@@ -124,7 +124,7 @@ class CaseReport:
 
     @cached_property
     def kernels(self) -> pd.DataFrame:
-        """The counts of each kernel by phase and short name. The most DRAM bytes come first.
+        """The counts of each kernel by phase and short name, sorted by DRAM bytes.
 
         The columns are those of `kernel_table`. For example,
         ``report.kernels.dram_bytes["clip", "gemvx::kernel"]`` is a number.

@@ -47,7 +47,7 @@ class Roofs:
     def of(
         cls, devices: Iterable[str], bandwidth: float, flops: Mapping[str, float], source: str
     ) -> Roofs:
-        """Make the roofs of devices. Under autocast, matrix products have the roof of 16 bits."""
+        """Make the roofs of devices. Under autocast, the roof is that of 16-bit products."""
         names = tuple(devices)
         known = {name: float(flops[name]) for name in PRODUCTS}
         known |= {f"{name}-amp": float(flops[name]) for name in ("bf16", "fp16") if name in flops}
@@ -142,7 +142,7 @@ def read_ceilings(path: Path) -> Roofs:
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigurationError(f"{path}: no file of measured ceilings ({error})") from error
+        raise ConfigurationError(f"{path} is no file of measured ceilings ({error})") from error
 
 
 # --- the phases of a step --------------------------------------------------------------------
@@ -154,7 +154,7 @@ COUNTED_BYTES = "logical bytes"
 BUSY = "gpu_busy_share"
 
 LAUNCH_BOUND = 0.7
-"""A phase is launch-bound if the GPU is busy for a smaller share of the phase's time."""
+"""A phase is launch-bound if the GPU is busy for a smaller share of the phase's time than this."""
 
 
 def intensities(summary: pd.DataFrame) -> pd.DataFrame:
@@ -227,8 +227,8 @@ def apply_roofs(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
         The table with these columns, which are NaN if operations, bytes or the roof at this
         precision are unknown. ``arithmetic_seconds`` and ``bytes_seconds`` are the least times for
         operations and for bytes. ``bound`` names the longer of the two, or says ``launch-bound``
-        with the share of time in which the GPU was busy. ``least_seconds`` is the longer time; of a
-        step, the sum over its phases, because phases run one after the other. ``share`` is
+        with the share of time in which the GPU was busy. ``least_seconds`` is the longer time. For
+        a step, it is the sum over the phases, because phases run one after the other. ``share`` is
         ``least_seconds / seconds``, and ``flops_per_second`` the achieved rate.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The long table, with one row per number. `Measurement` is a row."""
+"""The long table, with one row per number. Each row is a `Measurement`."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def checked(
 ) -> tuple[list[Measurement], list[str]]:
     """Check the rows that an instrument recorded for a case.
 
-    A phase that a step lacks gets a row with the value 0, so that any row that is still missing
-    must have been lost. No zeros are added for a script, because its steps may have different
+    Each phase that a step lacks gets a row with the value 0. Any row that is still missing was
+    lost. No zeros are added for a script, because its steps may have different
     phases, nor if a row was refused or ``whole`` is false.
 
     Returns:
@@ -114,7 +114,7 @@ def checked(
 
 
 def _why_impossible(case: Subject, row: Measurement, valid: Container[Measurement]) -> str:
-    """Return what is wrong with a row; empty if the row can be added to the valid rows."""
+    """Return what is wrong with a row, or an empty string if the row is valid."""
     for each in OWN_FIELDS:
         value = getattr(row, each.name)
         if isinstance(value, bool) or not isinstance(value, _TYPES[str(each.type)]):
@@ -131,7 +131,7 @@ def _why_impossible(case: Subject, row: Measurement, valid: Container[Measuremen
 
 
 def impossible_number(metric: str, value: float, unit: str) -> str:
-    """Return what is wrong with a metric, its value or its unit; empty if they are possible."""
+    """Return what is wrong with a metric, its value or its unit, or an empty string."""
     known = METRICS.get(metric)
     if not known and not is_counter(metric):
         return "an undefined metric"

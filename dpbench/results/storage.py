@@ -145,7 +145,7 @@ class Storage:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Lock a run's file while a session writes it. The lock ends with the process at latest."""
+        """Lock a run's file while a session writes it. The end of the process releases the lock."""
         lock = _lock(path)
         try:
             with locked(lock, wait=False):
@@ -182,7 +182,7 @@ def _name(path: Path) -> str:
 def readable(
     paths: Iterable[Path], load: Callable[[Path], Run], skipped: list[str]
 ) -> Iterator[Run]:
-    """Yield the runs that can be read. A message on each other file is added to ``skipped``."""
+    """Yield the runs that can be read, and add a message on each other file to ``skipped``."""
     for path in paths:
         try:
             yield load(path)
@@ -202,9 +202,9 @@ def latest_passed_run(
     """Return the latest complete run whose limits all passed, or None.
 
     Args:
-        newest_first: the files of the candidates.
+        newest_first: the files of candidates, the newest first.
         sources: pairs (device, instrument). The run must have rows of at least one pair.
-        asked: pairs (case, instrument). Unless empty, the run must have at least one pair.
+        asked: pairs (case, instrument). If there are any, the run must have at least one of them.
         notes: the list to which messages are added: on unreadable files and, if no run is returned,
             on the latest run that was rejected.
     """
@@ -215,7 +215,9 @@ def latest_passed_run(
         if run.verdict == COMPLETE:
             notes += skipped
             return run
-        rejected.append(f"{run.name} is {run.verdict}; to compare with it, name it")
+        rejected.append(
+            f"{run.name} is not compared, because it is {run.verdict}; name it to compare with it"
+        )
     notes += [*skipped, *rejected[:1]]
     return None
 

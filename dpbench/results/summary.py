@@ -225,7 +225,7 @@ def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
 def _largest(rows: pd.DataFrame) -> pd.DataFrame:
     """Make a row for each case and phase with the largest spread of its metrics.
 
-    Only metrics with `Metric.spread` are considered.
+    Only metrics whose `Metric.spread` is true are considered.
     """
     spreads = _derived(rows[rows.preferred], "spread")
     largest = spreads.sort_values("value", ascending=False, kind="stable")

@@ -1,4 +1,4 @@
-"""Tables of what changed between two runs."""
+"""Tables of the changes between two runs."""
 
 from __future__ import annotations
 

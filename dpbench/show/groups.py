@@ -23,7 +23,7 @@ CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 
 
 WIDE_SPREAD = 0.1
-"""If the spread of a time over its steps is larger, the shortest and longest time are shown."""
+"""If the spread of a time over its steps exceeds this, the shortest and longest time are shown."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Table:
         ]
 
     def as_text(self, width: int = WIDTH) -> str:
-        """Write the table as text. Columns that do not fit into the width follow further below."""
+        """Write the table as text. Columns that do not fit into the width are written below."""
         blocks = [self._render(block, "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
         lines = [_fill(self.title, width), "", "\n\n".join(blocks), *notes]

@@ -18,7 +18,7 @@ from dpbench.show.layout import Table
 from dpbench.show.view import TableOptions, column, shown_by_default
 
 SHOWN_SHARE = 1e-3
-"""A phase is shown if it has more than this share of the largest phase or step."""
+"""A phase is shown if it has more than this share of the largest value of a phase or step."""
 
 EVEN_SHARE = 0.05
 """Ranks differ if the largest value exceeds the mean over ranks by more than this share. A phase is
@@ -26,8 +26,8 @@ ignored if its value is at most this share of the largest value."""
 
 BUSY_OF = (
     "Busy: the time in which the GPU did anything, as a share of the time of the step or phase "
-    "without profiling. If a phase was not timed, its share is of the time between "
-    "synchronizations."
+    "without profiling. If a phase was not timed, the time between synchronizations is "
+    "used instead."
 )
 
 OF_ONE_RANK = (
@@ -139,7 +139,7 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
                 name = METRICS[metric].short_header
                 yield f"{name}: above the expected {high:g} × {view.baseline}: {listed}."
     if (ranks := rows.ranks.max()) > 1:
-        how = "counts are sums, times and peaks are the largest, shares and sent bytes are means"
+        how = "counts are sums, times and peaks are maxima, shares and sent bytes are means"
         yield f"Over {ranks:.0f} ranks: {how}."
     elif ((rows.device == NO_HARDWARE) & (rows.gpus > 1)).any():
         yield "Only the first rank of each case is counted, so no number is a sum over ranks."
@@ -259,7 +259,7 @@ def _throughput_table(group: Group) -> list[Table]:
     rates = [rate for rate in every if rate.kind == "throughput" and METRICS[rate.of].throughput]
     shown = {rate: texts for rate in rates if (texts := group.texts(rate, STEP))}
     columns = {METRICS[rate.of].heading: texts for rate, texts in shown.items()}
-    notes = ["Counted bytes of hardware ÷ time of unprofiled steps."]
+    notes = ["Bytes of hardware counters ÷ time of unprofiled steps."]
     return group.table("GB/s", columns, notes)
 
 

@@ -81,7 +81,7 @@ class TableOptions:
             and tables of phases, throughputs and counters are shown, too.
         sort: the order of lines: the name of a column, an axis, or `NAME`.
         group_by: the labels by which cases are grouped into tables. The cases of a table always
-            share the device, too.
+            have the same device, too.
         top: the most kernels, operators and source lines in a table.
         expected: the expected range of the ratio of each metric. The defaults are for ratios to the
             standard trainer.

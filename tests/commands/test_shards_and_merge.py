@@ -67,7 +67,7 @@ def test_local_executor_measures_each_shard_in_a_job(
     done = first.stat().st_mtime_ns
     second.write_text("{")  # damaged
     assert main([*on_cluster, "--resume", "--trainer=lean"]) == 2
-    assert "for this session differs: grid's trainer ['standard', 'd" in capsys.readouterr().err
+    assert "because this session differs: grid's trainer ['standard', 'd" in capsys.readouterr().err
     with locked(first.with_name(".lock")):
         assert main([*on_cluster, "--resume"]) == 2
     assert "dpbench_shards is in use: name another" in capsys.readouterr().err

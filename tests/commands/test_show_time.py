@@ -49,7 +49,7 @@ def test_each_phase_is_held_against_its_bounds_and_its_idle_time(
     assert "time    arithm.    bytes    idle    left" in text
     assert lines["standard"][1:] == ["329.4", "312.5", "21.3", "0.0", "13.1", "arithmetic"]
     assert "· noise        51.3        0.0      8.3    36.8     6.3  launch-bound (28%)" in text
-    assert "two bounds, which overlap" in " ".join(text.split())
+    assert "These two bounds overlap" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
     assert "| · noise" in (tmp_path / "time.md").read_text(encoding="utf-8")
 
@@ -58,7 +58,7 @@ def test_what_a_private_step_takes_more_is_explained_in_shares_that_overlap(
     short_fp32: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = shown(capsys, short_fp32, COUNTED, "--time")
-    _, added = text.split("what the time beyond standard's is")
+    _, added = text.split("breakdown of the time beyond standard's")
     rows = [line.split() for line in added.splitlines() if line.startswith("dpsgd")]
     assert rows == [
         ["dpsgd", "235.1", "43%", "32%", "17%", "27%"],

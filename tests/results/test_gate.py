@@ -248,7 +248,7 @@ def test_first_run_passes_only_if_the_user_says_so() -> None:
         found = verdict(GRID1, "dram_bytes:5%", before=before, asked=ASKED)
         [missing] = found.unjudged
         assert "-seq1024-" in ", ".join(missing.cases)
-        assert missing.why == f"{before.name} has nothing to compare with"
+        assert missing.why == f"{before.name} has no number to compare with"
         first = verdict(GRID1, "dram_bytes:5%", before=before, asked=ASKED, first_run_ok=True)
         assert not failures(first)
         assert failures(

@@ -190,7 +190,7 @@ def test_tables_say_what_is_of_several_ranks() -> None:
     ranks = of_ranks("standard", "dram_read_bytes", 2 * GB, 3 * GB)
     ranks += of_ranks("standard", "dram_write_bytes", 1 * GB, 1 * GB)
     assert column(tables_of(ranks)[0], "DRAM total")["standard"] == "7.00"
-    assert "Over 2 ranks: counts are sums, times and peaks are the largest" in notes(ranks)
+    assert "Over 2 ranks: counts are sums, times and peaks are maxima" in notes(ranks)
     assert "Ranks differ, largest ÷ mean: DRAM total 1.14 (standard, step)" in notes(ranks)
     even = of_ranks("standard", "dram_read_bytes", 1 * GB, 1.1 * GB)
     assert "differ" not in notes(even)

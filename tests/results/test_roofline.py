@@ -149,7 +149,7 @@ def test_logical_bytes_alone_fit_under_any_card() -> None:
 def test_rows_of_one_card_are_refused_under_the_roofs_of_another(
     measured: list[Measurement],
 ) -> None:
-    with pytest.raises(ConfigurationError, match="measured on Card, not on NVIDIA H200"):
+    with pytest.raises(ConfigurationError, match="measured on Card, so the roofs of NVIDIA H200"):
         of(logical(forward=(1e12, 1e12)), measured, roofs=find_card("h200"))
 
 

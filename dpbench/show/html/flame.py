@@ -14,7 +14,7 @@ from dpbench.show.html.figures import NEUTRAL, PHASE_COLOURS, Chart, Json, plain
 from dpbench.show.layout import Shown, Table, gigabytes
 
 SMALLEST = 0.002
-"""A box is drawn if it has a larger share of the step's bytes."""
+"""A box is drawn if its share of the step's bytes is larger than this."""
 
 OUTSIDE_MODULES = "outside of modules"
 
