@@ -21,7 +21,7 @@ from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 
 _NOT_SETTINGS = {"directory", "path", "timeout", "active"}
-"""Fields of instruments that do not change what they measure."""
+"""The fields of instruments that do not change the measured numbers."""
 
 
 def new_run(

@@ -221,7 +221,7 @@ class Gate:
     def _other_ranks(self, row: Mapping[str, Any]) -> str:
         """Return how the numbers of ranks differ, or an empty string if they are equal.
 
-        Only scripts can have different numbers of ranks, because their cases do not record it.
+        Only scripts can have different numbers of ranks, because cases of a grid name the number.
         """
         before, after = row["ranks"], row["ranks_new"]
         if before == after:

@@ -1,8 +1,8 @@
 """The counts of each operator and of each kernel of a step.
 
 Nsight Compute counts the bytes of kernels by replaying each kernel. This leaves out copies and
-memsets, so sums over kernels have metrics of their own, which are never mixed with counts of whole
-ranges.
+memsets. Sums over kernels therefore have separate metrics, which are never mixed with counts of
+whole ranges.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def kernel_rows(
 ) -> list[Measurement]:
     """Sum the counts of kernels to rows of the instrument ``by``, one for each metric and phase.
 
-    ``whole`` is true if all kernels of each step were counted. Only then are there rows of steps.
+    ``whole`` is true if all kernels of each step were counted. Without it, steps have no rows.
     """
     sums: dict[tuple[int, str, str], float] = defaultdict(float)
     for count in counts:

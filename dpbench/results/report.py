@@ -79,7 +79,7 @@ class CaseReport:
         if len(rows) > 1:
             by = " and ".join(rows.instrument + " on " + rows.device)
             raise ConfigurationError(
-                f"{self.case.id}: {metric!r} was measured by {by}; measure with one of them"
+                f"{self.case.id}: {metric!r} was measured by {by}; choose one of these instruments"
             )
         return rows.iloc[0]
 

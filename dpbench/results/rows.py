@@ -94,8 +94,8 @@ def checked(
 ) -> tuple[list[Measurement], list[str]]:
     """Check the rows that an instrument recorded for a case.
 
-    Each phase that a step lacks gets a row with the value 0. Any row that is still missing was
-    lost. No zeros are added for a script, because its steps may have different
+    Each phase that a step lacks gets a row with the value 0, so that a missing row means that a
+    number was lost. No zeros are added for a script, because its steps may have different
     phases, nor if a row was refused or ``whole`` is false.
 
     Returns:
