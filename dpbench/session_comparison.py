@@ -66,8 +66,8 @@ class SessionComparison:
         settings, across = self.settings, self.settings.compare_across
         if settings.compare:
             option = "--dpbench-compare-across" if settings.of_pytest else ""
-            subject = "this session measures"
-            check_comparable(self.reference, self.sources, subject, across=across, option=option)
+            name = "this session"
+            check_comparable(self.reference, self.sources, name, across=across, option=option)
             return
         if not self.limits or settings.compare_first_run_ok:
             return

@@ -64,12 +64,12 @@ from dpbench.results.kernels import KernelCount, fold, kernel_rows
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import (
     CARDS,
+    apply_roofs,
     find_card,
     find_ceilings,
     intensities,
     known_roofs,
     read_ceilings,
-    under,
 )
 from dpbench.results.rows import NO_HARDWARE, NUMBER, Measurement
 from dpbench.results.run import Run
@@ -205,7 +205,7 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
             roofs = read_ceilings(file)
         else:
             roofs = find_card(options.roofline or card or _card_here())
-        yield from roofline_tables(under(rows, roofs), roofs)
+        yield from roofline_tables(apply_roofs(rows, roofs), roofs)
 
 
 def _times(runs: Sequence[Run], options: argparse.Namespace, view: TableOptions) -> Iterator[Table]:

@@ -1,1 +1,1 @@
-"""Results: rows, ratios, storage and summaries. Never imports torch."""
+"""Results of measurements: rows, ratios, comparisons and saved runs. Never imports torch."""

@@ -1,4 +1,4 @@
-"""Finds the operators, kernels and functions whose bytes changed most between two runs."""
+"""The operators, kernels and functions whose bytes changed most between two runs."""
 
 from __future__ import annotations
 
@@ -14,57 +14,63 @@ from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 
 MOST = 5
-"""How many operators or kernels are named for a regression."""
+"""The most operators or kernels that are listed for a regression."""
 
 SHARE = 0.02
 """Operators or kernels below this share of the largest change are not listed."""
 
 WHERE = ["phase", "name", "module"]
-"""The key of a change. Lines are not part of it, because edits above a line change its number."""
+"""The columns that identify a change. The source line is not among these columns, because edits
+above a line change its number."""
 
 
 def largest_changes(
     before: Run, after: Run, case: Subject, regression: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The operators, or else the kernels, of a case whose bytes changed most.
+    """List the kernels or operators of a case whose bytes changed most, the largest change first.
 
-    Each as ``trainer``, ``phase``, ``name``, ``module``, ``line`` (both of operators, empty where
-    unknown) and ``bytes`` (of kernels, DRAM bytes; negative for a decrease), the largest change
-    first. Empty if the metric that regressed is not the sum of such bytes, or if one of the runs
-    did not record operators or kernels of the case.
+    For a measured metric the list has kernels if both runs recorded them, otherwise operators.
+
+    Returns:
+        A dictionary for each kernel or operator, with ``trainer``, ``phase``, ``name``,
+        ``module``, ``line`` and ``bytes``. ``bytes`` is negative for a decrease. Kernels have DRAM
+        bytes and no module or line. Operators have bytes that were counted without hardware. The
+        list is empty if the metric that regressed is not a sum of bytes, or if neither kernels nor
+        operators of the case were recorded in both runs.
     """
     metric = METRICS.find(regression["of"] or regression["metric"])
     counted = regression["device"] == NO_HARDWARE
     if not (metric and metric.unit == "B" and metric.adds_up and (counted or metric.logical)):
         return []
     if not counted and len(changed := kernel_changes(before, after, case)):
-        return _named(case, changed, regression["phase"])
+        return _largest(case, changed, regression["phase"])
     column = (counted and metric.source) or "total_bytes"
-    return _named(case, operator_changes(before, after, case, column), regression["phase"])
+    return _largest(case, operator_changes(before, after, case, column), regression["phase"])
 
 
 def grown_memory(before: Run, after: Run, case: Subject) -> list[dict[str, Any]]:
-    """The functions of a script whose memory at the peak changed most, as `largest_changes`.
+    """List the functions of a script whose memory at the peak changed most.
 
-    Empty if a run did not record them.
+    The list has the form of `largest_changes`. It is empty if a run did not record memory by
+    source line.
     """
-    return _named(case, _changes(*(_held(run, case) for run in (before, after))), STEP)
+    return _largest(case, _changes(*(_of_memory(run, case) for run in (before, after))), STEP)
 
 
 def operator_changes(
     before: Run, after: Run, case: Subject, column: str = "total_bytes"
 ) -> pd.DataFrame:
-    """The bytes of each operator of a case in both runs, the largest change first.
+    """Compare the bytes of each operator of a case in two runs, the largest change first.
 
     Returns:
-        A row for each of `WHERE`, with ``line``, and ``before``, ``after`` and ``change`` in bytes
-        of a step; no row if a run did not count operators.
+        A row for each combination of `WHERE`, with ``line``, and ``before``, ``after`` and
+        ``change`` in bytes per step. There are no rows if a run did not count operators.
     """
     return _changes(*(_of_operators(run, case, column) for run in (before, after)))
 
 
 def kernel_changes(before: Run, after: Run, case: Subject) -> pd.DataFrame:
-    """The DRAM bytes of each kernel, as `operator_changes`; modules and lines are unknown."""
+    """Compare the DRAM bytes of each kernel, like `operator_changes`, without modules and lines."""
     return _changes(*(_of_kernels(run, case) for run in (before, after)))
 
 
@@ -79,7 +85,7 @@ def _of_kernels(run: Run, case: Subject) -> pd.DataFrame:
     return _frame((k.phase, k.kernel, "", "", k.dram_bytes / steps) for k in entries)
 
 
-def _held(run: Run, case: Subject) -> pd.DataFrame:
+def _of_memory(run: Run, case: Subject) -> pd.DataFrame:
     entries = (m for each in run.outcomes if each.case == case for m in each.memory_lines)
     return _frame((m.phase, re.sub(r":\d+", "", m.line), "", "", m.held_bytes) for m in entries)
 
@@ -89,9 +95,10 @@ def _frame(rows: Iterable[tuple[str, str, str, str, float]]) -> pd.DataFrame:
 
 
 def _changes(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """Bytes before and after, by `WHERE`, with the line of most bytes, if possible of the new run.
+    """Add up bytes by `WHERE`, and compare the sums.
 
-    Modules are left out unless both runs have them: an old run may lack them.
+    ``line`` is the source line with the most bytes, in the new run if it has the operator. Modules
+    are ignored unless both runs have them.
     """
     if old.empty or new.empty:
         return pd.DataFrame(columns=[*WHERE, "line", "before", "after", "change"])
@@ -109,10 +116,10 @@ def _changes(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     return both.reset_index().sort_values("change", key=abs, ascending=False, kind="stable")
 
 
-def _named(case: Subject, changes: pd.DataFrame, phase: str) -> list[dict[str, Any]]:
-    """The largest changes of a phase, or of the whole step, as `largest_changes` returns them."""
+def _largest(case: Subject, changes: pd.DataFrame, phase: str) -> list[dict[str, Any]]:
+    """List the largest changes of a phase or, for `STEP`, of all phases."""
     of_phase = changes[(changes.phase == phase) | (phase == STEP)].head(MOST)
     most = of_phase.change.abs().max()
     of_phase = of_phase[of_phase.change.abs() > SHARE * most].rename(columns={"change": "bytes"})
-    fields = of_phase[[*WHERE, "line", "bytes"]].to_dict("records")
-    return [{"trainer": case.trainer, **{str(k): v for k, v in each.items()}} for each in fields]
+    listed = of_phase[[*WHERE, "line", "bytes"]].to_dict("records")
+    return [{"trainer": case.trainer, **{str(k): v for k, v in each.items()}} for each in listed]

@@ -1,6 +1,6 @@
-"""The numbers of two runs side by side, and how much one may change.
+"""Comparison of the numbers of two runs, and limits on their changes.
 
-`dpbench.results.gate` judges them.
+`dpbench.results.gate` applies the limits.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ from dpbench.results.rows import NUMBER, STEP
 from dpbench.results.run import Run
 
 CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
-"""The columns of a comparison; ``change`` is after - before, ``relative`` is ``change`` over
-before."""
+"""The columns of a comparison. ``change`` is ``after - before``, and ``relative`` is ``change``
+divided by the absolute value of ``before``."""
 
 _LIMITED = ("value", "ratio")
 """The kinds of metrics that can have a limit."""
 
 
 def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
-    """The numbers of two runs, side by side where case, instrument and device agree.
+    """Pair the numbers of two runs that have the same case, instrument, device, phase and metric.
 
-    With ``across``, devices may differ; the column ``device`` then says ``X -> Y``.
+    With ``across``, devices may differ. The column ``device`` is then ``X -> Y``.
 
     Returns:
-        Every number of either run, with the columns `CHANGES` (``before`` or ``after`` is NaN where
-        that run has no such number); ``shared``, whether both have the case by that instrument;
-        and ``steps``, ``steps_present`` and ``ranks`` of the summary, for the run after as
-        ``steps_new``, ``steps_present_new`` and ``ranks_new``.
+        One row for each number of either run. The columns are `CHANGES`, where ``before`` or
+        ``after`` is NaN if the run lacks the number; ``shared``, which is true if the row's
+        instrument measured the case in both runs; and ``steps``, ``steps_present`` and ``ranks`` of
+        the first run's summary. The same columns of the second run end in ``_new``.
     """
     which = [name for name in (*AXES, *NUMBER[1:]) if not (across and name == "device")]
     keys, measured = [*which, "of", "unit"], [n for n in which if n not in ("metric", "phase")]
     old, new = (limited(run, ratios=not other_baseline(before, after)) for run in (before, after))
     if any(side.duplicated(keys).any() for side in (old, new)):
-        raise ConfigurationError("a run has measured one case on several devices: not compared")
+        raise ConfigurationError(
+            "cannot compare across devices, because one run has the same case on several devices"
+        )
     both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))
     both = both.rename(columns={"value": "before", "value_new": "after"})
     if across:
         was, now = both.device.fillna(both.device_new), both.device_new.fillna(both.device)
         both["device"] = was.where(was == now, was + " -> " + now)
-    there = [
+    in_run = [
         both[measured].merge(side[measured].drop_duplicates(), "left", indicator=True)
         for side in (old, new)
     ]
-    both["shared"] = np.logical_and(*((side._merge == "both").to_numpy() for side in there))
+    both["shared"] = np.logical_and(*((side._merge == "both").to_numpy() for side in in_run))
     both["change"] = both.after - both.before
     both["relative"] = both.change / both.before.abs().where(both.before != 0)
     both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0
@@ -63,7 +65,10 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
 
 
 def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
-    """The numbers of a run that can have a limit. The baseline's own ratio, always 1, cannot."""
+    """Return the numbers of a run that can have a limit.
+
+    The baseline's ratio to itself is left out, because it is always 1.
+    """
     rows = run.summary
     is_ratio = (rows.kind == "ratio") & (rows.trainer != rows.baseline) & ratios
     columns = [
@@ -81,20 +86,21 @@ def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
 
 
 def other_baseline(before: Run, after: Run) -> str:
-    """Why the ratios of two runs are not compared; empty if they are compared."""
+    """Return why the ratios of two runs cannot be compared, or an empty string if they can."""
     if before.frame.empty or before.baseline == after.baseline:
         return ""
     return (
-        f"ratios of {before.name} are to {before.baseline}, those of {after.name} to "
-        f"{after.baseline}, and not compared"
+        f"ratios are not compared, because the baseline of {before.name} is {before.baseline} and "
+        f"the baseline of {after.name} is {after.baseline}"
     )
 
 
-# --- how much a number may change -----------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------
 #
-# METRIC[@PHASE]:[±]LIMIT. A limit is a share (5%), an amount in SI units (0.5GB, 2ms, a plain
-# number in the metric's own unit), or both (5%+0.1GB): then only a change beyond both counts.
-# Without ± (or +-) only a change for the worse counts.
+# A limit is written METRIC[@PHASE]:[±]CHANGE. The change is a share (5%), an amount in SI units
+# (0.5GB, 2ms; a plain number is in the metric's own unit), or both (5%+0.1GB). A limit with both is
+# exceeded only by a change that is larger than the share and larger than the amount. A limit
+# without ± (or +-) is exceeded only by a change for the worse.
 
 _PHASES = (STEP, *ALL_PHASES)
 _SCALES = {
@@ -108,26 +114,29 @@ VARYING = ("_seconds", "_cycles", "_per_second", "_joules", "_watts", "_share")
 """Suffixes of metrics that vary between equal runs: times, cycles, energy, power and shares."""
 
 STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for 95 % confidence intervals of the mean, by degrees of freedom from 1. If two such
-intervals do not overlap, the means differ with more than 99 % confidence."""
+"""Student's t for 95 % confidence intervals of the mean, for 1, 2, … degrees of freedom. If two
+such intervals do not overlap, the means differ with more than 99 % confidence."""
 
 Interval = tuple[float, float]
-"""The lower and the upper bound of a number."""
+"""A lower and an upper bound of a number."""
 
-SYNTAX = "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (beyond both), METRIC:±5% (either way)"
+SYNTAX = (
+    "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (both must be exceeded) or METRIC:±5% "
+    "(in either direction)"
+)
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """The largest change of one metric that is no regression.
+    """A limit: the largest allowed change of one metric.
 
     Args:
-        metric: a metric, e.g. ``dram_bytes``, or one's ratio to the baseline, ``dram_ratio``.
+        metric: a metric such as ``dram_bytes``, or a ratio to the baseline such as ``dram_ratio``.
         phase: a phase, or ``"step"``.
-        percent: the share of the value before, or None.
-        amount: in the metric's unit, or None.
-        two_sided: whether a change for the better counts too.
-        written: as the user wrote it.
+        percent: the allowed change in percent of the reference's value, or None.
+        amount: the allowed change in the metric's unit, or None.
+        two_sided: whether a change for the better can exceed the limit, too.
+        written: the limit as the user wrote it.
     """
 
     metric: str
@@ -145,7 +154,7 @@ class Threshold:
 
     @classmethod
     def parse(cls, text: str) -> Threshold:
-        """Read what a user wrote, such as ``dram_bytes@clip:5%+0.1GB``."""
+        """Read a limit from text such as ``dram_bytes@clip:5%+0.1GB``."""
         text = re.sub(r"\s*([:@])\s*", r"\1", text.strip())
         match = _SPEC.fullmatch(text)
         if match is None:
@@ -154,7 +163,7 @@ class Threshold:
         metric = METRICS.find(name)
         if metric is None or metric.kind not in _LIMITED:
             limited = [each for each in METRICS.every().values() if each.kind in _LIMITED]
-            hint = "throughputs and spreads have no limit"
+            hint = "throughputs and spreads cannot have a limit"
             raise unknown("metric", name, (each.name for each in limited), hint)
         if phase is not None and phase not in _PHASES:
             raise unknown("phase", phase, _PHASES)
@@ -162,28 +171,35 @@ class Threshold:
         for part in filter(None, parts):
             kind, value = _limit(part, metric, text)
             if kind in limits:
-                raise ConfigurationError(f"threshold {text!r} has two limits of one kind; {SYNTAX}")
+                raise ConfigurationError(
+                    f"threshold {text!r} has two limits of one kind; write {SYNTAX}"
+                )
             limits[kind] = value
         return cls(metric.name, phase or STEP, two_sided=bool(sign), written=text, **limits)
 
     @cached_property
     def of(self) -> str:
-        """The base metric, if the limit is on a ratio."""
+        """The metric of which a ratio is limited; empty if the limit is not on a ratio."""
         metric = METRICS.find(self.metric)
         return metric.of if metric else ""
 
     @property
     def varies(self) -> bool:
-        """Whether its metric varies between equal runs."""
+        """True if the metric varies between equal runs."""
         return (self.of or self.metric).endswith(VARYING)
 
     def __str__(self) -> str:
         return self.written
 
     def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
-        """For each pair of numbers the allowed change, and whether it is exceeded."""
+        """Apply the limit to each pair of numbers.
+
+        Returns:
+            A row for each pair, with ``limit``, the allowed change in the metric's unit, and
+            ``regressed``, which is true if the change exceeds the limit.
+        """
         share, percent = before.abs() / 100, self.percent or 0
-        # The first product is exact for most numbers, but overflows for the largest.
+        # `before * percent / 100` rounds less than `share * percent`, but can overflow.
         allowed = (before.abs() * percent / 100).replace(math.inf, math.nan).fillna(share * percent)
         allowed = allowed.clip(lower=self.amount or 0)
         change = after - before
@@ -191,11 +207,16 @@ class Threshold:
             change = change.abs()
         elif (metric := METRICS.find(self.metric)) and metric.higher_is_better:
             change = -change
-        regressed = ~(change <= allowed) | (allowed == math.inf)  # NaN and infinite limits fail
+        # A NaN change and an infinite limit count as exceeded.
+        regressed = ~(change <= allowed) | (allowed == math.inf)
         return allowed.to_frame("limit").assign(regressed=regressed)
 
     def exceeded_between(self, before: Interval, after: Interval) -> bool | None:
-        """Whether a change from one interval to another exceeds it; None if it is ambiguous."""
+        """Return True if every change from one interval to another exceeds the limit.
+
+        Returns False if no change exceeds it. Otherwise, or if the intervals overlap, the change is
+        ambiguous and None is returned.
+        """
         corners = pd.DataFrame(product(before, after), columns=["before", "after"])
         exceeded = self.exceeded(corners.before, corners.after).regressed
         apart = before[1] < after[0] or after[1] < before[0]
@@ -203,7 +224,11 @@ class Threshold:
 
 
 def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:
-    """One part of a limit as the name of its field and its value."""
+    """Read one part of a limit.
+
+    Returns:
+        ``"percent"`` or ``"amount"``, and the number in percent or in the metric's unit.
+    """
     [(written, unit)] = re.findall(rf"({_NUMBER})\s*(.*)", text.strip())
     number = float(written)
     scales = {"%": 1.0, **_SCALES.get(metric.unit, {})}
@@ -216,7 +241,7 @@ def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The 95 % confidence interval of the mean; everything for a single value."""
+    """Return the 95 % confidence interval of the mean, which is infinite for a single value."""
     t = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
     half = t * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return fmean(values) - half, fmean(values) + half

@@ -1,4 +1,4 @@
-"""Records the conditions of a session, and compares those of two sessions."""
+"""The conditions of a session (software, machine, settings), and a comparison of two sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 
 _NOT_SETTINGS = {"directory", "path", "timeout", "active"}
-"""Fields of instruments that do not change what they measure."""
+"""The fields of instruments that do not change the measured numbers."""
 
 
 def new_run(
@@ -31,10 +31,10 @@ def new_run(
     workers: int = 0,
     shard: str | None = None,
 ) -> Run:
-    """A new session with these instruments, as a run without cases.
+    """Return a run without cases, for a session that begins with these instruments.
 
-    Grid, settings and environment have the form that a file gives them: values that JSON lacks are
-    text. The grid names the ``shard``, if only one is measured.
+    ``shard`` names the part of the grid that the session measures, or is None for the whole grid.
+    Values that JSON cannot express are converted to text, as if the run had been read from a file.
     """
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -49,34 +49,37 @@ def new_run(
 
 
 def automatic_name(run: Run) -> str:
-    """The default name of a run: commit, whether it was changed, and the time in UTC."""
+    """Return the default name of a run: commit, ``-dirty`` if the code differs, and UTC time."""
     time = f"{datetime.fromisoformat(run.session['started']).astimezone(UTC):%Y%m%dT%H%M%SZ}"
     if (code := run.environment.get("code")) is None:
         return time
     return f"{code['commit'][:7]}{'-dirty' if code['dirty'] else ''}_{time}"
 
 
-def merge_interrupted(run: Run, begun: Run) -> Run:
-    """A new session, merged with the interrupted run that it resumes.
+def merge_interrupted(run: Run, session: Run) -> Run:
+    """Merge a new session with the interrupted run that it resumes.
 
-    Refused if versions, code, grid or settings differ.
+    Raises:
+        ConfigurationError: versions, code, grid or settings differ, or the run is complete.
     """
     if run.status != INTERRUPTED:
-        raise ConfigurationError(f"{run.path} has been completed by another session")
-    if differences := differing_conditions(run, begun, resumed=True):
         raise ConfigurationError(
-            f"{run.path} cannot be resumed, for this session differs: {'; '.join(differences)}"
+            f"{run.path} cannot be resumed, because another session has completed it"
         )
-    return Run.merge([run, begun])
+    if differences := differing_conditions(run, session, resumed=True):
+        raise ConfigurationError(
+            f"{run.path} cannot be resumed, because this session differs: {'; '.join(differences)}"
+        )
+    return Run.merge([run, session])
 
 
 def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> list[str]:
     """List differences in versions, GPU, code, settings and metric definitions, one phrase each.
 
-    A condition that only one run records (e.g. an instrument) does not count as a difference, nor
-    does the grid, whose cases are compared one by one. If a run is ``resumed``, both count.
+    Two differences count only if a run is ``resumed``: a different grid, and a condition that only
+    one of the runs records, such as the settings of an instrument.
     """
-    old, new = (_named_of_all(run) for run in (before, after))
+    old, new = (_conditions_of_all_parts(run) for run in (before, after))
     every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
     was, now = ({metric.name: metric.how for metric in run.metrics} for run in (before, after))
     redefined = [
@@ -89,9 +92,11 @@ def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> l
     ]
 
 
-def _named_of_all(run: Run) -> dict[str, Any]:
-    """`_named` of a run; where parts of the run differ, the values of all parts."""
-    parts = [_named(part.get("environment", {}), {**run.session, **part}) for part in run.parts]
+def _conditions_of_all_parts(run: Run) -> dict[str, Any]:
+    """Return the conditions of a run by name. If its parts differ, all values are joined."""
+    parts = [
+        _conditions(part.get("environment", {}), {**run.session, **part}) for part in run.parts
+    ]
     every: dict[str, list[Any]] = {}
     for name, value in (item for part in parts for item in part.items()):
         values = every.setdefault(name, [])
@@ -99,8 +104,8 @@ def _named_of_all(run: Run) -> dict[str, Any]:
     return {name: v[0] if len(v) == 1 else " and ".join(map(str, v)) for name, v in every.items()}
 
 
-def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:
-    """Conditions, by name, that must agree for two sessions to be parts of one run."""
+def _conditions(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, by name, the conditions that must be the same in all parts of a run."""
     gpu = environment.get("gpu") or {}
     code = environment.get("code") or {}
     changes = code.get("changes") or ("none" if code.get("dirty") is False else None)
@@ -120,12 +125,13 @@ def _named(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[s
 
 
 def _settings(instrument: Any) -> dict[str, Any]:
-    """The options of an instrument, with metrics as names."""
-    options = fields(instrument) if is_dataclass(instrument) else ()  # one without any may be none
+    """Return the options of an instrument. Metrics are replaced by their names."""
+    # An instrument without options need not be a dataclass.
+    options = fields(instrument) if is_dataclass(instrument) else ()
     chosen: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
     if "metrics" in chosen:
         chosen["metrics"] = [metric.name for metric in chosen["metrics"]]
-    if "instrument" in chosen:  # a script's instrument wraps another
+    if "instrument" in chosen:  # the instrument of a script wraps another instrument
         chosen = _settings(chosen.pop("instrument")) | chosen
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -143,11 +149,11 @@ def environment(
     tools: Mapping[str, str] | None = None,
     project: Path | None = None,
 ) -> dict[str, Any]:
-    """The software and machine of a run; versions are read without importing the packages.
+    """Return the software and machine of a run. Versions are read without importing packages.
 
     Args:
-        gpu: what identifies the GPU that measured, if one did.
-        tools: the versions of programs that instruments use.
+        gpu: the name, driver and other properties of the GPU that measured, or None.
+        tools: the versions of the programs that instruments use, by name.
         project: a directory of the measured project, whose commit is recorded.
     """
     versions: dict[str, str | None] = dict.fromkeys(
@@ -157,7 +163,7 @@ def environment(
         with suppress(metadata.PackageNotFoundError):
             # PyPI's `dpbench` is another project.
             versions[package] = metadata.version(package.replace("dpbench", "pytest-dpbench"))
-    cpu = None  # its speed determines the time of launch-bound steps
+    cpu = None  # recorded, because the CPU's speed determines the time of launch-bound steps
     with suppress(OSError):
         cpu = re.search(r"^model name\s*:\s*(.*?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)
     return {
@@ -175,25 +181,28 @@ def environment(
 
 
 def code_state(project: Path) -> dict[str, Any] | None:
-    """The commit of the project in a directory, and whether the code differs from it.
+    """Return the commit of the project in a directory, and a digest of uncommitted changes.
 
-    ``changes`` is a digest of what differs: two dirty states with the same digest are the same
-    code. Changed tracked files count, and untracked Python and TOML files (an own trainer, a
-    grid); results and reports do not. None where git or a commit is absent.
+    Changed tracked files count as changes, and so do untracked Python and TOML files, such as a
+    trainer or a grid. Other untracked files, such as results, do not.
+
+    Returns:
+        ``commit``; ``dirty``, which is true if there are changes; and ``changes``, their SHA-256
+        digest or None. Returns None without git or without a commit.
     """
     commit = git(project, "rev-parse", "HEAD")
     top = git(project, "rev-parse", "--show-toplevel")
     if commit is None or top is None:
         return None
     root = Path(os.fsdecode(top).rstrip("\n"))
-    # Git's own diff: a user's diff tool may ignore some changes.
+    # These options disable the user's diff tool, which may ignore some changes.
     own = ("--no-ext-diff", "--no-textconv", "--no-color", "--submodule=diff")
     difference = git(root, "diff", *own, "--binary", "HEAD") or b""
     digest = hashlib.sha256(difference)
     untracked = git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
     names = []
     for name in sorted(filter(None, (untracked or b"").split(b"\0"))):
-        with suppress(OSError):  # an editor's lock file is a dangling link
+        with suppress(OSError):  # for example, an editor's lock file is a dangling link
             content = (root / os.fsdecode(name)).read_bytes()
             digest.update(name + content)
             names.append(name)
@@ -206,7 +215,7 @@ def code_state(project: Path) -> dict[str, Any] | None:
 
 
 def git(directory: Path, *arguments: str) -> bytes | None:
-    """The output of git in a directory; None if it failed or is not installed."""
+    """Run git in a directory and return its output, or None if git failed or is not installed."""
     try:
         done = subprocess.run(
             ["git", "-C", str(directory), *arguments], capture_output=True, check=True

@@ -1,9 +1,9 @@
-"""The gate: applies limits to a run and its reference, and lists what could not be judged.
+"""The gate: checks limits on the changes between a reference run and a new run.
 
-A limit judges every case, instrument, metric and phase that the session was asked for and the
-reference has. Numbers that were not asked for are only noted. The gate fails if a requested number
-is missing, or if a limit judged nothing. A session judges once, at its end. ``dpbench compare``
-does the same with two saved runs.
+A limit is checked for every case and instrument that the session requested and the reference
+contains. Other cases are only mentioned in a note. The gate fails if a limit is exceeded, if a
+requested number is missing, or if a limit could not be checked for any number. A session uses the
+gate once, at its end. ``dpbench compare`` uses the gate for saved runs.
 """
 
 from __future__ import annotations
@@ -26,39 +26,42 @@ from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 
-CasesAsked = Collection[tuple[Subject, str]]
-"""The cases that a session was asked to measure, each with the name of an instrument."""
+RequestedCases = Collection[tuple[Subject, str]]
+"""The cases that a session should measure, each with the name of an instrument."""
 
-NAMED = 10
-"""How many cases a line names; further ones are only counted."""
+MOST_NAMES = 10
+"""The most names that a line lists. Further names are only counted."""
 
 
 @dataclass(frozen=True)
 class Unjudged:
-    """The cases that a limit could not judge, and why. Without cases: the limit judged nothing."""
+    """The cases for which a limit was not checked, and the reason.
+
+    Without cases, the limit was not checked for any number.
+    """
 
     limit: str
     cases: list[str]
     why: str
 
     def __str__(self) -> str:
-        about = f" of {listed(self.cases)}" if self.cases else ""
-        return f"{self.limit} judged nothing{about}: {self.why}"
+        about = f" for {listed(self.cases)}" if self.cases else ""
+        return f"{self.limit} was not checked{about}: {self.why}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run differs from its reference, and which limits it exceeds.
+    """The changes of a run from its reference, and the limits that it exceeds.
 
     Args:
-        changes: the columns `CHANGES` of each requested number whose case both have; ratios only
-            where both have the baseline.
-        judged: the rows that each limit judged, with ``limit`` (the allowed change, in the metric's
-            unit), ``threshold`` (the limit as written) and ``regressed``.
-        regressions: the rows that exceed their limit, as plain JSON types, with `largest_changes`.
-        unjudged: requested numbers that a limit could not judge.
-        notes: what was not compared, other differences, and defects of the reference.
-        memory: the functions of scripts that hold more or less at the peak, see `grown_memory`.
+        changes: the requested numbers that the reference has, if the same instrument measured the
+            case in both runs. The columns are `CHANGES`. A ratio is left out if a run lacks it.
+        judged: the rows for which limits were checked, with ``limit`` (the allowed change in the
+            metric's unit), ``threshold`` (the limit as written) and ``regressed``.
+        regressions: the rows that exceed a limit, as plain JSON types, with `largest_changes`.
+        unjudged: the requested cases for which a limit could not be checked.
+        notes: cases that were not compared, other differences, and defects of the reference.
+        memory: the functions of scripts whose memory at the peak changed, see `grown_memory`.
     """
 
     changes: pd.DataFrame
@@ -70,7 +73,7 @@ class Verdict:
 
     @classmethod
     def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
-        """Merge the verdicts of several limits on the same two runs; each finding occurs once."""
+        """Merge the verdicts of several limits on the same two runs, without duplicates."""
         first, *others = verdicts
         if not others:
             return first
@@ -83,43 +86,40 @@ class Verdict:
             first.memory,
         )
 
-    @property
-    def passed(self) -> bool:
-        """Whether the limits judged all that they had to, and none is exceeded."""
-        return not (self.regressions or self.unjudged)
-
 
 @dataclass(frozen=True)
 class Gate:
-    """A run and the reference that it is compared with.
+    """A run and its reference.
 
     Args:
-        before: the reference; a run without rows if there is no reference.
+        before: the reference. If there is no reference, this is a run without rows.
         after: a saved run, or the unfinished run of a session.
-        asked: the cases to compare; None for all that either run has.
-        across: also compare numbers of different devices.
-        first_run_ok: accept cases that the reference lacks.
+        asked: the cases to compare. If None, all cases of both runs are compared.
+        across: whether numbers of different devices are compared, too.
+        first_run_ok: whether cases that the reference lacks are accepted.
     """
 
     before: Run
     after: Run
-    asked: CasesAsked | None = None
+    asked: RequestedCases | None = None
     across: bool = False
     first_run_ok: bool = False
 
-    def judge(self, limits: Sequence[Threshold] = (), asked: CasesAsked | None = None) -> Verdict:
-        """Compare the two, and apply the limits.
+    def judge(
+        self, limits: Sequence[Threshold] = (), asked: RequestedCases | None = None
+    ) -> Verdict:
+        """Compare the two runs, and check the limits.
 
         Args:
-            limits: the largest changes that are allowed.
-            asked: the cases that the limits judge; None for all that are compared.
+            limits: the limits on the changes.
+            asked: the cases for which limits are checked. If None, these are all compared cases.
         """
         with METRICS.including(self.after.metrics, self.before.metrics):
             return self._judge(limits, self.asked if asked is None else asked)
 
-    def _judge(self, limits: Sequence[Threshold], asked: CasesAsked | None) -> Verdict:
+    def _judge(self, limits: Sequence[Threshold], asked: RequestedCases | None) -> Verdict:
         compared, after, judged, unjudged = self.compared, self.after, [], list[Unjudged]()
-        inside = compared if asked is self.asked else _of(compared, asked)
+        inside = compared if asked is self.asked else _requested(compared, asked)
         for limit in limits:
             about = inside[(inside.metric == limit.metric) & (inside.phase == limit.phase)]
             rows = about.dropna(subset=["before", "after"])
@@ -129,11 +129,10 @@ class Gate:
         unjudged += self._without_rows(asked) if limits else ()
         if limits and after.status != COMPLETE and self.asked is None:
             counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
-            why = f"{after.name} was interrupted, with {counted}"
+            why = f"{after.name} was interrupted after {counted}"
             unjudged.append(Unjudged("a limit", [], why))
         nothing = pd.DataFrame(columns=[*CHANGES, "of", "limit", "regressed", "threshold"])
         table = pd.concat(judged, ignore_index=True) if judged else nothing
-        # Ratios that only one run has are not shown.
         is_shown = compared.before.notna() & compared.shared
         is_shown &= compared.after.notna() | (compared.of == "")
         cases = dict.fromkeys(each.case for each in after.outcomes if each.memory_lines)
@@ -148,11 +147,14 @@ class Gate:
 
     @cached_property
     def compared(self) -> pd.DataFrame:
-        """The numbers of either run that were asked for, side by side."""
-        return _of(pairs(self.before, self.after, across=self.across), self.asked)
+        """The requested numbers of both runs, see `pairs`."""
+        return _requested(pairs(self.before, self.after, across=self.across), self.asked)
 
     def _unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
-        """The cases that a limit could not judge, by reason; or that it judged nothing at all."""
+        """Yield the cases for which a limit could not be checked, grouped by reason.
+
+        If the reference has no number for the limit at all, this is reported without cases.
+        """
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):
             if why := self._why_not(case, row):
@@ -161,20 +163,23 @@ class Gate:
         if cases or about.before.notna().any() or (self.first_run_ok and not about.empty):
             return
         where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-        nothing = f"{self.before.name} has no {limit.metric} {where} of what was asked for"
+        nothing = f"{self.before.name} has no {limit.metric} {where} for any requested case"
         other = other_baseline(self.before, self.after) if limit.of else ""
         yield Unjudged(str(limit), [], other or nothing)
 
-    def _without_rows(self, asked: CasesAsked | None) -> Iterator[Unjudged]:
-        """Cases without a number in either run, though one run tried to measure them."""
-        tried = [*self.before.outcomes, *self.after.outcomes]
+    def _without_rows(self, asked: RequestedCases | None) -> Iterator[Unjudged]:
+        """Yield the requested cases that have an outcome, but no number in either run."""
+        outcomes = [*self.before.outcomes, *self.after.outcomes]
         known = {case for run in (self.before, self.after) for case, _ in run.places}
-        of_asked = [o for o in tried if asked is None or not {*o.asked}.isdisjoint(asked)]
-        if names := {outcome.case.id: None for outcome in of_asked if outcome.case not in known}:
-            yield Unjudged("a limit", [*names], "neither run has a number of it")
+        requested = [o for o in outcomes if asked is None or not {*o.asked}.isdisjoint(asked)]
+        if names := {outcome.case.id: None for outcome in requested if outcome.case not in known}:
+            yield Unjudged("a limit", [*names], "there is no number in either run")
 
     def _why_not(self, case: Subject, row: Mapping[str, Any]) -> str:
-        """Why a number is not judged; empty if it is judged or need not be."""
+        """Return why a limit cannot be checked for a number, or an empty string.
+
+        The string is also empty if the limit need not be checked for the number.
+        """
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
         if not pd.isna(row["before"]):
@@ -187,11 +192,11 @@ class Gate:
             return ""
         devices = self.before.places.get((case, row["instrument"]), ())
         if not devices or not (self.across or row["device"] in devices):
-            return "" if self.asked is None else f"nothing to compare with in {self.before.name}"
+            return "" if self.asked is None else f"{self.before.name} has no number to compare with"
         return self._lacking(self.before, case, row)
 
     def _lacking(self, run: Run, case: Subject, row: Mapping[str, Any]) -> str:
-        """Why a run lacks a number."""
+        """Return why a run lacks a number."""
         metric, phase, instrument = row["metric"], row["phase"], row["instrument"]
         for outcome in run.outcomes:
             if outcome.case == case and outcome.error:
@@ -199,7 +204,7 @@ class Gate:
         if not (devices := run.places.get((case, instrument))):
             return f"not in {run.name}"
         if not self.across and row["device"] not in devices:
-            return f"on {listed(devices)} in {run.name}, not on {row['device']}"
+            return f"{run.name} measured it on {listed(devices)}, not on {row['device']}"
         where = "" if phase == STEP else f" in phase {phase}"
         steps, steps_present = (
             row[f"{name}{'_new' * (run is self.after)}"] for name in ("steps", "steps_present")
@@ -210,39 +215,47 @@ class Gate:
             )
         if row["of"]:
             needed = case.with_trainer(run.baseline).id
-            return f"no {row['of']}{where} of its baseline {needed} to divide by in {run.name}"
-        return f"no {metric} by {instrument}{where} in {run.name}"
+            return f"{run.name} has no {row['of']}{where} of the baseline {needed} to divide by"
+        return f"{run.name} has no {metric}{where} by {instrument}"
 
     def _other_ranks(self, row: Mapping[str, Any]) -> str:
-        """Whether a script ran with another number of ranks, which its case does not record."""
-        there, here = row["ranks"], row["ranks_new"]
-        if there == here:
+        """Return how the numbers of ranks differ, or an empty string if they are equal.
+
+        Only scripts can have different numbers of ranks, because cases of a grid name the number.
+        """
+        before, after = row["ranks"], row["ranks_new"]
+        if before == after:
             return ""
-        return f"{self.before.name} has {there:.0f} ranks of it, {self.after.name} {here:.0f}"
+        return f"{self.before.name} has {before:.0f} ranks, but {self.after.name} has {after:.0f}"
 
     def _fewer_steps(self, case: Subject, row: Mapping[str, Any]) -> str:
-        """Whether steps are missing that the reference has, unless fewer were asked for.
+        """Return how the numbers of steps differ, or an empty string if the limit can be checked.
 
-        With Poisson batches, runs of equally many steps have the same batch sizes; others have
-        another mean size.
+        Fewer steps are accepted if the settings of the runs request different numbers of steps.
+        With Poisson batches the numbers must be equal, because only then do both runs have the
+        same batch sizes.
         """
-        asked = [
+        requested = [
             run.session.get("settings", {}).get(row["instrument"], {}).get("steps")
             for run in (self.before, self.after)
         ]
-        there, here = row["steps"], row["steps_new"]
-        if here != there and samples_poisson(case):
-            return (
-                f"Poisson batches: {self.before.name} has {there:.0f} steps of it, here {here:.0f}"
-            )
-        if here >= there or (None not in asked and asked[0] != asked[1]):
+        before, after = row["steps"], row["steps_new"]
+        poisson = samples_poisson(case)
+        if after >= before and not (poisson and after != before):
             return ""
-        return f"{self.before.name} has {there:.0f} steps of it, {self.after.name} only {here:.0f}"
+        if not poisson and None not in requested and requested[0] != requested[1]:
+            return ""
+        needs = "Poisson batches need equally many steps: " if poisson else ""
+        return (
+            f"{needs}{self.before.name} has {before:.0f} steps, but {self.after.name} has "
+            f"{after:.0f}"
+        )
 
     def _not_counted(self, case: Subject, row: Mapping[str, Any]) -> str:
-        """Why a count is not judged: logical counting left out more than in the reference.
+        """Return the note on uncounted operators, or an empty string if there is none that matters.
 
-        Work in other threads, or of operators left out, is unknown and may have grown.
+        Operators that only the new run left out can hide growth. Work in other threads and
+        floating-point operations can hide growth even if both runs left them out.
         """
         if row["device"] != NO_HARDWARE:
             return ""
@@ -259,32 +272,32 @@ class Gate:
         return f"{fresh[0]} in {self.after.name}" if fresh else ""
 
     def _notes(self) -> Iterator[str]:
-        """Notes: what was not compared, how the sessions differ, and which run is the reference."""
+        """Yield notes on cases that were not compared, on different conditions and on defects."""
         before, after = self.before, self.after
         if before.frame.empty:
             yield f"{before.name} has nothing to compare with yet"
             return
-        asked_old, asked_new = (
+        requested_before, requested_after = (
             [key for key in run.places if self.asked is None or key in self.asked]
             for run in (before, after)
         )
-        for what, mine, others in (
-            ("not asked for, and so not compared", [*before.places], asked_old),
-            (f"not in {after.name}", asked_old, after.places),
-            (f"not in {before.name}", asked_new, before.places),
+        for what, cases, others in (
+            ("not compared, because not requested", [*before.places], requested_before),
+            (f"not in {after.name}", requested_before, after.places),
+            (f"not in {before.name}", requested_after, before.places),
         ):
-            if names := _missing(mine, others):
+            if names := _missing(cases, others):
                 yield f"{what}: {listed(names)}"
         differences = [*differing_conditions(before, after), other_baseline(before, after)]
         if any(differences):
             yield f"different from {before.name}: {'; '.join(filter(None, differences))}"
         if before.status != COMPLETE:
-            yield f"{before.name} was interrupted: it has what was finished until then"
+            yield f"{before.name} was interrupted, so it has only the cases finished until then"
         elif before.verdict != COMPLETE:
-            yield f"{before.name} did not pass its own comparison: it is {before.verdict}"
+            yield f"{before.name} did not pass its own comparison: its verdict is {before.verdict}"
 
     def _regressions(self, judged: pd.DataFrame) -> list[dict[str, Any]]:
-        """The rows that exceed their limit, as plain JSON types, NaN as None."""
+        """Return the rows that exceed their limit, as plain JSON types. NaN becomes None."""
         worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
         regressions = []
         for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
@@ -295,8 +308,7 @@ class Gate:
         return regressions
 
 
-def _of(pairs: pd.DataFrame, asked: CasesAsked | None) -> pd.DataFrame:
-    """The numbers that were asked for."""
+def _requested(pairs: pd.DataFrame, asked: RequestedCases | None) -> pd.DataFrame:
     if asked is None:
         return pairs
     names = {(*case.columns.values(), name) for case, name in asked}
@@ -316,16 +328,19 @@ def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Subject, dict[str, Any]]]:
         yield subject_from(row), {str(name): value for name, value in row.items()}
 
 
-def _missing(mine: Sequence[tuple[Subject, str]], others: CasesAsked) -> list[str]:
-    """The cases that ``others`` lack, with instruments if it has the case by another one."""
-    partly, named = {case for case, _ in {*mine} & {*others}}, dict[Subject, list[str]]()
-    for case, instrument in mine:
+def _missing(cases: Sequence[tuple[Subject, str]], others: RequestedCases) -> list[str]:
+    """List the cases that ``others`` lack.
+
+    If ``others`` lack a case only for some of its instruments, these instruments are named.
+    """
+    partly, named = {case for case, _ in {*cases} & {*others}}, dict[Subject, list[str]]()
+    for case, instrument in cases:
         if (case, instrument) not in others:
             named.setdefault(case, []).append(instrument)
     return [f"{c.id} ({', '.join(by)})" if c in partly else c.id for c, by in named.items()]
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in one line, which says how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{more}"
+    """Join names with commas. Beyond `MOST_NAMES`, further names are only counted."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"

@@ -1,7 +1,8 @@
 """The counts of each operator and of each kernel of a step.
 
-Bytes of kernels are counted in kernel replay, which does not see copies and memsets. Rows made from
-them have separate metrics, so that they never mix with those of ranges.
+Nsight Compute counts the bytes of kernels by replaying each kernel. This leaves out copies and
+memsets. Sums over kernels therefore have separate metrics, which are never mixed with counts of
+whole ranges.
 """
 
 from __future__ import annotations
@@ -21,52 +22,49 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NOT_COUNTED = "NOT COUNTED"
-"""The beginning of a note on an operator that logical counting left out."""
+"""The first words of a note on an operator that logical counting left out."""
 
 NO_FLOPS = "FLOPS NOT COUNTED"
-"""The beginning of a note on an operator whose floating-point operations were not counted."""
+"""The first words of a note on an operator whose floating-point operations were not counted."""
 
 ELSEWHERE = f"{NOT_COUNTED}: operators that ran in other threads or forks while steps counted"
 
 HEAVY = 0.01
-"""An operator with more than this part of a step's bytes is heavy."""
+"""An operator is heavy if its share of a step's bytes is larger than this."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a document's list of operators or kernels."""
+    """One entry of a document's list of operators, kernels or memory lines."""
 
     def as_row(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the fields as plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self:
-        """The inverse of `as_row`; other entries of the row are ignored."""
+        """Invert `as_row`. Keys that are not fields are ignored."""
         return cls(**{each.name: row[each.name] for each in fields(cls) if each.name in row})
 
 
 @dataclass(frozen=True)
 class OperatorCount(Entry):
-    """What one operator did in one phase, for one module, from one source line.
-
-    A list of them makes a ``pandas.DataFrame``.
-    """
+    """The calls of one operator in one phase, for one module and one source line."""
 
     phase: str
     operator: str  # e.g. aten.clone
     calls: int
-    read_bytes: int  # logical, B
-    write_bytes: int
+    read_bytes: int  # logical bytes
+    write_bytes: int  # logical bytes
     flops: int  # a multiply-add counts as two
-    general_rule: bool = False  # a guess by schema: the library's kernels are unknown
+    general_rule: bool = False  # the bytes are a guess from the operator's schema
     collective_bytes: int = 0  # sent to other ranks
-    module: str = ""  # that ran it in forward, e.g. blocks.*.mlp; empty outside of modules
-    line: str = ""  # e.g. model.py:24 forward; in backward the line of forward
+    module: str = ""  # the module whose forward ran the operator, e.g. blocks.*.mlp, or empty
+    line: str = ""  # e.g. model.py:24 forward; backward has the line of its forward
 
     @property
     def total_bytes(self) -> int:
-        """Logical bytes read and written, B."""
+        """Logical bytes read and written."""
         return self.read_bytes + self.write_bytes
 
 
@@ -75,12 +73,12 @@ class MemoryLine(Entry):
     """Bytes that one source line allocated in one phase and that were live at a step's peak."""
 
     phase: str
-    line: str  # e.g. train.py:24 step (AddmmBackward0), or what was made before counted steps
+    line: str  # e.g. train.py:24 step (AddmmBackward0), or "made before the counted steps"
     held_bytes: int
 
 
 def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
-    """The heavy operators whose bytes are a guess, each with its share of the step's bytes."""
+    """Return the heavy operators whose bytes are a guess, with their shares of the step's bytes."""
     counts = list(counts)
     total = sum(count.total_bytes for count in counts)
     guessed = Counter[str]()
@@ -103,42 +101,43 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
     ("reduction", r"reduce_kernel|softmax|nll_loss|_reduce_|DeviceReduce|SegmentedReduce"),
     ("elementwise", r"elementwise|pointwise|transform_kernel"),
 )
-"""Categories, and what a kernel's whole name contains, ignoring case; the first match counts. The
-names are those of PyTorch's eager mode, demangled by Nsight Compute. Multi-tensor kernels count as
-the optimizer's, which launches them."""
+"""Categories of kernels, each with a pattern. A kernel belongs to the first category whose pattern
+occurs in its demangled name, ignoring case. The patterns fit kernels of PyTorch's eager mode as
+Nsight Compute names them. Multi-tensor kernels belong to the optimizer, which launches them."""
 
 _WRAPPERS = re.compile(
     r"(Unary|AUnary|BUnary|Binary)Functor|gpu_kernel_impl\w*|at_cuda_detail|cuda_cub"
 )
-"""Names in template arguments that only wrap a more specific name."""
+"""Template arguments that only wrap a more specific name."""
 
 _TELLING = re.compile(
     r"\w*?(Functor\w*|functor|Ops|_kernel\w*|KernelImpl|_cuda\w*|_scalar|Epilogue|Agent)"
 )
-"""Names in template arguments that name the operation."""
+"""Template arguments that name the operation."""
 
 _GENERIC = {"Kernel", "Kernel2", "device_kernel", "kernel"}
-"""Kernels with an uninformative name."""
+"""Kernel names that say nothing about the operation."""
 
 
 @cache
 def category(name: str) -> str | None:
-    """The first of `CATEGORIES` that fits a demangled name, or None."""
+    """Return the first of `CATEGORIES` that fits a demangled name, or None."""
     fitting = (kind for kind, pattern in CATEGORIES if re.search(pattern, name, re.IGNORECASE))
     return next(fitting, None)
 
 
 @cache
 def short_name(name: str) -> str:
-    """A demangled name with its template arguments folded to the one that names the operation.
+    """Shorten a demangled name to the kernel and the operation that it does.
 
-    Return type, parameters and most namespaces go as well::
+    One template argument that names the operation is kept. Other template arguments, the return
+    type, parameters and most namespaces are removed. For example, the name::
 
         void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>,
         std::array<char *, (unsigned long)1>>(int, T2, T3)
 
-    becomes ``vectorized_elementwise_kernel<FillFunctor>``, and cuBLAS's tile sizes, which are
-    template arguments in another spelling, are cut off.
+    becomes ``vectorized_elementwise_kernel<FillFunctor>``. Tile sizes are removed from the names of
+    cuBLAS's kernels.
     """
     name = re.sub(r"(<unnamed>|\(anonymous namespace\)|\{anonymous\})::", "", name)
     path = name
@@ -159,25 +158,25 @@ def short_name(name: str) -> str:
 
 
 ADDED_UP = ("launches", "read_bytes", "write_bytes", "l2_bytes", "seconds")
-"""The fields that add up over launches."""
+"""The fields of `KernelCount` that are summed over launches."""
 
 
 @dataclass(frozen=True)
 class KernelCount(Entry):
-    """One launch of a kernel in a phase of a step, or all of them added up."""
+    """One launch of a kernel in a phase of a step, or the sum of all launches of the kernel."""
 
-    repeat: int  # which of the active steps, from 0
+    repeat: int  # number of the step among the active steps, from 0
     phase: str
-    name: str  # demangled, template arguments and parameters included
+    name: str  # demangled, with template arguments and parameters
     launches: int
-    read_bytes: float  # from DRAM, B
-    write_bytes: float  # to DRAM, B
-    l2_bytes: float  # all traffic of the L2 cache's slices, B
-    seconds: float  # from its start on the GPU to its end
+    read_bytes: float  # bytes read from DRAM
+    write_bytes: float  # bytes written to DRAM
+    l2_bytes: float  # all bytes that the L2 cache's slices served
+    seconds: float  # from the kernel's start on the GPU to its end
 
     @property
     def kernel(self) -> str:
-        """The kernel's short name."""
+        """The kernel's short name, see `short_name`."""
         return short_name(self.name)
 
     @property
@@ -186,13 +185,13 @@ class KernelCount(Entry):
         return self.read_bytes + self.write_bytes
 
     def as_row(self) -> dict[str, Any]:
-        """Plain JSON types, short name and category included."""
+        """Return the fields, the short name and the category as plain JSON types."""
         kind = category(self.name) or "other"
         return {**super().as_row(), "kernel": self.kernel, "category": kind}
 
 
 def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
-    """Launches summed by step, phase and kernel; those with most DRAM bytes first."""
+    """Sum launches by step, phase and kernel. Sums with the most DRAM bytes come first."""
     groups: dict[tuple[Any, ...], list[KernelCount]] = defaultdict(list)
     for launch in launches:
         groups[launch.repeat, launch.phase, launch.name].append(launch)
@@ -206,9 +205,9 @@ def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
 def kernel_rows(
     case: Subject, by: str, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool
 ) -> list[Measurement]:
-    """The metrics of the instrument ``by`` as sums over kernels.
+    """Sum the counts of kernels to rows of the instrument ``by``, one for each metric and phase.
 
-    By phase and, if all kernels of the step were counted, for the step.
+    ``whole`` is true if all kernels of each step were counted. Without it, steps have no rows.
     """
     sums: dict[tuple[int, str, str], float] = defaultdict(float)
     for count in counts:
@@ -228,20 +227,20 @@ def kernel_table(
     step_bytes: float | None = None,
     bandwidth: float | None = None,
 ) -> pd.DataFrame:
-    """What groups of kernels move in one step, most DRAM bytes first.
+    """Sum the counts of groups of kernels per step. Groups with the most DRAM bytes come first.
 
     Args:
-        counts: one or more.
-        by: columns that make a group, e.g. ``["category"]``.
-        step_bytes: the bytes that count as the whole; those of all kernels if None.
-        bandwidth: of the card's memory, B/s.
+        counts: the counts; at least one.
+        by: the columns whose values make a group, e.g. ``["category"]``.
+        step_bytes: the DRAM bytes of a step, for ``share``. If None, uses the sum over all kernels.
+        bandwidth: the bandwidth of the card's memory in B/s, for ``ceiling``.
 
     Returns:
-        Indexed by group: sums per step of `KernelCount`'s numbers, ``dram_bytes``, ``share`` of
-        the whole, and ``ceiling``, the fraction of ``bandwidth`` that the bytes ÷ the kernels'
-        own time reach (NaN without a bandwidth).
+        A row for each group, indexed by ``by``. Its columns are the fields `ADDED_UP` per step;
+        ``dram_bytes``; ``share``, which is ``dram_bytes`` divided by ``step_bytes``; and
+        ``ceiling``, which is ``dram_bytes / seconds`` divided by ``bandwidth``, or NaN without it.
     """
-    import pandas as pd  # not in processes that only count
+    import pandas as pd  # imported here, because processes that only count need not load it
 
     frame = pd.DataFrame([count.as_row() for count in counts])
     table = frame.groupby(list(by))[[*ADDED_UP]].sum() / frame.repeat.nunique()

@@ -1,4 +1,4 @@
-"""The outcome of each case, and the run as one document."""
+"""Outcomes of cases, and the JSON document of a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 STATUSES = (COMPLETE, INTERRUPTED)
-"""How a session ended. Until its end the document says ``interrupted``."""
+"""The status of a session. A session is ``interrupted`` until it has ended."""
 
 REGRESSED, UNJUDGED = "regressed", "unjudged"
-"""The verdict on a complete session: something got worse, or could not be judged."""
+"""The verdicts on a complete session that failed: a limit was exceeded, or could not be checked."""
 
 LISTS: dict[str, type[Measurement] | type[Entry]] = {
     "rows": Measurement,
@@ -31,22 +31,34 @@ LISTS: dict[str, type[Measurement] | type[Entry]] = {
     "kernels": KernelCount,
     "memory_lines": MemoryLine,
 }
-"""The fields of an `Outcome` that are lists of a document, each entry with the case's fields."""
+"""The fields of `Outcome` that a document keeps as lists of their own, with the class of an entry.
+Each entry repeats the fields of its case."""
 
-SEEN = ("operators", "kernels", "memory_lines")
-"""The lists whose entries have the number of their outcome; rows have their instrument."""
+NUMBERED = ("operators", "kernels", "memory_lines")
+"""The lists whose entries have the index of their outcome. Rows instead name their instrument."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of measuring one case, or why there is none.
+    """The result of measuring one case, or the error that prevented it.
 
-    ``error`` is the name of the error's class, or None; rows measured before the error are kept.
-    ``instruments`` names the instruments that should measure the case. ``operators`` and
-    ``kernels`` have counts, ``memory_lines`` the holders of the memory peak, and ``notes`` the
-    assumptions. ``tests`` has the tests that requested the case, each with its id as ``test`` and
-    its ``params`` as text; ``extra_info`` is what they added. ``labels`` are the trainer's, see
-    `TrainerBase`. ``imported`` has the files of its code, see `dpbench.child.imported`.
+    Args:
+        case: the case.
+        rows: the measured numbers, including numbers measured before an error.
+        seconds: the duration of the measurement.
+        error: the class name of the error, or None.
+        message: the error's message.
+        log: the path of the measured process's log, if it was kept.
+        log_tail: the last lines of the log.
+        instruments: the names of the instruments that should measure the case.
+        operators: the counts of each operator.
+        kernels: the counts of each kernel.
+        memory_lines: the source lines that hold memory at the peak.
+        notes: assumptions of logical counting.
+        extra_info: what tests recorded in addition.
+        tests: the tests that requested the case, each with its id as ``test`` and its ``params``.
+        labels: the labels of the trainer, see `TrainerBase`.
+        imported: the files of the code that was measured, see `dpbench.child.imported`.
     """
 
     case: Subject
@@ -68,27 +80,27 @@ class Outcome:
 
     @property
     def asked(self) -> list[tuple[Subject, str]]:
-        """The case with each of the instruments that should measure it."""
+        """The case, paired with each of its instruments."""
         return [(self.case, name) for name in self.instruments]
 
     @property
     def by(self) -> set[str]:
-        """The instruments that gave rows."""
+        """The instruments that returned rows."""
         return {row.instrument for row in self.rows}
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON types, the case's fields first; the inverse of `from_json`."""
+        """Return the outcome as plain JSON types, with the fields of the case first."""
         case = {**self.case.columns}
         own = {name: [*v] if isinstance(v, tuple) else v for name, v in vars(self).items()}
-        own["rows"] = [row.as_row() for row in self.rows]  # which have their case's fields
-        for name in SEEN:
+        own["rows"] = [row.as_row() for row in self.rows]
+        for name in NUMBERED:
             own[name] = [case | entry.as_row() for entry in own[name]]
         del own["case"]
         return case | own
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """The outcome that `as_json` described, or a document of an older version."""
+        """Invert `as_json`. Fields that an older document lacks get their defaults."""
         known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
         known = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()}
         for name, kind in LISTS.items():
@@ -97,30 +109,30 @@ class Outcome:
 
 
 def merge_duplicates(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Merge outcomes, so that each number occurs once.
+    """Merge outcomes so that each number occurs once.
 
-    If several outcomes have the same case and instruments, the first that did not fail is kept (or
-    the first), with the tests of all. If one test counts a case that another test measures and
-    counts, the first rows of each instrument and the first operators are kept.
+    Of several outcomes with the same case and instruments, the first is kept, or the first that did
+    not fail. It gets the tests of all these outcomes. If outcomes of one case have different but
+    overlapping instruments, the first rows of each instrument and the first operators are kept.
     """
-    united: dict[Hashable, Outcome] = {}
+    merged: dict[Hashable, Outcome] = {}
     for outcome in outcomes:
-        key = (outcome.case, outcome.instruments) if outcome.instruments else len(united)
-        if (known := united.setdefault(key, outcome)) is outcome:
+        key = (outcome.case, outcome.instruments) if outcome.instruments else len(merged)
+        if (known := merged.setdefault(key, outcome)) is outcome:
             continue
         tests = [*known.tests, *(test for test in outcome.tests if test not in known.tests)]
         extra_info = {**known.extra_info, **outcome.extra_info}
-        stands = outcome if known.error and outcome.rows and not outcome.error else known
-        united[key] = replace(stands, tests=tuple(tests), extra_info=extra_info)
-    had: dict[Subject, set[str]] = {}
+        kept = outcome if known.error and outcome.rows and not outcome.error else known
+        merged[key] = replace(kept, tests=tuple(tests), extra_info=extra_info)
+    instruments: dict[Subject, set[str]] = {}
     counted: set[Subject] = set()
-    for outcome in united.values():
-        others = had.setdefault(outcome.case, set())
-        rows = tuple(row for row in outcome.rows if row.instrument not in others)
+    for outcome in merged.values():
+        previous = instruments.setdefault(outcome.case, set())
+        rows = tuple(row for row in outcome.rows if row.instrument not in previous)
         operators = () if outcome.case in counted else outcome.operators
         lines = outcome.memory_lines if operators else ()
         yield replace(outcome, rows=rows, operators=operators, memory_lines=lines)
-        others |= {row.instrument for row in rows}
+        previous |= {row.instrument for row in rows}
         if operators:
             counted.add(outcome.case)
 
@@ -130,11 +142,17 @@ def document(
     environment: Mapping[str, Any],
     session: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A run as plain JSON types, every measurement under ``rows``; ``session`` says how."""
+    """Return the JSON document of a run, as plain JSON types.
+
+    Args:
+        outcomes: the outcomes of all cases.
+        environment: the software and machine, see `dpbench.results.conditions.environment`.
+        session: the grid, settings and status, see `dpbench.results.conditions.new_run`.
+    """
     rows = [row for outcome in outcomes for row in outcome.rows]
     cases = [outcome.as_json() for outcome in outcomes]
     for number, case in enumerate(cases):
-        for entry in (entry for name in SEEN for entry in case[name]):
+        for entry in (entry for name in NUMBERED for entry in case[name]):
             entry["outcome"] = number
     lists = {name: [entry for case in cases for entry in case.pop(name)] for name in LISTS}
     for case in cases:
@@ -155,12 +173,12 @@ def document(
 
 
 def baseline_of(session: Mapping[str, Any]) -> str:
-    """The trainer that the ratios of a session divide by."""
+    """Return the trainer that the ratios of a session divide by."""
     return str(session.get("grid", {}).get("baseline", BASELINE_TRAINER))
 
 
 def derived(summary: pd.DataFrame) -> dict[str, Any]:
-    """Ratios and throughputs, for readers without dpbench."""
+    """Return ratios and throughputs for programs that read a document without dpbench."""
     rows = summary.rename(columns={"baseline": "to"})
     own, rates = (rows[rows.kind == kind] for kind in ("value", "throughput"))
     by = [*AXES, *NUMBER[1:], "unit", "value"]
@@ -175,17 +193,19 @@ def derived(summary: pd.DataFrame) -> dict[str, Any]:
 
 
 def _records(frame: pd.DataFrame) -> list[dict[Hashable, Any]]:
-    """Rows as plain JSON types, every digit kept; None for NaN."""
+    """Return rows as plain JSON types with all digits. NaN becomes None."""
     columns = [[v if v == v else None for v in frame[name].tolist()] for name in frame]
     return [dict(zip(frame, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """The cases of each trainer that succeeded or failed, why, and peak memory.
+    """Summarise the outcomes of each trainer and set of instruments.
 
-    There is a line for each set of instruments.
-    ``peak_memory_bytes`` is the largest that was measured, ``logical_peak_memory_bytes`` the
-    largest that was predicted without hardware; None where there is none.
+    Returns:
+        For each trainer and set of instruments: how many cases succeeded and failed, the failures,
+        and the largest peak memory of all cases. ``peak_memory_bytes`` was measured;
+        ``logical_peak_memory_bytes`` was predicted without hardware. An unknown peak is
+        None.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[Outcome]] = {}
     for outcome in outcomes:
@@ -218,7 +238,7 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """A document as JSON, a line for each field and for each entry of a list."""
+    """Write a document as JSON text, with a line for each field and for each entry of a list."""
     fields = [f" {json.dumps(name)}: {_lines(value)}" for name, value in document.items()]
     return "{\n" + ",\n".join(fields) + "\n}\n"
 

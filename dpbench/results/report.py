@@ -1,4 +1,4 @@
-"""One measured or counted case as an object: what a test asserts on."""
+"""The numbers of one case as an object, for the assertions of a test."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class CaseReport:
 
     Args:
         case: the case.
-        frame: its rows, one per number, with the columns of `Measurement.as_row`.
-        operator_counts: what each operator did, if its instrument sees operators.
-        notes: assumptions about values that logical counting lacks.
-        kernel_counts: what each kernel moved, if it was profiled kernel by kernel.
-        extra_info: what the test adds; it goes into the run's document.
+        frame: the rows of the case, one per number, with the columns of `Measurement.as_row`.
+        operator_counts: the counts of each operator, if the instrument counts operators.
+        notes: assumptions of logical counting where a step depends on values of tensors.
+        kernel_counts: the counts of each kernel, if the case was profiled kernel by kernel.
+        extra_info: what a test wants to record in addition. It is saved in the run's document.
     """
 
     case: Subject
@@ -41,36 +41,36 @@ class CaseReport:
 
     @classmethod
     def of(cls, case: Subject, rows: Iterable[Measurement]) -> CaseReport:
-        """The report of a case from its measurements."""
+        """Make the report of a case from its measurements."""
         return cls(case, to_frame(rows))
 
     @classmethod
     def of_outcome(cls, outcome: Outcome) -> CaseReport:
-        """The report of a case from its outcome."""
+        """Make the report of a case from its outcome."""
         frame = to_frame(outcome.rows)
         return cls(outcome.case, frame, outcome.operators, outcome.notes, outcome.kernels)
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """One row per instrument, phase and metric; see `dpbench.results.summary.summary`."""
+        """One row per instrument, phase and metric, see `dpbench.results.summary.summary`."""
         return own_values(summary(self.frame))
 
     def value(self, metric: str, phase: str = STEP) -> float:
-        """A metric of the step or of one phase: mean over the active steps, median for times.
+        """Return a metric of the step or of one phase.
 
-        Peak memory of a case that was both measured and counted is the measured one; if ncu and
-        CUPTI both counted it, ncu's.
+        The number is the mean over the active steps, or the median for times. If peak memory was
+        measured and counted, the measured number is returned. If several instruments have the
+        metric, the first of `Metric.by` is used.
         """
         return float(self._row(metric, phase).value)
 
     def _row(self, metric: str, phase: str) -> pd.Series[Any]:
-        """The row of the summary with a metric of the step or of a phase."""
         of_phase = self.summary[self.summary.phase == phase]
         rows = of_phase[of_phase.metric == metric]
         if rows.empty:
-            known = ", ".join(sorted(set(of_phase.metric))) or f"nothing in phase {phase!r}"
+            known = ", ".join(sorted(set(of_phase.metric))) or "nothing"
             raise ConfigurationError(
-                f"{self.case.id}: {metric!r} was not measured for {phase!r}; there is {known}"
+                f"{self.case.id}: {metric!r} was not measured for {phase!r}; measured: {known}"
             )
         if len(rows) > 1:
             rows = rows[rows.device != NO_HARDWARE]
@@ -79,13 +79,13 @@ class CaseReport:
         if len(rows) > 1:
             by = " and ".join(rows.instrument + " on " + rows.device)
             raise ConfigurationError(
-                f"{self.case.id}: {metric!r} was measured by {by}; make a report of one of them"
+                f"{self.case.id}: {metric!r} was measured by {by}; choose one of these instruments"
             )
         return rows.iloc[0]
 
     @property
     def dram_bytes(self) -> float:
-        """Bytes read from and written to DRAM by one step, by hardware counters."""
+        """Bytes that one step reads from and writes to DRAM, by hardware counters."""
         return self.value("dram_bytes")
 
     @property
@@ -95,7 +95,7 @@ class CaseReport:
 
     @property
     def phases(self) -> pd.DataFrame:
-        """What was counted, not timed, by phase: one row per phase, one column per metric."""
+        """One row per phase, with one column per metric that is not a time."""
         timed = [name for name, metric in METRICS.items() if isinstance(metric.how, Timed)]
         rows = self.summary[(self.summary.phase != STEP) & ~self.summary.metric.isin(timed)]
         rows = of_one_instrument(rows)
@@ -105,15 +105,15 @@ class CaseReport:
 
     @cached_property
     def operators(self) -> pd.DataFrame:
-        """What each operator did, by phase and operator; the one with most bytes comes first.
+        """The counts of each operator by phase. Operators with the most bytes come first.
 
-        Columns are ``calls``, ``logical_read_bytes``, ``logical_write_bytes``, ``logical_bytes``,
-        ``flops`` and ``collective_bytes``, so ``report.operators.flops["forward", "aten.mm"]`` is
-        a number.
+        The columns are ``calls``, ``logical_read_bytes``, ``logical_write_bytes``,
+        ``logical_bytes``, ``flops`` and ``collective_bytes``. For example,
+        ``report.operators.flops["forward", "aten.mm"]`` is a number.
         """
         if not self.operator_counts:
             raise ConfigurationError(
-                f"{self.case.id}: operators were not counted; logical counting sees them"
+                f"{self.case.id}: operators were not counted; the logical instrument counts them"
             )
         names = {"read_bytes": "logical_read_bytes", "write_bytes": "logical_write_bytes"}
         table = pd.DataFrame(map(asdict, self.operator_counts)).rename(columns=names)
@@ -124,25 +124,25 @@ class CaseReport:
 
     @cached_property
     def kernels(self) -> pd.DataFrame:
-        """What each kernel moved, by phase and short name; the one with most bytes comes first.
+        """The counts of each kernel by phase and short name, sorted by DRAM bytes.
 
-        The columns are those of `kernel_table`, so
+        The columns are those of `kernel_table`. For example,
         ``report.kernels.dram_bytes["clip", "gemvx::kernel"]`` is a number.
         """
         if not self.kernel_counts:
             raise ConfigurationError(
-                f"{self.case.id} was not profiled kernel by kernel; --ncu-kernels does that"
+                f"{self.case.id} was not profiled kernel by kernel; measure it with --ncu-kernels"
             )
         return kernel_table(self.kernel_counts)
 
     def ratio_to(self, baseline: CaseReport, metric: str | None = None, phase: str = STEP) -> float:
-        """The ratio of this case's value to the baseline's.
+        """Return a metric of this case divided by the same metric of a baseline.
 
         Args:
-            baseline: another trainer's report of the same configuration.
-            metric: the metric to divide; by default ``dram_bytes``, or ``logical_bytes`` if this
-                case was counted and not measured.
-            phase: a phase, instead of the step.
+            baseline: the report of another trainer in the same configuration.
+            metric: the metric. The default is ``dram_bytes``, or ``logical_bytes`` if this case
+                was only counted.
+            phase: a phase, or ``"step"``.
         """
         if metric is None:
             counted = set(self.frame.device) == {NO_HARDWARE}
@@ -161,7 +161,7 @@ class CaseReport:
         ratio = divided(pd.Series([row.value]), pd.Series([other.value]))
         if ratio.hasnans:
             raise ConfigurationError(
-                f"{baseline.case.id}: {metric!r} is 0 for {phase!r}, so nothing is a ratio to it"
+                f"{baseline.case.id}: {metric!r} is 0 for {phase!r}, so there is no ratio to it"
             )
         return float(ratio.iloc[0])
 

@@ -1,14 +1,14 @@
-"""The roofline: which roof of a card, bandwidth or arithmetic, bounds each phase of a step.
+"""The roofline: whether bandwidth or arithmetic bounds each phase of a step.
 
-A phase that does F operations and moves M bytes takes at least ``max(F / peak, M / bandwidth)``
-seconds; F / M, its arithmetic intensity, decides which of the two applies (Williams, Waterman and
+A phase with F operations and M bytes takes at least ``max(F / peak, M / bandwidth)`` seconds. Its
+arithmetic intensity F / M decides which of the two bounds is larger (Williams, Waterman and
 Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009).
 
-Operations are counted, not measured: those of matrix products and attention, by PyTorch's own
-counter. Bytes are DRAM bytes where they were measured, logical bytes elsewhere; no table mixes
-them.
+PyTorch's counter counts the operations of matrix products and attention. Bytes are DRAM bytes if
+they were measured, and logical bytes otherwise. No table mixes the two.
 
-The roofs of a card come from NVIDIA's documents, or were measured (``cards.toml`` has both).
+The roofs of a card are the highest rates of its memory and its arithmetic. They come from NVIDIA's
+documents, or were measured. ``cards.toml`` has both.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
 class Roofs:
     """The highest rates that a card can reach."""
 
-    name: str  # for people
-    devices: tuple[str, ...]  # its names in measured rows, as NVML and CUDA give them
-    bandwidth: float  # of its memory, read and written together, B/s
+    name: str  # the card's name in titles
+    devices: tuple[str, ...]  # the card's names in measured rows, from NVML and CUDA
+    bandwidth: float  # bytes read from and written to memory per second
     flops: Mapping[str, float]  # dense FLOP/s by precision; a multiply-add counts as two
-    source: str  # what the figures are, e.g. NVIDIA H200 Tensor Core GPU data sheet
-    memory: float | None = None  # bytes, if the document says so
+    source: str  # the origin of the figures, e.g. NVIDIA H200 Tensor Core GPU data sheet
+    memory: float | None = None  # size of the memory in bytes, if known
 
     @classmethod
     def of(
         cls, devices: Iterable[str], bandwidth: float, flops: Mapping[str, float], source: str
     ) -> Roofs:
-        """The roofs of devices; under autocast, those for 16-bit products."""
+        """Make the roofs of devices. Under autocast, the roof is that of 16-bit products."""
         names = tuple(devices)
         known = {name: float(flops[name]) for name in PRODUCTS}
         known |= {f"{name}-amp": float(flops[name]) for name in ("bf16", "fp16") if name in flops}
         return cls(names[0], names, float(bandwidth), known, source)
 
     def ridge(self, precision: str) -> float:
-        """FLOP per byte above which arithmetic, not bandwidth, bounds the card."""
+        """Return the arithmetic intensity (FLOP/B) above which arithmetic is the bound."""
         return self.flops[precision] / self.bandwidth
 
 
@@ -62,7 +62,7 @@ def _read_cards() -> Iterator[tuple[str, Roofs]]:
     for key, sheet in _CARDS_TOML["cards"].items():
         sparse = {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
         flops = {name: peak * 1e12 for name, peak in {**sheet["tflops"], **sparse}.items()}
-        flops.setdefault("fp16", flops["bf16"])  # most data sheets print one figure for both
+        flops.setdefault("fp16", flops["bf16"])  # most data sheets have one figure for both
         source = _CARDS_TOML["sources"][sheet["source"]]["title"]
         roofs = Roofs.of(sheet["devices"], sheet["bandwidth"] * 1e9, flops, source)
         yield key, replace(roofs, memory=sheet["memory"] * 1e9 if "memory" in sheet else None)
@@ -73,49 +73,58 @@ _CARDS_TOML = tomllib.loads(
 )
 
 CARDS = dict(_read_cards())
-"""A card's peaks by short name; no program exceeds them, and few reach them."""
+"""The roofs of cards by short name, from data sheets. Few programs reach them."""
 
 
 def known_roofs(name: str) -> Roofs | None:
-    """The card with a short name (``h200``) or one of the driver's (``NVIDIA H200``), if known."""
+    """Return the card with this short name or driver's name (``NVIDIA H200``), or None."""
     named = (c for key, c in CARDS.items() if _plain(name) in map(_plain, (key, *c.devices)))
     return next(named, None)
 
 
 def find_card(name: str) -> Roofs:
-    """The card with this name; an error if dpbench has no data sheet for it."""
+    """Return the card with this name.
+
+    Raises:
+        ConfigurationError: there is no data sheet of the card in ``cards.toml``.
+    """
     if card := known_roofs(name):
         return card
     raise unknown("card", name, CARDS, "or a FILE of measured roofs")
 
 
 def _plain(name: str) -> str:
-    """Letters and digits in lower case, without the maker's name."""
+    """Keep letters and digits in lower case, and remove the maker's name."""
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
 
 
-def _ceilings(found: Mapping[str, Any]) -> Roofs:
-    source = f"measured, torch {found['torch']}"
-    return Roofs.of([found["device"]], found["bandwidth"], found["flops"], source)
+def _measured_roofs(ceilings: Mapping[str, Any]) -> Roofs:
+    source = f"measured, torch {ceilings['torch']}"
+    return Roofs.of([ceilings["device"]], ceilings["bandwidth"], ceilings["flops"], source)
 
 
 def find_ceilings(device: str) -> Roofs:
-    """The measured roofs of a device; an error if dpbench holds no such figures."""
-    for found in map(_ceilings, _CARDS_TOML["ceilings"]):
-        if device in found.devices:
-            return found
+    """Return the measured roofs of a device.
+
+    Raises:
+        ConfigurationError: there are no measured roofs of the device in ``cards.toml``.
+    """
+    for roofs in map(_measured_roofs, _CARDS_TOML["ceilings"]):
+        if device in roofs.devices:
+            return roofs
     raise ConfigurationError(
-        f"there are no measured ceilings of {device or 'this device'}: "
-        f"name a FILE that has them, --time FILE"
+        f"there are no measured ceilings of {device or 'this device'}: measure them with "
+        f"bench/ceilings.py, and name the file with --time FILE"
     )
 
 
 def reachable(card: Roofs) -> Roofs:
-    """What large copies and products reach on a card: as much of its data sheet as on an H200.
+    """Estimate the rates that large copies and matrix products reach on a card.
 
-    Measured on an H200: 0.89 of the bandwidth, and 0.76, 0.72 and 0.68 of fp32, tf32 and bf16.
+    Each rate is the data sheet's rate, times the share that was measured on an H200: 0.89 of the
+    bandwidth, and 0.76, 0.72 and 0.68 of the arithmetic at fp32, tf32 and bf16.
     """
-    own, reached = CARDS["h200"], _ceilings(_CARDS_TOML["ceilings"][0])
+    own, reached = CARDS["h200"], _measured_roofs(_CARDS_TOML["ceilings"][0])
     shares = {
         name: reached.flops.get(name, reached.flops["bf16"]) / own.flops[name] for name in own.flops
     }
@@ -127,38 +136,44 @@ def reachable(card: Roofs) -> Roofs:
 
 
 def read_ceilings(path: Path) -> Roofs:
-    """The roofs that were measured on one device, as ``bench/ceilings.py`` prints them."""
+    """Read the measured roofs of a device from a file with the output of ``bench/ceilings.py``."""
     try:
-        return _ceilings(json.loads(read_file(path))["ceilings"])
+        return _measured_roofs(json.loads(read_file(path))["ceilings"])
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigurationError(f"{path}: no file of measured ceilings ({error})") from error
+        raise ConfigurationError(f"{path} is no file of measured ceilings ({error})") from error
 
 
-# --- phases under the roofs ------------------------------------------------------------------
+# --- the phases of a step --------------------------------------------------------------------
 
 MEASURED_BYTES = "measured DRAM bytes"
 COUNTED_BYTES = "logical bytes"
-"""Where the bytes of a row come from: the column ``bytes_are``."""
+"""The values of the column ``bytes_are``, which tells the kind of a row's bytes."""
 
 BUSY = "gpu_busy_share"
 
 LAUNCH_BOUND = 0.7
-"""A phase whose GPU is busy for less than this part of its time is launch-bound."""
+"""A phase is launch-bound if the GPU is busy for a smaller share of the phase's time than this."""
 
 
 def intensities(summary: pd.DataFrame) -> pd.DataFrame:
-    """What `phases` returns, for cases whose operations were all counted; else an error."""
+    """Return the table of `phases` for cases whose precision is known.
+
+    Raises:
+        ConfigurationError: there is no such case, or its operations were not counted.
+    """
     known = summary[summary.precision != ""]
     if known.empty and not summary.empty:
-        raise ConfigurationError("the precision of a script is unknown: no roofline")
+        raise ConfigurationError(
+            "there is no roofline of a script, because its precision is unknown"
+        )
     table = phases(known)
     missing = table[table.flops.isna()].sort_values(
         "phase", key=lambda phase: phase != STEP, kind="stable"
     )
     for row in missing.head(1).to_dict("records"):
-        raise ConfigurationError(  # never zero
+        raise ConfigurationError(
             f"no operations were counted for {row['case'].id}, phase {row['phase']}: "
             f"count the same case with the logical instrument"
         )
@@ -166,15 +181,15 @@ def intensities(summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def phases(summary: pd.DataFrame) -> pd.DataFrame:
-    """Operations, bytes and time of each phase and of the step, as far as they are known.
+    """Return operations, bytes and time of each phase and of the step.
 
-    Operations are counted without hardware, DRAM bytes are those of `of_one_instrument`. Times come
-    from the instrument with busy shares, which refer to these times, if it timed the case.
+    Operations are counted without hardware. Times come from the instrument that measured ``busy``
+    if that instrument timed the case, because ``busy`` is a share of that time.
 
     Returns:
         One row per case, device and phase: the case and its fields, ``device``, ``phase``,
         ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` and ``busy``, the
-        share of time in which the GPU did anything (NaN where not measured).
+        share of the time in which the GPU did anything. Unknown numbers are NaN.
     """
     import pandas as pd
 
@@ -205,28 +220,32 @@ def phases(summary: pd.DataFrame) -> pd.DataFrame:
     return with_axes(table.assign(intensity=table.flops / table.bytes.where(table.bytes > 0)))
 
 
-def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
-    """What `intensities` returned, under the roofs of one card.
+def apply_roofs(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
+    """Add the least times that the roofs of one card allow to a table of `phases`.
 
     Returns:
-        The table with ``arithmetic_seconds`` and ``bytes_seconds``, the least times by either
-        roof; ``bound`` (a roof, or launch-bound and how busy the GPU was); ``least_seconds``, the
-        longer of the two; ``share`` (``least_seconds / seconds``); and what was achieved,
-        ``flops_per_second``. NaN where operations, bytes or a roof at this precision are unknown.
-        The least time of a step is the sum over its phases, because they run one after the other.
+        The table with these columns, which are NaN if operations, bytes or the roof at this
+        precision are unknown. ``arithmetic_seconds`` and ``bytes_seconds`` are the least times for
+        operations and for bytes. ``bound`` names the longer of the two, or says ``launch-bound``
+        with the share of time in which the GPU was busy. ``least_seconds`` is the longer time. For
+        a step, it is the sum over the phases, because phases run one after the other. ``share`` is
+        ``least_seconds / seconds``, and ``flops_per_second`` the achieved rate.
+
+    Raises:
+        ConfigurationError: rows were measured on another card.
     """
     measured = table[(table.bytes_are == MEASURED_BYTES) | table.seconds.notna()]
     if others := sorted({*measured.device} - {*roofs.devices}):
         raise ConfigurationError(
-            f"these rows were measured on {', '.join(others)}, not on {roofs.name}: bytes and "
-            f"times of one card say nothing under the roofs of another"
+            f"these rows were measured on {', '.join(others)}, so the roofs of {roofs.name} do not "
+            f"apply to them"
         )
     arithmetic = table.flops / table.precision.map(roofs.flops).astype(float)
     arithmetic = arithmetic.mask(table.flops == 0, 0.0)
     bandwidth = table.bytes / roofs.bandwidth
     longer = arithmetic.mask(arithmetic < bandwidth, bandwidth).where(bandwidth.notna())
     roof = (arithmetic > bandwidth).map({True: "arithmetic", False: "bandwidth"})
-    waits = table.busy.map("launch-bound ({:.0%})".format)
+    launch_bound = table.busy.map("launch-bound ({:.0%})".format)
     of_step = table.phase == STEP
     by_step = [table[key] for key in (*OF_CASE, "bytes_are")]
     unknown = (longer.isna() & ~of_step).groupby(by_step, sort=False).transform("any")
@@ -235,7 +254,7 @@ def under(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
     return table.assign(
         arithmetic_seconds=arithmetic,
         bytes_seconds=bandwidth,
-        bound=roof.where(longer.notna()).mask(table.busy < LAUNCH_BOUND, waits),
+        bound=roof.where(longer.notna()).mask(table.busy < LAUNCH_BOUND, launch_bound),
         least_seconds=least,
         share=least / table.seconds,
         flops_per_second=table.flops / table.seconds,

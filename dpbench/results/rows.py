@@ -1,4 +1,4 @@
-"""The long table: one `Measurement` per number."""
+"""The long table, with one row per number. Each row is a `Measurement`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Script, Subject, subject_from
 
 SCHEMA = 2
-"""Version of the JSON documents; raised when a field changes its meaning."""
+"""Version of the JSON documents. It is raised when a field changes its meaning."""
 
 STEP = "step"
-"""The phase of rows about the whole step."""
+"""The value of ``phase`` in rows about the whole step."""
 
 NO_HARDWARE = "logical (no hardware)"
-"""The device of rows that were counted, not measured."""
+"""The value of ``device`` in rows that were counted without hardware."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,17 @@ class Measurement:
     """One number about one case.
 
     Args:
-        case: what was measured.
-        instrument: which instrument measured it.
-        phase: a phase of the step, or ``"step"`` for the whole.
-        metric: spelled out and without its unit, e.g. ``dram_read_bytes``.
-        value: in ``unit``, never scaled.
-        unit: ``B``, ``s``, ``B/s``, ``1/s`` or ``1``; of other counters, the tool's.
-        repeat: which of the active steps, from 0.
-        device: the name of the processor that ran it.
-        tool: the versions that made the number, e.g. ``ncu 2025.3.1``.
-        rank: which process of a distributed step, from 0.
+        case: the case that was measured.
+        instrument: the name of the instrument.
+        phase: a phase of the step, or ``"step"``.
+        metric: the name of the metric, e.g. ``dram_read_bytes``.
+        value: the number, in ``unit``.
+        unit: ``B``, ``s``, ``B/s``, ``1/s`` or ``1``. Counters of ncu by their own names have the
+            unit that ncu reports.
+        repeat: the number of the step among the active steps, from 0.
+        device: the name of the GPU or CPU, or `NO_HARDWARE`.
+        tool: the measuring programs with their versions, e.g. ``ncu 2025.3.1``.
+        rank: the rank of the measured process in a distributed step, from 0.
     """
 
     case: Subject
@@ -53,36 +54,36 @@ class Measurement:
     rank: int = 0
 
     def as_row(self) -> dict[str, Any]:
-        """The row as plain JSON types, the case's fields first."""
+        """Return the row as plain JSON types, with the fields of the case first."""
         row = {**self.case.columns, **vars(self)}
         del row["case"]
         return row
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Measurement:
-        """The inverse of `as_row`."""
+        """Invert `as_row`."""
         return cls(subject_from(row), **{name: row[name] for name in OWN_COLUMNS})
 
 
 _, *OWN_FIELDS = fields(Measurement)
 
 OWN_COLUMNS = [field.name for field in OWN_FIELDS]
-"""The columns of the long table that are not the case's."""
+"""The columns of the long table that are not fields of the case."""
 
 COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""
 
 IDENTITY = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
-"""The columns that identify a number. Other such lists are derived from this one."""
+"""The columns that identify a number of the long table."""
 
 NUMBER = ["case", *(c for c in IDENTITY if c not in (*AXES, "rank", "repeat"))]
 """The columns that identify a number of a summary, which combines ranks and steps."""
 
 PLACE = [column for column in NUMBER if column not in ("instrument", "metric")]
-"""The columns that identify its case, device and phase."""
+"""The columns of a summary that identify case, device and phase."""
 
 OF_CASE = [column for column in PLACE if column != "phase"]
-"""The columns that identify its case and device."""
+"""The columns of a summary that identify case and device."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
@@ -91,26 +92,29 @@ _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (i
 def checked(
     case: Subject, rows: Iterable[Measurement], *, whole: bool = True
 ) -> tuple[list[Measurement], list[str]]:
-    """The valid rows that an instrument recorded for a case, and why others are refused.
+    """Check the rows that an instrument recorded for a case.
 
-    Zeros are added where a step lacks a phase, so a row still missing was lost. Scripts
-    get none, because their steps may differ in phases; nor does a case of which a row is refused,
-    or that was not measured as a ``whole``.
+    Each phase that a step lacks gets a row with the value 0, so that a missing row means that a
+    number was lost. No zeros are added for a script, because its steps may have different
+    phases, nor if a row was refused or ``whole`` is false.
+
+    Returns:
+        The valid rows with the zeros, and for each refused row the reason.
     """
-    stands: dict[Measurement, Measurement] = {}
+    valid: dict[Measurement, Measurement] = {}
     refused: list[str] = []
     for row in rows:
-        if why := _impossible(case, row, stands):
+        if why := _why_impossible(case, row, valid):
             where = f"{row.metric}@{row.phase} of step {row.repeat}"
             refused.append(f"{row.instrument} has recorded {why} for {where}")
         else:
-            stands[_without_value(row)] = row
+            valid[_without_value(row)] = row
     whole = whole and not (refused or isinstance(case, Script))
-    return [*stands.values(), *(_zeros([*stands.values()]) if whole else ())], refused
+    return [*valid.values(), *(_zeros([*valid.values()]) if whole else ())], refused
 
 
-def _impossible(case: Subject, row: Measurement, stands: Container[Measurement]) -> str:
-    """Why a row of a case, beside its valid ones, is impossible; empty if it is possible."""
+def _why_impossible(case: Subject, row: Measurement, valid: Container[Measurement]) -> str:
+    """Return what is wrong with a row, or an empty string if the row is valid."""
     for each in OWN_FIELDS:
         value = getattr(row, each.name)
         if isinstance(value, bool) or not isinstance(value, _TYPES[str(each.type)]):
@@ -123,11 +127,11 @@ def _impossible(case: Subject, row: Measurement, stands: Container[Measurement])
     }
     why = next((what for what, is_so in wrong.items() if is_so), "")
     why = why or impossible_number(row.metric, row.value, row.unit)
-    return why or (f"a second value, {row.value}," if _without_value(row) in stands else "")
+    return why or (f"a second value, {row.value}," if _without_value(row) in valid else "")
 
 
 def impossible_number(metric: str, value: float, unit: str) -> str:
-    """Why a metric, its value or unit is impossible; empty if possible."""
+    """Return what is wrong with a metric, its value or its unit, or an empty string."""
     known = METRICS.get(metric)
     if not known and not is_counter(metric):
         return "an undefined metric"
@@ -138,28 +142,30 @@ def impossible_number(metric: str, value: float, unit: str) -> str:
 
 
 def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:
-    """Zero rows for phases that a step lacks and others have, of metrics whose phases add up."""
-    whole = {metric.name for metric in METRICS.values() if not metric.adds_up}
-    there = {_without_value(row) for row in rows}
+    """Yield a row with the value 0 for each phase that a step lacks and another step has.
+
+    Only metrics whose phases add up to the step get such rows.
+    """
+    not_summed = {metric.name for metric in METRICS.values() if not metric.adds_up}
+    recorded = {_without_value(row) for row in rows}
     phases: dict[Measurement, dict[str, Measurement]] = defaultdict(dict)
     steps: dict[Measurement, set[tuple[int, int]]] = defaultdict(set)
     for row in rows:
-        if row.phase != STEP and row.metric not in whole:
+        if row.phase != STEP and row.metric not in not_summed:
             alike = replace(_without_value(row), phase="", rank=0, repeat=0)
             phases[alike].setdefault(row.phase, row)
             steps[alike].add((row.rank, row.repeat))
     for alike, by_phase in phases.items():
         for row, (rank, repeat) in product(by_phase.values(), sorted(steps[alike])):
             zero = replace(row, value=0.0, rank=rank, repeat=repeat)
-            if _without_value(zero) not in there:
+            if _without_value(zero) not in recorded:
                 yield zero
 
 
 def _without_value(row: Measurement) -> Measurement:
-    """A row without its value, as its identity."""
     return replace(row, value=0.0, unit="", tool="")
 
 
 def as_rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
-    """Measurements as a list of plain dictionaries."""
+    """Convert measurements to a list of plain dictionaries."""
     return [measurement.as_row() for measurement in measurements]

@@ -1,4 +1,4 @@
-"""A run: everything that one session measured, as one JSON document on disk."""
+"""A run: everything that one session measured. It is saved as one JSON document."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Subject, subject_from
 from dpbench.results.outcome import (
     COMPLETE,
+    NUMBERED,
     REGRESSED,
-    SEEN,
     UNJUDGED,
     Outcome,
     baseline_of,
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One session, saved or under way; a file is checked when it is loaded.
+    """A saved session, or one that is still running.
 
     Args:
-        path: the file.
-        document: what `dpbench.results.outcome.document` made.
-        label: a name to use instead of the file's.
-        measured: the outcomes of a session that has no document yet.
+        path: the path of the run's file. A session without a file has its name instead.
+        document: the document, see `dpbench.results.outcome.document`.
+        label: a name to use instead of the file's name.
+        measured: the outcomes of a running session. If None, they are read from the document.
     """
 
     path: Path
@@ -51,14 +51,14 @@ class Run:
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a saved run, or a document of ``--dpbench-json``: whole or not at all."""
+        """Read and check the file of a saved run, or of ``--dpbench-json``."""
         with naming(path):
             data = read_file(path)
         return cls.parse(data, path)
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Run:
-        """Read a run out of what its file has, or had in another commit."""
+        """Read and check a run from the bytes of its file."""
         with naming(path):
             saved = parsed(data)
             with METRICS.including(cls(path, saved).metrics):
@@ -73,19 +73,18 @@ class Run:
         environment: Mapping[str, Any] | None = None,
         session: Mapping[str, Any] | None = None,
     ) -> Run:
-        """A session so far, which need not have a file."""
-        listed = tuple(merge_duplicates(outcomes))
-        whole = document(listed, environment or {}, session)
-        return cls(Path(name), whole, measured=listed)
+        """Make a run from outcomes."""
+        merged = tuple(merge_duplicates(outcomes))
+        return cls(Path(name), document(merged, environment or {}, session), measured=merged)
 
     @classmethod
     def merge(cls, runs: Sequence[Run]) -> Run:
-        """Merge parts into one run: an interrupted session and its continuation, or shards.
+        """Merge an interrupted run and its continuation, or the runs of shards, into one run.
 
-        Each number counts once; of a case that failed in one part, the outcome of a later part that
-        measured it is kept. Durations are summed; the run is complete if all parts are, and has
-        regressed if one has; other session fields are the last part's, and the grid is what all
-        parts share. If parts differ, ``parts`` of the session records each one's differences.
+        The outcomes of all parts are merged, see `merge_duplicates`. The duration is the sum over
+        the parts. The run is complete if all parts are complete, and regressed if any part is. The
+        grid keeps only the axes that all parts share. Other fields of the session are those of the
+        last part. ``session["parts"]`` records environment, settings and grid of parts that differ.
         """
         every = [part for run in runs for part in run.parts]
         parts = [part for place, part in enumerate(every) if part not in every[:place]]
@@ -104,48 +103,48 @@ class Run:
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """``environment``, ``settings``, ``grid`` of each part; an unmerged run has one."""
+        """``environment``, ``settings`` and ``grid`` of each part. An unmerged run has one part."""
         own = {"environment": self.environment, "settings": self.session.get("settings", {})}
         return [{"grid": self.grid, **part} for part in self.session.get("parts", [own])]
 
     @property
     def grid(self) -> dict[str, Any]:
-        """The whole grid of its session, whatever the shard: the values along each axis."""
+        """The session's values along each axis, including the values of other shards."""
         return {n: v for n, v in self.session.get("grid", {}).items() if n != "shard"}
 
     @property
     def name(self) -> str:
-        """The file's name without its ending, e.g. ``0001_before``."""
+        """The label, or the name of the file without its suffix, e.g. ``0001_before``."""
         return self.label or printable(self.path.stem)
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Machine, GPU with its driver, versions, and the measured project's code."""
+        """The machine, the GPU, versions of software, and the state of the measured code."""
         return dict(self.document.get("environment", {}))
 
     @property
     def session(self) -> dict[str, Any]:
-        """Grid, settings, workers, start and duration; empty in documents of older versions."""
+        """The grid, settings, status and duration. Documents of older versions have none."""
         return dict(self.document.get("session", {}))
 
     @property
     def baseline(self) -> str:
-        """The trainer that its ratios divide by."""
+        """The trainer that ratios divide by."""
         return baseline_of(self.session)
 
     @property
     def status(self) -> str:
-        """``complete``, or ``interrupted``: then it holds what was finished until then."""
+        """``complete`` or ``interrupted``. An interrupted run has the cases that were finished."""
         return str(self.session.get("status", COMPLETE))
 
     @property
     def regressed(self) -> bool:
-        """Whether something got worse in its session by more than a limit."""
+        """True if a number exceeded a limit in the run's session."""
         return bool(self.session.get("regressed", False))
 
     @property
     def verdict(self) -> str:
-        """Its status or, if complete, the limits' verdict: ``regressed`` or ``unjudged``."""
+        """The status, or ``regressed`` or ``unjudged`` if a limit failed in a complete run."""
         if self.status != COMPLETE:
             return self.status
         unjudged = UNJUDGED if self.session.get("unjudged") else COMPLETE
@@ -153,23 +152,23 @@ class Run:
 
     @property
     def cases_asked(self) -> int:
-        """How many cases its session was to measure; 0 if the document does not say."""
+        """The number of cases that the session should measure, or 0 if it was not recorded."""
         return int(self.session.get("cases_asked", 0))
 
     @cached_property
     def sources(self) -> tuple[tuple[str, str], ...]:
-        """Each (device, instrument) that has rows, sorted."""
+        """The sorted pairs (device, instrument) that have rows."""
         return tuple(sorted({(row["device"], row["instrument"]) for row in self.document["rows"]}))
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """The devices that have rows, sorted."""
+        """The sorted devices that have rows."""
         in_rows = {device for device, _ in self.sources}
         return tuple(self.document.get("devices", sorted(in_rows)))
 
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
-        """The definitions of what it measured; none in documents of older versions."""
+        """The definitions of the run's metrics. Documents of older versions have none."""
         return tuple(map(Metric.from_json, self.document.get("metrics", ())))
 
     @cached_property
@@ -181,19 +180,19 @@ class Run:
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """Its summary; see `dpbench.results.summary.summary`."""
+        """The summary of the long table, see `dpbench.results.summary.summary`."""
         from dpbench.results.summary import summary
 
         with METRICS.including(self.metrics):
             return summary(self.frame, self.baseline)
 
     def with_derived(self) -> Run:
-        """The run with derived metrics (ratios, throughputs) in its document."""
+        """Return the run with derived metrics (ratios, throughputs) in its document."""
         return replace(self, document={**self.document, **derived(self.summary)})
 
     @cached_property
     def places(self) -> dict[tuple[Subject, str], list[str]]:
-        """The devices that measured each case by each instrument."""
+        """For each case and instrument, the devices that have rows."""
         places: dict[tuple[Subject, str], list[str]] = defaultdict(list)
         measured = self.frame[[*AXES, "instrument", "device"]].drop_duplicates()
         for row in measured.to_dict("records"):
@@ -202,7 +201,7 @@ class Run:
 
     @cached_property
     def text(self) -> str:
-        """The document as it is written."""
+        """The document as JSON text, as it is saved."""
         return document_text(self.document)
 
     @cached_property
@@ -213,14 +212,14 @@ class Run:
         rows: dict[Subject, dict[str, list[Any]]] = defaultdict(dict)
         for row in self.document["rows"]:
             rows[subject_from(row)].setdefault(row["instrument"], []).append(row)
-        seen: dict[tuple[str, int], list[Any]] = defaultdict(list)
-        for part in SEEN:
+        entries: dict[tuple[str, int], list[Any]] = defaultdict(list)
+        for part in NUMBERED:
             for entry in self.document.get(part, ()):
-                seen[part, entry["outcome"]].append(entry)
+                entries[part, entry["outcome"]].append(entry)
         outcomes = []
         for number, data in enumerate(self.document.get("cases", ())):
             by = rows[subject_from(data)]
             lists = {"rows": [row for name in data["instruments"] for row in by.pop(name, ())]}
-            lists |= {part: seen[part, number] for part in SEEN}
+            lists |= {part: entries[part, number] for part in NUMBERED}
             outcomes.append(Outcome.from_json({**data, **lists}))
         return tuple(outcomes)

@@ -1,4 +1,4 @@
-"""A run's JSON document: its schema, checked when it is read."""
+"""The schema of a run's JSON document, which is checked when the document is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpbench.core.case import ALL_PHASES, AXES, COUNTS, OPTIONAL_AXES, USUAL
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metric import AGGREGATES, AGGREGATIONS, Kind, Shown
 from dpbench.core.subject import SCRIPT, Subject, subject_from
-from dpbench.results.outcome import LISTS, SEEN, STATUSES
+from dpbench.results.outcome import LISTS, NUMBERED, STATUSES
 from dpbench.results.rows import IDENTITY, SCHEMA, STEP, impossible_number
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -27,17 +27,17 @@ _TYPES: dict[str, Any] = {
     "bool": bool,
     "str | None": str | None,
 }
-"""Types of the fields of rows, operators and kernels, as they are written."""
+"""The types of fields by their annotation in the dataclasses of rows, operators and kernels."""
 
 _AXES: list[Any] = []
-"""The fields of a case. A document may leave out `OPTIONAL_AXES` where the value is the default."""
+"""The fields of a case. A document may leave out `OPTIONAL_AXES` that have the default value."""
 for _axis in AXES:
     _kind: Any = int if _axis in COUNTS else str
     _AXES.append((_axis, _kind, *([_kind()] if _axis in OPTIONAL_AXES else [])))
 
 
 class Environment(msgspec.Struct):
-    """Machine, GPU, versions and the measured project's code."""
+    """The GPU, versions of software, and the state of the measured code."""
 
     versions: dict[str, Any] = {}
     gpu: dict[str, Any] | None = None
@@ -45,13 +45,13 @@ class Environment(msgspec.Struct):
 
 
 class Grid(msgspec.Struct):
-    """The values along each axis, and the baseline of ratios."""
+    """The grid of a session, of which only the baseline of ratios is checked."""
 
     baseline: str = ""
 
 
 class Part(msgspec.Struct):
-    """What differs in one of several merged runs."""
+    """Environment, settings and grid of one of several merged runs."""
 
     environment: Environment = msgspec.field(default_factory=Environment)
     settings: dict[str, dict[str, Any]] = {}
@@ -59,7 +59,7 @@ class Part(msgspec.Struct):
 
 
 class SessionPart(msgspec.Struct):
-    """How a run was made."""
+    """The grid, settings and status of a session."""
 
     grid: Grid = msgspec.field(default_factory=Grid)
     settings: dict[str, dict[str, Any]] = {}
@@ -72,14 +72,14 @@ class SessionPart(msgspec.Struct):
 
 
 class TestPart(msgspec.Struct):
-    """A test that asked for a case."""
+    """A test that requested a case."""
 
     test: str
     params: dict[str, str] = {}
 
 
 class HowPart(msgspec.Struct):
-    """How a metric is computed."""
+    """The aggregation of a metric, see `dpbench.core.metric.Aggregation`."""
 
     kind: Literal[tuple(AGGREGATIONS)]  # type: ignore[valid-type]
     names: list[str] = []
@@ -90,7 +90,7 @@ class HowPart(msgspec.Struct):
 
 
 class MetricPart(msgspec.Struct, forbid_unknown_fields=True):
-    """The definition of a metric."""
+    """The definition of a metric, see `dpbench.core.metric.Metric`."""
 
     name: str
     how: HowPart
@@ -115,20 +115,20 @@ class MetricPart(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def _schema() -> type[Any]:
-    """The type of a whole document; its lists have the fields of the classes in `LISTS`."""
+    """Make the type of a whole document. Its lists have the fields of the classes in `LISTS`."""
     phase = Literal[(STEP, *ALL_PHASES)]  # type: ignore[valid-type]
     lists: dict[str, Any] = {}
     for part, kind in LISTS.items():
-        own: list[Any] = [("outcome", Count)] if part in SEEN else []
+        own: list[Any] = [("outcome", Count)] if part in NUMBERED else []
         for each in fields(kind):
             if each.name == "case":
                 continue
             declared = phase if each.name == "phase" else _TYPES[str(each.type)]
             if each.name in ("repeat", "rank"):
                 declared = Count
-            optional = part in SEEN and each.default is not MISSING
+            optional = part in NUMBERED and each.default is not MISSING
             own.append((each.name, declared, each.default) if optional else (each.name, declared))
-        strict = part != "kernels"  # those have derived names as well
+        strict = part != "kernels"  # entries of kernels also have a short name and a category
         entry: Any = msgspec.defstruct(
             part, [*_AXES, *own], kw_only=True, forbid_unknown_fields=strict
         )
@@ -163,9 +163,9 @@ def _schema() -> type[Any]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a run's document, by which it is checked when it is read.
+    """Return the JSON Schema of a run's document.
 
-    Further lists of a document, such as ``ratios``, are computed from its rows and not checked.
+    The schema leaves out lists that are computed from rows, such as ``ratios``.
     """
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of dpbench"}
     return title | msgspec.json.schema(_schema())
@@ -177,7 +177,7 @@ class _Head(msgspec.Struct):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong with a document into one line that names its file."""
+    """Turn any error of reading a document into a `ConfigurationError` that names the file."""
     try:
         yield
     except Exception as error:
@@ -186,11 +186,11 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """The document in a file, checked; an error names the field that is wrong."""
+    """Decode and check a document. An error names the field that is wrong."""
     head = msgspec.json.decode(data, type=_Head)
     if head.schema != SCHEMA:
         upgrade = "; upgrade dpbench" if head.schema > SCHEMA else ""
-        raise ValueError(f"schema {head.schema}, this dpbench reads {SCHEMA}{upgrade}")
+        raise ValueError(f"it has schema {head.schema}, this dpbench reads {SCHEMA}{upgrade}")
     msgspec.json.decode(data, type=_schema())
     document: dict[str, Any] = msgspec.json.decode(data)
     for part in ("cases", *LISTS):
@@ -203,13 +203,13 @@ def parsed(data: bytes) -> dict[str, Any]:
     for entry in document.get("cases", ()):
         key = (subject_from(entry), (*entry["instruments"],))
         if key in known and key[1]:
-            raise ValueError(f"{key[0].id} by {' and '.join(key[1])} is there twice")
+            raise ValueError(f"it has {key[0].id} by {' and '.join(key[1])} twice")
         known.add(key)
     return document
 
 
 def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse rows of a document that are impossible, or that have the same number again."""
+    """Raise ValueError if a row of a document is impossible or repeats a number."""
     known: set[tuple[Any, ...]] = set()
     for row in rows:
         key = tuple(row[name] for name in IDENTITY)

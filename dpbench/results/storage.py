@@ -1,4 +1,4 @@
-"""The folder of saved runs, and which of them a session is compared with."""
+"""The directory of saved runs, and the choice of a session's reference run."""
 
 from __future__ import annotations
 
@@ -16,31 +16,36 @@ from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
 
 LOGICAL = "cpu-logical"
-"""The folder of runs that counted without hardware."""
+"""The name of the folder of runs that were counted without hardware."""
 
 _FILE = re.compile(r"(\d{4,})_([^\x00-\x1f\x7f-\x9f]+)\.json")
 
 
 def folder_name(device: str | None) -> str:
-    """The folder for a device, e.g. ``NVIDIA-H200``; None stands for no hardware."""
+    """Return the name of the folder for a device, e.g. ``NVIDIA-H200``.
+
+    None stands for runs that were counted without hardware.
+    """
     if not device:
         return LOGICAL
     return re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.") or "gpu"
 
 
 class Storage:
-    """A directory with one folder a device and one numbered file a run, ``0001_NAME.json``.
+    """A directory of saved runs.
 
-    Numbers count through all folders, so that one number names one run.
+    It has a folder for each device, and in the folder a file ``0001_NAME.json`` for each run. A
+    number occurs in one folder only, so that it identifies a run.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def paths(self) -> list[Path]:
-        """The files of runs by number, readable or not.
+        """Return the files of all runs, sorted by number, including files that cannot be read.
 
-        A storage that is no directory or is unreadable is an error, because it may have runs.
+        Raises:
+            ConfigurationError: the directory exists but cannot be listed.
         """
         paths: list[Path] = []
         try:
@@ -48,18 +53,21 @@ class Storage:
                 if folder.is_dir():
                     paths += (path for path in folder.iterdir() if _FILE.fullmatch(path.name))
         except FileNotFoundError:
-            pass  # nothing was saved yet
+            pass  # no run has been saved
         except OSError as error:
             raise ConfigurationError(f"storage cannot be read: {in_words(error)}") from error
         return sorted(paths, key=lambda path: (_number(path), path.name))
 
     def listing(self) -> tuple[list[Run], list[str]]:
-        """Every readable run, by number, and why others were skipped."""
+        """Return all readable runs, sorted by number, and a message for each skipped file."""
         skipped: list[str] = []
         return list(readable(self.paths(), Run.load, skipped)), skipped
 
     def find(self, text: str) -> Path:
-        """The file of a run, found by its number, its path or its name; of several, the newest."""
+        """Return the file of the run with this number, path or name.
+
+        If several runs have the name, the newest run is returned.
+        """
         if not re.fullmatch(r"\d{1,18}", text):
             if stat.S_ISREG(mode_of(Path(text))):
                 return Path(text)
@@ -68,16 +76,14 @@ class Storage:
         matching = [path for path in paths if _number(path) == int(text)]
         if not matching:
             numbers = ", ".join(f"{_number(path):04}" for path in paths[-10:])
-            raise ConfigurationError(
-                f"no {number} in {self.directory}; there is {numbers or 'none'}"
-            )
+            saved = f"its latest runs are {numbers}" if numbers else "it has no runs"
+            raise ConfigurationError(f"no {number} in {self.directory}; {saved}")
         if len(matching) > 1:
             listed = " and ".join(map(str, matching))
             raise ConfigurationError(f"{number} is both {listed}; name the file")
         return matching[0]
 
     def _named(self, name: str) -> Path:
-        """The newest run that was saved under a name."""
         saved = {_name(path): path for path in self.paths()}
         if name in saved:
             return saved[name]
@@ -86,18 +92,23 @@ class Storage:
         raise ConfigurationError(f"{where}; dpbench list shows what is saved{nearest}")
 
     def candidates(self, devices: Iterable[str]) -> list[Path]:
-        """The files of runs on these devices, and of counted ones, the newest first."""
+        """Return the files of runs on these devices and of counted runs, the newest first."""
         folders = {LOGICAL, *map(folder_name, devices)}
         return [path for path in reversed(self.paths()) if path.parent.name in folders]
 
     def interrupted(
         self, device: str | None, shard: str | None, name: str | None, skipped: list[str]
     ) -> Path | None:
-        """The path of a device's latest interrupted run that has a case; None if there is none.
+        """Find the latest interrupted run that has a case.
 
-        Only runs of this ``shard`` count; with None, only runs that are no shard. If ``name`` is
-        given, only runs with that name count. Why files could not be read is added
-        to ``skipped``.
+        Args:
+            device: the device of the run, or None for runs that were counted without hardware.
+            shard: the shard of the run, or None for runs of a whole grid.
+            name: the name of the run, or None for any name.
+            skipped: the list to which messages on unreadable files are added.
+
+        Returns:
+            The path of the run's file, or None.
         """
         paths = [
             path
@@ -105,13 +116,13 @@ class Storage:
             if path.parent.name == folder_name(device) and name in (None, _name(path))
         ]
         for run in readable(paths, Run.load, skipped):
-            of_it = run.session.get("grid", {}).get("shard") == shard
-            if of_it and run.status == INTERRUPTED and run.document.get("cases"):
+            same_shard = run.session.get("grid", {}).get("shard") == shard
+            if same_shard and run.status == INTERRUPTED and run.document.get("cases"):
                 return run.path
         return None
 
     def allocate(self, name: str, device: str | None, text: str) -> Path:
-        """Create the file of the next number with this text; each session gets its own number."""
+        """Create a file with the next free number and this text. No two sessions get one number."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ConfigurationError(
                 f"run name {name!r} must be made of letters, digits, '.', '_' and '-'"
@@ -127,14 +138,14 @@ class Storage:
                         file.write(text)
                     return path
                 except FileExistsError:
-                    continue  # without locks another session may be faster
+                    continue  # another session took the number, on a file system without locks
                 except OSError as error:
-                    path.unlink(missing_ok=True)  # else it would be reported as damaged
+                    path.unlink(missing_ok=True)  # an incomplete file would be reported as damaged
                     raise ConfigurationError(f"{path}: {error.strerror}") from error
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Lock a run's file while a session writes it; the lock ends with the process."""
+        """Lock a run's file while a session writes it. The end of the process releases the lock."""
         lock = _lock(path)
         try:
             with locked(lock, wait=False):
@@ -148,7 +159,7 @@ class Storage:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a session holds a run's file now, as far as this user can tell."""
+    """Return True if a session is writing a run's file and this user can see its lock."""
     try:
         with locked(_lock(path), wait=False) if _lock(path).exists() else nullcontext():
             return False
@@ -157,7 +168,6 @@ def is_being_written(path: Path) -> bool:
 
 
 def _lock(path: Path) -> Path:
-    """The lock file of a session that writes this run."""
     return path.with_name(f".{path.stem}.lock")
 
 
@@ -172,7 +182,7 @@ def _name(path: Path) -> str:
 def readable(
     paths: Iterable[Path], load: Callable[[Path], Run], skipped: list[str]
 ) -> Iterator[Run]:
-    """The runs that can be read; why others cannot is added to ``skipped``."""
+    """Yield the runs that can be read, and add a message on each other file to ``skipped``."""
     for path in paths:
         try:
             yield load(path)
@@ -180,7 +190,7 @@ def readable(
             skipped.append(f"skipped: {error}")
 
 
-# --- which run a session is compared with ----------------------------------------------------
+# --- the reference run -----------------------------------------------------------------------
 
 
 def latest_passed_run(
@@ -189,23 +199,26 @@ def latest_passed_run(
     asked: Collection[tuple[Subject, str]],
     notes: list[str],
 ) -> Run | None:
-    """The latest complete run that passed its own comparison, if there is one.
+    """Return the latest complete run whose limits all passed, or None.
 
     Args:
-        newest_first: the candidates.
-        sources: each (device, instrument) the session may use; a reference has rows of one.
-        asked: if not empty, a reference has one of these cases by its instrument.
-        notes: gets why files are unreadable and, without a reference, why a run was rejected.
+        newest_first: the files of candidates, the newest first.
+        sources: pairs (device, instrument). The run must have rows of at least one pair.
+        asked: pairs (case, instrument). If there are any, the run must have at least one of them.
+        notes: the list to which messages are added: on unreadable files and, if no run is returned,
+            on the latest run that was rejected.
     """
-    skipped, passed_over, wanted = list[str](), list[str](), {*asked}
+    skipped, rejected, wanted = list[str](), list[str](), {*asked}
     for run in readable(newest_first, Run.load, skipped):
         if {*sources}.isdisjoint(run.sources) or (wanted and wanted.isdisjoint(run.places)):
             continue
         if run.verdict == COMPLETE:
             notes += skipped
             return run
-        passed_over.append(f"{run.name} is {run.verdict}; to compare with it, name it")
-    notes += [*skipped, *passed_over[:1]]
+        rejected.append(
+            f"{run.name} is not compared, because it is {run.verdict}; name it to compare with it"
+        )
+    notes += [*skipped, *rejected[:1]]
     return None
 
 
@@ -214,16 +227,26 @@ def check_comparable(
 ) -> None:
     """Refuse to compare different devices, or runs without a common instrument.
 
-    ``after`` has each (device, instrument) of the run called ``name``; with ``across``, which
-    ``option`` sets, the devices may differ.
+    Args:
+        before: the reference run.
+        after: the pairs (device, instrument) of the run to compare with it.
+        name: the name of that run, for the message.
+        across: whether the devices may differ.
+        option: the option that sets ``across``, for the message.
+
+    Raises:
+        ConfigurationError: the runs cannot be compared.
     """
     old, new = set(before.sources), set(after)
     shared = {by for _, by in old} & {by for _, by in new}
     if shared and (across or {by for _, by in old & new} == shared):
         return
-    there, here = (
-        "; ".join(f"{by} on {device}" for device, by in side) or "nothing"
+    old_sources, new_sources = (
+        "; ".join(f"{by} on {device}" for device, by in side) or "no rows"
         for side in (before.sources, after)
     )
-    remedy = f"; {option} does it all the same" if shared and option else ""
-    raise ConfigurationError(f"{before.path} holds {there}, {name} {here}: not compared{remedy}")
+    remedy = f"; compare different devices with {option}" if shared and option else ""
+    raise ConfigurationError(
+        f"{before.path} has {old_sources}, but {name} has {new_sources}, so they cannot be "
+        f"compared{remedy}"
+    )

@@ -1,9 +1,9 @@
-"""Time breakdown: arithmetic, bytes and idle time of each phase, and of what privacy adds.
+"""The time breakdown: arithmetic, bytes and idle time of each phase, and of the time privacy adds.
 
-The least time that a phase needs for its operations, and that for its DRAM bytes, follow from what
-the card reaches (`dpbench.results.roofline`). Both are bounds, and they overlap: a phase takes at
-least the longer of the two. ``idle`` is the time in which the GPU did nothing. ``left`` is the
-rest: kernels that reach no roof.
+The roofs of the card (`dpbench.results.roofline`) give the least time of a phase for its operations
+and the least time for its DRAM bytes. These two times overlap, so a phase takes at least the longer
+of the two. ``idle`` is the time in which the GPU did nothing. ``left`` is the remaining time, in
+which kernels run slower than the roofs allow.
 """
 
 from __future__ import annotations
@@ -11,44 +11,44 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dpbench.core.case import AXES, BASELINE_TRAINER
-from dpbench.results.roofline import MEASURED_BYTES, Roofs, phases, under
+from dpbench.results.roofline import MEASURED_BYTES, Roofs, apply_roofs, phases
 from dpbench.results.rows import OF_CASE, STEP
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PARTS = ("arithmetic", "bytes", "idle", "left")
-"""The parts of time; each is a column of seconds, e.g. ``idle_seconds``."""
+"""The parts of a time. Each part has a column of seconds, e.g. ``idle_seconds``."""
 
 
 def time_breakdown(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
-    """The time of each phase and step of a summary of one card, and its parts.
+    """Divide the times of phases and steps, all measured on one card, into parts.
 
-    Logical bytes bound no time, since caches keep some of them; only DRAM bytes that were measured
-    do.
+    Logical bytes are not used, because caches can hold some of these bytes, so they bound no time.
 
     Returns:
-        What `under` returns, for all that was timed, with ``idle_seconds``, (1 - busy) x seconds,
-        and ``left_seconds``, the time less these and ``least_seconds``. NaN where an input is
-        unknown; ``left_seconds`` is negative where a bound exceeds the time in which the GPU was
-        busy, so that the ceiling must be too low, or the counts are of other work than the time.
+        The table of `apply_roofs` for all phases with a time, and two more columns.
+        ``idle_seconds`` is ``(1 - busy) * seconds``. ``left_seconds`` is the time minus
+        ``idle_seconds`` and ``least_seconds``. It is negative if a bound exceeds the time in which
+        the GPU was busy: then a ceiling is too low, or bytes and time belong to different work.
+        A part is NaN if the numbers that it needs are unknown.
     """
     table = phases(summary)
     table = table.assign(bytes=table.bytes.where(table.bytes_are == MEASURED_BYTES))
-    table = under(table, ceilings)
+    table = apply_roofs(table, ceilings)
     table = table[table.seconds.notna()].reset_index(drop=True)
     idle = (1.0 - table.busy) * table.seconds
     return table.assign(idle_seconds=idle, left_seconds=table.seconds - idle - table.least_seconds)
 
 
 def additional(times: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:
-    """How much longer each step of a `time_breakdown` takes than its baseline's, and why.
+    """Divide the time by which each step exceeds the baseline's step into parts.
 
     Returns:
-        One row per case and device that takes longer than the ``baseline`` of its cell, with the
-        case's fields: ``more_seconds``, and for each of `PARTS` its difference as a share of
-        ``more_seconds``, e.g. ``idle_share``. Shares of arithmetic and bytes overlap; one can be
-        negative or above 1.
+        One row per case and device whose step takes longer than the step of the ``baseline`` in the
+        same cell. ``more_seconds`` is the additional time. For each of `PARTS`, a column such as
+        ``idle_share`` is the additional time of the part, divided by ``more_seconds``. The shares
+        of arithmetic and bytes overlap. A share can be negative or above 1.
     """
     steps = times[times.phase == STEP]
     steps = steps.assign(cell=[case.cell for case in steps.case])

@@ -1,1 +1,1 @@
-"""Output for people: tables, Markdown, CSV, the page of charts."""
+"""Output for people: tables, Markdown, CSV, and the page of charts."""

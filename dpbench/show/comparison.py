@@ -1,4 +1,4 @@
-"""Tables of what changed between two runs."""
+"""Tables of the changes between two runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_LINES = 40
 """The most lines in a list of numbers that exceeded their limit."""
 
 HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
-"""The headers of the cells that `change_cells` makes."""
+"""The headers of the cells that `change_cells` returns."""
 
 
 def comparison_tables(
@@ -34,22 +34,22 @@ def comparison_tables(
     shown: Sequence[tuple[str, str]] = (),
     largest_first: bool = False,
 ) -> list[Table]:
-    """Tables of what changed, one for each cell, instrument and device.
+    """Make a table of changes for each cell, instrument and device.
 
-    They show the main metrics of the step, and every number that a limit judged.
+    The tables show the main metrics of the step, and every number for which a limit was checked.
 
     Args:
-        verdict: the changes, and the numbers that limits judged.
+        verdict: the changes, and the numbers for which limits were checked.
         title: the beginning of each table's title.
         against: the name of the reference, for the end of each title.
-        shown: metrics and phases to show in place of the main metrics.
+        shown: pairs (metric, phase) to show instead of the main metrics.
         largest_first: whether the largest relative change comes first.
     """
     changes, judged = verdict.changes, verdict.judged
     keys = [*AXES, *NUMBER[1:]]
     known = pd.MultiIndex.from_frame(changes[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
     places = pd.MultiIndex.from_frame(changes[["metric", "phase"]])
-    rows = changes[places.isin(shown or [(name, STEP) for name in _shown()]) & ~known]
+    rows = changes[places.isin(shown or [(name, STEP) for name in _main_metrics()]) & ~known]
     if not judged.empty:
         rows = pd.concat([rows, judged], ignore_index=True)
     tables = []
@@ -72,20 +72,20 @@ def comparison_tables(
 
 
 def _rank(names: pd.Series[str]) -> pd.Series[int]:
-    """Sort keys: trainers in the order of registration, metrics with the main ones first."""
+    """Return sort keys: trainers in the order of registration, or main metrics before others."""
     if names.name == "trainer":
         return names.map(TRAINERS.rank)
-    shown = _shown()
-    return names.map(lambda name: [*shown, name].index(name))
+    main = _main_metrics()
+    return names.map(lambda name: [*main, name].index(name))
 
 
-def _shown() -> list[str]:
-    """The main metrics of the step, which are shown even if no limit judged them."""
+def _main_metrics() -> list[str]:
+    """Return the metrics that are shown even if no limit was checked for them."""
     return [name for name, metric in METRICS.every().items() if "change" in metric.shown]
 
 
 def change_cells(row: Mapping[Any, Any]) -> list[str]:
-    """The cells of one changed number, under `HEADERS`."""
+    """Return the cells of one changed number, in the order of `HEADERS`."""
     limit = written(row.get("threshold"), lambda limit: str(limit).rpartition(":")[2])
     return [
         str(row["metric"]),
@@ -98,7 +98,7 @@ def change_cells(row: Mapping[Any, Any]) -> list[str]:
 
 
 def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
-    """The regressions that failed a test, with a table for each case, for the test's report."""
+    """Describe the regressions that failed a test, with a table for each case."""
     by_case: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in regressions:
         by_case[f"{subject_from(row).id}, against {row['reference']}"].append(row)
@@ -109,9 +109,9 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
 
 
 def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line for each number that exceeded its limit, the largest change first.
+    """Return a line for each number that exceeded its limit, the largest change first.
 
-    There are at most `MOST_LINES` lines. If some numbers have no line, the last line counts them.
+    There are at most `MOST_LINES` lines. The last line counts the numbers that have no line.
     """
     worst = sorted(regressions, key=lambda row: -abs(row["relative"] or math.inf))
     lines = []
@@ -129,10 +129,14 @@ def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
 def grown_text(
     regressions: Iterable[Mapping[str, Any]], memory: Iterable[Mapping[str, Any]] = ()
 ) -> str:
-    """The largest changes, one line for each operator or kernel, with its module and source line.
+    """List the largest changes, with one line for each operator, kernel or function.
 
-    E.g. ``dpsgd clip: aten.clone +85.9 GB, in blocks.*.mlp (model.py:24 forward)``. The changes of
-    ``memory`` come last, each with the function that allocated it.
+    A line is, for example, ``dpsgd clip: aten.clone +85.9 GB, in blocks.*.mlp (model.py:24
+    forward)``. Changes of memory come last.
+
+    Args:
+        regressions: the regressions of a verdict, with the largest changes of each.
+        memory: changes of memory, see `dpbench.results.changes.grown_memory`.
     """
     changes = [change for row in regressions for change in row.get("largest_changes", ())]
     changes += [{**each, "name": f"memory of {each['name']}"} for each in memory]
@@ -141,7 +145,7 @@ def grown_text(
 
 
 def change_text(change: Mapping[str, Any]) -> str:
-    """An operator or kernel, the change of its bytes, and its module and line if known."""
+    """Write an operator or kernel, the change of its bytes, and its module and line if known."""
     sign = "-" if change["bytes"] < 0 else "+"
     module = f", in {change['module']}" if change["module"] else ""
     line = f" ({change['line']})" if change["line"] else ""
@@ -149,9 +153,9 @@ def change_text(change: Mapping[str, Any]) -> str:
 
 
 def amount(value: float, unit: str, beside: float = 0.0) -> str:
-    """A value in kB, MB or GB, in ms, or in its own unit.
+    """Write a value with its unit. Bytes are in kB, MB or GB, and times in ms.
 
-    The larger of ``value`` and ``beside`` chooses the unit of bytes. So two numbers that stand side
+    The unit of bytes is chosen for the larger of ``value`` and ``beside``, so that two numbers side
     by side have the same unit.
     """
     if pd.isna(value):

@@ -1,4 +1,4 @@
-"""Every table of a run, and their copy in GitHub's summary of a workflow step."""
+"""All tables of a run, and their copy in GitHub's summary of a workflow step."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ LINE_WIDTH = 40
 """The width in characters at which the name of a source line is wrapped."""
 
 SMALL = 0.01
-"""A source line that holds less than this share of the peak is not shown."""
+"""A source line is shown only if it holds at least this share of the listed memory."""
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
 
 def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
-    """Every table of a run. The last one counts the successful cases of each trainer.
+    """Make all tables of a run. The last table counts the successful cases of each trainer.
 
-    Below it are the reasons of failures and the notes of cases. Such a note says, for example, what
-    logical counting assumed where a step depends on the values of tensors.
+    Below the last table are the reasons of failures and the notes of cases. A note is, for example,
+    an assumption of logical counting where a step depends on values of tensors.
     """
     if not (outcomes := run.outcomes):
         return []
@@ -44,8 +44,8 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
     summary = run.summary
     listed = tables(summary, view, outcomes)
     guessed = [
-        f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are {operator}, counted by "
-        f"its schema, because dpbench does not know its kernels."
+        f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are a guess from the schema "
+        f"of {operator}, because dpbench does not know the operator's kernels."
         for outcome in outcomes
         for operator, part in guesses(outcome.operators).items()
     ]
@@ -61,7 +61,7 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
 
 
 def memory_table(outcome: Outcome, top: int) -> Table:
-    """The ``top`` source lines that hold the most memory at the peak of the last step."""
+    """Make a table of the ``top`` source lines that hold most memory at the last step's peak."""
     lines = pd.DataFrame(map(asdict, outcome.memory_lines))
     lines["share"] = lines.held_bytes / lines.held_bytes.sum()
     peaks = [row for row in outcome.rows if row.metric == "peak_memory_bytes"]
@@ -79,9 +79,9 @@ def memory_table(outcome: Outcome, top: int) -> Table:
 
 
 def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:
-    """The table of a `trainer_summary`. Below it are the reasons of failures, then the notes.
+    """Make the table of a `trainer_summary`, with the reasons of failures and the notes below it.
 
-    Peak memory that was counted without hardware has a column of its own.
+    Peak memory that was counted without hardware has a separate column.
     """
     if not summary:
         return Table("Cases by trainer", [], [])
@@ -106,7 +106,7 @@ def append_step_summary(tables: Sequence[Table]) -> str | None:
     """Append tables to GitHub's summary of a workflow step, if this process runs in one.
 
     Returns:
-        A warning if the summary cannot be written, else None. The measurement goes on either way.
+        A warning if the summary cannot be written, otherwise None.
     """
     name = os.environ.get(STEP_SUMMARY)
     if not name or not tables:

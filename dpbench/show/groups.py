@@ -1,4 +1,4 @@
-"""Groups the cases that share a table, orders them, and makes the title of the table."""
+"""Groups of cases that share a table, their order, and the titles of tables."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, gigabytes, thre
 from dpbench.show.view import NAME, OF_TESTS, PARAM, TableOptions, column
 
 CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
-"""The axes whose values a case shares with its baseline: all axes but the trainer."""
+"""All axes but the trainer. A case has the same values of these axes as its baseline."""
 
 
 WIDE_SPREAD = 0.1
-"""If the spread of a time over its steps is larger, the shortest and longest time are shown."""
+"""If the spread of a time over its steps exceeds this, the shortest and longest time are shown."""
 
 
 @dataclass(frozen=True)
 class Group:
     """Cases that share a table.
 
-    ``frame`` has their rows in the order that the view asks for. Its column ``label`` tells the
-    cases apart. ``phase`` is the phase of the first table: `STEP`, or the group's own phase.
+    Args:
+        title: the beginning of the titles of the group's tables.
+        frame: the rows of the cases, in the order of the table's lines. The column ``label`` names
+            the case of a row.
+        phase: the phase of the first table. This is `STEP` unless cases are grouped by phase.
+        first_header: the header of the first column.
     """
 
     title: str
@@ -46,7 +50,7 @@ class Group:
 
     @cached_property
     def numbers(self) -> dict[tuple[str, str], dict[str, tuple[Any, ...]]]:
-        """For each phase and metric: the value, unit, spread, least and most by label."""
+        """For each phase and metric, a tuple (value, unit, spread, least, most) by label."""
         numbers: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = defaultdict(dict)
         columns = ["phase", "metric", "label", "value", "unit", "spread", "least", "most"]
         for phase, metric, label, *number in self.frame[columns].itertuples(index=False):
@@ -60,14 +64,13 @@ class Group:
         return byte_unit(rows.value.max()) if len(rows) else "GB"
 
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
-        """The texts of a column by label. Cases without a number are left out."""
+        """Return the texts of a column by label. Cases without a number are left out."""
         numbers = self.numbers.get((phase or self.phase, shown.name), {})
         return {label: self._written(shown, *number) for label, number in numbers.items()}
 
     def _written(
         self, shown: Metric, value: float, unit: str, spread: float, least: float, most: float
     ) -> str:
-        """A number as text, in the form of its column."""
         if unit == "B" and shown.form == "giga":
             return three_digits(value / BYTES[self.unit])
         if shown.form == "ms" and shown.kind == "value" and spread > WIDE_SPREAD:
@@ -81,13 +84,16 @@ class Group:
         notes: Iterable[str] = (),
         labels: Iterable[str] | None = None,
     ) -> list[Table]:
-        """A table with a line for each label, as a list; empty without columns or lines.
+        """Make a table with a line for each label.
 
         Args:
-            title: what follows the group's title.
-            columns: by header, the texts of the column by label.
-            notes: the lines below the table.
-            labels: the cases to show; by default those with a text in some column.
+            title: the second part of the title, after the group's title.
+            columns: for each header, the texts of the column by label.
+            notes: the notes below the table.
+            labels: the labels to show. If None, uses all labels with a text in some column.
+
+        Returns:
+            A list of one table, or an empty list if the table has no columns or lines.
         """
         cases = self.frame.label.unique()
         if labels is None:
@@ -109,12 +115,18 @@ _WRITERS: dict[str, Callable[[float], str]] = {
 
 
 def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
-    """Rows sorted by cell and device, then by trainer as registered. Phases keep their order."""
+    """Sort rows by cell and device, then by trainer in the order of registration.
+
+    Rows of one trainer keep their order.
+    """
     return ordered(summary, [*configuration, "device", "trainer"])
 
 
 def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Rows sorted by these columns: trainers as registered, phases as they follow in a step."""
+    """Sort rows by columns.
+
+    Trainers are in the order of registration, and phases in the order of a step.
+    """
     phases = [*ALL_PHASES, STEP]
 
     def places(column: pd.Series[Any]) -> pd.Series[Any]:
@@ -128,14 +140,14 @@ def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 def titled(
     rows: pd.DataFrame, shared: Sequence[str] = CONFIGURATION
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Groups of rows that share these axes and the device, each with its title."""
+    """Group rows by axes and device, and yield the title and the rows of each group."""
     keys = [*shared, "device"]
     for values, group in rows.groupby(keys, sort=False):
         yield title_of(dict(zip(keys, values, strict=True))), group
 
 
 def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
-    """The groups of a summary in order. The view says how the cases of a group are ordered."""
+    """Yield the groups of a summary. The view sets the order of the cases in a group."""
     named = [k for name in view.group_by for k in (CONFIGURATION if name == "cell" else [name])]
     keys = list(dict.fromkeys([*(name for name in named if name != "device"), "device"]))
     always = ("trainer", "batch_size", "seq_len")
@@ -145,7 +157,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
         if axis not in keys and (axis in always or summary[axis].nunique() > 1)
     ] or ["trainer"]
     rows = ordered(in_order(summary), keys)
-    # Axes are written as in `Case.id`; other columns have their name as prefix.
+    # Axes have the prefixes of `Case.id`. Other columns have their name as prefix.
     prefixes = {"batch_size": "bs", "seq_len": "seq"} | {
         column: f"{column} " for column in labels if column not in AXES
     }
@@ -156,7 +168,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
     rows = rows.assign(label=[" ".join(filter(None, names)) for names in zip(*parts, strict=True)])
     for values, group in rows.groupby(keys, sort=False):
         shared = dict(zip(keys, values, strict=True))
-        # Axes with one value are in the title, not in each label.
+        # An axis with one value is named in the title instead of each label.
         shared |= {a: group[a].iloc[0] for a in AXES if a not in (*keys, *labels)}
         group = group.drop_duplicates(["label", "phase", "metric"])
         phase = str(shared.get("phase", STEP))
@@ -164,7 +176,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
             group = ordered(group, [view.sort])
         elif view.sort == NAME:
             group = group.sort_values("label", kind="stable")
-        elif view.sort is not None:  # cases without this number come last
+        elif view.sort is not None:
             by = column(view.sort)
             sorting = group[(group.metric == by.name) & (group.phase == phase)]
             places = group.label.map(sorting.set_index("label").value)
@@ -173,13 +185,13 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
 
 
 def title_of(shared: Mapping[str, Any]) -> str:
-    """A title that names what rows have in common: axes, tests, phase and device."""
+    """Make a title from the shared axes, tests, phase and device of rows."""
     parts = title_parts(shared)
     return ", ".join([*parts, shared["device"] or "unknown device"])
 
 
 def title_parts(shared: Mapping[Any, Any]) -> list[str]:
-    """The parts of the title of such rows, without the device."""
+    """Return the parts of `title_of`, without the device."""
     if shared.get("workload") == SCRIPT:
         batch = f"batch {shared['batch_size']}" if shared.get("batch_size") else ""
         return [*filter(None, (shared.get("trainer"), batch))]

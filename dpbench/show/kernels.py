@@ -1,4 +1,4 @@
-"""Tables of a case's kernels, and of its phases compared with the roofline of the card."""
+"""Tables of a case's kernels, and tables that compare phases with the roofs of the card."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from dpbench.show.layout import Shown, Table, gigabytes, milliseconds, step_mill
 from dpbench.show.tables import SHOWN_SHARE
 
 NAME_WIDTH = 24
-"""The width of the column of kernels, in characters. With it a table fits 80 characters."""
+"""The width of the column of kernels in characters, so that the table fits 80 characters."""
 
 
 def kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Table]:
-    """Tables of the kernels and their categories of a case, most DRAM bytes first.
+    """Make a table of a case's kernels and a table of their categories, most DRAM bytes first.
 
-    Empty if it was not profiled kernel by kernel. Shares are of the step's DRAM bytes if ranges
-    measured them, else of the bytes of all kernels. Bandwidths are compared with the peak of the
-    card, if its data sheet is known.
+    There are no tables if the case was not profiled kernel by kernel. Shares are of the step's DRAM
+    bytes if these were measured for the whole step, otherwise of the bytes of all kernels.
 
     Args:
-        outcome: the case.
-        summary: of its run.
-        top: how many kernels are shown; categories are all shown.
+        outcome: the outcome of the case.
+        summary: the summary of its run.
+        top: the number of kernels to show. All categories are shown.
     """
     if not (counts := outcome.kernels):
         return []
@@ -61,7 +60,7 @@ def kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Tab
 
 
 def wrapped(name: str) -> str:
-    """A kernel's name in lines that fit its column."""
+    """Break a kernel's name into lines that fit the column."""
     return textwrap.fill(name, NAME_WIDTH, drop_whitespace=False)
 
 
@@ -69,31 +68,41 @@ def _notes(
     counts: Sequence[KernelCount], step_bytes: float | None, roofs: Roofs | None
 ) -> Iterator[str]:
     total = sum(count.dram_bytes for count in counts) / len({count.repeat for count in counts})
-    of = f"{gigabytes(total)} GB of all profiled kernels; the step itself was not measured"
     if step_bytes:
-        of = f"step's {gigabytes(step_bytes)} GB, measured by ranges; all profiled kernels move "
-        of += f"{total / step_bytes:.1%} of it"
-    yield f"Share of the {of}. Copies and memsets are not kernels."
-    yield "ms: the kernels' own time under the profiler, without the gaps between them."
+        yield (
+            f"Share: of the step's {gigabytes(step_bytes)} GB. All profiled kernels move "
+            f"{total / step_bytes:.1%} of these bytes. Copies and memsets are not kernels."
+        )
+    else:
+        yield (
+            f"Share: of the {gigabytes(total)} GB of all profiled kernels, because the bytes of "
+            f"the step were not measured. Copies and memsets are not kernels."
+        )
+    yield "ms: the kernels' own time under the profiler, without the gaps between kernels."
     if roofs:
         yield (
             f"Of peak: DRAM bytes ÷ ms, as a share of the {roofs.bandwidth / 1e9:.4g} GB/s of "
             f"{roofs.name} ({roofs.source})."
         )
-    strangers = {count.kernel for count in counts if category(count.name) is None}
-    if strangers:
-        yield f"No category fits: {', '.join(sorted(strangers))}."
+    unknown = {count.kernel for count in counts if category(count.name) is None}
+    if unknown:
+        yield f"Kernels without a category: {', '.join(sorted(unknown))}."
 
 
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
-    """A table for each cell and kind of bytes. `results.roofline.under` makes its numbers."""
+    """Make a roofline table for each cell and kind of bytes.
+
+    Args:
+        table: the result of `dpbench.results.roofline.apply_roofs`.
+        roofs: the roofs that were applied.
+    """
     tables = []
     for bytes_are, group in table.groupby("bytes_are", sort=False):
         for title, rows in titled(in_order(group)):
             known = {h: c for h, c in ROOFLINE_COLUMNS.items() if rows[c[0]].notna().any()}
             notes = [
-                f"{roofs_in_words(roofs, rows.precision)} FLOP are counted, for matrix products "
-                f"and attention. The least time of a step is the sum of its phases' least times.",
+                f"{roofs_in_words(roofs, rows.precision)} FLOP are counted for matrix products and "
+                f"attention only. The least time of a step is the sum of its phases' least times.",
                 *launch_bound_notes(rows),
             ]
             name = f"{title}: roofline of {bytes_are}"
@@ -120,36 +129,36 @@ def phase_lines(
     columns: Mapping[str, Shown],
     notes: Iterable[str],
 ) -> Table:
-    """The step of each trainer, and below it the phases that matter.
+    """Make a table with a line for the step of each trainer, and below it lines for its phases.
 
-    A phase matters if some trainer gives it at least `SHOWN_SHARE` of the largest weight.
+    A phase is shown if its weight is at least `SHOWN_SHARE` of the largest weight for some trainer.
     """
-    matters = rows.phase[weights >= SHOWN_SHARE * weights.max()]
-    lines = rows[rows.phase.isin([*matters, STEP])]
+    large = rows.phase[weights >= SHOWN_SHARE * weights.max()]
+    lines = rows[rows.phase.isin([*large, STEP])]
     lines = ordered(lines.assign(of_phase=lines.phase != STEP), ["trainer", "of_phase", "phase"])
     lines = lines.assign(name=lines.trainer.where(lines.phase == STEP, "· " + lines.phase))
     return Table.of(title, lines, {"trainer\n· phase": ("name", str), **columns}, notes)
 
 
 def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
-    """Notes: some phases are launch-bound, or for some trainers this is unknown."""
+    """Yield a note on launch-bound phases, and a note on trainers without busy shares."""
     if (rows.busy < LAUNCH_BOUND).any():
         yield (
-            f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time (in "
-            f"brackets); no bound explains the rest."
+            f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time. The "
+            f"share is in brackets. No roof explains the remaining time."
         )
     timed = rows[(rows.phase == STEP) & rows.seconds.notna()]
     if unknown := [*dict.fromkeys(timed[timed.busy.isna()].trainer)]:
         yield (
-            f"How busy the GPU was with {', '.join(unknown)} is not known: some phases may be "
+            f"It is unknown how busy the GPU was with {', '.join(unknown)}, so some phases may be "
             f"launch-bound. --instrument cupti measures it."
         )
 
 
 def roofs_in_words(roofs: Roofs, precisions: Iterable[str]) -> str:
-    """A card's bandwidth, its peak arithmetic at some precisions, and its ridge points."""
+    """Write a card's bandwidth, its peak arithmetic at some precisions, and the ridge points."""
     peaks = [
-        f"{roofs.flops[name] / 1e12:.4g} TFLOP/s at {name}, which meet at "
+        f"{roofs.flops[name] / 1e12:.4g} TFLOP/s at {name}, which are equal bounds at "
         f"{roofs.ridge(name):.1f} FLOP/B"
         for name in dict.fromkeys(precisions)
         if name in roofs.flops

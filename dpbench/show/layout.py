@@ -1,4 +1,4 @@
-"""Writes tables, as text for a terminal or as Markdown, and the numbers in them."""
+"""Tables as text for a terminal and as Markdown, and functions that write numbers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,26 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WIDTH = 80
-"""Characters in a line where the terminal does not report its width."""
+"""The width of a line in characters, unless the terminal reports its own width."""
 
 ABSENT = "-"
-"""Shown in place of a number that was not measured."""
+"""The text of a number that was not measured."""
 
 Shown = tuple[str, Callable[[Any], str]]
-"""A column: its name in a frame, and the function that writes its values."""
+"""A column of a table: its name in a frame, and the function that writes its values."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, text cells, and notes below. ``exact`` has the value behind each cell, if known."""
+    """A table of text cells.
+
+    Args:
+        title: the title above the table.
+        headers: the headers of the columns.
+        cells: the texts of each line.
+        notes: the notes below the table.
+        exact: the values behind the texts, or an empty list.
+    """
 
     title: str
     headers: list[str]
@@ -41,7 +49,14 @@ class Table:
     def of(
         cls, title: str, rows: pd.DataFrame, columns: Mapping[str, Shown], notes: Iterable[str] = ()
     ) -> Table:
-        """A table with a line for each row of a frame. ``columns`` are the columns by header."""
+        """Make a table with a line for each row of a frame.
+
+        Args:
+            title: the title above the table.
+            rows: the frame.
+            columns: the columns of the table by header.
+            notes: the notes below the table.
+        """
         writers = [write for _, write in columns.values()]
         exact = rows[[name for name, _ in columns.values()]].to_numpy(object).tolist()
         cells = [list(map(written, line, writers)) for line in exact]
@@ -49,29 +64,29 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """For each column, whether it has numbers."""
+        """For each column, true if the column has numbers."""
         return [
             any(isinstance(v := line[place], Number) and v == v for line in self.exact)
             for place in range(len(self.headers))
         ]
 
     def as_text(self, width: int = WIDTH) -> str:
-        """The table as text. Columns that do not fit into the width follow below it."""
+        """Write the table as text. Columns that do not fit into the width are written below."""
         blocks = [self._render(block, "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
         lines = [_fill(self.title, width), "", "\n\n".join(blocks), *notes]
-        return printable("\n".join(lines))  # names come from outside
+        return printable("\n".join(lines))
 
     def as_markdown(self) -> str:
-        """The table as a heading and a GitHub table."""
-        # A cell has line breaks only so that a long name fits a terminal.
+        """Write the table as a heading, a table of GitHub's Markdown, and notes."""
+        # Line breaks in a cell only make a long name fit a terminal.
         cells = [[escaped(cell.replace("\n", "")) for cell in line] for line in self.cells]
         plain = Table("", list(map(escaped, self.headers)), cells)
         body = plain._render(range(len(self.headers)), "github")
         return "\n\n".join([f"### {escaped(self.title)}", body, *map(escaped, self.notes)])
 
     def _blocks(self, width: int) -> Iterator[list[int]]:
-        """Blocks of columns that fit side by side. Each begins with the first column."""
+        """Yield blocks of columns that fit into the width. Each block has the first column."""
         block = [0]
         for index in range(1, len(self.headers)):
             lines = self._render([*block, index], "simple").splitlines()
@@ -88,7 +103,7 @@ class Table:
 
 
 def terminal_width() -> int:
-    """The width of the terminal in characters, or `WIDTH` without a terminal."""
+    """Return the width of the terminal in characters, or `WIDTH` without a terminal."""
     return shutil.get_terminal_size(fallback=(WIDTH, 24)).columns
 
 
@@ -97,26 +112,29 @@ def _fill(text: str, width: int) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text on one line, escaped so that Markdown shows it unchanged: names come from outside.
+    """Put a text on one line, and escape it so that GitHub's Markdown shows it unchanged.
 
-    Underscores inside a word mean nothing to GitHub, so they are not escaped.
+    Underscores inside a word are not escaped, because GitHub shows them unchanged.
     """
     one_line = printable(" ".join(text.split()))
     return re.sub(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_line)
 
 
 def written(value: Any, write: Callable[[Any], str]) -> str:
-    """A value as text; `ABSENT` for None and NaN."""
+    """Write a value, or return `ABSENT` for None and NaN."""
     return ABSENT if value is None or value != value else write(value)
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds, with two digits after the point."""
+    """Write seconds as milliseconds, with two digits after the point."""
     return f"{seconds * 1e3:.2f}"
 
 
 def step_milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds: one digit after the point, or below 0.1 ms three digits in all."""
+    """Write seconds as milliseconds, with one digit after the point.
+
+    A time below 0.1 ms has three significant digits instead.
+    """
     return f"{seconds * 1e3:.1f}" if abs(seconds) >= 1e-4 else f"{seconds * 1e3:.3g}"
 
 
@@ -125,17 +143,17 @@ BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
 def byte_unit(largest: float) -> str:
-    """The unit in which to write numbers of which the largest is ``largest`` bytes."""
+    """Return the unit in which to write numbers of bytes whose maximum is ``largest``."""
     return "kB" if largest < 1e6 else "MB" if largest < 1e9 else "GB"
 
 
 def gigabytes(value: float) -> str:
-    """Bytes (or bytes per second) in units of 10⁹, as `three_digits` writes them."""
+    """Write bytes or bytes per second in units of 10⁹, with `three_digits`."""
     return three_digits(value / 1e9)
 
 
 def three_digits(value: float) -> str:
-    """A number with three significant digits or more. From 0.0001 on it has no exponent."""
+    """Write a number with at least three significant digits, without an exponent from 0.0001 on."""
     if value < 0.1:
         return f"{value:.3g}"
     digits = 1 if value >= 10 else 2 if value >= 1 else 4
@@ -143,10 +161,10 @@ def three_digits(value: float) -> str:
 
 
 def as_text(tables: Iterable[Table], width: int = WIDTH) -> str:
-    """Tables one below the other."""
+    """Write tables one below the other as text."""
     return "\n\n".join(table.as_text(width) for table in tables)
 
 
 def as_markdown(tables: Iterable[Table]) -> str:
-    """Tables one below the other, as Markdown."""
+    """Write tables one below the other as Markdown."""
     return "\n\n".join(table.as_markdown() for table in tables) + "\n"

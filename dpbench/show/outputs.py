@@ -1,7 +1,8 @@
-"""Writes runs to files. `OUTPUTS` has an output for each file extension.
+"""Outputs: functions that turn runs into the content of a file.
 
-An output is a function of runs and `TableOptions` that returns text or bytes. A session writes one
-run. ``dpbench show`` can write several runs to a file; some outputs refuse that.
+An output is a function of runs and `TableOptions` that returns text or bytes. `OUTPUTS` has an
+output for each file extension. A session writes one run. ``dpbench show`` can write several runs to
+one file, which some outputs refuse.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ Output = Callable[[Sequence[Run], "TableOptions"], str | bytes]
 
 
 def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions) -> None:
-    """Write runs to a file, whole or not at all.
+    """Write runs to a file. If the output fails, the file does not change.
 
     Raises:
         ConfigurationError: the file cannot be written, or the output failed.
     """
     output: Output = OUTPUTS[kind]
     try:
-        made = output(runs, view)
-        write_bytes(path, made if isinstance(made, bytes) else made.encode())
+        content = output(runs, view)
+        write_bytes(path, content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         raise ConfigurationError(in_words(error)) from error
     except Exception as error:
@@ -43,15 +44,15 @@ def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions)
 
 
 def json_document(runs: Sequence[Run], view: TableOptions) -> str:
-    """The saved document of one run. Several runs are refused."""
+    """Return the saved document of one run. Several runs are refused."""
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
-        raise ConfigurationError(f"a JSON file holds one run, not {names}: name one")
+        raise ConfigurationError(f"a JSON file can have one run only, not {names}: name one run")
     return runs[0].text
 
 
 def markdown_tables(runs: Sequence[Run], view: TableOptions) -> str:
-    """The tables of each run. For an interrupted run, a line says how many cases are missing."""
+    """Return the tables of each run. An interrupted run has a line that counts missing cases."""
     from dpbench.show.export import summary_tables
     from dpbench.show.layout import as_markdown
 
@@ -59,22 +60,22 @@ def markdown_tables(runs: Sequence[Run], view: TableOptions) -> str:
     for run in runs:
         missing = run.cases_asked - len({outcome.case for outcome in run.outcomes})
         if run.status != COMPLETE and missing > 0:
-            text += f"Not complete: {missing} of the cases asked for are missing.\n\n"
+            text += f"Not complete: {missing} of the requested cases are missing.\n\n"
         text += as_markdown(summary_tables(run, view))
     return text
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
-    """The labels of a trainer on one line, e.g. ``clips flat``."""
+    """Write the labels of a trainer on one line, e.g. ``clips flat``."""
     return ", ".join(f"{name} {value}" for name, value in labels.items())
 
 
 def csv_rows(runs: Sequence[Run], view: TableOptions) -> str:
-    """The long table with exact numbers in bytes and seconds, and each trainer's labels.
+    """Return the long table as CSV, with exact numbers and each trainer's labels.
 
-    It has no ratios, because a line is a number of one step, and a ratio is between numbers of all
-    steps. A text that a spreadsheet would take for a formula gets an apostrophe in front, as
-    OWASP's "CSV Injection" advises.
+    The long table has no ratios, because each of its lines is about one step, and ratios are
+    computed over all steps. A text that a spreadsheet would run as a formula begins with an
+    apostrophe, as OWASP's "CSV Injection" advises.
     """
     import pandas as pd
 

@@ -1,4 +1,4 @@
-"""Draws a picture as SVG, without a browser: bars of a step's ratios."""
+"""A picture of a step's ratios as SVG, drawn without a browser."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dpbench.show.html.figures import Chart
 from dpbench.show.view import TableOptions
 
 WIDTH = 9.0
-"""The width of a picture, in inches; an inch is 72 units of the SVG."""
+"""The width of a picture in inches. An inch is 72 units of the SVG."""
 
 ROW, FRAME = 0.17, 1.15
-"""The height of a bar, and that of a panel's title and axis together, in inches."""
+"""The height of a bar, and the height of a panel's title and axis together, in inches."""
 
 TEXT, LINE = "#010203", "#040506"
-"""Placeholders of colours. `STYLE` has the colours in their place, for light and dark pages."""
+"""Placeholders of colours. They are replaced by the colours of `STYLE`."""
 
 STYLE = """<style>
 :root { --text: #1b1f24; --line: #9aa1aa; }
@@ -49,10 +49,10 @@ SETTINGS: Any = {
 
 
 def svg(runs: Sequence[Run], view: TableOptions) -> str:
-    """The output for ``.svg``: ratios to the baseline.
+    """Draw ratios to the baseline. This is the output for ``.svg``.
 
-    With one version of Matplotlib, the same runs give the same text. The picture has colours for
-    light pages and for dark pages.
+    The same runs give the same text with the same version of Matplotlib. The picture has colours
+    for light pages and for dark pages.
     """
     named = labelled((run.name, run.document) for run in runs)
     chart = ratios(PageData(named, view.expected))
@@ -63,11 +63,11 @@ def svg(runs: Sequence[Run], view: TableOptions) -> str:
 
 
 def _drawn(chart: Chart) -> Figure:
-    """The panels of a chart, two in a row, below its title and legend."""
+    """Draw the panels of a chart, two in a row, below its title and legend."""
     panels = [*chart.panels.items()]
     columns = min(len(panels), 2)
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
-    bars = len(chart.colours) + 1  # of a trainer, and a gap
+    bars = len(chart.colours) + 1  # the bars of a trainer, and a gap
     heights = [FRAME + ROW * bars * max(len(_names(figure)) for _, figure in row) for row in rows]
     figure = Figure((WIDTH, 0.6 + sum(heights)), layout="constrained")
     grid = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
@@ -84,13 +84,13 @@ def _drawn(chart: Chart) -> Figure:
 
 
 def _names(figure: Any) -> list[str]:
-    """The trainers of a panel, from top to bottom."""
+    """Return the trainers of a panel, from top to bottom."""
     names: list[str] = figure["layout"]["yaxis"]["categoryarray"]
     return names
 
 
 def _draw(axes: Axes, title: str, figure: Any) -> None:
-    """Draw a panel of a chart: its bars, and the texts beside them."""
+    """Draw the bars of a panel, and their texts."""
     layout, names = figure["layout"], _names(figure)
     bars = [trace for trace in figure["data"] if trace["type"] == "bar"]
     height = 0.75 / len(bars)
@@ -110,7 +110,7 @@ def _draw(axes: Axes, title: str, figure: Any) -> None:
 
 
 def _text(figure: Figure) -> str:
-    """The SVG, with a style that adapts its colours to the page."""
+    """Return the SVG, with a style that adapts its colours to the page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()

@@ -1,4 +1,4 @@
-"""Tables of what the PyTorch profiler and Nsight Systems recorded of a case."""
+"""Tables of the recordings of the PyTorch profiler and of Nsight Systems."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dpbench.show.kernels import wrapped
 from dpbench.show.layout import Shown, Table, as_text, gigabytes, milliseconds
 
 PROFILER, TIMELINE = "PyTorch profiler", "Nsight Systems"
-"""The names of the two tools in `Metric.table`."""
+"""The values of `Metric.table` for the two tools."""
 
 WAITED = (
     "Exposed: time in collectives while the rank ran nothing else. Waited: time in collectives "
-    "minus the smallest of any rank, summed over phases; a lower bound."
+    "minus the smallest time of any rank, summed over phases. This is a lower bound."
 )
 
 REPORT_WIDTH = 120
-"""The width of a report, in characters. A report is a file, so no terminal limits it."""
+"""The width of a report in characters. A report is a file, so no terminal limits the width."""
 
 
 def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
-    """The tables of all cases that a profiler recorded: by phase, then by rank.
+    """Make the tables of all cases that a profiler recorded, by phase and by rank.
 
     Args:
         summary: the summary of the run, for the tables by phase.
@@ -48,7 +48,7 @@ def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
 
 
 def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
-    """For each case of several ranks, a table of the time that each rank was in collectives."""
+    """Yield a table of the time of each rank in collectives, for each case with several ranks."""
     steps = frame[frame.phase == STEP]
     spent = frame[(frame.metric == "communication_seconds") & (frame.phase != STEP)]
     without_rank, without_phase = ([c for c in IDENTITY if c != lost] for lost in ("rank", "phase"))
@@ -70,7 +70,7 @@ def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
 
 
 def _by_phase(title: str, wide: pd.DataFrame, table: str) -> Table:
-    """A table with a line for each phase. Metrics of the tool that are all zero have no column."""
+    """Make a table with a line for each phase. A metric that is always 0 has no column."""
     columns: dict[str, Shown] = {"phase": ("phase", str)}
     writers = {"giga": gigabytes, "ms": milliseconds, "percent": "{:.0%}".format}
     for metric in METRICS.in_table(table):
@@ -80,7 +80,10 @@ def _by_phase(title: str, wide: pd.DataFrame, table: str) -> Table:
     notes = []
     if "device_time_seconds" in wide:
         ratio = wide.cpu_time_seconds[STEP] / wide.device_time_seconds[STEP]
-        notes = [f"CPU time ÷ GPU time: {ratio:.2f}. GPU time counts in the phase of its launch."]
+        notes = [
+            f"CPU time ÷ GPU time: {ratio:.2f}. The GPU time of a kernel belongs to the phase that "
+            f"launched the kernel."
+        ]
     elif "timeline_seconds" in wide and len(wide) > 1:
         notes = [SYNCHRONIZED]
     wide = wide.reindex([phase for phase in (*ALL_PHASES, STEP) if phase in wide.index])
@@ -88,7 +91,7 @@ def _by_phase(title: str, wide: pd.DataFrame, table: str) -> Table:
 
 
 def profile_report(rows: Sequence[Measurement], schedule: Mapping[str, int], operators: str) -> str:
-    """The text report of one profiled case: its phases, then PyTorch's tables of operators."""
+    """Write the report of one profiled case: its phases, then PyTorch's tables of operators."""
     head = f"{rows[0].tool}, {rows[0].device}; schedule: "
     head += ", ".join(f"{name} {value}" for name, value in schedule.items())
     frame = to_frame(rows)
@@ -102,23 +105,24 @@ LINES = 10
 """The most lines in a table of statistics."""
 
 SYNCHRONIZED = (
-    "Phases are from a step that synchronizes between phases. The step is from other steps, which "
-    "do not synchronize, so phases do not add up to the step."
+    "Phases were timed in steps that synchronize between phases, and the step in steps that do not "
+    "synchronize. So the times of phases do not add up to the time of the step."
 )
 
 NO_STATISTICS = (
-    "No statistics of nsys: it is not on PATH, older than 2023.1, or cannot read this file."
+    "There are no statistics of nsys, because nsys is not on PATH, is older than 2023.1 or cannot "
+    "read this file."
 )
 
 
 def timeline_tables(
     usages: Sequence[dict[str, Any]], statistics: Mapping[str, str], title: str
 ) -> list[Table]:
-    """A table of a timeline by phase, then a table for each report of ``nsys stats``.
+    """Make a table of a timeline by phase, and a table for each report of ``nsys stats``.
 
     Args:
         usages: the metrics of each phase and step, as a timeline's ``usages`` returns them.
-        statistics: the CSV of each report by the report's name; empty if nsys cannot be used.
+        statistics: the CSV text of each report by name, or nothing if nsys cannot be used.
         title: the beginning of each table's title.
     """
     frame = pd.DataFrame(usages)
@@ -130,11 +134,12 @@ def timeline_tables(
 
 
 def _name(name: str) -> str:
-    return wrapped(short_name(name) if "(" in name else name)  # only kernels have parameters
+    is_kernel = "(" in name
+    return wrapped(short_name(name) if is_kernel else name)
 
 
 def _statistics(title: str, text: str) -> Table:
-    """The table of one report of ``nsys stats``, with the names in the first column."""
+    """Make the table of one report of ``nsys stats``, with the names in the first column."""
     lines = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False).head(LINES)
     names = {name: (name, _name) for name in ("Name", "Operation", "Range") if name in lines}
     columns: dict[str, Shown] = names | {name: (name, str) for name in lines.columns.drop([*names])}

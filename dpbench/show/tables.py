@@ -1,4 +1,4 @@
-"""The tables of a run: for each group of cases its steps, phases and throughput, with notes."""
+"""The tables of steps, phases and throughputs of a run, with their notes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ from dpbench.show.layout import Table
 from dpbench.show.view import TableOptions, column, shown_by_default
 
 SHOWN_SHARE = 1e-3
-"""A phase is shown if it has more than this share of the largest phase or step."""
+"""A phase is shown if it has more than this share of the largest value of a phase or step."""
 
 EVEN_SHARE = 0.05
-"""Ranks are even if the largest exceeds their mean by at most this share. Phases with at most this
-share of the largest value are ignored."""
+"""Ranks differ if the largest value exceeds the mean over ranks by more than this share. A phase is
+ignored if its value is at most this share of the largest value."""
 
 BUSY_OF = (
-    "Busy: the share of the time that a step or phase takes unprofiled. Of a phase that was not "
-    "timed: the share of the time between synchronizations."
+    "Busy: the time in which the GPU did anything, as a share of the time of the step or phase "
+    "without profiling. If a phase was not timed, the time between synchronizations is "
+    "used instead."
 )
 
-OF_ONE_RANK = "One rank ÷ one GPU: 1 ÷ ranks if the ranks share all of it, 1 if each does all."
+OF_ONE_RANK = (
+    "One rank ÷ one GPU is 1 ÷ ranks if the ranks divide the work, and 1 if each rank does all of "
+    "the work."
+)
 
 AGAINST_LOGICAL = (
     "Logical bytes are counted without hardware: each operator reads its inputs once and writes "
@@ -41,13 +45,17 @@ AGAINST_LOGICAL = (
 def tables(
     summary: pd.DataFrame, view: TableOptions | None = None, outcomes: Iterable[Outcome] = ()
 ) -> list[Table]:
-    """Every table of a summary: first those of each group, then the counters by ncu's own names.
+    """Make the tables of a summary: the tables of each group, then counters by ncu's own names.
 
-    A view that names columns gets one table for each group, with these columns and no others.
-    ``outcomes`` have the labels of trainers, and the tests by which a view may group the cases.
+    If the view names columns, each group has only one table, with these columns.
+
+    Args:
+        summary: the summary of a run.
+        view: the options of the tables.
+        outcomes: the outcomes of the run, which have the labels of trainers and the tests.
     """
-    elsewhere = [metric.name for metric in METRICS.values() if metric.table]
-    summary = summary[~summary.metric.isin(elsewhere) & ~summary.of.isin(elsewhere)]
+    other_tables = [metric.name for metric in METRICS.values() if metric.table]
+    summary = summary[~summary.metric.isin(other_tables) & ~summary.of.isin(other_tables)]
     summary = summary[summary.preferred & summary.value.notna()]
     if summary.empty:
         return []
@@ -77,15 +85,15 @@ def tables(
 
 
 def _columns(group: Group, view: TableOptions) -> list[Metric]:
-    """The columns that were asked for, or else the default ones.
+    """Return the columns of a group's first table.
 
-    A group gets no column if it has no number in the columns that were asked for. Of the default
-    columns, those without a number are left out if the view groups by phase, or if the group has no
-    bytes. Otherwise ratios come first: they are the answer, and the other columns its evidence.
+    Requested columns are returned, unless all of them are empty. Otherwise these are the default
+    columns, with ratios first. If the view groups by phase or the group has no bytes, default
+    columns without a number are left out, and the order is kept.
     """
     logical = bool((group.shown.device == NO_HARDWARE).any())
     chosen = view.columns or shown_by_default(logical=logical)
-    if not view.columns:  # the known parts of a sum are shown if the sum is unknown
+    if not view.columns:  # show the known parts of a sum if the sum is unknown
         parts = [METRICS[p] for c in chosen if not group.texts(c) for p in c.parts]
         chosen = [*(part for part in parts if group.texts(part)), *chosen]
     filled = [shown for shown in chosen if group.texts(shown)]
@@ -93,15 +101,15 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
         return list(chosen) if filled else []
     if "phase" in view.group_by or not any(c.unit == "B" and c.adds_up for c in filled):
         return filled
-    # These may be missing: some chips and instruments lack busy shares or metrics from outside
-    # dpbench, and a single rank sends nothing.
+    # An empty column is shown only if its metric is usually known. Some chips and instruments have
+    # no busy shares or metrics from outside dpbench, and a single rank sends nothing.
     usual = METRICS.built_in - {BUSY, "collective_bytes"}
     kept = [c for c in chosen if c in filled or (c.of or c.name) in usual]
     return sorted(kept, key=lambda shown: shown.kind != "ratio")
 
 
 def _header(shown: Metric, view: TableOptions) -> str:
-    """A column's header. If ratios divide by another trainer than standard, it names this one."""
+    """Return a column's header. The header of a ratio names the baseline unless it is standard."""
     if view.baseline == BASELINE_TRAINER:
         return shown.heading
     return shown.heading.replace(STANDARD, f"÷ {view.baseline}")
@@ -111,17 +119,17 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
     rows, names = group.shown, {column.name for column in columns}
     ratios = {c.of for c in columns if c.kind == "ratio"}
     known = rows.groupby("label", sort=False).has_baseline.any()
-    said = f"the {view.baseline!r} trainer was not measured for"
+    not_measured = f"the {view.baseline!r} trainer was not measured for"
     if ratios and not known.any() and (rows.workload == SCRIPT).all():
         yield (
-            "No ratio: dpbench exec --baseline NUM divides by the saved run of another script. "
-            "In a test, report.ratio_to(other) divides."
+            "No ratio: name the saved run of another script with dpbench exec --baseline NUM, or "
+            "use report.ratio_to(other) in a test."
         )
     elif ratios and not known.any():
         one_cell = len(rows[CONFIGURATION].drop_duplicates()) == 1
-        yield f"No ratio: {said} {'this cell' if one_cell else 'these cells'}."
+        yield f"No ratio: {not_measured} {'this cell' if one_cell else 'these cells'}."
     elif ratios and not known.all():
-        yield f"No ratio for {', '.join(known.index[~known])}: {said} their cells."
+        yield f"No ratio for {', '.join(known.index[~known])}: {not_measured} their cells."
     for metric, (_, high) in view.expected.items():
         ratio_rows = rows[(rows.metric == derived_name(metric)) & (rows.trainer != view.baseline)]
         if metric in ratios and group.phase == STEP and len(ratio_rows):
@@ -131,26 +139,26 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
                 name = METRICS[metric].short_header
                 yield f"{name}: above the expected {high:g} × {view.baseline}: {listed}."
     if (ranks := rows.ranks.max()) > 1:
-        how = "counts are sums, times and peaks are the largest, shares and sent bytes are means"
+        how = "counts are sums, times and peaks are maxima, shares and sent bytes are means"
         yield f"Over {ranks:.0f} ranks: {how}."
     elif ((rows.device == NO_HARDWARE) & (rows.gpus > 1)).any():
-        yield "Only the first rank of each case is counted; no number is a sum over ranks."
+        yield "Only the first rank of each case is counted, so no number is a sum over ranks."
     if uneven := [*_uneven(group, columns)]:
         yield f"Ranks differ, largest ÷ mean: {', '.join(uneven)}."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):
-        yield "WARNING: at this size the data stays in the L2 cache; DRAM ratios mean nothing."
+        yield "WARNING: at this size the data stays in the L2 cache, so DRAM ratios mean nothing."
     idle = rows[(rows.metric == BUSY) & (rows.value < LAUNCH_BOUND)]
     if BUSY in names and group.phase == STEP and len(idle):
         yield (
-            f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle.label)} is launch-bound; "
-            f"bytes do not explain its time."
+            f"Busy below {LAUNCH_BOUND:.0%}: the step of {', '.join(idle.label)} is launch-bound, "
+            f"so bytes do not explain its time."
         )
 
 
 def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
-    """The step divided by the step of the same trainer with the same batch on one GPU."""
+    """Compare steps with steps of the same trainer and the same batch on one GPU."""
     values = [each for each in columns if each.kind == "value"]
     texts = {c.heading: group.texts(column(derived_name(c.name, "over_one_gpu"))) for c in values}
     notes = [OF_ONE_RANK] if (group.frame.device == NO_HARDWARE).any() else []
@@ -158,22 +166,22 @@ def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
 
 
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """A note for each label of trainers in which the cases of a table differ."""
+    """Yield a note for each label that differs between the trainers of a table."""
     rows = group.shown
     shown = dict(zip(rows.case, rows.label, strict=True))
-    said: dict[str, dict[str, list[str]]] = {}
+    labels: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:
         if row := shown.get(outcome.case):
             for name, value in outcome.labels.items():
-                said.setdefault(name, {}).setdefault(value, []).append(row)
-    for name, values in said.items():
+                labels.setdefault(name, {}).setdefault(value, []).append(row)
+    for name, values in labels.items():
         parts = [f"{value} ({', '.join(dict.fromkeys(who))})" for value, who in values.items()]
         if len(parts) > 1:
             yield f"Labels differ, {name}: {', '.join(parts)}."
 
 
 def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
-    """The largest spread of each column, with its case and number of steps."""
+    """Yield the largest spread of each column, with the case and its number of steps."""
     for shown in (each for each in columns if each.spread):
         rows = group.shown[group.shown.metric == derived_name(shown.name, "spread")]
         if len(rows):
@@ -183,7 +191,7 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
-    """For each column the phase (or step) in which ranks differ most, if they are not even."""
+    """Yield, for each column, the case and phase in which ranks differ most."""
     for shown in (each for each in columns if each.kind == "value"):
         rows = group.frame[group.frame.metric == shown.name]
         rows = rows[rows.value > EVEN_SHARE * rows.value.max()]
@@ -198,7 +206,7 @@ def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
-    """The phases in which some case has more than `SHOWN_SHARE` of the largest value."""
+    """Return the phases in which some case has more than `SHOWN_SHARE` of the largest value."""
     most = _most_by_phase(group, metric)
     return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
@@ -208,7 +216,7 @@ def _most_by_phase(group: Group, metric: str) -> pd.Series[float]:
 
 
 def _phase_table(group: Group, metric: str, name: str, view: TableOptions) -> list[Table]:
-    """A metric by case and phase, with the ratio to the same phase of the baseline."""
+    """Make a table of a metric by case and phase, with ratios to the baseline's phases."""
     columns, most = {}, _most_by_phase(group, metric)
     shown = _phases_shown(group, metric)
     small = [name for name in ALL_PHASES if name not in shown and most.get(name, 0.0) > 0]
@@ -221,16 +229,16 @@ def _phase_table(group: Group, metric: str, name: str, view: TableOptions) -> li
 
 
 def _busy_table(group: Group) -> list[Table]:
-    """The share of each phase's time in which the GPU was busy, by case."""
+    """Make a table of the share of time in which the GPU was busy, by case and phase."""
     phases = _phases_shown(group, "gpu_elapsed_cycles")
     columns = {phase: group.texts(column(BUSY), phase) for phase in (*phases, STEP) if phases}
     return group.table("busy by phase", columns, [BUSY_OF])
 
 
 def against_logical(group: Group) -> list[Table]:
-    """Measured DRAM bytes divided by logical bytes, for cases where both are known.
+    """Make a table of measured DRAM bytes divided by logical bytes, for cases that have both.
 
-    The line of a case has both numbers of the step, and their quotient for each phase and the step.
+    A line has the bytes of the step, and the quotients of each phase and of the step.
     """
     dram, over = column("dram_bytes"), column("dram_over_logical")
     phases = (*_phases_shown(group, "dram_bytes"), STEP)
@@ -251,12 +259,12 @@ def _throughput_table(group: Group) -> list[Table]:
     rates = [rate for rate in every if rate.kind == "throughput" and METRICS[rate.of].throughput]
     shown = {rate: texts for rate in rates if (texts := group.texts(rate, STEP))}
     columns = {METRICS[rate.of].heading: texts for rate, texts in shown.items()}
-    notes = ["Bytes that hardware counted ÷ time of unprofiled steps."]
+    notes = ["Bytes of hardware counters ÷ time of unprofiled steps."]
     return group.table("GB/s", columns, notes)
 
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
-    """The counters that were asked for by ncu's own names, in the units of the tool."""
+    """Make a table of the counters that were requested by ncu's own names, in ncu's units."""
     own = summary[summary.metric.str.contains("__") & (summary.phase == STEP)]
     cells = [
         [row["case"].id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]

@@ -1,4 +1,4 @@
-"""Tables of the time breakdown: of each phase, and of the time that privacy adds to a step."""
+"""Tables of the time breakdown of phases, and of the time that privacy adds to a step."""
 
 from __future__ import annotations
 
@@ -27,53 +27,55 @@ TIME_COLUMNS: dict[str, Shown] = {
     "left\nms": ("left_seconds", _tenths),
     "bound": ("bound", str),
 }
-"""The columns of a phase: its time and its parts."""
+"""The columns of a phase, with its time and the parts of that time."""
 
 ADDED_COLUMNS: dict[str, Shown] = {
     "more\nms": ("more_seconds", _tenths),
-    **{part: (f"{part}_share", lambda x: f"{round(x, 2) + 0.0:.0%}") for part in PARTS},  # no -0%
+    # Adding 0.0 turns -0% into 0%.
+    **{part: (f"{part}_share", lambda x: f"{round(x, 2) + 0.0:.0%}") for part in PARTS},
 }
-"""The columns of a private step: by how much it exceeds the baseline's step, and the share of the
-excess that each part of time explains."""
+"""The columns of a private step: the time by which it exceeds the baseline's step, and the shares
+of this time."""
 
 HOW_TO_READ = (
-    "Arithmetic, bytes: the least time for each at these roofs. They are two bounds, which "
-    "overlap. Idle: the time in which the GPU did nothing. Left: the time minus idle minus the "
-    "longer bound; of a step, minus the sum of its phases' longer bounds. Times are medians, so "
-    "phases do not add up exactly."
+    "Arithmetic, bytes: the least times for operations and for bytes at these roofs. These two "
+    "bounds overlap. Idle: the time in which the GPU did nothing. Left: the time minus idle minus "
+    "the longer bound. The bound of a step is the sum of its phases' longer bounds. Times are "
+    "medians, so phases do not add up exactly."
 )
 
 
 ABOUT_SHARES = (
     "More: the time by which a step exceeds the step of {}. The other columns are shares of this "
     "time: the least time for the additional arithmetic, the least time for the additional bytes, "
-    "the additional idle time, and what is left. Shares overlap, so they need not add up to 100%."
+    "the additional idle time, and the additional time left. Shares overlap, so they need not add "
+    "up to 100%."
 )
 
 
 def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAINER) -> list[Table]:
-    """Two tables for each cell: the time of its phases, then the time that privacy adds.
+    """Make two tables for each cell: the times of phases, and the time that privacy adds.
 
     Args:
-        times: what `dpbench.results.times.time_breakdown` returned.
-        roofs: the roofs that it was made with.
-        baseline: the trainer that the steps are compared with.
+        times: the result of `dpbench.results.times.time_breakdown`.
+        roofs: the roofs that were used for it.
+        baseline: the trainer with which steps are compared.
     """
     tables: list[Table] = []
     for title, rows in titled(in_order(times)):
-        words = f"{roofs_in_words(roofs, rows.precision)} {HOW_TO_READ}"
-        notes = [words, *launch_bound_notes(rows), *lacking(rows)]
-        name = f"{title}: what time is made of"
+        how_to_read = f"{roofs_in_words(roofs, rows.precision)} {HOW_TO_READ}"
+        notes = [how_to_read, *launch_bound_notes(rows), *lacking(rows)]
+        name = f"{title}: time breakdown"
         tables.append(phase_lines(name, rows, rows.seconds, TIME_COLUMNS, notes))
         if len(added := additional(rows, baseline)):
             columns: dict[str, Shown] = {"trainer": ("trainer", str), **ADDED_COLUMNS}
-            name = f"{title}: what the time beyond {baseline}'s is made of"
+            name = f"{title}: breakdown of the time beyond {baseline}'s"
             tables.append(Table.of(name, added, columns, [ABOUT_SHARES.format(baseline)]))
     return tables
 
 
 def lacking(rows: pd.DataFrame) -> Iterator[str]:
-    """Notes: which numbers trainers lack, what provides these, and which bounds are too high."""
+    """Yield notes on missing numbers, on how to get them, and on bounds that are too high."""
     steps = rows[rows.phase == STEP]
     no_ceiling = steps.arithmetic_seconds.isna() & steps.flops.notna()
     for missing, what, by in (
@@ -84,16 +86,17 @@ def lacking(rows: pd.DataFrame) -> Iterator[str]:
             yield f"No {what} for {_names(steps[missing].trainer)}: --instrument {by}."
     for precision in dict.fromkeys(steps[no_ceiling].precision):
         known = precision in PRODUCTS or precision.endswith("-amp")
-        help = "--time FILE takes a measured one"
-        why = help if known else "the precision of a script is unknown"
-        yield f"No ceiling of arithmetic{f' at {precision}' if known else ''}: {why}."
+        if known:
+            yield f"No ceiling of arithmetic at {precision}: name a FILE that has it, --time FILE."
+        else:
+            yield "No ceiling of arithmetic, because the precision of a script is unknown."
     busy_seconds = rows.seconds - rows.idle_seconds.fillna(0.0)
     longest = rows[["arithmetic_seconds", "bytes_seconds", "least_seconds"]].max(axis="columns")
     if len(beyond := rows[(longest > busy_seconds) & (rows.phase != STEP)]):
         places = _names(f"{row.trainer} {row.phase}" for row in beyond.itertuples())
         yield (
             f"A bound exceeds the time in which the GPU was busy: {places}. Either the ceiling is "
-            f"too low, or the bytes and the time are those of different work."
+            f"too low, or the bytes and the time belong to different work."
         )
 
 

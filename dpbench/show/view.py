@@ -1,4 +1,4 @@
-"""The options of tables: their columns, the order of their lines, and how cases are grouped."""
+"""The options of tables: columns, the order of lines, and the grouping of cases."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 
 def columns() -> dict[str, Metric]:
-    """Every column by name, except counters by ncu's own names, which `column` finds, too."""
+    """Return all columns by name, except counters by ncu's own names, which only `column` finds."""
     return {name: each for name, each in METRICS.every().items() if not each.table}
 
 
 def column(name: str) -> Metric:
-    """The column with this name; an error if there is none."""
+    """Return the column with this name.
+
+    Raises:
+        ConfigurationError: there is no column with this name.
+    """
     metric = METRICS.find(name)
     if metric and ("__" in name or metric.name in columns()):
         return metric
@@ -34,9 +38,9 @@ def column(name: str) -> Metric:
 
 
 def shown_by_default(*, logical: bool) -> list[Metric]:
-    """The default columns: those of logical counting, or those of counters and times.
+    """Return the default columns of logical counting, or of hardware counters and times.
 
-    Metrics that a project adds are in both.
+    Metrics that a project adds are always among them.
     """
     shown = [metric for metric in METRICS.every().values() if "value" in metric.shown]
     return [
@@ -48,40 +52,41 @@ def shown_by_default(*, logical: bool) -> list[Metric]:
 
 
 def usual_columns() -> list[Metric]:
-    """The default columns of runs with both measured and counted numbers."""
+    """Return the default columns of runs that have both measured and counted numbers."""
     both = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
     return list(dict.fromkeys(both))
 
 
 NAME = "name"
-"""The value of ``sort`` that orders the lines by their first column."""
+"""The value of ``sort`` that orders lines by their first column."""
 
 OF_TESTS = ("name", "fullname", "func", "fullfunc", "param")
 PARAM = "param:"
-"""Labels that group cases by the tests that requested them. ``param:NAME`` groups them by one
+"""The labels that group cases by the tests that requested them. ``param:NAME`` groups cases by one
 parameter of the test."""
 
 NO_TEST = "-"
 
 GROUPS = ("cell", "device", "phase", *AXES)
-"""The other labels: ``cell`` groups cases with the same baseline, and an axis groups cases with the
-same value."""
+"""The labels that do not depend on tests. ``cell`` groups cases that have the same baseline, and an
+axis groups cases that have the same value of the axis."""
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What the tables of a run show.
+    """The options of the tables of a run.
 
     Args:
-        columns: the columns of the tables. Without any, tables have the columns of
-            `shown_by_default`, and all other tables are shown, too.
-        sort: the order of the lines: a column's name, an axis, or `NAME`.
-        group_by: the labels that the cases of a table share. They always share the device.
-        top: how many kernels, operators and source lines a table has.
-        expected: by metric, the expected range of its ratio. The defaults are for ratios to the
+        columns: the columns of the tables. If empty, tables have the columns of `shown_by_default`,
+            and tables of phases, throughputs and counters are shown, too.
+        sort: the order of lines: the name of a column, an axis, or `NAME`.
+        group_by: the labels by which cases are grouped into tables. The cases of a table always
+            have the same device, too.
+        top: the most kernels, operators and source lines in a table.
+        expected: the expected range of the ratio of each metric. The defaults are for ratios to the
             standard trainer.
         baseline: the trainer that ratios divide by.
-        ceilings: the rates that the card reaches, if not those that dpbench knows.
+        ceilings: the measured roofs of the card. If None, uses the roofs that dpbench has.
     """
 
     columns: tuple[Metric, ...] = ()
@@ -94,9 +99,11 @@ class TableOptions:
 
     @classmethod
     def of(cls, asked: Settings | Namespace, baseline: str = BASELINE_TRAINER) -> TableOptions:
-        """The options that were asked for on a command line, where commas separate names."""
+        """Make options from the settings of a command line, in which commas separate names."""
         if asked.top < 1:
-            raise ConfigurationError(f"a table shows 1 kernel or more, not {asked.top}")
+            raise ConfigurationError(
+                f"the number of kernels in a table must be at least 1, not {asked.top}"
+            )
         labels = listed_names(asked.group_by) or ("cell",)
         for label in labels:
             if label not in (*GROUPS, *OF_TESTS) and not label.startswith(PARAM):
@@ -109,9 +116,9 @@ class TableOptions:
         return cls(chosen, asked.sort, labels, asked.top, expected, baseline)
 
     def under_tests(self, summary: pd.DataFrame, outcomes: Iterable[Outcome]) -> pd.DataFrame:
-        """The summary with a column for each label of tests.
+        """Add a column for each label of tests to a summary.
 
-        If several tests asked for a case, its rows are repeated for each of them.
+        If several tests requested a case, the rows of the case are repeated for each test.
         """
         labels = [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
         rows = [
@@ -131,7 +138,7 @@ class TableOptions:
 
 
 def label_of(test: Mapping[str, Any], label: str) -> str:
-    """The value of a label for a test. Labels mean the same as in pytest-benchmark."""
+    """Return the value of a label for a test. Labels mean the same as in pytest-benchmark."""
     function, bracket, params = str(test["test"]).partition("[")
     name = function.rpartition("::")[2]
     if label.startswith(PARAM):
@@ -143,6 +150,6 @@ def label_of(test: Mapping[str, Any], label: str) -> str:
 
 
 def listed_names(listed: str | None) -> tuple[str, ...]:
-    """The names in a text that separates them by commas, each once."""
+    """Split a text at its commas into names, without duplicates."""
     names = (name.strip() for name in (listed or "").split(","))
     return tuple(dict.fromkeys(name for name in names if name))

@@ -68,7 +68,7 @@ def test_they_are_the_roofs_of_their_device_alone(tmp_path: Path) -> None:
 )
 def test_another_document_is_refused_by_name(ceilings: object, tmp_path: Path) -> None:
     path = document(tmp_path, ceilings)
-    with pytest.raises(ConfigurationError, match=r"ceilings\.json: no file of measured ceilings"):
+    with pytest.raises(ConfigurationError, match=r"ceilings\.json is no file of measured ceilings"):
         read_ceilings(path)
     with pytest.raises(ConfigurationError, match=r"none\.json: No such file"):
         read_ceilings(tmp_path / "none.json")

@@ -94,7 +94,7 @@ def test_a_run_without_the_metric_says_so(
 ) -> None:
     commits = repository.commit_all([1e6, 1e6, 2e6])
     assert main(["bisect", "flops:1%", f"{commits[0]}..main", "--", *repository.writes]) == 2
-    assert "flops:1% judged nothing: run has no flops of the step" in capsys.readouterr().err
+    assert "flops:1% was not checked: run has no flops of the step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])

@@ -73,7 +73,7 @@ def test_cases_that_a_limit_cannot_judge_are_named(
     data["rows"] = [r for r in data["rows"] if (r["trainer"], r["seq_len"]) != ("standard", 256)]
     storage.allocate("partly", "NVIDIA H200", json.dumps(data))
     assert main(["compare", "3", "1", "--fail", "dram_ratio:3%"]) == 1
-    said = "dram_ratio:3% judged nothing of dpsgd-bs8-seq256-1b-fp32, dpsgd_fgc-bs8-seq256-"
+    said = "dram_ratio:3% was not checked for dpsgd-bs8-seq256-1b-fp32, dpsgd_fgc-bs8-seq256-"
     assert said in capsys.readouterr().err
 
 
@@ -97,12 +97,17 @@ def renamed(row: dict[str, Any]) -> None:
     [
         (without("ncu"), {}, "dram_bytes:5%", "fp32: not in 0003_lost"),
         (without("timing"), {}, "step_time_seconds:5%", "fp32: not in 0003_lost"),
-        (renamed, {}, "dram_bytes:5%", "dram_bytes:5% judged nothing of dpsgd-bs8-seq256-1b-fp32"),
+        (
+            renamed,
+            {},
+            "dram_bytes:5%",
+            "dram_bytes:5% was not checked for dpsgd-bs8-seq256-1b-fp32",
+        ),
         (
             lambda row: None,
             {"status": "interrupted", "cases_asked": 20},
             "dram_bytes:5%",
-            "a limit judged nothing: 0003_lost was interrupted, with 16 of 20 cases",
+            "a limit was not checked: 0003_lost was interrupted after 16 of 20 cases",
         ),
     ],
     ids=["ncu", "timing", "renamed", "interrupted"],
@@ -153,7 +158,7 @@ def test_case_that_fails_now_is_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["1", "9"], "no run number 0009 in .dpbench; there is 0001, 0002"),
+        (["1", "9"], "no run number 0009 in .dpbench; its latest runs are 0001, 0002"),
         (["1", "absent.json"], "no run file absent.json"),
         (["1", "2", "--fail", "dram:5%"], "unknown metric 'dram'"),
         (["1", str(RESULTS / "h200-ncu-precisions.json")], "the runs have no case in common"),
@@ -171,7 +176,7 @@ def test_what_cannot_be_compared_is_exit_code_2(
 def test_other_devices_only_across(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
     save(storage, "elsewhere", lambda row: row.update(device="NVIDIA A100"))
     assert main(["compare", "1", "3"]) == 2
-    assert "on NVIDIA A100: not compared; --across does it" in capsys.readouterr().err
+    assert "cannot be compared; compare different devices with --across" in capsys.readouterr().err
     assert main(["compare", "1", "3", "--across"]) == 0
     assert "ncu on NVIDIA H200 -> NVIDIA A100" in capsys.readouterr().out
 

@@ -119,7 +119,7 @@ def test_work_of_other_threads_and_forks_is_noted_and_no_limit_passes_on_it(
     assert f"train: {ELSEWHERE}" in " ".join(capfd.readouterr().out.split())
     write("train.py", how, clips=900)
     assert main([*EXEC, LIMIT, "--compare=2", "train.py"]) == 1  # both lack it
-    said = f"judged nothing of train: {ELSEWHERE} in this session"
+    said = f"was not checked for train: {ELSEWHERE} in this session"
     assert said in capfd.readouterr().err
 
 
@@ -146,7 +146,7 @@ def test_another_file_is_another_subject_unless_it_is_named(
     assert main([*EXEC, "--autosave", LIMIT, "a/train.py"]) == 1
     assert "logical_bytes@step of a/train: " in capfd.readouterr().err
     assert main([*EXEC, LIMIT, "--compare=2", "a/train.py"]) == 1
-    assert "judged nothing of a/train: nothing to compare with in" in capfd.readouterr().err
+    assert "was not checked for a/train: " in capfd.readouterr().err
     monkeypatch.chdir("b")
     assert main([*EXEC, "--storage=../.dpbench", LIMIT, "train.py"]) == 0
     monkeypatch.chdir("..")

@@ -47,7 +47,7 @@ def test_merged_shards_have_the_rows_of_the_whole(capsys: pytest.CaptureFixture[
     assert main(["compare", "whole.json", "merged.json", "--fail=logical_bytes:±0.1%"]) == 0
     assert main(["merge", "2.json", "--markdown=part.md"]) == 1
     assert "shard 1/2 is missing" in capsys.readouterr().err
-    assert "2 of the cases asked for are missing" in Path("part.md").read_text()
+    assert "2 of the requested cases are missing" in Path("part.md").read_text()
     assert main(["merge", "1.json", "whole.json"]) == 2
 
 
@@ -67,7 +67,7 @@ def test_local_executor_measures_each_shard_in_a_job(
     done = first.stat().st_mtime_ns
     second.write_text("{")  # damaged
     assert main([*on_cluster, "--resume", "--trainer=lean"]) == 2
-    assert "for this session differs: grid's trainer ['standard', 'd" in capsys.readouterr().err
+    assert "because this session differs: grid's trainer ['standard', 'd" in capsys.readouterr().err
     with locked(first.with_name(".lock")):
         assert main([*on_cluster, "--resume"]) == 2
     assert "another process uses dpbench_shards: name another" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_a_document_without_a_case_is_refused(
 ) -> None:
     ceilings = Path(__file__).parents[2] / "docs/results/h200-ceilings.json"
     assert main(["show", str(ceilings), "--html", str(tmp_path / "report.html")]) == 2
-    assert "h200-ceilings.json holds no case: nothing to draw" in capsys.readouterr().err
+    assert "h200-ceilings.json has no case, so there is nothing to draw" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 

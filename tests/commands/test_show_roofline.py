@@ -89,7 +89,7 @@ def test_measured_ceilings_serve_as_roofs(capsys: pytest.CaptureFixture[str]) ->
         (["text.json", "--roofline"], "run file text.json cannot be read"),
         (["run.json", "--roofline"], "no operations were counted for standard-bs4-seq16-tiny-fp32"),
         (["run.json", "run.json", "--roofline"], "two of the runs have the same case"),
-        (["both.json", "--roofline", "l4"], "measured on NVIDIA H200, not on NVIDIA L4"),
+        (["both.json", "--roofline", "l4"], "on NVIDIA H200, so the roofs of NVIDIA L4"),
         (["both.json", "--roofline", "run.json"], "no file of measured ceilings"),
         (["both.json", "--roofline", "--markdown", "/"], "is a directory; name a file"),
         (["h20.json", "--roofline"], "unknown card 'NVIDIA H20'"),

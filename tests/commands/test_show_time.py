@@ -49,7 +49,7 @@ def test_each_phase_is_held_against_its_bounds_and_its_idle_time(
     assert "time    arithm.    bytes    idle    left" in text
     assert lines["standard"][1:] == ["329.4", "312.5", "21.3", "0.0", "13.1", "arithmetic"]
     assert "· noise        51.3        0.0      8.3    36.8     6.3  launch-bound (28%)" in text
-    assert "two bounds, which overlap" in " ".join(text.split())
+    assert "These two bounds overlap" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
     assert "| · noise" in (tmp_path / "time.md").read_text(encoding="utf-8")
 
@@ -58,7 +58,7 @@ def test_what_a_private_step_takes_more_is_explained_in_shares_that_overlap(
     short_fp32: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = shown(capsys, short_fp32, COUNTED, "--time")
-    _, added = text.split("what the time beyond standard's is")
+    _, added = text.split("breakdown of")
     rows = [line.split() for line in added.splitlines() if line.startswith("dpsgd")]
     assert rows == [
         ["dpsgd", "235.1", "43%", "32%", "17%", "27%"],
@@ -84,7 +84,7 @@ def test_a_missing_condition_is_named_with_what_would_give_it(
     dpsgd = of_cell(GRID1, tmp_path / "run.json", trainer="dpsgd", batch_size=8, seq_len=256)
     text = " ".join(shown(capsys, dpsgd, "--time").split())
     assert "No operations were counted for dpsgd: --instrument logical counts them" in text
-    assert "How busy the GPU was with dpsgd is not known" in text
+    assert "unknown how busy the GPU was with dpsgd" in text
     assert "--instrument cupti measures it" in text
     assert "beyond standard's" not in text
 
@@ -96,7 +96,7 @@ def test_a_ceiling_that_was_not_measured_is_not_replaced(
     by_autocast = (RESULTS / "h200-methods-amp.json").read_text()
     run.write_text(by_autocast.replace('"bf16-amp"', '"fp16-amp"'))
     text = " ".join(shown(capsys, run, "--time").split())
-    assert "No ceiling of arithmetic at fp16-amp: --time FILE takes a measured one" in text
+    assert "No ceiling of arithmetic at fp16-amp: name a FILE that has it" in text
     assert "Roofs of NVIDIA H200: 4283 GB/s (measured" in text
     document = json.loads((RESULTS / "h200-ceilings.json").read_text())
     document["ceilings"]["flops"]["fp16"] = 6e14
@@ -126,7 +126,7 @@ def test_a_bound_beyond_the_time_is_said_to_be_wrong(
         ([GRID1, GRID1, "--time"], "two of the runs have the same case"),
         ([GRID1, "--time", GRID1], "no file of measured ceilings"),
         ([GRID1, "--time", "--roofline"], "--roofline and --time show different tables"),
-        (["other.json", "--time"], "no measured ceilings of NVIDIA T4: name a FILE"),
+        (["other.json", "--time"], "no measured ceilings of NVIDIA T4: measure them"),
     ],
 )
 def test_bad_input_gets_one_clear_line(

@@ -55,7 +55,7 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
     result.stdout.fnmatch_lines(
         [
             "dpbench: unknown metric 'l2'; choose from l2_*",
-            f"dpbench: skipped: run file {newer} cannot be read: schema 99*upgrade dpbench",
+            f"dpbench: skipped: run file {newer} cannot be read: it has schema 99*upgrade dpbench",
             "dpbench: compared with 0001_good",
             "PASSED*test_may_do_anything*",
             "PASSED*test_may_do_a_little*",
@@ -78,7 +78,7 @@ def test_session_that_lost_its_measuring_tests_or_their_instrument_has_not_passe
     result.stdout.fnmatch_lines(["dpbench: different from 0001_good: torch 1.0 -> *"])
     narrowed = project("-n0", limit, "--dpbench-trainer=standard")
     assert narrowed.ret == 0
-    narrowed.stdout.fnmatch_lines(["dpbench: not asked for*: dpsgd-bs4-seq64-tiny-fp32"])
+    narrowed.stdout.fnmatch_lines(["dpbench: not compared, because not requested: dpsgd-bs4-*"])
 
     forgotten = project("-n0", limit, replayed=False)  # without --ncu
     assert forgotten.ret == pytest.ExitCode.USAGE_ERROR
@@ -96,13 +96,13 @@ def test_session_that_lost_its_measuring_tests_or_their_instrument_has_not_passe
     lost = project("-n0", limit)
     assert lost.ret != 0
     lost.stdout.fnmatch_lines(
-        ["ERROR: dpbench: global_load_bytes:5% judged nothing of dpsgd-bs4-*: not in this session"]
+        ["ERROR: dpbench: global_load_bytes:5% was not checked for dpsgd-bs4-*: not in*"]
     )
 
     pytester.makepyfile(test_suite="def test_asks_for_nothing(ncu): pass")
     nothing = project("-n0", limit)
     assert nothing.ret != 0
-    nothing.stdout.fnmatch_lines(["ERROR: dpbench: global_load_bytes:5% judged nothing*"])
+    nothing.stdout.fnmatch_lines(["ERROR: dpbench: global_load_bytes:5% was not checked*"])
 
     pytester.makepyfile(
         test_suite="""
@@ -126,7 +126,7 @@ def test_run_of_another_gpu_is_not_compared_with(
     path = pytester.path / "elsewhere.json"
     path.write_text(json.dumps(other))
     line = refused(f"--dpbench-compare={path}")
-    assert "elsewhere.json holds ncu on NVIDIA A100, this session measures ncu on NVIDIA" in line
+    assert "elsewhere.json has ncu on NVIDIA A100, but this session has ncu on NVIDIA" in line
     assert "--dpbench-compare-across" in line
 
 

@@ -55,7 +55,7 @@ def test_what_is_asked_for_no_more_is_named(project: RunSuite, pytester: pytest.
         pytester.makepyfile(test_suite=SUITE.replace(old, new))
         result = project("-n0", *LIMIT, replayed=False)
         assert result.ret == 0, change
-        result.stdout.fnmatch_lines([f"dpbench: not asked for, and so not compared: {lost}"])
+        result.stdout.fnmatch_lines([f"dpbench: not compared, because not requested: {lost}"])
 
 
 def test_every_test_of_what_got_worse_fails(project: RunSuite, pytester: pytest.Pytester) -> None:
@@ -85,5 +85,5 @@ def test_what_is_asked_for_and_not_measured_fails(
     result = project("-n0", *LIMIT, replayed=False)
     result.assert_outcomes(skipped=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    why = "ERROR: dpbench: logical_bytes:5% judged nothing of dpsgd-*, standard-*: not in this*"
+    why = "ERROR: dpbench: logical_bytes:5% was not checked for dpsgd-*, standard-*: not in this*"
     result.stdout.fnmatch_lines([why])

@@ -159,7 +159,7 @@ def test_what_a_fork_did_not_live_to_measure_is_unjudged(
     limit = "--dpbench-compare-fail=logical_bytes:5%"
     result = project("-n0", limit, replayed=False)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["ERROR: *judged nothing of *:step_or_die: not in this session"])
+    result.stdout.fnmatch_lines(["ERROR: *was not checked for *:step_or_die: not in this session"])
 
 
 def test_a_limit_that_no_test_is_for_fails_and_says_why(
@@ -179,4 +179,4 @@ def test_a_limit_that_no_test_is_for_fails_and_says_why(
         result = project("-n0", limit, *chosen, replayed=False)
         assert result.ret == pytest.ExitCode.TESTS_FAILED, chosen
         [line] = [line for line in result.stdout.lines if line.startswith("ERROR: dpbench:")]
-        assert "judged nothing" in line
+        assert "was not checked" in line

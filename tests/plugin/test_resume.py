@@ -46,7 +46,7 @@ def test_a_session_goes_on(
     assert saved(pytester.path, 1).status == "interrupted"
 
     line = refused("-n0", *RESUMED, "--ncu-active=2")
-    assert "0001_first.json cannot be resumed, for this session differs: " in line
+    assert "0001_first.json cannot be resumed, because this session differs: " in line
     assert "ncu's steps {'warmup': 1, 'active': 1} -> {'warmup': 1, 'active': 2}" in line
 
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", "absent/summary.md")

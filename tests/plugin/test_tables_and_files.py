@@ -79,7 +79,7 @@ def test_a_session_is_shown_written_and_judged_as_asked(
             "Change: tiny fp32, batch 4, sequence 64, ncu on NVIDIA A100 -> NVIDIA H200,",
             "dpbench: compared with 0001_elsewhere",
             "dpbench: saved .dpbench/NVIDIA-H200/0002_*T*Z.json",
-            "ERROR: dpbench: step_time_seconds:5% judged nothing: 0001_elsewhere has no*",
+            "ERROR: dpbench: step_time_seconds:5% was not checked: 0001_elsewhere has no*",
         ]
     )
     assert text.count("phase forward, NVIDIA H200: MB per step") == 1

@@ -94,9 +94,9 @@ def test_different_devices_and_instruments_are_refused() -> None:
         measured(BEFORE, "logical", device="logical (no hardware)"),
     ):
         here = f"{other.instrument[0]} on {other.device[0]}"
-        with pytest.raises(ConfigurationError, match="not compared") as caught:
+        with pytest.raises(ConfigurationError, match="cannot be compared") as caught:
             check_comparable(run(before), run(other).sources, "that", across=False, option="--yes")
-        assert f"run holds ncu on {H200}, that {here}" in str(caught.value)
+        assert f"run has ncu on {H200}, but that has {here}" in str(caught.value)
         assert ("--yes" in str(caught.value)) is (other.instrument[0] == "ncu")
 
 

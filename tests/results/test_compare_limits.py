@@ -68,7 +68,7 @@ def test_threshold_is_read(text: str, expected: Threshold) -> None:
         ("dram_bytes:5ms", "'ms' is no unit of this metric"),
         ("step_time_seconds:5GB", "'GB' is no unit of this metric; use %, s, ms"),
         ("dram_ratio:5GB", "'GB' is no unit of this metric; use %, or a plain number"),
-        ("dram_throughput:5%", "throughputs and spreads have no limit"),
+        ("dram_throughput:5%", "throughputs and spreads cannot have a limit"),
         ("samples_per_second:5s", "'s' is no unit of this metric; use %, or a plain number"),
     ],
 )

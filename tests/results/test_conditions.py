@@ -80,7 +80,7 @@ def test_parts_that_differ_are_named_beside_another_run() -> None:
 
 
 def test_a_run_that_another_session_has_completed_is_not_resumed() -> None:
-    with pytest.raises(ConfigurationError, match="completed by another session"):
+    with pytest.raises(ConfigurationError, match="another session has completed it"):
         merge_interrupted(broken_off(under(), status=COMPLETE), under())
 
 

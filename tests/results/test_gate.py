@@ -18,6 +18,7 @@ from dpbench.results.gate import Gate, Verdict
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
+from tests.results.verdicts import failures
 
 RUNS = Path(__file__).parents[1] / "data/saved"
 GRID1 = Run.load(RUNS / "grid1.json")
@@ -100,7 +101,7 @@ LOSSES: dict[str, tuple[Callable[[], Run], set[str], str]] = {
             lambda f: (f.trainer != "dpsgd_fgc") | (f.batch_size != 16) | (f.seq_len != 1024),
         ),
         set(LIMITS),
-        f"judged nothing of {LAST}: not in after",
+        f"was not checked for {LAST}: not in after",
     ),
     "all DP cases but one": (
         partial(
@@ -119,39 +120,39 @@ LOSSES: dict[str, tuple[Callable[[], Run], set[str], str]] = {
             changed, lambda f: (f.trainer != "standard") | (f.batch_size != 8) | (f.seq_len != 256)
         ),
         {"plain", "either way", "ratio", "time"},
-        "no dram_bytes of its baseline standard-bs8-seq256-1b-fp32 to divide by in after",
+        "after has no dram_bytes of the baseline standard-bs8-seq256-1b-fp32 to divide by",
     ),
     "a metric": (
         partial(changed, lambda f: f.metric != "dram_read_bytes"),
         {"plain", "either way", "ratio", "phase"},
-        " by ncu*in after",
+        "after has no dram_*by ncu",
     ),
     "a phase": (
         partial(changed, lambda f: f.phase != "clip"),
         {"phase"},
-        "no dram_bytes by ncu in phase clip in after",
+        "after has no dram_bytes in phase clip by ncu",
     ),
     "a phase of one case": (
         partial(changed, lambda f: (f.phase != "clip") | (f.trainer != DP) | (f.seq_len != 256)),
         {"phase"},
-        "dpsgd-bs8-seq256-1b-fp32, dpsgd-bs16-seq256-1b-fp32: no dram_bytes by ncu in phase clip",
+        "dpsgd-bs8-seq256-1b-fp32, dpsgd-bs16-seq256-1b-fp32: after has no dram_bytes in phase*",
     ),
     "a name": (
         partial(changed, edit=renamed),
         set(LIMITS),
-        "judged nothing of dpsgd-bs8-seq256-1b-fp32, *: not in after",
+        "was not checked for dpsgd-bs8-seq256-1b-fp32, *: not in after",
     ),
     "the numbers": (
         partial(changed, edit=lambda f: set_values(f, f.trainer == DP, float("nan"))),
         set(LIMITS),
-        "in after",
+        "after",
     ),
     "the GPU, in some cases": (
         partial(
             changed, edit=lambda f: f.assign(device=f.device.where(f.trainer != DP, "NVIDIA A100"))
         ),
         set(LIMITS),
-        "on NVIDIA A100 in after, not on NVIDIA H200",
+        "after measured it on NVIDIA A100, not on NVIDIA H200",
     ),
     "cases that failed": (
         partial(failing, "CaseOutOfMemory"),
@@ -175,7 +176,7 @@ def test_what_is_lost_fails_each_limit_that_should_have_judged_it(
 ) -> None:
     _, limited, why = LOSSES[loss]
     found = verdict(lost(loss), *LIMITS.values(), asked=asked)
-    assert not found.passed
+    assert failures(found)
     assert found.regressions == []
     assert {missing.limit for missing in found.unjudged} == {LIMITS[name] for name in limited}
     lines = "\n".join(map(str, found.unjudged))
@@ -185,20 +186,20 @@ def test_what_is_lost_fails_each_limit_that_should_have_judged_it(
 def test_what_is_whole_passes_and_judges_everything() -> None:
     again = Run.load(RUNS / "first_version.json")
     found = verdict(again, "dram_bytes:±1%", "dram_ratio:±1%", "dram_bytes@clip:5%")
-    assert found.passed
+    assert not failures(found)
     assert len(found.judged) == 16 + 12 + 12
     assert len(found.judged[found.judged.threshold == "dram_ratio:±1%"]) == 12
 
 
 def test_interrupted_run_has_not_passed() -> None:
     after = changed(status="interrupted", cases_asked=20)
-    assert not verdict(after, "dram_bytes:5%").passed
+    assert failures(verdict(after, "dram_bytes:5%"))
     [missing] = verdict(after, "dram_bytes:5%").unjudged
-    assert str(missing).endswith("after was interrupted, with 16 of 20 cases")
-    assert verdict(after).passed
+    assert str(missing).endswith("after was interrupted after 16 of 20 cases")
+    assert not failures(verdict(after))
     was = changed(name="before", status="interrupted")
     assert verdict(GRID1, before=was).notes == [
-        "before was interrupted: it has what was finished until then"
+        "before was interrupted, so it has only the cases finished until then"
     ]
 
 
@@ -210,24 +211,24 @@ SMALLER = changed(lambda f: f.seq_len == 256)
 
 def test_what_was_not_asked_for_is_named_and_is_no_failure() -> None:
     found = verdict(SMALLER, *LIMITS.values(), asked=SMALL)
-    assert found.passed
+    assert not failures(found)
     [note] = found.notes
-    assert note.startswith("not asked for, and so not compared: ")
+    assert note.startswith("not compared, because not requested: ")
     assert "-seq1024-" in note
     assert "-seq256-" not in note
     without_times = [(case, name) for case, name in ASKED if name == "ncu"]
     after = changed(lambda f: f.instrument == "ncu")
     found = verdict(after, LIMITS["plain"], asked=without_times)
-    assert found.passed
+    assert not failures(found)
     assert "-1b-fp32 (timing)" in found.notes[0]
 
 
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        ("logical_bytes:5%", "grid1 has no logical_bytes of the step of what was asked for"),
-        ("dram_bytes@clip:5%", "grid1 has no dram_bytes in phase clip of what was asked for"),
-        ("dram_ratio:5%", "grid1 has no dram_ratio of the step of what was asked for"),
+        ("logical_bytes:5%", "grid1 has no logical_bytes of the step for any requested case"),
+        ("dram_bytes@clip:5%", "grid1 has no dram_bytes in phase clip for any requested case"),
+        ("dram_ratio:5%", "grid1 has no dram_ratio of the step for any requested case"),
     ],
 )
 def test_limit_that_judges_nothing_has_not_passed(limit: str, words: str) -> None:
@@ -235,7 +236,7 @@ def test_limit_that_judges_nothing_has_not_passed(limit: str, words: str) -> Non
     after = changed(lambda f: f.trainer == "standard")
     found = verdict(after, "dram_bytes:5%", limit, asked=baselines)
     [missing] = found.unjudged
-    assert str(missing).startswith(f"{limit} judged nothing: ")
+    assert str(missing).startswith(f"{limit} was not checked: ")
     assert words in str(missing)
 
 
@@ -247,28 +248,28 @@ def test_first_run_passes_only_if_the_user_says_so() -> None:
         found = verdict(GRID1, "dram_bytes:5%", before=before, asked=ASKED)
         [missing] = found.unjudged
         assert "-seq1024-" in ", ".join(missing.cases)
-        assert missing.why == f"nothing to compare with in {before.name}"
+        assert missing.why == f"{before.name} has no number to compare with"
         first = verdict(GRID1, "dram_bytes:5%", before=before, asked=ASKED, first_run_ok=True)
-        assert first.passed
-        assert not verdict(
-            GRID1, "logical_bytes:5%", before=before, asked=ASKED, first_run_ok=True
-        ).passed
-        assert not verdict(
-            SMALLER, "dram_bytes:5%", before=GRID1, asked=ASKED, first_run_ok=True
-        ).passed
+        assert not failures(first)
+        assert failures(
+            verdict(GRID1, "logical_bytes:5%", before=before, asked=ASKED, first_run_ok=True)
+        )
+        assert failures(
+            verdict(SMALLER, "dram_bytes:5%", before=GRID1, asked=ASKED, first_run_ok=True)
+        )
     extra = verdict(GRID1, "dram_bytes:5%", before=SMALLER)  # compared without a session
-    assert extra.passed
+    assert not failures(extra)
     assert extra.notes[0].startswith("not in after: ")
 
 
 def test_number_that_only_the_new_run_has_is_not_judged() -> None:
     before = changed(lambda f: (f.phase != "clip") | (f.trainer != DP), name="before")
     [missing] = verdict(GRID1, LIMITS["phase"], before=before).unjudged
-    assert missing.why == "no dram_bytes by ncu in phase clip in before"
+    assert missing.why == "before has no dram_bytes in phase clip by ncu"
     assert len(missing.cases) == 4
     before = lost("the baseline in one cell")
     found = verdict(GRID1, LIMITS["ratio"], before=before)
-    assert "of its baseline standard-bs8-seq256-1b-fp32 to divide by" in found.unjudged[0].why
+    assert "of the baseline standard-bs8-seq256-1b-fp32 to divide by" in found.unjudged[0].why
 
 
 # --- what is said beside it ----------------------------------------------------------------------
@@ -294,7 +295,7 @@ def of_script(name: str, asked: int, counted: int) -> Run:
 @pytest.mark.parametrize(
     ("there", "asked", "here", "why"),
     [
-        (5, 5, 1, "before has 5 steps of it, after only 1"),
+        (5, 5, 1, "before has 5 steps, but after has 1"),
         (2, 5, 2, None),  # the reference came to its end early, too
         (2, 5, 5, None),
         (5, 1, 1, None),  # that is another setting, and named as one
@@ -322,7 +323,7 @@ def test_other_versions_are_named() -> None:
 def test_reference_that_did_not_pass_is_said_to_be_one() -> None:
     before = changed(name="before", regressed=True)
     assert verdict(GRID1, before=before).notes == [
-        "before did not pass its own comparison: it is regressed"
+        "before did not pass its own comparison: its verdict is regressed"
     ]
 
 

@@ -19,6 +19,7 @@ from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
 from tests.results.test_gate import DP, run, verdict
+from tests.results.verdicts import failures
 
 
 def operator(name: str, moved: int) -> OperatorCount:
@@ -77,10 +78,14 @@ def test_poisson_batches_are_judged_against_as_many_of_them_alone(steps: int, ju
 
     limit = Threshold.parse("logical_read_bytes:5%")
     found = Gate(of("a", 4), of("b", steps)).judge([limit])
-    why = [] if judged else [f"Poisson batches: a has 4 steps of it, here {steps}"]
+    why = (
+        []
+        if judged
+        else [f"Poisson batches need equally many steps: a has 4 steps, but b has {steps}"]
+    )
     assert [each.why for each in found.unjudged] == why
     more = Gate(of("a", 4, "fixed"), of("b", 5, "fixed")).judge([limit])
-    assert more.passed
+    assert not failures(more)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +94,7 @@ def test_poisson_batches_are_judged_against_as_many_of_them_alone(steps: int, ju
 )
 def test_nothing_and_no_number(before: float, after: float, passed: bool) -> None:
     one, other = (run(name, {(DP, STEP): v}) for name, v in (("a", before), ("b", after)))
-    assert verdict(other, "logical_read_bytes:5%", before=one).passed is passed
+    assert (not failures(verdict(other, "logical_read_bytes:5%", before=one))) is passed
 
 
 @pytest.mark.parametrize("error", [None, "CaseFailed"])
@@ -99,12 +104,12 @@ def test_a_case_without_a_number_in_both_runs_does_not_pass(error: str | None) -
     before, after = (Run.of(name, [*whole.outcomes, empty]) for name in ("before", "after"))
     for asked in (None, [*whole.outcomes[0].asked, *empty.asked]):
         found = verdict(after, "logical_read_bytes:5%", before=before, asked=asked)
-        assert not found.passed
+        assert failures(found)
         assert [missing.cases for missing in found.unjudged] == [[empty.case.id]]
-    assert verdict(
-        after, "logical_read_bytes:5%", before=before, asked=whole.outcomes[0].asked
-    ).passed
-    assert verdict(after, before=before).passed  # without a limit
+    assert not failures(
+        verdict(after, "logical_read_bytes:5%", before=before, asked=whole.outcomes[0].asked)
+    )
+    assert not failures(verdict(after, before=before))  # without a limit
 
 
 def test_busy_share_of_a_step_is_not_judged_where_none_was_timed() -> None:
@@ -118,9 +123,9 @@ def test_busy_share_of_a_step_is_not_judged_where_none_was_timed() -> None:
         Run.of(name, [Outcome(Case(DP, 8, 256), tuple(of), 1.0, instruments=("cupti",))])
         for name, of in (("before", rows), ("after", rows[:-1]))
     )
-    assert verdict(before, "gpu_busy_share:±50%", before=before).passed
+    assert not failures(verdict(before, "gpu_busy_share:±50%", before=before))
     [missing] = verdict(after, "gpu_busy_share:±50%", before=before).unjudged
-    assert missing.why == "no gpu_busy_share by cupti in after"
+    assert missing.why == "after has no gpu_busy_share by cupti"
 
 
 def test_other_devices_are_judged_across_and_nothing_is_lost_there() -> None:
@@ -133,15 +138,15 @@ def test_other_devices_are_judged_across_and_nothing_is_lost_there() -> None:
         return run_of(here, here.frame.assign(device="elsewhere"))
 
     whole = elsewhere(values)
-    assert verdict(whole, *limited, before=before, across=True).passed
-    assert not verdict(whole, *limited, before=before).passed
+    assert not failures(verdict(whole, *limited, before=before, across=True))
+    assert failures(verdict(whole, *limited, before=before))
     for lost in ((DP, STEP), (DP, "clip"), ("standard", STEP)):
         partly = elsewhere({key: value for key, value in values.items() if key != lost})
-        assert not verdict(partly, *limited, before=before, across=True).passed
-        assert not verdict(before, *limited, before=partly, across=True).passed
+        assert failures(verdict(partly, *limited, before=before, across=True))
+        assert failures(verdict(before, *limited, before=partly, across=True))
     counted = run("counted", values)
-    assert not verdict(counted, *limited, before=before, across=True).passed
-    assert not verdict(counted, "logical_read_bytes:5%", before=before, across=True).passed
+    assert failures(verdict(counted, *limited, before=before, across=True))
+    assert failures(verdict(counted, "logical_read_bytes:5%", before=before, across=True))
 
 
 def run_of(like: Run, frame: pd.DataFrame) -> Run:
@@ -159,5 +164,5 @@ some_numbers = st.fixed_dictionaries(
 def test_run_compared_with_itself_passes(values: dict[tuple[str, str], float]) -> None:
     same = run("same", values)
     found = verdict(same, "logical_read_bytes:±0%", "logical_read_ratio@forward:±0%", before=same)
-    assert found.passed
+    assert not failures(found)
     assert len(found.judged) == 3

@@ -343,5 +343,5 @@ def test_a_heavy_operator_of_another_library_is_named_below_the_first_table() ->
     outcome = replace(counted(), operators=tuple(guessed))
     notes = summary_tables(run([outcome]))[0].notes
     (warning,) = [note for note in notes if note.startswith("WARNING")]
-    assert "3% of the logical bytes are b.c, counted by its schema" in warning
+    assert "3% of the logical bytes are a guess from the schema of b.c" in warning
     assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome

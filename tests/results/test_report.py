@@ -87,23 +87,23 @@ def test_dram_bytes_are_read_and_written() -> None:
 def test_metric_that_was_not_measured_is_refused_with_those_that_were() -> None:
     assert refusal(lambda: report().value("l2_bytes")) == (
         "dpsgd-bs8-seq256-1b-fp32: 'l2_bytes' was not measured for 'step'; "
-        "there is dram_bytes, dram_read_bytes, dram_write_bytes"
+        "measured: dram_bytes, dram_read_bytes, dram_write_bytes"
     )
 
 
 def test_dram_bytes_without_one_of_the_parts_are_refused() -> None:
     half = report(metrics={"dram_read_bytes": [5e9]})
-    assert refusal(lambda: half.dram_bytes).endswith("there is dram_read_bytes")
+    assert refusal(lambda: half.dram_bytes).endswith("measured: dram_read_bytes")
 
 
 def test_phase_that_was_not_measured_is_refused() -> None:
     assert refusal(lambda: report().value("dram_bytes", "clip")).endswith(
-        "'dram_bytes' was not measured for 'clip'; there is nothing in phase 'clip'"
+        "'dram_bytes' was not measured for 'clip'; measured: nothing"
     )
 
 
 def test_empty_report_is_refused_not_read_as_zero() -> None:
-    assert "there is nothing in phase 'step'" in refusal(lambda: report(metrics={}).dram_bytes)
+    assert "measured: nothing" in refusal(lambda: report(metrics={}).dram_bytes)
 
 
 # --- phases ----------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_operators_are_a_table_by_phase_and_operator_the_largest_first() -> None
 
 def test_operators_of_a_measured_case_are_refused() -> None:
     assert refusal(lambda: report().operators).endswith(
-        "operators were not counted; logical counting sees them"
+        "operators were not counted; the logical instrument counts them"
     )
 
 

@@ -106,7 +106,10 @@ def test_trainer_that_this_process_does_not_know_is_read(saved: Path) -> None:
         (json.dumps({"schema": SCHEMA}), "cannot be read: Object missing required field `"),
         ('{"schema": true, "rows": []}', "Expected `int`, got `bool` - at `$.schema`"),
         (json.dumps({"schema": SCHEMA + 1}), f"this dpbench reads {SCHEMA}; upgrade dpbench"),
-        (json.dumps({"schema": SCHEMA - 1}), f"schema {SCHEMA - 1}, this dpbench reads {SCHEMA}"),
+        (
+            json.dumps({"schema": SCHEMA - 1}),
+            f"schema {SCHEMA - 1}, this dpbench reads {SCHEMA}",
+        ),
     ],
     ids=["empty", "cut off", "a list", "deep", "binary", "no rows", "no schema", "newer", "older"],
 )
@@ -243,7 +246,7 @@ def test_counters_and_metrics_of_others_are_read_as_they_are(saved: Path) -> Non
 @pytest.mark.parametrize(
     ("place", "entry", "words"),
     [
-        ("cases", {}, "dpsgd-bs8-seq256-1b-fp32 by ncu is there twice"),
+        ("cases", {}, "dpsgd-bs8-seq256-1b-fp32 by ncu twice"),
         ("rows", {"phase": "noise", "metric": "my_bytes"}, "ncu has an undefined metric for my_by"),
         ("rows", {}, "ncu has a second value, 5.0, for dram_read_bytes@step"),
         ("rows", {"paralel": "ddp"}, "Object contains unknown field `paralel` - at `$.rows["),

@@ -115,7 +115,7 @@ def test_run_is_found_by_number_or_path(storage: Storage) -> None:
 
 def test_what_is_not_there_is_said_with_what_is(storage: Storage, tmp_path: Path) -> None:
     path = storage.allocate("before", H200, text())
-    with pytest.raises(ConfigurationError, match=r"no run number 0007 in .*; there is 0001"):
+    with pytest.raises(ConfigurationError, match=r"number 0007 .*; its latest runs are 0001"):
         storage.find("7")
     with pytest.raises(ConfigurationError, match=r"no run file absent\.json"):
         storage.find("absent.json")
@@ -211,4 +211,6 @@ def test_why_there_is_no_reference_is_said(storage: Storage) -> None:
     name, [skipped, passed_over] = found(storage, [])
     assert name is None
     assert str(damaged) in skipped
-    assert passed_over == "0002_worse is regressed; to compare with it, name it"
+    assert passed_over == (
+        "0002_worse is not compared, because it is regressed; name it to compare with it"
+    )

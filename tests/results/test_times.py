@@ -127,7 +127,7 @@ def test_no_precision_takes_the_ceiling_of_another() -> None:
 
 
 def test_the_ceilings_of_one_card_are_not_those_of_another() -> None:
-    with pytest.raises(ConfigurationError, match="measured on Card, not on NVIDIA H200"):
+    with pytest.raises(ConfigurationError, match="measured on Card, so the roofs of NVIDIA H200"):
         time_breakdown(step(DPSGD, forward=(1, 1, 1, 1)), find_ceilings("NVIDIA H200"))
     with pytest.raises(ConfigurationError, match="no measured ceilings of NVIDIA H20"):
         find_ceilings("NVIDIA H20")

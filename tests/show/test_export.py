@@ -109,7 +109,7 @@ def test_markdown_of_a_session_that_broke_off_says_what_is_missing() -> None:
     first, *_ = markdown_tables(
         [run(MEASURED, status="interrupted", cases_asked=3)], TableOptions()
     ).splitlines()
-    assert first == "Not complete: 2 of the cases asked for are missing."
+    assert first == "Not complete: 2 of the requested cases are missing."
 
 
 # --- GitHub's step summary -------------------------------------------------------------------

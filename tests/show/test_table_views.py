@@ -1,4 +1,4 @@
-"""Tables of what was asked for: columns, order, groups, spread, measured over logical."""
+"""Tables for any requested case: columns, order, groups, spread, measured over logical."""
 
 from __future__ import annotations
 

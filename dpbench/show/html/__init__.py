@@ -1,1 +1,1 @@
-"""Draws runs as one HTML page that opens offline. It needs the extra ``report``."""
+"""The HTML page of runs, which opens offline. It needs the extra ``report``."""

@@ -1,4 +1,4 @@
-"""What changed from the first run of a page to each other run: numbers, operators, conditions."""
+"""The changes from the first run of a page to each other run: numbers, operators, conditions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SMALLEST = 0.001
 
 @dataclass(frozen=True)
 class Changes:
-    """What changed from one run to another.
+    """The changes from one run to another.
 
     Args:
         title: the names of the two runs.
-        grown: the operators and kernels that changed most.
-        steps: the numbers of the steps in both runs.
-        differences: what else differs, such as versions, settings, code and machine.
+        grown: the operators and kernels whose bytes changed most.
+        steps: the numbers of steps in both runs.
+        differences: other differences, such as versions, settings, code and machine.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Changes:
 
 
 def changes(runs: Sequence[Run]) -> list[Changes]:
-    """The changes from the first run to each other run that shares a number with it."""
+    """Return the changes from the first run to each run that shares a number with the first."""
     return [found for after in runs[1:] if (found := _changes(runs[0], after))]
 
 
@@ -54,13 +54,13 @@ def _changes(before: Run, after: Run) -> Changes | None:
 
 
 def _grown(before: Run, after: Run) -> Table:
-    """Operators and kernels of cases that both runs have, the largest change first."""
+    """List operators and kernels of cases that both runs have, the largest change first."""
     frames = [frame for frame in _by_case(before, after) if len(frame)]
     found = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"change": []})
     found = found.sort_values("change", key=abs, ascending=False, kind="stable")
     found = found[found.change.abs() > SMALLEST * found.change.abs().max()].head(MOST_LINES)
     if found.empty:
-        why = "No operator or kernel is known to move more or fewer bytes in a case of both runs."
+        why = "No operator or kernel with changed bytes is known in the cases of both runs."
         return Table("What changed most", [], [], (why,))
     found = found.assign(relative=(found.change / found.before).where(found.before > 0))
     columns: dict[str, Shown] = {

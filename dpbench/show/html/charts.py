@@ -19,7 +19,7 @@ from dpbench.show.layout import Shown, gigabytes, step_milliseconds
 from dpbench.show.tables import BUSY_OF, SHOWN_SHARE
 
 COLOUR = PHASE_COLOURS["backward"]
-"""The colour of bars that stand neither for a phase nor for a trainer."""
+"""The colour of bars that do not represent a phase."""
 
 RATIO_COLOURS = ("#0072B2", "#E69F00", "#8C8C8C")
 """The colours of bytes, time and memory."""
@@ -27,20 +27,23 @@ RATIO_COLOURS = ("#0072B2", "#E69F00", "#8C8C8C")
 BY_OPERATOR = "counted operator by operator without hardware, not measured"
 
 IN_CACHE = (
-    "Warning: some steps move less than 1 GB. At that size the data stays in the L2 cache, and "
+    "Warning: some steps move less than 1 GB. At that size the data stays in the L2 cache, so "
     "ratios of DRAM bytes mean nothing."
 )
 
 
-def ratios(material: PageData) -> Chart | None:
-    """A step's bytes, time and peak memory as multiples of the baseline's: the page's answer."""
-    basis, baseline = material.basis, material.baseline
+def ratios(data: PageData) -> Chart | None:
+    """Draw bytes, time and peak memory of a step as multiples of the baseline's numbers.
+
+    This is the main result of the page.
+    """
+    basis, baseline = data.basis, data.baseline
     names = {
-        BYTES[basis]: f"{material.bytes_name} bytes",
+        BYTES[basis]: f"{data.bytes_name} bytes",
         "step_time_seconds": "time",
         "peak_memory_bytes": "peak memory",
     }
-    rows = material.summary[(material.summary.phase == STEP) & material.summary.ratio.notna()]
+    rows = data.summary[(data.summary.phase == STEP) & data.summary.ratio.notna()]
     rows = rows[(rows.trainer != rows.baseline) & (rows.basis == basis)]
     wide = pivot(rows.assign(value=rows.ratio), "metric").rename(columns=names)
     colours = {
@@ -60,22 +63,22 @@ def ratios(material: PageData) -> Chart | None:
     )
 
 
-def step_times(material: PageData) -> Chart | None:
-    """The time of a step by trainer, stacked by phase. There is no chart if nothing was timed."""
-    rows = material.summary[material.summary.metric == "step_time_seconds"]
+def step_times(data: PageData) -> Chart | None:
+    """Draw the time of a step by trainer, stacked by phase, if steps were timed."""
+    rows = data.summary[data.summary.metric == "step_time_seconds"]
     wide = pivot(rows, "phase")
     if STEP not in wide:
         return None
     steps = wide[KEYS].merge(rows[rows.phase == STEP].drop_duplicates(KEYS), "left", KEYS)
     ends = [f" {step_milliseconds(seconds)} ms" for seconds in wide[STEP]]
-    over = ["" if pd.isna(ratio) else f" ({times(ratio)})" for ratio in steps.ratio]
+    ratio_text = ["" if pd.isna(ratio) else f" ({times(ratio)})" for ratio in steps.ratio]
     shown = [name for name in ALL_PHASES if name in wide]
-    over_baseline: dict[str, Shown] = {f"÷ {material.baseline}": ("ratio", times)}
+    over_baseline: dict[str, Shown] = {f"÷ {data.baseline}": ("ratio", times)}
     return figures.bar_chart(
         "times",
         "Time of a step by trainer and phase",
         "times of unprofiled steps; medians over the steps",
-        wide.assign(end=wide[STEP], label=[*map(str.__add__, ends, over)], ratio=steps.ratio),
+        wide.assign(end=wide[STEP], label=[*map(str.__add__, ends, ratio_text)], ratio=steps.ratio),
         {name: PHASE_COLOURS[name] for name in shown} or {STEP: PHASE_COLOURS[STEP]},
         "ms per step (measured)",
         unit="ms",
@@ -84,79 +87,79 @@ def step_times(material: PageData) -> Chart | None:
     )
 
 
-def phases(material: PageData) -> Chart | None:
-    """Bytes by trainer, stacked by phase, with a panel for each cell of the grid.
+def phases(data: PageData) -> Chart | None:
+    """Draw bytes by trainer, stacked by phase, with a panel for each cell of the grid.
 
-    A phase is left out if it has at most `SHOWN_SHARE` of the step's bytes in every case. A case
-    that failed before any bytes were counted has its error in place of a bar.
+    A phase is left out if it has at most `SHOWN_SHARE` of the step's bytes in every case. A failed
+    case without bytes has the name of its error instead of a bar.
     """
-    step = material.step_bytes(material.basis)
-    wide = pivot(material.summary[material.summary.metric.isin(step.metric)], "phase")
+    step = data.step_bytes(data.basis)
+    wide = pivot(data.summary[data.summary.metric.isin(step.metric)], "phase")
     shown = [n for n in ALL_PHASES if n in wide and (wide[n] > SHOWN_SHARE * wide[STEP]).any()]
     if not shown:
         return None
     wide["ratio"] = wide[KEYS].merge(step, how="left").ratio
-    if len(material.failed):
-        failed = material.failed[[*CASE, "error"]]
+    if len(data.failed):
+        failed = data.failed[[*CASE, "error"]]
         wide = ordered(pd.concat([wide, failed]).drop_duplicates(CASE), CASE)
-    name = f"{material.bytes_name} bytes"
+    name = f"{data.bytes_name} bytes"
     return figures.bar_chart(
         "phases",
         f"{name[0].upper()}{name[1:]} by trainer and phase",
-        BY_OPERATOR if material.basis == COUNTED else "measured by hardware counters",
+        BY_OPERATOR if data.basis == COUNTED else "measured by hardware counters",
         wide.assign(end=wide[STEP], label=list(map(_end_of_bar, wide.to_dict("records")))),
         {name: PHASE_COLOURS[name] for name in shown},
-        f"{material.bytes_name} GB per step ({material.basis})",
+        f"{data.bytes_name} GB per step ({data.basis})",
         columns={
             f"{STEP}, GB": (STEP, gigabytes),
-            f"÷ {material.baseline}": ("ratio", times),
+            f"÷ {data.baseline}": ("ratio", times),
         },
-        notes=[*_about_ratios(material)],
+        notes=[*_about_ratios(data)],
         stacked=True,
     )
 
 
 def _end_of_bar(row: Mapping[Any, Any]) -> str:
-    """The text at the end of a bar. A failed case has its error in place of the bar."""
+    """Return the text at the end of a bar. A failed case has the name of its error."""
     if isinstance(row.get("error"), str):
         return f" failed: {figures.plain(row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"
     return f" {gigabytes(row[STEP])}{ratio}"
 
 
-def _about_ratios(material: PageData) -> Iterator[str]:
-    """The notes on the ratios of the page's bytes."""
-    baseline, step = material.baseline, material.step_bytes(material.basis)
+def _about_ratios(data: PageData) -> Iterator[str]:
+    """Yield the notes on the ratios of the page's bytes."""
+    baseline, step = data.baseline, data.step_bytes(data.basis)
     yield f"At the end of a bar: GB of the whole step, and the ratio to the step of {baseline}."
-    limits = material.expected.get(step.metric.iloc[0])
-    if limits and len(material.ratios):
+    limits = data.expected.get(step.metric.iloc[0])
+    if limits and len(data.ratios):
         low, high = limits
         yield f"Expected range: {low:g} to {high:g} times {baseline}'s bytes."
-    if material.basis == MEASURED and (step.value < IN_CACHE_BYTES).any():
+    if data.basis == MEASURED and (step.value < IN_CACHE_BYTES).any():
         yield IN_CACHE
 
 
-def memory(material: PageData) -> Chart | None:
-    """Peak memory by trainer, with a panel for each cell of the grid."""
-    peaks = material.peaks
+def memory(data: PageData) -> Chart | None:
+    """Draw peak memory by trainer, with a panel for each cell of the grid."""
+    peaks = data.peaks
     if peaks.empty:
         return None
     return figures.bar_chart(
         "memory",
         "Peak memory by trainer",
-        BY_OPERATOR if material.basis == COUNTED else "measured by PyTorch's allocator",
+        BY_OPERATOR if data.basis == COUNTED else "measured by PyTorch's allocator",
         peaks.rename(columns={"value": "peak memory"}).assign(end=peaks.value, label=""),
         {"peak memory": COLOUR},
-        f"peak memory, GB ({material.basis})",
+        f"peak memory, GB ({data.basis})",
     )
 
 
-def busy(material: PageData) -> Chart | None:
-    """The share of each phase's time in which the GPU was busy. There is no chart if it is unknown.
+def busy(data: PageData) -> Chart | None:
+    """Draw the share of each phase's time in which the GPU was busy, if this was measured.
 
-    A phase is left out if it takes at most `SHOWN_SHARE` of the GPU cycles of the step.
+    A phase is left out if it has at most `SHOWN_SHARE` of the step's GPU cycles.
     """
-    summary, keys = material.summary, [*KEYS, "phase"]
+    summary, keys = data.summary, [*KEYS, "phase"]
     elapsed = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
     rows = summary[summary.metric == BUSY].join(elapsed.rename("cycles"), on=keys)
     longest = rows.groupby(KEYS).cycles.transform("max")
@@ -165,12 +168,12 @@ def busy(material: PageData) -> Chart | None:
         return None
     how_to_read = (
         f"Left of the line, at {LAUNCH_BOUND:.0%}, a phase is launch-bound: the GPU waits for the "
-        f"CPU to launch its work, and neither bytes nor arithmetic explain the time. {BUSY_OF}"
+        f"CPU to launch kernels, and neither bytes nor arithmetic explain the time. {BUSY_OF}"
     )
     return figures.bar_chart(
         "busy",
         "How busy the GPU was, by phase",
-        "measured by hardware counters: the part of the time in which the GPU did anything",
+        "measured by hardware counters: the share of the time in which the GPU did anything",
         pivot(rows, "phase").assign(end=1.0, label=""),
         {name: colour for name, colour in PHASE_COLOURS.items() if name in set(rows.phase)},
         "busy, % of the time",
@@ -180,14 +183,14 @@ def busy(material: PageData) -> Chart | None:
     )
 
 
-def against_logical(material: PageData) -> Chart | None:
-    """Measured bytes and logical bytes of the same case, side by side."""
-    both = material.beside_logical
+def against_logical(data: PageData) -> Chart | None:
+    """Draw measured bytes and logical bytes of the same case side by side."""
+    both = data.beside_logical
     if both.empty:
         return None
     how_to_read = (
-        "At the right: measured ÷ logical. Logical bytes are those that operators must move if "
-        "nothing stays in a cache from one operator to the next."
+        "At the right: measured ÷ logical. Logical bytes are the bytes that operators must move if "
+        "no data stays in a cache from one operator to the next."
     )
     return figures.bar_chart(
         "logical",

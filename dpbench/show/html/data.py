@@ -1,4 +1,4 @@
-"""The data of the page as frames: a summary of all runs, and whether its bytes were measured."""
+"""The data of the page as frames: a summary of all runs, failures, ratios and peaks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from dpbench.results.summary import with_logical
 from dpbench.show.groups import in_order, title_parts
 
 MEASURED, COUNTED = "measured", "counted"
-"""Where a number comes from; measured and counted bytes never share a chart."""
+"""The values of the column ``basis``: a number was measured, or counted without hardware. A chart
+of bytes has only one basis."""
 
 BYTES = {MEASURED: "dram_bytes", COUNTED: "logical_bytes"}
-"""The metric of bytes that is drawn, by basis."""
+"""The metric of the page's bytes, for each basis."""
 
 CASE = ["batch_size", "seq_len", "title", "trainer"]
-"""The columns that identify a case in a chart. The title has its other axes."""
+"""The columns that identify a case in a chart. The title names the values of all other axes."""
 
 KEYS = ["run", "device", "basis", *CASE]
 """The columns that identify a case on the page."""
 
 
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
-    """Runs from documents and their names. A name that occurs again gets a number."""
+    """Make runs from documents and their names. A repeated name gets a number."""
     runs: list[Run] = []
     for name, document in documents:
         place = 1 + sum(run.path == Path(name) for run in runs)
@@ -47,8 +48,8 @@ class PageData:
 
     Args:
         runs: the runs of the page.
-        expected: by metric, the expected range of its ratio to the standard trainer.
-        ceilings: the measured rates of the card, if not those that dpbench knows.
+        expected: the expected range of the ratio of each metric to the standard trainer.
+        ceilings: the measured roofs of the card. If None, uses the roofs that dpbench has.
     """
 
     runs: Sequence[Run]
@@ -57,16 +58,15 @@ class PageData:
 
     @cached_property
     def baseline(self) -> str:
-        """The name of the trainer that ratios divide by; if runs differ, all such names."""
+        """The name of the trainer that ratios divide by. If runs differ, all names are joined."""
         return " or ".join(dict.fromkeys(run.baseline for run in self.runs))
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """One row per run, case, instrument, phase and metric, in the order of reading.
+        """The values and ratios of the summaries of all runs, sorted by `in_order`.
 
-        The rows are the values and ratios of the runs' summaries. They have three more columns:
-        ``run``, the name of the run; ``basis``, `MEASURED` or `COUNTED`; and ``title``, which names
-        the configuration.
+        There are three more columns: ``run``, the name of the run; ``basis``, `MEASURED` or
+        `COUNTED`; and ``title``, the configuration.
         """
         runs = [run for run in self.runs if not run.frame.empty] or self.runs[:1]
         parts = []
@@ -80,9 +80,9 @@ class PageData:
 
     @cached_property
     def failed(self) -> pd.DataFrame:
-        """The cases that failed, with ``error``, ``run``, and ``title`` as in `summary`.
+        """The cases that failed, with ``error``, and with ``run`` and ``title`` as in `summary`.
 
-        ``device`` is the device that measured the other cases of the run.
+        ``device`` is the device that measured other cases of the same run.
         """
         rows = [
             {**o.case.columns, **vars(o), "run": run.name}
@@ -91,35 +91,35 @@ class PageData:
             if o.error
         ]
         failed = pd.DataFrame(rows, columns=["run", *AXES, "error"])
-        devices = _subject(self.summary).drop_duplicates("run").set_index("run").device
+        devices = _with_page_basis(self.summary).drop_duplicates("run").set_index("run").device
         failed = failed.assign(device=[devices.get(run, "") for run in failed.run])
         return failed.assign(title=titles(failed, self.summary))
 
     @cached_property
     def basis(self) -> str:
-        """`MEASURED`, or `COUNTED` if the runs have counted bytes and no measured ones."""
+        """`MEASURED`, or `COUNTED` if the runs have counted bytes and no measured bytes."""
         return _basis(self.summary)
 
     @property
     def bytes_name(self) -> str:
-        """The name of the bytes on the page's axes."""
+        """The name of the page's bytes in titles and on axes."""
         return METRICS[BYTES[self.basis]].short_header
 
     def step_bytes(self, basis: str) -> pd.DataFrame:
-        """The bytes of whole steps with this basis: those measured, or those counted."""
+        """Return the rows with the measured or the counted bytes of whole steps."""
         return self.summary[(self.summary.metric == BYTES[basis]) & (self.summary.phase == STEP)]
 
     @cached_property
     def ratios(self) -> pd.DataFrame:
-        """The rows of whole steps that have a ratio, without those of the baseline."""
+        """The rows with the bytes of whole steps that have a ratio, without the baseline's rows."""
         rows = self.step_bytes(self.basis)
         return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
 
     @cached_property
     def beside_logical(self) -> pd.DataFrame:
-        """The measured bytes of each step, with the logical bytes of its case.
+        """The measured bytes of each step, with the logical bytes of the same case.
 
-        If several runs have logical bytes of the case, those of the first run are taken.
+        If several runs counted the logical bytes of a case, the number of the first run is used.
         """
         counted = self.step_bytes(COUNTED).drop_duplicates(NUMBER)
         both = with_logical(pd.concat([self.step_bytes(MEASURED), counted]))
@@ -127,16 +127,16 @@ class PageData:
 
     @cached_property
     def peaks(self) -> pd.DataFrame:
-        """Peak memory of each case, measured or counted as the bytes of the page are."""
+        """The peak memory of each case, with the same basis as the page's bytes."""
         rows = self.summary[self.summary.metric == "peak_memory_bytes"]
         rows = rows[(rows.phase == STEP) & (rows.basis == self.basis)]
         return rows.drop_duplicates(KEYS)
 
 
 def pivot(rows: pd.DataFrame, columns: str) -> pd.DataFrame:
-    """One row per case, in order of appearance, with a column for each value of ``columns``.
+    """Return one row per case, in order of appearance, with a column for each value of ``columns``.
 
-    Of several rows for the same place, the first is kept.
+    If several rows have the same case and the same value of ``columns``, the first row is used.
     """
     unique = rows.drop_duplicates([*KEYS, columns])
     if unique.empty:  # pandas with pyarrow cannot pivot an empty frame
@@ -146,25 +146,25 @@ def pivot(rows: pd.DataFrame, columns: str) -> pd.DataFrame:
 
 
 def _basis(summary: pd.DataFrame) -> str:
-    there = set(summary.metric)
-    return COUNTED if BYTES[COUNTED] in there and BYTES[MEASURED] not in there else MEASURED
+    metrics = set(summary.metric)
+    return COUNTED if BYTES[COUNTED] in metrics and BYTES[MEASURED] not in metrics else MEASURED
 
 
-def _subject(summary: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the same basis as the page's bytes."""
+def _with_page_basis(summary: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with the same basis as the page's bytes."""
     return summary[summary.basis == _basis(summary)]
 
 
 def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
-    """The title of each row's configuration. It leaves out batch size and sequence length."""
+    """Return the title of each row's configuration, without batch size and sequence length."""
     axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
     parts = [", ".join(title_parts(row)) or SCRIPT for row in rows[axes].to_dict("records")]
     title = pd.Series(parts, index=rows.index, dtype=object)
-    subject = _subject(summary)
-    devices = set(subject.device)
+    drawn = _with_page_basis(summary)
+    devices = set(drawn.device)
     if len(devices) > 1:
         title = title.where(~rows.device.isin(devices), title + ", " + rows.device)
-    again = subject.groupby(OF_CASE, sort=False).run.nunique() > 1
-    if again.any():  # the same case in two runs: only the run's label tells them apart
+    in_several_runs = drawn.groupby(OF_CASE, sort=False).run.nunique() > 1
+    if in_several_runs.any():
         title = title + ", " + rows.run
     return title

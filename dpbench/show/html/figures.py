@@ -1,9 +1,9 @@
 """The parts of charts: colours, and panels in plotly's JSON.
 
-Phases have the colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), ranks those of Paul
-Tol's "bright" scheme (https://personal.sron.nl/~pault/). Some are a shade lighter or darker, for
-contrast on white and on black. People with a common kind of colour blindness can tell the colours
-of each scheme apart.
+The colours of phases are by Okabe and Ito (https://jfly.uni-koeln.de/color/). The colours of ranks
+are Paul Tol's "bright" scheme (https://personal.sron.nl/~pault/). Some colours are made lighter or
+darker, for contrast on white and on black. Readers with a common colour blindness can distinguish
+the colours of each scheme.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES: Mapping[str, Shown] = {
     "sequence": ("seq_len", lambda length: str(length or ABSENT)),
     "trainer": ("trainer", str),
 }
-"""The columns that name a case. The batch size of a script is known only if it was given."""
+"""The columns that name a case. A script has a batch size only if the user names it."""
 
 UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "GB": (1e9, gigabytes),
@@ -33,22 +33,23 @@ UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "%": (0.01, lambda share: f"{share * 100:.0f}"),
     "×": (1.0, "{:.2f}".format),
 }
-"""The units of bars: the size of a unit, and the function that writes a value."""
+"""The units of bars. Each unit has its size and the function that writes a value."""
 
 ROW, BAR, CHARACTER = 30, 13, 7
 """The heights of a stacked bar and of a grouped bar, and the width of a character, in pixels."""
 
 LONGEST_NUMBER = 6
-"""The most characters of a number beside its bar."""
+"""The most characters of a number at the end of a bar."""
 
-BESIDE = {"textposition": "outside", "cliponaxis": False, "constraintext": "none"}
-"""Plotly's options for a number that stands beside its bar."""
+END_OF_BAR = {"textposition": "outside", "cliponaxis": False, "constraintext": "none"}
+"""Plotly's options that put a number at the end of a bar."""
 
 LONGEST = 20
-"""The most characters of a name in a chart, so that it fits a phone. Tables have whole names."""
+"""The most characters of a name in a chart, so that the chart fits a phone. Tables have full
+names."""
 
 Json = dict[str, Any]
-"""A figure or a part of one, in the form that plotly.js takes."""
+"""A figure or a part of a figure, in the form that plotly.js takes."""
 NEUTRAL = "#8C8C8C"
 """A grey that is visible on white and on black."""
 
@@ -68,14 +69,14 @@ RANK_COLOURS = ("#7F8790", "#EE6677", "#4F86BB", "#BB4A93", "#228833", "#B8A522"
 
 @dataclass(frozen=True)
 class Chart:
-    """A section of the page: a table, and figures that draw it.
+    """A section of the page: a table, and figures that draw its numbers.
 
     Args:
         id: the identifier of the section.
-        basis: where the numbers come from.
-        table: the numbers. If there is nothing to draw, it has no lines, and its notes say why.
+        basis: the origin of the numbers, e.g. that hardware counters measured them.
+        table: the numbers. If there are none, the notes of the table say why.
         panels: plotly's figures by title. The page adds the settings that all figures share.
-        colours: the legend of the figures.
+        colours: the colours of the legend by name.
     """
 
     id: str
@@ -99,23 +100,23 @@ def bar_chart(
     stacked: bool = False,
     line: float | None = None,
 ) -> Chart:
-    """A chart with a panel for each cell of the grid, and in each panel bars for each trainer.
+    """Draw a panel for each cell of the grid, with bars for each trainer.
 
     Args:
         id: the identifier of the section.
         title: the title of the section and of its table.
-        basis: where the numbers come from.
+        basis: the origin of the numbers.
         rows: a row for each case. The text in column ``label`` is drawn at the value in ``end``.
-        colours: the columns of ``rows`` that are drawn as bars, each with its colour.
-        scale: the title of the axis. Each panel has a scale of its own.
-        unit: the unit of the bars, from `UNITS`.
-        columns: the columns that the table has in addition to the bars.
+        colours: the columns of ``rows`` that are drawn as bars, with their colours.
+        scale: the title of the axis of numbers.
+        unit: the unit of the bars, a key of `UNITS`.
+        columns: columns of the table in addition to the bars.
         notes: the notes below the table.
-        stacked: whether the bars of a trainer follow each other in one row.
-        line: the value at which a dashed line is drawn.
+        stacked: whether the bars of a trainer are drawn one after the other on one line.
+        line: the value at which a dashed line is drawn, or None.
     """
     size, write = UNITS[unit]
-    # The label of a case without bars begins at 0, so it needs no room beside the bars.
+    # The label of a case without bars begins at 0, so the margin need not be as wide as the label.
     longest = max(map(len, rows.label[rows.end.notna()]), default=0)
     layout: Json = {
         "margin": {"r": 12 + CHARACTER * (longest if stacked else max(longest, LONGEST_NUMBER))},
@@ -143,7 +144,7 @@ def bar_chart(
 
 
 def _names(names: list[str], height: int) -> Json:
-    """The axis at the left: the trainers from top to bottom, each with this height in pixels."""
+    """Make the axis with the names of trainers. A trainer's line has this height in pixels."""
     shown = [plain(name) for name in names]
     axis: Json = {"type": "category", "categoryarray": names, "tickvals": names, "ticktext": shown}
     return {"height": 58 + height * len(names), "yaxis": {**axis, "autorange": "reversed"}}
@@ -152,11 +153,11 @@ def _names(names: list[str], height: int) -> Json:
 def _bars(
     rows: pd.DataFrame, colours: Mapping[str, str], unit: str, stacked: bool
 ) -> Iterator[Json]:
-    """The bars of each colour, with numbers unless stacked; then the labels at the ends."""
+    """Yield the bars of each colour, with numbers unless they are stacked, and then the labels."""
     size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)
-        if known.empty:  # plotly.js draws no grid for a trace without bars
+        if known.empty:  # a trace without bars would hide the grid in plotly.js
             continue
         texts = [f"{name}: {write(value)} {unit}" for value in known[name]]
         yield {
@@ -168,7 +169,7 @@ def _bars(
             "marker": {"color": colour},
             "hoverinfo": "text",
             "hovertext": list(map(lines, known.trainer, texts)),
-            **({} if stacked else {"text": [*map(write, known[name])], **BESIDE}),
+            **({} if stacked else {"text": [*map(write, known[name])], **END_OF_BAR}),
         }
     yield {
         "type": "scatter",
@@ -183,22 +184,22 @@ def _bars(
 
 
 def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The rows of each cell of the grid, in order of appearance, with the cell's title."""
+    """Yield the title and the rows of each cell of the grid, in order of appearance."""
     for (title, batch, seq), group in rows.groupby(["title", "batch_size", "seq_len"], sort=False):
         size = [f"{name} {n}" for name, n in (("batch", batch), ("sequence", seq)) if n]
         yield ", ".join(filter(None, (str(title), " × ".join(size)))), group
 
 
 def plain(text: str, longest: int = LONGEST) -> str:
-    """A name that plotly shows unchanged: tags and entities are escaped. A long name is cut."""
+    """Shorten a name, and escape tags and entities so that plotly shows the name unchanged."""
     shown = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return html.escape(shown, quote=False)
 
 
 def lines(*texts: object) -> str:
-    """The text of a tooltip with these lines."""
+    """Return the text of a tooltip with these lines."""
     return "<br>".join(html.escape(str(text), quote=False) for text in texts)
 
 
 times = "{:.2f}×".format
-"""Writes a ratio, e.g. ``1.07×``."""
+"""The function that writes a ratio, e.g. ``1.07×``."""

@@ -1,4 +1,4 @@
-"""The flame graph: logical bytes of a step by phase, module, operator and source line."""
+"""The flame graph of a step's logical bytes by phase, module, operator and source line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpbench.show.html.figures import NEUTRAL, PHASE_COLOURS, Chart, Json, plain
 from dpbench.show.layout import Shown, Table, gigabytes
 
 SMALLEST = 0.002
-"""A box with at most this share of the step's bytes is not drawn."""
+"""A box is drawn if its share of the step's bytes is larger than this."""
 
 OUTSIDE_MODULES = "outside of modules"
 
@@ -31,20 +31,20 @@ COLUMNS: dict[str, Shown] = {
 
 HOW_TO_READ = (
     "The width of a box shows its bytes. Below a phase are its modules, below a module its "
-    "operators, and below an operator the source lines that ran it. Click a box to show it alone; "
-    "click the top box to go up one level. Backward has the modules and lines of forward. Boxes "
-    "too small to draw leave an empty space."
+    "operators, and below an operator the source lines that ran it. Click a box to show it alone, "
+    "and click the top box to go up one level. Operators of backward have the modules and lines of "
+    "forward. Boxes that are too small to draw leave an empty space."
 )
 
 
-def flames(material: PageData) -> Chart | None:
-    """A flame graph for each case whose operators have modules or source lines."""
+def flames(data: PageData) -> Chart | None:
+    """Draw a flame graph for each case whose operators have modules or source lines."""
     panels, lines = {}, []
-    for run in material.runs:
+    for run in data.runs:
         for outcome in run.outcomes:
             if any(each.module or each.line for each in outcome.operators):
-                several = f", {run.name}" if len(material.runs) > 1 else ""
-                name = f"{outcome.case.id}{several}"
+                of_run = f", {run.name}" if len(data.runs) > 1 else ""
+                name = f"{outcome.case.id}{of_run}"
                 boxes = _boxes(outcome.operators)
                 panels[name] = _icicle(boxes)
                 lines += [(name, *place, size) for place, size in boxes.items() if len(place) == 4]
@@ -57,7 +57,7 @@ def flames(material: PageData) -> Chart | None:
 
 
 def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], int]:
-    """The bytes of each box by its place: (), (phase,), (phase, module), …; () is the step."""
+    """Return the bytes of each box by its path: () for the step, (phase,), (phase, module), …."""
     boxes: dict[tuple[str, ...], int] = defaultdict(int)
     for each in operators:
         place = each.phase, each.module or OUTSIDE_MODULES, each.operator, each.line

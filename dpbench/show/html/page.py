@@ -1,4 +1,4 @@
-"""The HTML page: charts and tables in one file, which loads no other file."""
+"""The HTML page, with charts and tables in one file that needs no other file."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ MOST = 20
 
 NEEDS_LOGICAL = (
     "The page has no roofline and no comparison with logical bytes, because no run counted the "
-    "measured cases. dpbench run --instrument logical counts a case in seconds, without a GPU; "
-    "draw its run together with these runs."
+    "measured cases. dpbench run --instrument logical counts a case in seconds, without a GPU. "
+    "Then draw the new run together with these runs."
 )
 
 
 def page(runs: Sequence[Run], view: TableOptions) -> str:
-    """The output for ``.html``: the page of these runs."""
+    """Draw the page of runs. This is the output for ``.html``."""
     for run in runs:
         if not run.outcomes:
-            raise ConfigurationError(f"{run.path} holds no case: nothing to draw")
+            raise ConfigurationError(f"{run.path} has no case, so there is nothing to draw")
     named = labelled((run.name, run.document) for run in runs)
     return render(PageData(named, view.expected, view.ceilings))
 
 
-def render(material: PageData) -> str:
-    """The page as HTML.
+def render(data: PageData) -> str:
+    """Return the page as HTML.
 
-    All text from outside is escaped. The page's content security policy lets a browser run only the
-    two scripts that dpbench puts there, and fetch nothing.
+    Names and other text from runs are escaped. The content security policy of the page lets a
+    browser run only the two scripts of the page, and lets it fetch nothing.
     """
-    runs = material.runs
+    runs = data.runs
     return _template().render(
         title=", ".join(run.name for run in runs),
-        headline=headline(material),
-        steps=steps(material),
+        headline=headline(data),
+        steps=steps(data),
         changes=changes(runs),
-        charts=draw(material),
+        charts=draw(data),
         trainers=trainers(runs),
         recorded=recorded(runs),
         rows=every_row(runs),
@@ -73,7 +73,7 @@ def render(material: PageData) -> str:
 
 @cache
 def _template() -> Template:
-    """The template with its style and scripts."""
+    """Load the template with its style and scripts."""
     environment = Environment(
         loader=PackageLoader("dpbench.show.html"),
         autoescape=True,
@@ -84,7 +84,7 @@ def _template() -> Template:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     templates = resources.files(__package__) / "templates"
     script = (templates / "report.js").read_text(encoding="utf-8")
-    # A browser reads every line end as \n, and computes the hash of a script from that text.
+    # Browsers hash the text of a script after converting all line ends to \n.
     scripts = [s.replace("\r\n", "\n").replace("\r", "\n") for s in (get_plotlyjs(), script)]
     environment.globals |= {
         "style": Markup((templates / "report.css").read_text(encoding="utf-8")),
@@ -94,32 +94,32 @@ def _template() -> Template:
     return environment.get_template("report.html.j2")
 
 
-def draw(material: PageData) -> list[Chart]:
-    """Every chart of the page, in order."""
+def draw(data: PageData) -> list[Chart]:
+    """Draw all charts of the page, in order."""
     measured = (ratios, phases, step_times, time, memory, busy, roofline)
-    every = (*measured, flames, sent, waits, against_logical)
-    return [chart for draws in every if (chart := draws(material))]
+    functions = (*measured, flames, sent, waits, against_logical)
+    return [chart for function in functions if (chart := function(data))]
 
 
-def headline(material: PageData) -> list[str]:
-    """Sentences that say how many cases were measured, counted without hardware, and failed."""
-    cases = material.summary.drop_duplicates(["run", "case", "basis"])
+def headline(data: PageData) -> list[str]:
+    """Write how many cases were measured, were counted without hardware, and failed."""
+    cases = data.summary.drop_duplicates(["run", "case", "basis"])
     measured = cases[cases.basis == MEASURED]
     counts = {
         f"measured on {', '.join(sorted(set(measured.device)))}": len(measured),
         "counted without hardware": len(cases) - len(measured),
-        "failed": len(material.failed),
+        "failed": len(data.failed),
     }
     sentences = [f"{n} {'case' if n == 1 else 'cases'} {what}." for what, n in counts.items() if n]
-    if len(material.step_bytes(MEASURED)) and material.beside_logical.empty:
+    if len(data.step_bytes(MEASURED)) and data.beside_logical.empty:
         sentences.append(NEEDS_LOGICAL)
     return sentences if len(cases) else ["No number was measured or counted.", *sentences]
 
 
 def trainers(runs: Sequence[Run]) -> Table:
-    """The table of trainers: how many cases of each trainer succeeded, and why others failed.
+    """Make the table of successful and failed cases of each trainer.
 
-    Its notes have the labels of the trainers, which say what a trainer clips.
+    Its notes have the reasons of failures, and the labels of trainers, such as ``clips flat``.
     """
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
@@ -127,16 +127,16 @@ def trainers(runs: Sequence[Run]) -> Table:
     return trainer_table(trainer_summary(outcomes), notes)
 
 
-def steps(material: PageData) -> Table:
-    """The table of whole steps, with a line for each run, device, basis and case."""
-    step = material.summary[material.summary.phase == STEP]
+def steps(data: PageData) -> Table:
+    """Make the table of whole steps, with a line for each run, device, basis and case."""
+    step = data.summary[data.summary.phase == STEP]
     wide = pivot(step, "metric")
     numbers: dict[str, Shown] = {}
     listed = [c for c in (*usual_columns(), column("samples_per_second")) if c.name in wide]
     listed.sort(key=lambda shown: shown.kind != "ratio")
     for shown in listed:
         header = shown.heading.replace("\n", " ").replace("mem.", "memory")
-        header = header.replace("÷ std", f"÷ {material.baseline}")
+        header = header.replace("÷ std", f"÷ {data.baseline}")
         usual = times if shown.kind == "ratio" else "{:.2f}".format
         write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, usual)
         numbers[f"{header}, GB" if shown.unit == "B" else header] = (shown.name, write)
@@ -144,12 +144,15 @@ def steps(material: PageData) -> Table:
     both: dict[str, Shown] = {"basis": ("basis", str)} if wide.basis.nunique() > 1 else {}
     columns: dict[str, Shown] = {**run, **NAMES, **both, **numbers}
     known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
-    title = "One step of each case: means over the steps, medians for times; point for all digits"
+    title = (
+        "One step of each case: means over the steps, or medians for times; point at a number for "
+        "all digits"
+    )
     return Table.of(title, known, columns)
 
 
 def recorded(runs: Sequence[Run]) -> list[Table]:
-    """The tables of profilers and of kernels, as a terminal shows them."""
+    """Make the tables of profilers and of kernels, the same tables as in a terminal."""
     return [
         replace(table, title=f"{run.name}: {table.title}" if len(runs) > 1 else table.title)
         for run in runs
@@ -161,29 +164,29 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
 
 
 def every_row(runs: Sequence[Run]) -> Table:
-    """The exact rows of all runs. A column with a single value is in the caption instead."""
+    """Make the table of all rows. A column with a single value is in the caption instead."""
     frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
     names = ["run", *COLUMNS]
     same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]
-    caption = "Every row of the runs, exact"
+    caption = "Every row of the runs, with all digits"
     if same and len(frame) > 1:
-        caption += "; the same in all: " + ", ".join(f"{n} {frame[n].iloc[0]}" for n in same)
+        caption += "; the same in all rows: " + ", ".join(f"{n} {frame[n].iloc[0]}" for n in same)
         names = [name for name in names if name not in same]
     columns = {name.replace("_", " "): (name, exact if name == "value" else str) for name in names}
     return Table.of(caption, frame, columns)
 
 
 def exact(value: float) -> str:
-    """A number with all its digits, and commas between thousands."""
+    """Write a number with all its digits, and with commas between thousands."""
     return f"{value:,}".removesuffix(".0")
 
 
 def environments(runs: Sequence[Run]) -> Table:
-    """The table of devices, tools and settings, with a column for each run."""
+    """Make the table of devices, tools and settings, with a column for each run."""
     about = {run.name: dict(_about(run)) for run in runs}
     columns: dict[str, Shown] = {name: (name, str) for name in ("", *about)}
     table = pd.DataFrame(about, dtype=object).rename_axis("").reset_index()
-    return Table.of("What it was measured on", table, columns)
+    return Table.of("Devices, software and settings", table, columns)
 
 
 def _about(run: Run) -> Iterator[tuple[str, str]]:
@@ -194,10 +197,10 @@ def _about(run: Run) -> Iterator[tuple[str, str]]:
     cases = f"{len(run.outcomes)}, {failures} without a result"
     flat = pd.json_normalize({"cases": cases, **run.environment, **run.session}, sep=" ")
     for name, value in flat.to_dict("records")[0].items():
-        said = str(name).replace("_", " ")
+        words = str(name).replace("_", " ")
         if isinstance(value, list):
-            yield said, ", ".join(map(str, value)) or ABSENT
-        elif said.endswith(" bytes") and isinstance(value, int | float):
-            yield said.removesuffix(" bytes"), f"{gigabytes(value)} GB"
+            yield words, ", ".join(map(str, value)) or ABSENT
+        elif words.endswith(" bytes") and isinstance(value, int | float):
+            yield words.removesuffix(" bytes"), f"{gigabytes(value)} GB"
         else:
-            yield said, written(value, str)
+            yield words, written(value, str)

@@ -1,4 +1,4 @@
-"""The charts of ranks: what each sends, and how long each waits."""
+"""The charts of ranks: sent bytes, and time in collectives."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dpbench.show.html.figures import PHASE_COLOURS, RANK_COLOURS, Chart
 from dpbench.show.layout import gigabytes
 
 HOW_TO_READ = (
-    "A bar is the time from the beginning of a collective on a rank to its end. In this time the "
-    "rank moves data, or waits for ranks that begin later. The rank that the others wait for has "
-    "the shortest bar."
+    "A bar is the time between the beginning and the end of collectives on a rank. In this time "
+    "the rank moves data, or waits for ranks that begin later. The rank for which the other ranks "
+    "wait has the shortest bar."
 )
 
 
-def sent(material: PageData) -> Chart | None:
-    """The bytes that a rank sends, by trainer, stacked by phase. One rank alone has no chart."""
-    rows = material.summary[material.summary.metric == "collective_bytes"]
+def sent(data: PageData) -> Chart | None:
+    """Draw the bytes that a rank sends to other ranks, by trainer, stacked by phase."""
+    rows = data.summary[data.summary.metric == "collective_bytes"]
     wide = pivot(rows[rows.gpus > 1], "phase")
     shown = [name for name in ALL_PHASES if name in wide and wide[name].any()]
     if not shown:
         return None
     return figures.bar_chart(
         "sent",
-        "What a rank sends to others, by trainer and phase",
-        "counted from the sizes of tensors, for collectives that work as a ring; not measured",
+        "Bytes that a rank sends, by trainer and phase",
+        "counted from the sizes of tensors, as if collectives used a ring; not measured",
         wide.assign(end=wide[STEP], label=[f" {gigabytes(size)}" for size in wide[STEP]]),
         {name: PHASE_COLOURS[name] for name in shown},
         "GB that a rank sends in a step (counted)",
@@ -39,14 +39,14 @@ def sent(material: PageData) -> Chart | None:
     )
 
 
-def waits(material: PageData) -> Chart | None:
-    """The time that each rank was in collectives. There is no chart if nothing recorded it."""
-    frames = [run.frame.assign(run=run.name) for run in material.runs]
+def waits(data: PageData) -> Chart | None:
+    """Draw the time that each rank was in collectives, if a profiler recorded this time."""
+    frames = [run.frame.assign(run=run.name) for run in data.runs]
     rows = pd.concat(frames, ignore_index=True)
     rows = rows[(rows.metric == "communication_seconds") & (rows.phase == STEP)]
     if rows.empty:
         return None
-    rows = rows.assign(basis=MEASURED, title=titles(rows, material.summary))
+    rows = rows.assign(basis=MEASURED, title=titles(rows, data.summary))
     names = {rank: f"rank {rank}" for rank in sorted(rows["rank"].unique())}
     means = rows.groupby([*KEYS, "rank"], sort=False, as_index=False).value.mean()
     wide = pivot(means.assign(rank=means["rank"].map(names)), "rank")

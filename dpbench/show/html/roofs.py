@@ -1,4 +1,4 @@
-"""The charts that compare phases with the roofs of their card: roofline and time breakdown."""
+"""The charts that compare phases with the roofs of the card: roofline and time breakdown."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.results.roofline import (
     MEASURED_BYTES,
     Roofs,
+    apply_roofs,
     find_card,
     find_ceilings,
     phases,
-    under,
 )
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, PLACE, STEP
 from dpbench.results.run import Run
@@ -31,9 +31,9 @@ from dpbench.show.tables import SHOWN_SHARE
 from dpbench.show.times import ABOUT_SHARES, ADDED_COLUMNS, HOW_TO_READ, TIME_COLUMNS, lacking
 
 
-def roofline(material: PageData) -> Chart | None:
-    """The share of its roof that each phase reaches, on the card that ran it."""
-    table, notes = _accounts(material, _under_roofs)
+def roofline(data: PageData) -> Chart | None:
+    """Draw the share of its roof that each phase reaches on the card that ran the phase."""
+    table, notes = _combine_runs(data, _roofline_of)
     basis = (
         "DRAM bytes by hardware counters, times of unprofiled steps, floating-point operations "
         "counted without hardware"
@@ -54,62 +54,63 @@ def roofline(material: PageData) -> Chart | None:
         unit="%",
     )
     how_to_read = (
-        "Operations are those of matrix products and attention. A phase without operations has no "
-        "bar; the table has these phases, too, with the roof of each and the share that it reaches."
+        "Only operations of matrix products and attention are counted. A phase without such "
+        "operations has no bar. The table also has these phases, each with its roof and its share."
     )
     notes += [how_to_read, *launch_bound_notes(table)]
     columns = _in_one_line({"phase": ("phase", str), **ROOFLINE_COLUMNS})
     return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))
 
 
-Account = tuple[pd.DataFrame, Roofs]
-"""The phases of a run on one device, and the roofs that apply."""
+PhasesAndRoofs = tuple[pd.DataFrame, Roofs]
+"""The phases of a run on one device with their least times, and the roofs of the device."""
 
 
-def _under_roofs(summary: pd.DataFrame, device: str, run: Run) -> Account | None:
-    """Phases with counted operations and measured bytes, compared with the roofs of their card."""
+def _roofline_of(summary: pd.DataFrame, device: str, run: Run) -> PhasesAndRoofs | None:
+    """Compare phases that have counted operations and measured bytes with the roofs of a card."""
     rows = phases(summary[summary.precision != ""]).dropna(subset="flops")
     rows = rows[rows.bytes_are == MEASURED_BYTES]
     if rows.empty:
         return None
     card = find_card(device)
-    return under(rows, card), card
+    return apply_roofs(rows, card), card
 
 
-def _accounts(
-    material: PageData, account_of: Callable[[pd.DataFrame, str, Run], Account | None]
+def _combine_runs(
+    data: PageData, analyse: Callable[[pd.DataFrame, str, Run], PhasesAndRoofs | None]
 ) -> tuple[pd.DataFrame, list[str]]:
-    """The accounts of all runs and devices. Each also uses the counted numbers of all runs.
+    """Analyse each device of each run, and combine the results.
+
+    ``analyse`` gets the numbers that the device measured in the run, and the numbers that all runs
+    counted without hardware.
 
     Returns:
         The phases that take more than `SHOWN_SHARE` of their step's time, in order, with the titles
-        of their cells; and notes, which say why a device has no account and name the roofs of the
-        others.
+        of their cells; and notes on the roofs of devices and on devices without known roofs.
     """
-    tables, refusals, roofs_said = [], [], []
-    everything = pd.concat([run.summary for run in material.runs], ignore_index=True)
-    counted = everything[everything.device == NO_HARDWARE].drop_duplicates(NUMBER)
-    for run in material.runs:
+    tables, errors, roof_notes = [], [], []
+    all_rows = pd.concat([run.summary for run in data.runs], ignore_index=True)
+    counted = all_rows[all_rows.device == NO_HARDWARE].drop_duplicates(NUMBER)
+    for run in data.runs:
         measured = run.summary[run.summary.device != NO_HARDWARE]
         for device, rows in measured.groupby("device", sort=False):
-            together = pd.concat([rows, counted], ignore_index=True)
             try:
-                found = account_of(together, str(device), run)
+                found = analyse(pd.concat([rows, counted], ignore_index=True), str(device), run)
             except ConfigurationError as error:
-                refusals.append(f"{device}: {error}.")
+                errors.append(f"{device}: {error}.")
                 continue
             if found:
                 table, roofs = found
                 tables.append(table.assign(run=run.name))
-                roofs_said.append(roofs_in_words(roofs, sorted(set(table.precision))))
+                roof_notes.append(roofs_in_words(roofs, sorted(set(table.precision))))
     if not tables:
-        return pd.DataFrame(), refusals
+        return pd.DataFrame(), errors
     table = pd.concat(tables, ignore_index=True)
     longest = table.groupby(["run", *OF_CASE], sort=False).seconds.transform("max")
     table = table[table.seconds > SHOWN_SHARE * longest]
-    table = table.assign(title=titles(table, material.summary))
+    table = table.assign(title=titles(table, data.summary))
     table = ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
-    return table, [*refusals, *dict.fromkeys(roofs_said if len(table) else ())]
+    return table, [*errors, *dict.fromkeys(roof_notes if len(table) else ())]
 
 
 def _in_one_line(columns: Mapping[str, Shown]) -> dict[str, Shown]:
@@ -126,29 +127,29 @@ TIME_COLOURS = {
 }
 
 
-def time(material: PageData) -> Chart | None:
-    """The time of each step, the least times for its arithmetic and bytes, and its idle time."""
-    table, notes = _accounts(material, partial(_time_of, ceilings=material.ceilings))
+def time(data: PageData) -> Chart | None:
+    """Draw the time of each step, the least times for operations and bytes, and the idle time."""
+    table, notes = _combine_runs(data, partial(_time_of, ceilings=data.ceilings))
     basis = (
         "times of unprofiled steps; least times for counted operations and for measured DRAM bytes "
         "at measured ceilings, two bounds that overlap; idle time by hardware counters"
     )
     if table.empty:
-        nothing = Table("What time is made of", [], [], tuple(notes))
+        nothing = Table("Time breakdown", [], [], tuple(notes))
         return Chart("time", basis, nothing) if notes else None
     steps = table[table.phase == STEP]
     bars = {part: steps[f"{part}_seconds"] for part in TIME_COLOURS if part != STEP}
     bars[STEP] = steps.seconds
     chart = figures.bar_chart(
         "time",
-        "What time is made of",
+        "Time breakdown",
         basis,
         steps.assign(**bars, end=pd.DataFrame(bars).max(axis="columns"), label=""),
         TIME_COLOURS,
         "ms",
         unit="ms",
     )
-    notes += [HOW_TO_READ, ABOUT_SHARES.format(material.baseline)]
+    notes += [HOW_TO_READ, ABOUT_SHARES.format(data.baseline)]
     notes += [*launch_bound_notes(table), *lacking(table)]
     columns = _in_one_line({"phase": ("phase", str), **TIME_COLUMNS, **ADDED_COLUMNS})
     return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))
@@ -156,8 +157,8 @@ def time(material: PageData) -> Chart | None:
 
 def _time_of(
     summary: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None
-) -> Account | None:
-    """The time breakdown of steps that were timed, and whose DRAM bytes were measured."""
+) -> PhasesAndRoofs | None:
+    """Return the time breakdown of steps that have a measured time and measured DRAM bytes."""
     measured = {*summary[summary.device == device].metric}
     if not {"step_time_seconds", "dram_read_bytes"} <= measured:
         return None

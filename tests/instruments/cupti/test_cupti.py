@@ -124,7 +124,7 @@ def test_the_busy_share_of_a_step_is_that_of_the_middle_one(record: dict[str, An
 def test_tables_show_how_busy_the_gpu_was_and_say_that_a_step_waits(record: dict[str, Any]) -> None:
     step, *others = tables_of(cupti_rows(CASE, record))
     assert column(step, "busy") == {"dpsgd": "40%"}
-    waits = "Busy below 70%: the step of dpsgd is launch-bound; bytes do not explain its time."
+    waits = "Busy below 70%: the step of dpsgd is launch-bound, so bytes do not explain its time."
     assert waits in step.notes
     [by_phase] = [table for table in others if "busy by phase" in table.title]
     assert by_phase.headers == ["trainer", "forward", "step"]

@@ -52,6 +52,7 @@ from tests.instruments.logical.ranks import (
     case_of,
 )
 from tests.results.figures import tables_of
+from tests.results.verdicts import failures
 
 F32 = 4
 
@@ -414,7 +415,7 @@ def test_a_limit_finds_what_is_done_too_often(trainer: type, limit: str, operato
         for name, each in (("before", Noisy), ("good", Noisy), ("bad", trainer))
     )
     limits = [Threshold.parse(limit)]
-    assert Gate(before, good).judge(limits).passed
+    assert not failures(Gate(before, good).judge(limits))
     (regression,) = Gate(before, bad).judge(limits).regressions
     assert regression["largest_changes"][0]["name"] == operator
 

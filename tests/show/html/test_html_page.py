@@ -207,7 +207,7 @@ def test_what_time_is_made_of_is_drawn_in_milliseconds() -> None:
     lines = [dict(zip(chart.table.headers, line, strict=True)) for line in chart.table.cells]
     waits = [line for line in lines if line["bound"] == "launch-bound (10%)"]
     assert {line["phase"] for line in waits} == {"clip"}
-    assert any("which overlap" in note for note in chart.table.notes)
+    assert any("bounds overlap" in note for note in chart.table.notes)
     assert any("need not add up to 100%" in note for note in chart.table.notes)
 
 

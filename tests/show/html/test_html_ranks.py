@@ -49,7 +49,7 @@ def test_what_a_rank_sends_is_drawn_by_phase() -> None:
         for phase in ("forward", "backward")
     }
     assert figure["data"][0]["marker"]["color"] == PHASE_COLOURS["forward"]
-    assert "What a rank sends" in render(material(*outcomes))
+    assert "Bytes that a rank sends" in render(material(*outcomes))
 
 
 def test_each_rank_has_a_bar_of_its_time_in_collectives() -> None:

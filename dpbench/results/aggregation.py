@@ -1,0 +1,200 @@
+"""Aggregation of a long table over ranks and steps, the first part of a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dpbench.core.case import AXES
+from dpbench.core.errors import ConfigurationError
+from dpbench.core.metric import Peak, Share
+from dpbench.core.metrics import METRICS
+from dpbench.core.subject import Script, Subject, samples_poisson, subject_from
+from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, OWN_COLUMNS, PLACE, STEP
+
+_OF_STEP = [*PLACE, "instrument", "rank", "repeat", "tool"]
+"""The columns that identify a step or phase of one rank."""
+
+
+def aggregate(frame: pd.DataFrame) -> pd.DataFrame:
+    """Combine the ranks and steps of a long table into one row per number.
+
+    Metrics that are sums or shares of other metrics are added first. For the columns, see
+    `dpbench.results.summary.summary`.
+    """
+    return _over_steps(_over_ranks(_with_totals(_by_case(frame))))
+
+
+def _by_case(frame: pd.DataFrame) -> pd.DataFrame:
+    """Replace the fields of cases by one column ``case``, and drop values that are not finite."""
+    frame = frame[np.isfinite(frame.value.astype(float))]
+    axes = [*zip(*(frame[axis] for axis in AXES), strict=True)]
+    cases = {each: subject_from(dict(zip(AXES, each, strict=True))) for each in dict.fromkeys(axes)}
+    case = pd.Series([cases[each] for each in axes], frame.index, dtype=object)
+    rows = frame[OWN_COLUMNS].assign(case=case)
+    _check_unique(rows, [*NUMBER, "rank", "repeat"])
+    return rows
+
+
+def _with_totals(rows: pd.DataFrame) -> pd.DataFrame:
+    """Add, for each step, the metrics that are sums or shares of other metrics."""
+    totals = [metric for metric in METRICS.behind({*rows.metric}) if metric.parts]
+    if not totals:
+        return rows
+    needed = [*{part for metric in totals for part in metric.parts}, "range_time_seconds"]
+    parts = rows[rows.metric.isin(needed)]
+    number = parts.groupby(_OF_STEP, sort=False, dropna=False).ngroup()
+    steps = parts.loc[~number.duplicated(), _OF_STEP].reset_index(drop=True)
+    wide = parts.assign(step=number).pivot(index="step", columns="metric", values="value")
+    wide = wide.reindex(columns=needed).reset_index(drop=True)
+    added = []
+    for metric in totals:
+        parts = wide[[*metric.parts]]
+        values = parts.sum(axis="columns", skipna=False)
+        if isinstance(metric.how, Share):
+            values = parts.iloc[:, 0] / parts.iloc[:, 1].where(parts.iloc[:, 1] > 0)
+        if metric.name == "gpu_busy_share":
+            values = _as_shares_of_timed_steps(values, wide.range_time_seconds, steps, rows)
+        values = values.dropna()
+        own = steps.loc[values.index]
+        added.append(own.assign(metric=metric.name, value=values, unit=metric.unit))
+    return pd.concat([rows, *(each for each in added if len(each))], ignore_index=True)
+
+
+def _as_shares_of_timed_steps(
+    shares: pd.Series[float], spans: pd.Series[float], steps: pd.DataFrame, rows: pd.DataFrame
+) -> pd.Series[float]:
+    """Convert busy shares of counted ranges to busy shares of steps that run without counting.
+
+    A counted range starts with an idle GPU, so it waits longer for launches than a step without
+    counting, but has the same busy time. Without a measured time, the share of a phase is kept,
+    and the share of a step is NaN.
+    """
+    timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
+    medians = timed.groupby(on, sort=False).value.median()
+    times = lookup(steps, medians.reset_index(), on)
+    times = times.mask(is_poisson(steps.case), lookup(steps, timed, [*on, "repeat"]))
+    # Busy time and step time come from different steps, so a quotient can be slightly above 1.
+    converted = (shares * spans / times.where(times > 0)).clip(upper=1.0)
+    return converted.fillna(shares.where(steps.phase != STEP))
+
+
+def _over_ranks(rows: pd.DataFrame) -> pd.DataFrame:
+    """Combine the ranks of each step, and add ``ranks`` and ``imbalance``.
+
+    Raises:
+        ConfigurationError: a rank is missing, a rank lacks a number of the step, or an unregistered
+            metric does not define how ranks are combined.
+    """
+    if rows["rank"].any():
+        rows = _reduced(rows, [*NUMBER, "unit", "repeat"], "rank").rename(
+            columns={"count": "ranks"}
+        )
+        rows["imbalance"] = (rows["max"] / rows["mean"]).fillna(1.0)
+        all_ranks = rows.groupby([*OF_CASE, "instrument"], sort=False).ranks.transform("max")
+        for row in rows[(rows.ranks < all_ranks) & (rows.phase == STEP)].to_dict("records"):
+            raise ConfigurationError(
+                f"{row['case'].id}: some ranks have no {row['metric']} of step {row['repeat']}"
+            )
+    else:
+        rows = rows.assign(ranks=1, imbalance=1.0)
+    steps = rows[(rows.phase == STEP) & (rows.device != NO_HARDWARE)]
+    gpus = each_case(steps.case, lambda case: case.gpus)
+    for row in steps[steps.ranks < gpus].to_dict("records"):
+        raise ConfigurationError(
+            f"{row['case'].id}: step {row['repeat']} has {row['metric']} of only {row['ranks']} "
+            f"of {row['case'].gpus} ranks"
+        )
+    return rows
+
+
+def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
+    """Combine numbers that differ only in ``column``, which is ``"rank"`` or ``"repeat"``.
+
+    Adds ``count``, ``mean``, ``median``, ``sum``, ``min`` and ``max``. ``value`` is one of these
+    numbers, as the metric defines.
+    """
+    reduced = rows.groupby(keys, sort=False, as_index=False).agg(
+        **{how: ("value", how) for how in ("count", "mean", "median", "sum", "min", "max")},
+        **{name: (name, "mean") for name in ("imbalance",) if name in rows},
+        **{name: (name, "max") for name in ("ranks",) if name in rows},
+    )
+    known = {name: METRICS.find(name) for name in reduced.metric.unique()}
+    varied = (is_poisson(reduced.case) if column == "repeat" else False) & (reduced["count"] > 1)
+    if column == "rank" and (unknown := [name for name, metric in known.items() if not metric]):
+        raise ConfigurationError(
+            f"{unknown[0]} was measured in several ranks, but does not define how ranks are "
+            f"combined: register the metric"
+        )
+    how = reduced.metric.map({n: m.over(column) if m else "mean" for n, m in known.items()})
+    peaks = [name for name, metric in known.items() if metric and isinstance(metric.how, Peak)]
+    how = how.mask(varied & (how == "median"), "mean").mask(
+        varied & reduced.metric.isin(peaks), "max"
+    )
+    reduced["value"] = reduced["mean"]
+    for other in {*how} - {"mean"}:
+        reduced["value"] = reduced.value.mask(how == other, reduced[other])
+    return reduced
+
+
+def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """Combine the steps of each number, and add columns such as ``spread`` and ``steps``."""
+    _check_unique(rows, [*NUMBER, "repeat"])
+    reduced = _reduced(rows, [*NUMBER, "unit"], "repeat").rename(columns={"count": "steps_present"})
+    # Whole steps are separate from phases, because whole steps can be counted more often.
+    like = [*(reduced[c] for c in (*OF_CASE, "instrument", "metric")), reduced.phase == STEP]
+    steps = reduced.steps_present.groupby(like, sort=False).transform("max")
+    not_summed = [metric.name for metric in METRICS.values() if not metric.adds_up]
+    partial = (reduced.steps_present < steps) & ~reduced.metric.isin(not_summed)
+    of_script = each_case(reduced.case, lambda case: isinstance(case, Script)).astype(bool)
+    scaled = reduced["mean"] * reduced.steps_present / steps
+    value = reduced.value.mask(partial, scaled)
+    spread = (reduced["max"] - reduced["min"].mask(partial, 0.0)) / value
+    steps = steps.where(of_script | partial, reduced.steps_present)
+    all_ranks = reduced.groupby([*OF_CASE, "instrument"], sort=False).ranks.transform("max")
+    return reduced[[*NUMBER, "unit", "steps_present", "imbalance"]].assign(
+        ranks=all_ranks,
+        value=value.mask(partial & ~of_script),
+        spread=spread.fillna(0.0).where(steps > 1),
+        least=reduced["min"].mask(partial, 0.0),
+        most=reduced["max"],
+        steps=steps,
+    )
+
+
+def each_case(cases: pd.Series[Any], function: Callable[[Subject], Any]) -> pd.Series[Any]:
+    """Apply a function to each case of a column. Repeated cases are computed once."""
+    # Cases are compared by identity, because hashing a case is slow.
+    by_identity = {id(case): case for case in cases}
+    results = {identity: function(case) for identity, case in by_identity.items()}
+    return pd.Series([results[id(case)] for case in cases], cases.index)
+
+
+def is_poisson(cases: pd.Series[Any]) -> pd.Series[bool]:
+    """Return for each case whether it samples Poisson batches, whose sizes differ."""
+    return each_case(cases, samples_poisson).astype(bool)
+
+
+def lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series[float]:
+    """Return for each row the value of the row in ``others`` with the same keys, or NaN."""
+    _check_unique(others, on)
+    if rows.empty or others.empty:
+        return pd.Series(np.nan, rows.index, dtype=float)
+    both = rows[on].merge(others[[*on, "value"]], "left", on)
+    return pd.Series(both.value.to_numpy(float), rows.index)
+
+
+def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
+    """Raise ValueError if several rows have the same keys, and name the columns that differ."""
+    duplicates = rows[rows.duplicated(keys, keep=False)]
+    if duplicates.empty:
+        return
+    row = duplicates.iloc[0]
+    same = duplicates[(duplicates[keys] == row[keys]).all(axis="columns")]
+    differ = [str(name) for name in same if name != "value" and same[name].nunique() > 1]
+    what = f"{row.metric}@{row.phase} of {row.case.id} by {row.instrument}"
+    columns = ", ".join(differ) or "nothing but their value"
+    raise ValueError(f"{len(same)} rows of {what} differ in {columns}")
