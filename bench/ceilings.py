@@ -21,7 +21,7 @@ from torch.utils.benchmark import Timer
 
 from dpbench import ConfigurationError
 from dpbench.child.build import pick_device
-from dpbench.child.step import with_gpus_locked
+from dpbench.child.case import with_gpus_locked
 from dpbench.core import gpu
 from dpbench.results.rows import SCHEMA
 

@@ -209,7 +209,7 @@ class Session:
         if printable(text) not in self.problems:
             self.problems.append(printable(text))
 
-    def judge(self, *, complete: bool, passed: Collection[str] = ()) -> dict[str, Failure]:
+    def check_limits(self, *, complete: bool, passed: Collection[str] = ()) -> dict[str, Failure]:
         """Compare the session with its reference run, and check the limits.
 
         Args:
@@ -223,16 +223,16 @@ class Session:
         def run() -> Run:
             return self.begun and self.run  # `begun` first, so that the run has its conditions
 
-        return self.comparison.judge(run, complete=complete, passed=passed)
+        return self.comparison.check_limits(run, complete=complete, passed=passed)
 
     def finish(self, *, complete: bool) -> None:
-        """Check the limits if `judge` was not called, write all files, and close the run's file.
+        """Check the limits if that was not done, write all files, and close the run's file.
 
         Args:
             complete: True if everything requested has been measured.
         """
         if self.comparison.verdict is None:
-            self.judge(complete=complete)
+            self.check_limits(complete=complete)
         outcomes = self.store.outcomes()
         if self.comparison.verdict is not None and (late := outcomes[self.comparison.judged :]):
             names = ", ".join(outcome.case.id for outcome in late)

@@ -16,7 +16,7 @@ from dpbench.session_store import Keys, SessionStore
 
 if TYPE_CHECKING:
     from dpbench.core.settings import Settings
-    from dpbench.results.compare import Threshold
+    from dpbench.results.compare import Limit
     from dpbench.results.gate import Unjudged, Verdict
 
 
@@ -51,9 +51,9 @@ class SessionComparison:
         self.limits = read_limits(settings.compare_fail)
         """Limits of the command line. A test's marker can set other limits for this test."""
         self.verdict: Verdict | None = None
-        """The result of the last call of `judge`."""
+        """The result of the last call of `check_limits`."""
         self.judged = 0
-        """The number of outcomes at the time of the last call of `judge`."""
+        """The number of outcomes at the time of the last call of `check_limits`."""
 
     @property
     def requested(self) -> Keys:
@@ -113,7 +113,7 @@ class SessionComparison:
         option = self.settings.option("compare_first_run_ok")
         return f" (if this is the first run, add {option})"
 
-    def judge(
+    def check_limits(
         self, run: Callable[[], Run], *, complete: bool, passed: Collection[str]
     ) -> dict[str, Failure]:
         """Compare the session with its reference run, and check the limits.
@@ -137,7 +137,9 @@ class SessionComparison:
             across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
             asked = {*self.requested, *(key for outcome in outcomes for key in outcome.asked)}
             gate = Gate(self.reference, run(), asked, across, first_run_ok)
-            verdict = gate.judge(self.limits, {key for keys in limited.values() for key in keys})
+            verdict = gate.check_limits(
+                self.limits, {key for keys in limited.values() for key in keys}
+            )
             if self.limits and not complete:
                 verdict.unjudged.clear()
                 self.files.problem(
@@ -151,7 +153,7 @@ class SessionComparison:
                 failures[test] = Failure(rows)
             verdicts = [verdict]
             for (test, limits), keys in own.items():
-                verdicts.append(gate.judge(read_limits(limits), {*keys}))
+                verdicts.append(gate.check_limits(read_limits(limits), {*keys}))
                 failures[test] = Failure(verdicts[-1].regressions, verdicts[-1].unjudged)
             self.verdict = Verdict.merge(verdicts)
             self.judged = len(outcomes)
@@ -185,10 +187,10 @@ class SessionComparison:
             self.files.problem(line)
 
 
-def read_limits(texts: Sequence[str]) -> list[Threshold]:
+def read_limits(texts: Sequence[str]) -> list[Limit]:
     """Read limits such as ``dram_bytes:5%``; without texts, do not load pandas."""
     if not texts:
         return []
-    from dpbench.results.compare import Threshold
+    from dpbench.results.compare import Limit
 
-    return [Threshold.parse(text) for text in texts]
+    return [Limit.parse(text) for text in texts]

@@ -20,9 +20,9 @@ from dpbench.advice.least_bytes import norm_reads
 from dpbench.child.failures import CaseRefused
 from dpbench.child.task import Task
 from dpbench.core.case import BASELINE_TRAINER, TRANSFORMER, Case
+from dpbench.core.case_names import is_builtin
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.model_size import lora_rank
-from dpbench.core.registry import is_builtin
 from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.processes import at_once, cores

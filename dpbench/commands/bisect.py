@@ -44,7 +44,7 @@ from dpbench.core.files import printable
 from dpbench.core.subject import subject_from
 from dpbench.launch import processes
 from dpbench.results.changes import largest_changes
-from dpbench.results.compare import Interval, Threshold, mean_interval
+from dpbench.results.compare import Interval, Limit, mean_interval
 from dpbench.results.gate import Gate
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure both ends, and halve the range between the ends until one commit is left."""
-    limit, command = Threshold.parse(options.limit), with_json(options.words)
+    limit, command = Limit.parse(options.limit), with_json(options.words)
     if bool(options.commits) == bool(options.package):
         raise ConfigurationError("name either commits as GOOD..BAD, or a --package")
     kind, text = (Releases, options.package) if options.package else (Commits, options.commits)
@@ -115,7 +115,7 @@ class Bisection:
     """The search for the first commit or version that exceeds a limit."""
 
     candidates: Commits | Releases
-    limit: Threshold
+    limit: Limit
     command: Sequence[str]
     repeats: int
     file: Path
@@ -186,7 +186,7 @@ class Bisection:
 
         If no number is beyond the limit, return the number with the largest relative change.
         """
-        verdict = Gate(good, bad).judge([self.limit])
+        verdict = Gate(good, bad).check_limits([self.limit])
         if verdict.judged.empty:
             raise ConfigurationError("; ".join(map(str, verdict.unjudged)))
         change = verdict.judged.relative.astype(float).abs().fillna(math.inf)  # from 0
@@ -202,7 +202,7 @@ class Bisection:
         Raises:
             DpbenchError: the run lacks the number, or the limit cannot be checked.
         """
-        verdict = Gate(self.good.runs[0], run).judge([self.limit])
+        verdict = Gate(self.good.runs[0], run).check_limits([self.limit])
         for unjudged in verdict.unjudged:
             if not unjudged.cases or self.case.id in unjudged.cases:
                 raise DpbenchError(str(unjudged))

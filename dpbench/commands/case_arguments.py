@@ -9,6 +9,7 @@ from typing import Any
 
 from dpbench.core import registry
 from dpbench.core.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
+from dpbench.core.case_names import resolve
 from dpbench.core.names import joined, parted
 from dpbench.core.option_fields import axis_help
 from dpbench.core.settings import declare
@@ -62,7 +63,7 @@ def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
     # Defaults of the transformer's axes do not apply to other workloads.
     defaults = {**DEFAULTS, **usual}
     chosen = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | chosen
-    return registry.resolve(Case(**chosen))
+    return resolve(Case(**chosen))
 
 
 def saved_run(name: str, storage: Path) -> Run:

@@ -31,7 +31,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import in_words, printable, write_bytes
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
-from dpbench.results.compare import Threshold
+from dpbench.results.compare import Limit
 from dpbench.results.gate import Gate, Verdict
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
     names = (options.before, *options.after)
     before, *others = runs = [saved_run(name, options.storage) for name in names]
     with METRICS.including(*(run.metrics for run in runs)):
-        limits = [Threshold.parse(text) for text in options.fail]
-        named = [Threshold.parse(f"{name}:0") for name in listed_names(options.columns)]
+        limits = [Limit.parse(text) for text in options.fail]
+        named = [Limit.parse(f"{name}:0") for name in listed_names(options.columns)]
         shown = [(each.metric, each.phase) for each in named]
         verdicts = [_judge(before, after, limits, options.across) for after in others]
         if options.csv:
@@ -83,9 +83,9 @@ def run(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _judge(before: Run, after: Run, limits: Sequence[Threshold], across: bool) -> Verdict:
+def _judge(before: Run, after: Run, limits: Sequence[Limit], across: bool) -> Verdict:
     check_comparable(before, after.sources, f"{after.path}", across=across, option="--across")
-    verdict = Gate(before, after, across=across).judge(limits)
+    verdict = Gate(before, after, across=across).check_limits(limits)
     if verdict.changes.empty:
         raise ConfigurationError(f"{before.name} -> {after.name}: the runs have no case in common")
     return verdict

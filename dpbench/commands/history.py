@@ -34,7 +34,7 @@ from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
 from dpbench.core.subject import subject_from
-from dpbench.results.compare import Threshold, limited
+from dpbench.results.compare import Limit, limited
 from dpbench.results.conditions import differing_conditions
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         metric = next(
             (name for name in DEFAULT_METRICS if name in {*rows.metric}), DEFAULT_METRICS[0]
         )
-        limit = Threshold.parse(f"{options.metric or metric}:±{options.tolerance}")
+        limit = Limit.parse(f"{options.metric or metric}:±{options.tolerance}")
         rows = rows[(rows.metric == limit.metric) & (rows.phase == limit.phase)]
         ids = [subject_from(row).id for row in rows.to_dict("records")]
         rows = rows.loc[[fnmatchcase(name, options.case) for name in ids]]
@@ -126,7 +126,7 @@ def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tupl
         yield run, [run.name[:9], subject, date]
 
 
-def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Threshold) -> Table:
+def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Limit) -> Table:
     """Make the table of one case, with the differences between its runs as notes."""
     cells, notes = list[list[str]](), list[str]()
     level, before, most = rows[0], entries[rows[0]["run"]][0], max(row["value"] for row in rows)
@@ -145,7 +145,7 @@ def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Thr
     return Table(f"{number}, {level['instrument']} on {level['device']}", HEADERS, cells, (*notes,))
 
 
-def _verdict(limit: Threshold, *pair: tuple[float, float]) -> bool | None:
+def _verdict(limit: Limit, *pair: tuple[float, float]) -> bool | None:
     """Return whether a number changed by more than a limit, or None if only some steps did.
 
     Args:

@@ -72,7 +72,7 @@ class Case:
     """One configuration to measure; each field is an axis of a grid.
 
     Trainer, workload, model and optimizer are short names, with or without parameters
-    (``dpsgd:clip=per_layer``). `dpbench.core.registry.resolve` converts other spellings to short
+    (``dpsgd:clip=per_layer``). `dpbench.core.case_names.resolve` converts other spellings to short
     names and checks that the classes exist. A case itself does not check this, because a saved run
     may name classes that are not installed.
 

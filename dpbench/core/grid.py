@@ -20,10 +20,11 @@ from dpbench.core.case import (
     check_belongs,
     own_axes,
 )
+from dpbench.core.case_names import NAMED
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.files import read_file
 from dpbench.core.names import Parameter, joined, parameter_grid, parted
-from dpbench.core.registry import NAMED, TRAINERS
+from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import SCRIPT
 
 

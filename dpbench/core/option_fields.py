@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.core.case import CHOICES, COUNTS, DECLARED
+from dpbench.core.case_names import NAMED
 from dpbench.core.errors import ConfigurationError, unknown
-from dpbench.core.registry import NAMED, OUTPUTS
+from dpbench.core.registry import OUTPUTS
 
 
 def option(

@@ -105,6 +105,6 @@ class InProcessInstrument(Instrument):
         return recorder
 
     def record_case(self, case: Case) -> dict[str, Any]:
-        from dpbench.child.step import run_case
+        from dpbench.child.case import run_case
 
         return run_case(case, self.case_recorder(case), device=self.device, **asdict(self.steps))

@@ -132,7 +132,7 @@ class PendingFunction(PendingMeasurement):
     def rows(self) -> list[Measurement]:
         import torch
 
-        from dpbench.child.step import with_gpus_locked
+        from dpbench.child.case import with_gpus_locked
 
         instrument, steps = self.instrument.instrument, self.instrument.steps
         device = torch.device("cuda" if on_cuda() else "cpu")

@@ -16,7 +16,7 @@ from dpbench.launch.case_process import CaseProcess
 from dpbench.results.rows import STEP, Measurement
 
 if TYPE_CHECKING:
-    from dpbench.child.step import PhaseTimes
+    from dpbench.child.case import PhaseTimes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TimingRecorder(Recorder):
     def listener(self) -> PhaseTimes:
         import torch
 
-        from dpbench.child.step import PhaseTimes
+        from dpbench.child.case import PhaseTimes
 
         times = PhaseTimes(torch.device("cuda" if on_cuda() else "cpu"))
         if times.on_cuda:
@@ -55,7 +55,7 @@ class TimingRecorder(Recorder):
         super().close()
 
     def _peak(self) -> int | None:
-        from dpbench.child.step import peak_memory
+        from dpbench.child.case import peak_memory
 
         return peak_memory() if self.listener.on_cuda else None
 

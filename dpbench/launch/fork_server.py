@@ -41,7 +41,7 @@ PER_FORK_ENV = {
 IMPORTED_MODULES = (
     "dpbench.commands.cli",
     "dpbench.commands.step",
-    "dpbench.child.step",
+    "dpbench.child.case",
     "dpbench.instruments.logical.counter",
     "dpbench.workloads.transformer",
     "torch._dynamo",  # the first optimizer imports this

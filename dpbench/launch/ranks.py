@@ -28,10 +28,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dpbench.child.build import pick_device
+from dpbench.child.case import with_gpus_locked
 from dpbench.child.hang_report import STACK, STACK_SIGNAL, where_stuck
 from dpbench.child.messages import LOST
 from dpbench.child.rank_messages import FOR_EVER, all_gather, leave_group
-from dpbench.child.step import with_gpus_locked
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory
 

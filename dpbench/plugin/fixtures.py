@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.core.case import AXES, Case
+from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parameters_text
-from dpbench.core.registry import resolve
 from dpbench.core.settings import Settings
 from dpbench.session_comparison import read_limits
 
 if TYPE_CHECKING:
-    from dpbench.results.compare import Threshold
+    from dpbench.results.compare import Limit
     from dpbench.verify.check_result import Check
 
 DEFINED_IN = "dpbench.plugin.each_test"
@@ -108,7 +108,7 @@ def limit_texts(item: pytest.Item) -> tuple[str, ...] | None:
     return None if limits is None else tuple(map(str, limits))
 
 
-def marker_limits(item: pytest.Item) -> list[Threshold] | None:
+def marker_limits(item: pytest.Item) -> list[Limit] | None:
     """Return the limits of a test's marker, or None without a marker; fail for a wrong marker."""
     marker = item.get_closest_marker("dpbench")
     if marker is None:

@@ -172,7 +172,7 @@ class WholeSession:
             if not self.is_worker and self.runs_tests:
                 passed = [test for test, report in self.reports.items() if report.passed]
                 complete = self._is_complete(session)
-                failures = self.session.judge(complete=complete, passed=passed)
+                failures = self.session.check_limits(complete=complete, passed=passed)
                 for test in [test for test in self.reports if test in failures]:
                     self._fail(test, failures[test])
 

@@ -127,7 +127,7 @@ SYNTAX = (
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Limit:
     """A limit: the largest allowed change of one metric.
 
     Args:
@@ -153,7 +153,7 @@ class Threshold:
             )
 
     @classmethod
-    def parse(cls, text: str) -> Threshold:
+    def parse(cls, text: str) -> Limit:
         """Read a limit from text such as ``dram_bytes@clip:5%+0.1GB``."""
         text = re.sub(r"\s*([:@])\s*", r"\1", text.strip())
         match = _SPEC.fullmatch(text)

@@ -19,7 +19,7 @@ from dpbench.core.case import AXES
 from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Subject, samples_poisson, subject_from
 from dpbench.results.changes import grown_memory, largest_changes
-from dpbench.results.compare import CHANGES, Threshold, other_baseline, pairs
+from dpbench.results.compare import CHANGES, Limit, other_baseline, pairs
 from dpbench.results.conditions import differing_conditions
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
@@ -105,8 +105,8 @@ class Gate:
     across: bool = False
     first_run_ok: bool = False
 
-    def judge(
-        self, limits: Sequence[Threshold] = (), asked: RequestedCases | None = None
+    def check_limits(
+        self, limits: Sequence[Limit] = (), asked: RequestedCases | None = None
     ) -> Verdict:
         """Compare the two runs, and check the limits.
 
@@ -117,7 +117,7 @@ class Gate:
         with METRICS.including(self.after.metrics, self.before.metrics):
             return self._judge(limits, self.asked if asked is None else asked)
 
-    def _judge(self, limits: Sequence[Threshold], asked: RequestedCases | None) -> Verdict:
+    def _judge(self, limits: Sequence[Limit], asked: RequestedCases | None) -> Verdict:
         compared, after, judged, unjudged = self.compared, self.after, [], list[Unjudged]()
         inside = compared if asked is self.asked else _requested(compared, asked)
         for limit in limits:
@@ -150,7 +150,7 @@ class Gate:
         """The requested numbers of both runs, see `pairs`."""
         return _requested(pairs(self.before, self.after, across=self.across), self.asked)
 
-    def _unjudged(self, limit: Threshold, about: pd.DataFrame) -> Iterator[Unjudged]:
+    def _unjudged(self, limit: Limit, about: pd.DataFrame) -> Iterator[Unjudged]:
         """Yield the cases for which a limit could not be checked, grouped by reason.
 
         If the reference has no number for the limit at all, this is reported without cases.

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
 from dpbench.core.case import ATTENTIONS, PRECISIONS, Case
+from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.model_size import MODEL_SIZES, ModelSize
-from dpbench.core.registry import MODELS, TRAINERS, resolve
+from dpbench.core.registry import MODELS, TRAINERS
 from dpbench.instruments.timing import Timing
 
 CELL: dict[str, Any] = {"trainer": "dpsgd", "batch_size": 8, "seq_len": 256}

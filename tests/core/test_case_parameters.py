@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from dpbench.commands.case_arguments import chosen_case
 from dpbench.commands.cli import build_parser
 from dpbench.core.case import PRECISIONS, Case
+from dpbench.core.case_names import import_named, resolve
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.names import joined, parted
-from dpbench.core.registry import TRAINERS, import_named, resolve
+from dpbench.core.registry import TRAINERS
 from tests.core.test_case import CELL, refusal
 
 # --- parameters of other workloads -----------------------------------------------------------

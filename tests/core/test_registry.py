@@ -13,13 +13,9 @@ import pytest
 
 import dpbench
 from dpbench.core.case import Case
+from dpbench.core.case_names import resolve
 from dpbench.core.grid import Grid
-from dpbench.core.registry import (
-    MODELS,
-    TRAINERS,
-    Registry,
-    resolve,
-)
+from dpbench.core.registry import MODELS, TRAINERS, Registry
 from tests.core.test_case import refusal
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpbench import TRAINERS, Case, SimpleBigModel, get_random_dataloader
 from dpbench.child.build import build
-from dpbench.child.step import held_by_graphs, peak_memory
+from dpbench.child.case import held_by_graphs, peak_memory
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical.counter import RealTensorCounter

@@ -45,7 +45,7 @@ def run(frame: pd.DataFrame) -> Run:
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame, across: bool = False) -> pd.DataFrame:
-    return Gate(run(before), run(after), across=across).judge().changes
+    return Gate(run(before), run(after), across=across).check_limits().changes
 
 
 def changes(before: pd.DataFrame, after: pd.DataFrame) -> dict[tuple[str, str, str], float]:

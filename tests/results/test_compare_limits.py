@@ -12,39 +12,39 @@ from hypothesis import strategies as st
 from dpbench.core.case import PHASES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import derived_name
-from dpbench.results.compare import METRICS, Interval, Threshold, mean_interval
+from dpbench.results.compare import METRICS, Interval, Limit, mean_interval
 from dpbench.results.rows import STEP
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("dram_bytes:5%", Threshold("dram_bytes", percent=5)),
-        ("dram_bytes:0.5GB", Threshold("dram_bytes", amount=0.5e9)),
-        ("dram_bytes:1000", Threshold("dram_bytes", amount=1000)),
-        ("dram_bytes:5%+0.1GB", Threshold("dram_bytes", percent=5, amount=0.1e9)),
-        ("dram_bytes:1e-1kB+5 %", Threshold("dram_bytes", percent=5, amount=100)),
-        ("dram_bytes@clip:±5%", Threshold("dram_bytes", phase="clip", percent=5, two_sided=True)),
-        ("dram_bytes:+-5%", Threshold("dram_bytes", percent=5, two_sided=True)),
-        ("step_time_seconds:2ms", Threshold("step_time_seconds", amount=2e-3)),
-        ("dram_ratio:3%", Threshold("dram_ratio", percent=3)),
-        ("l2_served_ratio:0.1", Threshold("l2_served_ratio", amount=0.1)),
-        ("logical_ratio@clip:3%", Threshold("logical_ratio", "clip", percent=3)),
-        ("peak_memory_ratio:3%", Threshold("peak_memory_ratio", percent=3)),
-        ("step_time_ratio:3%", Threshold("step_time_ratio", percent=3)),
-        ("l2_bytes:3%", Threshold("l2_served_bytes", percent=3)),
-        ("samples_ratio:3%", Threshold("samples_ratio", percent=3)),
+        ("dram_bytes:5%", Limit("dram_bytes", percent=5)),
+        ("dram_bytes:0.5GB", Limit("dram_bytes", amount=0.5e9)),
+        ("dram_bytes:1000", Limit("dram_bytes", amount=1000)),
+        ("dram_bytes:5%+0.1GB", Limit("dram_bytes", percent=5, amount=0.1e9)),
+        ("dram_bytes:1e-1kB+5 %", Limit("dram_bytes", percent=5, amount=100)),
+        ("dram_bytes@clip:±5%", Limit("dram_bytes", phase="clip", percent=5, two_sided=True)),
+        ("dram_bytes:+-5%", Limit("dram_bytes", percent=5, two_sided=True)),
+        ("step_time_seconds:2ms", Limit("step_time_seconds", amount=2e-3)),
+        ("dram_ratio:3%", Limit("dram_ratio", percent=3)),
+        ("l2_served_ratio:0.1", Limit("l2_served_ratio", amount=0.1)),
+        ("logical_ratio@clip:3%", Limit("logical_ratio", "clip", percent=3)),
+        ("peak_memory_ratio:3%", Limit("peak_memory_ratio", percent=3)),
+        ("step_time_ratio:3%", Limit("step_time_ratio", percent=3)),
+        ("l2_bytes:3%", Limit("l2_served_bytes", percent=3)),
+        ("samples_ratio:3%", Limit("samples_ratio", percent=3)),
         (
             "kernel_time_seconds@clip:1ms",
-            Threshold("kernel_time_seconds", phase="clip", amount=1e-3),
+            Limit("kernel_time_seconds", phase="clip", amount=1e-3),
         ),
-        ("kernel_l2_ratio:3%", Threshold("kernel_l2_ratio", percent=3)),
-        ("memcpy_host_to_device_bytes:5MB", Threshold("memcpy_host_to_device_bytes", amount=5e6)),
-        ("sm__cycles_active.sum:3%", Threshold("sm__cycles_active.sum", percent=3)),
+        ("kernel_l2_ratio:3%", Limit("kernel_l2_ratio", percent=3)),
+        ("memcpy_host_to_device_bytes:5MB", Limit("memcpy_host_to_device_bytes", amount=5e6)),
+        ("sm__cycles_active.sum:3%", Limit("sm__cycles_active.sum", percent=3)),
     ],
 )
-def test_threshold_is_read(text: str, expected: Threshold) -> None:
-    threshold = Threshold.parse(text)
+def test_threshold_is_read(text: str, expected: Limit) -> None:
+    threshold = Limit.parse(text)
     assert threshold == expected
     assert str(threshold) == text
 
@@ -74,14 +74,14 @@ def test_threshold_is_read(text: str, expected: Threshold) -> None:
 )
 def test_what_is_no_threshold_gets_one_line_that_says_what_would_be(text: str, words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Threshold.parse(text)
+        Limit.parse(text)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_spaces_around_the_colon_mean_nothing() -> None:
-    threshold = Threshold.parse(" dram_bytes @clip : 5%")
-    assert threshold == Threshold("dram_bytes", phase="clip", percent=5)
+    threshold = Limit.parse(" dram_bytes @clip : 5%")
+    assert threshold == Limit("dram_bytes", phase="clip", percent=5)
     assert str(threshold) == "dram_bytes@clip:5%"
 
 
@@ -101,14 +101,14 @@ def test_what_is_written_is_what_is_read(
 ) -> None:
     name = derived_name(metric) if ratio else metric
     limits = repr(amount) if percent is None else f"{percent!r}%+{amount!r}"
-    threshold = Threshold.parse(f"{name}@{phase}:{sign}{limits}")
-    assert threshold == Threshold(name, phase, percent, amount, bool(sign))
+    threshold = Limit.parse(f"{name}@{phase}:{sign}{limits}")
+    assert threshold == Limit(name, phase, percent, amount, bool(sign))
     assert threshold.of == (metric if ratio else "")
-    assert Threshold.parse(str(threshold)) == threshold
+    assert Limit.parse(str(threshold)) == threshold
 
 
 def exceeded(text: str, before: float, after: float) -> bool:
-    verdict = Threshold.parse(text).exceeded(pd.Series([before]), pd.Series([after]))
+    verdict = Limit.parse(text).exceeded(pd.Series([before]), pd.Series([after]))
     return bool(verdict.regressed.iloc[0])
 
 
@@ -139,7 +139,7 @@ def test_change_beyond_every_limit_is_a_regression(
 def test_a_limit_that_is_made_here_must_be_finite_too(limit: float) -> None:
     for part in ("percent", "amount"):
         with pytest.raises(ConfigurationError, match="a limit must be finite"):
-            Threshold("dram_bytes", **{part: limit})
+            Limit("dram_bytes", **{part: limit})
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_limit_that_is_made_here_must_be_finite_too(limit: float) -> None:
 def test_numbers_that_overflow_do_not_pass_and_limits_are_exact(
     before: float, after: float, *, regressed: bool
 ) -> None:
-    limit = Threshold("dram_bytes", percent=29)
+    limit = Limit("dram_bytes", percent=29)
     [found] = limit.exceeded(pd.Series([before]), pd.Series([after])).regressed
     assert found == regressed
 
@@ -188,7 +188,7 @@ def test_numbers_that_overflow_do_not_pass_and_limits_are_exact(
 def test_a_limit_is_exceeded_only_if_it_is_wherever_the_numbers_lie(
     limit: str, before: Interval, after: Interval, verdict: bool | None
 ) -> None:
-    assert Threshold.parse(limit).exceeded_between(before, after) is verdict
+    assert Limit.parse(limit).exceeded_between(before, after) is verdict
 
 
 def test_the_interval_of_a_mean_is_students() -> None:
@@ -212,4 +212,4 @@ def test_the_interval_of_a_mean_is_students() -> None:
     ],
 )
 def test_times_and_shares_vary_and_counts_do_not(metric: str, varies: bool) -> None:
-    assert Threshold.parse(f"{metric}:5%").varies is varies
+    assert Limit.parse(f"{metric}:5%").varies is varies

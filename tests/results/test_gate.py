@@ -13,7 +13,7 @@ import pytest
 
 from dpbench.core.case import AXES, Case
 from dpbench.core.subject import Script
-from dpbench.results.compare import Threshold
+from dpbench.results.compare import Limit
 from dpbench.results.gate import Gate, Verdict
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
@@ -36,12 +36,12 @@ LIMITS = {
 ASKED = [(o.case, name) for o in GRID1.outcomes for name in ("ncu", "timing")]
 
 
-def limits(*texts: str) -> list[Threshold]:
-    return [Threshold.parse(text) for text in texts]
+def limits(*texts: str) -> list[Limit]:
+    return [Limit.parse(text) for text in texts]
 
 
 def verdict(after: Run, *texts: str, before: Run = GRID1, **how: Any) -> Verdict:
-    return Gate(before, after, **how).judge(limits(*texts))
+    return Gate(before, after, **how).check_limits(limits(*texts))
 
 
 def changed(

@@ -16,7 +16,7 @@ import pytest
 from dpbench.core.case import Case
 from dpbench.core.metrics import unit
 from dpbench.core.subject import Script
-from dpbench.results.compare import Threshold
+from dpbench.results.compare import Limit
 from dpbench.results.gate import Gate, Verdict
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, checked
@@ -81,7 +81,7 @@ def of_rows(name: str, document: dict[str, Any], change: Callable[[Rows], Rows])
 
 
 def verdict(before: Run, after: Run, limit: str, **how: Any) -> Verdict:
-    return Gate(before, after, **how).judge([Threshold.parse(limit)])
+    return Gate(before, after, **how).check_limits([Limit.parse(limit)])
 
 
 def is_of_case(row: dict[str, Any]) -> bool:

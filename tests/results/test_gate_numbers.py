@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dpbench.core.case import PHASES, Case
 from dpbench.core.metrics import unit
-from dpbench.results.compare import Threshold
+from dpbench.results.compare import Limit
 from dpbench.results.gate import Gate
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
@@ -76,15 +76,15 @@ def test_poisson_batches_are_judged_against_as_many_of_them_alone(steps: int, ju
         rows = [Measurement(case, "logical", STEP, *each, NO_HARDWARE, "") for each in number_of]
         return Run.of(name, [Outcome(case, tuple(rows), instruments=("logical",))])
 
-    limit = Threshold.parse("logical_read_bytes:5%")
-    found = Gate(of("a", 4), of("b", steps)).judge([limit])
+    limit = Limit.parse("logical_read_bytes:5%")
+    found = Gate(of("a", 4), of("b", steps)).check_limits([limit])
     why = (
         []
         if judged
         else [f"Poisson batches need equally many steps: a has 4 steps, but b has {steps}"]
     )
     assert [each.why for each in found.unjudged] == why
-    more = Gate(of("a", 4, "fixed"), of("b", 5, "fixed")).judge([limit])
+    more = Gate(of("a", 4, "fixed"), of("b", 5, "fixed")).check_limits([limit])
     assert not failures(more)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dpbench.child.build import build
+from dpbench.child.case import run_case
 from dpbench.child.failures import CaseFailed
-from dpbench.child.step import run_case
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import TRAINERS

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpbench import TRAINERS, Case
 from dpbench.child.build import build
-from dpbench.core.registry import resolve
+from dpbench.core.case_names import resolve
 from dpbench.training.norm_ways import GRADIENT, KEPT, PRODUCTS, Shape, cheapest, costs
 from dpbench.training.parallel import kind_of
 from tests.training.test_norm_bounds import Weighted, forced

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from dpbench.child.build import batch_sizes, build
-from dpbench.child.step import run_case
+from dpbench.child.case import run_case
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import TRAINERS

@@ -8,7 +8,8 @@ import pytest
 
 from dpbench.commands.verify import run_checks
 from dpbench.core.case import BASELINE_TRAINER, Case
-from dpbench.core.registry import TRAINERS, resolve
+from dpbench.core.case_names import resolve
+from dpbench.core.registry import TRAINERS
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"trainable": "lora:2"},

@@ -46,7 +46,7 @@ def cost(
         sizes = ({*map(region_of, tensors(value))} for value in ((args, *kwargs.values()), out))
         read, written = (sum(size for _, size in regions) for regions in sizes)
         return Cost(read, written, flops(func, args, kwargs, out), 0, _dtype(args))
-    moved = rules.traffic(func, args, kwargs, out)
+    moved = rules.bytes_moved(func, args, kwargs, out)
     crossed = sent_bytes(rules.operator_name(func), rules.arguments_of(func, args, kwargs), out)
     operations = flops(func, args, kwargs, out)
     return Cost(*moved, operations, crossed, _dtype(args) if operations else "")

@@ -27,8 +27,8 @@ from dpbench.child.failures import CaseFailed
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import Task
 from dpbench.core.case import Case
+from dpbench.core.case_names import is_builtin
 from dpbench.core.errors import DpbenchError, own_line
-from dpbench.core.registry import is_builtin
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument

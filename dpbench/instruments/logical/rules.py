@@ -173,7 +173,7 @@ Operators of other namespaces follow the general rule. Reports name these operat
 """
 
 
-class Limits(NamedTuple):
+class ByteCaps(NamedTuple):
     """Upper limits for the bytes that an operator reads and writes, by argument.
 
     Arguments without a limit are read and written completely.
@@ -207,14 +207,14 @@ def drop_masked_gradients(
     return tuple(made if asked else None for made, asked in zip(out, mask, strict=True))
 
 
-def traffic(
+def bytes_moved(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> tuple[int, int]:
     """Return the bytes that a call with the result ``out`` must read, and the bytes to write."""
     if is_free(func):
         return 0, 0
     given = arguments_of(func, args, kwargs)
-    limits = _limits(operator_name(func), given, out)
+    caps = _byte_caps(operator_name(func), given, out)
     storages: set[int] = set()
     reads: dict[Region, int] = {}
     writes: dict[Region, int] = {}
@@ -223,10 +223,10 @@ def traffic(
             region, size = region_of(tensor)
             storages.add(region[0])
             if is_read:
-                most = min(size, limits.reads.get(name, size))
+                most = min(size, caps.reads.get(name, size))
                 reads[region] = max(reads.get(region, 0), most)
             if is_written:
-                most = min(size, limits.writes.get(name, size))
+                most = min(size, caps.writes.get(name, size))
                 writes[region] = max(writes.get(region, 0), most)
     for tensor in tensors(out):
         region, size = region_of(tensor)
@@ -243,46 +243,46 @@ def arguments_of(
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _limits(name: str, given: Mapping[str, Any], out: Any) -> Limits:
+def _byte_caps(name: str, given: Mapping[str, Any], out: Any) -> ByteCaps:
     """Return the limits of an operator. An operator without limits follows the general rule."""
     beta = given.get("beta") if name.startswith(("add", "badd")) else None
     if name in OVERWRITERS or name in SHAPE_OF_SELF or beta == 0:
-        return Limits({"self": 0})
+        return ByteCaps({"self": 0})
     if name.endswith("_like") or name.startswith("new_"):
-        return Limits({"self": 0})
+        return ByteCaps({"self": 0})
     if name in GRADIENT_INPUTS:
         formulas = GRADIENT_INPUTS[name if given.get("train", True) else f"{name} of evaluation"]
         needed = " ".join(compress(formulas, given["output_mask"])).split()
-        return Limits(dict.fromkeys(given.keys() - needed, 0))
+        return ByteCaps(dict.fromkeys(given.keys() - needed, 0))
     if name in BATCH_NORMS and not given["training"]:
-        return Limits(writes=dict.fromkeys(RUNNING, 0))
+        return ByteCaps(writes=dict.fromkeys(RUNNING, 0))
     if name in GATHERS:
-        return Limits({GATHERS[name]: region_of(out)[1]})
+        return ByteCaps({GATHERS[name]: region_of(out)[1]})
     if name in ("_embedding_bag", "_embedding_bag_forward_only"):
         weight: Tensor = given["weight"]
-        return Limits({"weight": given["indices"].numel() * weight.shape[1] * weight.itemsize})
+        return ByteCaps({"weight": given["indices"].numel() * weight.shape[1] * weight.itemsize})
     if name in SCATTERS:
         touched = _touched_elements(name, given) * given["self"].itemsize
         accumulates = name in ACCUMULATING or given.get("accumulate") or "reduce" in given
-        return Limits({"self": touched if accumulates else 0}, {"self": touched})
+        return ByteCaps({"self": touched if accumulates else 0}, {"self": touched})
     if name in ("nll_loss_forward", "nll_loss2d_forward"):
-        return Limits({"self": given["target"].numel() * given["self"].itemsize})
+        return ByteCaps({"self": given["target"].numel() * given["self"].itemsize})
     if name == "fsdp::all_gather_copy_in":
         own = sum(region_of(tensor)[1] for tensor in given["all_gather_inputs"])
-        return Limits({"all_gather_output": 0}, {"all_gather_output": own})
+        return ByteCaps({"all_gather_output": 0}, {"all_gather_output": own})
     if name in ("c10d::broadcast_", "c10d::reduce_"):
         # The root of a broadcast writes nothing. In a reduction, only the root writes.
         if is_root(given) == (name == "c10d::broadcast_"):
-            return Limits(writes={"tensors": 0})
-        return Limits({"tensors": 0} if name == "c10d::broadcast_" else {})
+            return ByteCaps(writes={"tensors": 0})
+        return ByteCaps({"tensors": 0} if name == "c10d::broadcast_" else {})
     if name == "c10d::_allgather_base_":
         output, own = given["output_tensor"], given["input_tensor"]
         inside = output.untyped_storage()._cdata == own.untyped_storage()._cdata
         rest = region_of(output)[1] - inside * region_of(own)[1]
-        return Limits(writes={"output_tensor": rest})
+        return ByteCaps(writes={"output_tensor": rest})
     if name.startswith("_fused_") and given.get("grad_scale") is None:
-        return Limits(writes={"grads": 0})
-    return Limits()
+        return ByteCaps(writes={"grads": 0})
+    return ByteCaps()
 
 
 def _touched_elements(name: str, given: Mapping[str, Any]) -> int:

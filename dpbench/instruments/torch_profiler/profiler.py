@@ -96,7 +96,7 @@ class TorchProfiler(InProcessInstrument):
         return ProfileRecorder(folder, steps, threshold=self.threshold)
 
     def record_case(self, case: Case) -> dict[str, Any]:
-        from dpbench.child.step import run_case
+        from dpbench.child.case import run_case
 
         folder = own_folder(self.directory / case.file_name)
         recorder = ScheduledRecorder(folder, self.schedule, threshold=self.threshold)

@@ -45,7 +45,7 @@ def changes(runs: Sequence[Run]) -> list[Changes]:
 
 
 def _changes(before: Run, after: Run) -> Changes | None:
-    verdict = Gate(before, after).judge()
+    verdict = Gate(before, after).check_limits()
     if verdict.changes.empty:
         return None
     differences = [printable(each) for each in differing_conditions(before, after)]

@@ -10,7 +10,7 @@ import torch
 
 from dpbench import Case
 from dpbench.child.build import build
-from dpbench.child.step import run_case
+from dpbench.child.case import run_case
 from dpbench.commands.machine import calibration, checks
 from dpbench.commands.machine.calibration import (
     DRAM_SIZED,

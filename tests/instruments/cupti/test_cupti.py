@@ -13,9 +13,9 @@ import pytest
 
 from dpbench import Case, CaseReport, ConfigurationError
 from dpbench.child import recorder as recorders
+from dpbench.child.case import run_case
 from dpbench.child.failures import CaseFailed, CaseOutOfMemory, InstrumentError
 from dpbench.child.messages import Steps
-from dpbench.child.step import run_case
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
 from dpbench.core import gpu
@@ -24,7 +24,7 @@ from dpbench.instruments import choose
 from dpbench.instruments.counters.errors import CountersForbidden
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.cupti.library import CuptiUnusable
-from dpbench.instruments.cupti.ranges import MAX_RANGES
+from dpbench.instruments.cupti.range_profiler import MAX_RANGES
 from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
 from dpbench.launch.case_process import name_of
 from dpbench.results.rows import STEP

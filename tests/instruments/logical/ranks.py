@@ -87,7 +87,7 @@ class Heard(InProcessInstrument):
         return LogicalRecorder(steps)
 
     def record_case(self, case: Case) -> dict[str, Any]:
-        from dpbench.child.step import run_case
+        from dpbench.child.case import run_case
 
         heard = []
         for trainer, parallel in PAIRS:

@@ -22,7 +22,7 @@ from dpbench.instruments.logical.counter import (
 )
 from dpbench.instruments.logical.flops import formula_of, lacks_formula
 from dpbench.instruments.logical.logical import freeze_existing_objects
-from dpbench.results.compare import Threshold
+from dpbench.results.compare import Limit
 from dpbench.results.gate import Gate
 from dpbench.results.kernels import NO_FLOPS
 from dpbench.results.outcome import Outcome
@@ -407,9 +407,9 @@ def counted(name: str, *notes: str) -> Run:
 def test_a_limit_on_operations_fails_where_an_operator_has_no_formula() -> None:
     note = f"{NO_FLOPS}: aten._euclidean_dist multiplies but has no FLOP formula (1×)"
     known, unknown = counted("known"), counted("unknown", note)
-    flops, others = Threshold.parse("flops:1%"), Threshold.parse("logical_read_bytes:1%")
+    flops, others = Limit.parse("flops:1%"), Limit.parse("logical_read_bytes:1%")
     for before, after in ((unknown, unknown), (known, unknown), (unknown, known)):
-        [missing] = Gate(before, after).judge([flops]).unjudged
+        [missing] = Gate(before, after).check_limits([flops]).unjudged
         assert missing.why == note
-        assert not failures(Gate(before, after).judge([others]))
-    assert not failures(Gate(known, known).judge([flops]))
+        assert not failures(Gate(before, after).check_limits([others]))
+    assert not failures(Gate(known, known).check_limits([flops]))

@@ -33,7 +33,7 @@ from dpbench.instruments.logical import collectives, one_rank
 from dpbench.instruments.logical.counter import RealTensorCounter, without_data
 from dpbench.instruments.logical.logical import Counting, Logical, freeze_existing_objects
 from dpbench.instruments.logical.memory import track_resizing
-from dpbench.results.compare import Threshold
+from dpbench.results.compare import Limit
 from dpbench.results.gate import Gate
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
@@ -414,9 +414,9 @@ def test_a_limit_finds_what_is_done_too_often(trainer: type, limit: str, operato
         Run.of(name, [counted_as_noisy(each)])
         for name, each in (("before", Noisy), ("good", Noisy), ("bad", trainer))
     )
-    limits = [Threshold.parse(limit)]
-    assert not failures(Gate(before, good).judge(limits))
-    (regression,) = Gate(before, bad).judge(limits).regressions
+    limits = [Limit.parse(limit)]
+    assert not failures(Gate(before, good).check_limits(limits))
+    (regression,) = Gate(before, bad).check_limits(limits).regressions
     assert regression["largest_changes"][0]["name"] == operator
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dpbench import Case
 from dpbench.child import recorder as recorders
-from dpbench.child.step import run_case
+from dpbench.child.case import run_case
 from dpbench.instruments.nsys.recorder import NsysRecorder, PhaseRanges
 
 CASE = Case("dpsgd", 2, 16, "tiny")

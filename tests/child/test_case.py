@@ -10,7 +10,7 @@ import torch
 
 from dpbench import Case, ConfigurationError
 from dpbench.child.build import build, pick_device, set_tf32
-from dpbench.child.step import PhaseTimes, check_stepped, held_by_graphs, run_case
+from dpbench.child.case import PhaseTimes, check_stepped, held_by_graphs, run_case
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.training.phases import observed_step, phase
 

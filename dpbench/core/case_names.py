@@ -1,0 +1,55 @@
+"""The names in a case: of its trainer, model, workload and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from dpbench.core.case import Case
+from dpbench.core.names import joined
+from dpbench.core.registry import MODELS, OPTIMIZERS, TRAINERS, WORKLOADS, Registry
+from dpbench.core.subject import Subject
+
+Measured = TypeVar("Measured", bound=Subject)
+
+NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer": OPTIMIZERS}
+"""The registry of each axis whose values are names."""
+
+
+def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
+    """Yield the axis, the registry and the spelling of each name in a case; none for a script."""
+    if not isinstance(case, Case):
+        return
+    for axis, registry in NAMED.items():
+        if axis != "model" or case.model:
+            name = getattr(case, axis)
+            if axis == "workload" and case.set:
+                name = joined(registry.canonical(name), str(case.set))
+            yield axis, registry, name
+
+
+def resolve(case: Measured) -> Measured:
+    """Replace the names in a case by short names, and check them with `locate`."""
+    names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
+    case = replace(case, **names) if names else case
+    locate([case])
+    return case
+
+
+def locate(cases: Iterable[Subject]) -> None:
+    """Raise `ConfigurationError` if a module is missing or a class refuses its parameters."""
+    for case in cases:
+        for _, registry, name in names_of(case):
+            registry.locate(name)
+
+
+def import_named(case: Subject) -> None:
+    """Import every class that a case names."""
+    for _, registry, name in names_of(case):
+        registry[name]
+
+
+def is_builtin(case: Subject) -> bool:
+    """Return True if every name in a case is built in."""
+    return all(registry.is_builtin(name) for _, registry, name in names_of(case))

@@ -1,0 +1,52 @@
+"""Properties of PyTorch's operators and of their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from dpbench.instruments.logical.stand_ins import UnsupportedOperation
+
+FUSED_ON_CUDA = ("aten._fused_rms_norm", "aten.mish_backward", "aten.silu_backward")
+"""Operators that are one kernel on CUDA, and composed of several operators elsewhere."""
+
+
+@cache
+def label(func: Any) -> str:
+    """Return the name of an operator without its overload, such as ``aten.clone``."""
+    return str(func.name()).partition(".")[0].replace("::", ".")
+
+
+@cache
+def is_composite(func: OpOverload) -> bool:
+    """Return True if an operator only calls other operators, which are counted instead."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return (
+        func.namespace == "aten"
+        and label(func) not in FUSED_ON_CUDA
+        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite)
+    )
+
+
+def is_distributed(types: Iterable[type]) -> bool:
+    """Return True if an argument is a DTensor, or the unfinished result of a collective."""
+    return any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types)
+
+
+def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
+    """Return the device type on which a call creates its result, ``cpu`` or ``meta``.
+
+    Other devices raise an error, because they could end the process (see the module's docstring).
+    """
+    device = kwargs.get("device")
+    asked = "cpu" if device is None else torch.device(device).type
+    if asked not in ("cpu", "meta"):
+        raise UnsupportedOperation(
+            f"{label(func)} creates a tensor on device {str(device)!r}, but the step is counted "
+            f"without hardware: use the device of the batch or of the model"
+        )
+    return asked
