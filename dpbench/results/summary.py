@@ -350,6 +350,8 @@ def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
     seconds = _lookup(counted.assign(metric=""), times, NUMBER)
     by = counted.instrument.where(seconds.notna(), "")
     for timer in timers:
+        if seconds.notna().all():
+            break
         other = _lookup(counted.assign(metric="", instrument=timer), times, NUMBER)
         by = by.mask(seconds.isna() & other.notna(), timer)
         seconds = seconds.fillna(other)
@@ -377,9 +379,10 @@ def _lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Serie
 
 def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
     """Refuse rows that differ in something besides these, naming the column in which they do."""
-    again = rows[rows.duplicated(keys, keep=False)]
-    if again.empty:
+    repeated = rows.duplicated(keys, keep=False)
+    if not repeated.any():
         return
+    again = rows[repeated]
     row = again.iloc[0]
     alike = again[(again[keys] == row[keys]).all(axis="columns")]
     differ = [str(name) for name in alike if name != "value" and alike[name].nunique() > 1]

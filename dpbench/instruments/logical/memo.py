@@ -1,4 +1,4 @@
-"""Remembers the effects of operator calls, because the layers of a model repeat them.
+"""Remembers the effects of operator calls, because layers, trainers and cases repeat them.
 
 Two calls are equal if they run one operator on tensors of the same shapes, strides and dtypes that
 share memory in the same way. Without this memo, counting the ``1b`` model takes two to four times
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from operator import itemgetter
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -25,8 +24,8 @@ from dpbench.instruments.logical.costs import Cost
 Given: TypeAlias = Sequence[FakeTensor]
 """The tensors among a call's arguments, in order."""
 
-Answer: TypeAlias = Callable[[Given], Any]
-"""Makes the result of a call from its tensors."""
+Answer: TypeAlias = Callable[[FakeTensorMode, Given], Any]
+"""Makes the result of a call from the mode and the call's tensors."""
 
 UNUSUAL = (
     torch.Tag.data_dependent_output,
@@ -43,24 +42,32 @@ class Effect:
     cost: Cost | None = None
 
 
+@lru_cache(maxsize=1 << 15)  # a step has a thousand different calls
+def effect_of(*call: object) -> Effect:
+    """The effect of a call: one object for all equal calls in this process."""
+    return Effect()
+
+
 class Memo:
-    """The effects of earlier calls on the tensors of one mode."""
+    """Looks up the effects of calls on the tensors of one mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._effects: dict[tuple[Any, ...], Effect] = {}
 
     def look_up(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], in_step: bool
     ) -> tuple[Effect, Given | None]:
-        """The effect of a call, and its tensors, which are None if it cannot be remembered."""
+        """The effect of a call, and its tensors, which are None if it cannot be remembered.
+
+        ``in_step`` says that a step runs. Otherwise constants keep their values.
+        """
         if not is_usual(func):
             return Effect(), None
         given: list[FakeTensor] = []
-        settings = torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        settings = in_step, torch.is_inference_mode_enabled(), torch.get_default_dtype()
         try:
             arguments = self._describe((args, *kwargs, *kwargs.values()), given, {})
-            return self._effects.setdefault((func, *settings, arguments), Effect()), given
+            return effect_of(func, *settings, arguments), given
         except TypeError:  # from `_describe`, or not hashable
             return Effect(), None
 
@@ -102,20 +109,20 @@ def answer(out: Any, given: Given) -> Answer | None:
     if isinstance(out, (list, tuple)):
         kind, parts = type(out), [part for each in out if (part := answer(each, given))]
         whole = len(parts) == len(out)
-        return (lambda given: kind(part(given) for part in parts)) if whole else None
+        return (lambda *call: kind(part(*call) for part in parts)) if whole else None
     if not isinstance(out, Tensor):
-        return lambda given: out
+        return lambda mode, given: out
     for place, tensor in enumerate(given):
         if tensor is out:
-            return itemgetter(place)
+            return lambda mode, given: given[place]
     if type(out) is not FakeTensor or not _is_plain(out):
         return None
     storage = out.untyped_storage()
     bases = [n for n, each in enumerate(given) if each.untyped_storage()._cdata == storage._cdata]
     layout, offset = (tuple(out.shape), out.stride()), out.storage_offset()
-    dtype, device, mode = out.dtype, out.fake_device, out.fake_mode
+    dtype, device = out.dtype, out.fake_device
 
-    def make(given: Given) -> FakeTensor:
+    def make(mode: FakeTensorMode, given: Given) -> FakeTensor:
         with no_dispatch():
             if bases:
                 empty = torch.empty(0, dtype=dtype, device="meta")
@@ -124,7 +131,7 @@ def answer(out: Any, given: Given) -> Answer | None:
                 data = torch.empty_strided(*layout, dtype=dtype, device="meta")
             return FakeTensor(mode, data, device)
 
-    same_size = make(given).untyped_storage().nbytes() == storage.nbytes()
+    same_size = make(out.fake_mode, given).untyped_storage().nbytes() == storage.nbytes()
     return make if same_size else None  # None: parts of a result share a storage
 
 

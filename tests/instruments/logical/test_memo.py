@@ -113,5 +113,17 @@ def test_pytorch_answers_no_more_for_a_deeper_model(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(FakeTensorMode, "dispatch", note)
     for layers in (2, 5):
+        memo.effect_of.cache_clear()
         Logical().count(replace(tiny("dpsgd_ghost"), model_size=f"200x32x{layers}x2"))
     assert 0 < asked[5] <= asked[2]
+
+
+def test_constants_keep_their_values_in_a_model_that_is_built_after_a_step() -> None:
+    def built() -> list[float]:
+        with without_data() as counter:
+            rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+            with observed_step(counter):
+                torch.linspace(0, 1, 3)
+        return rates
+
+    assert built() == built() == [0, 0.5, 1]
