@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from dpbench import ConfigurationError
 from dpbench.child.build import pick_device
@@ -90,6 +89,8 @@ def _product(precision: str, device: torch.device, side: int, seconds: float) ->
 
 def _median(function: Callable[[], object], seconds: float) -> float:
     """Return the median seconds of a call. The timer warms up and synchronizes."""
+    from torch.utils.benchmark import Timer  # imports setuptools
+
     timer = Timer("function()", globals={"function": function})
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("material", reason="the extra docs is not installed")
-pytest.importorskip("mkdocstrings_handlers.python", reason="the extra docs is not installed")
 
 import dpbench
 from bench.site import ROOT, TOP
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a worker that steals tests comes back to it
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site; a missing link target or heading raises an error."""
+    pytest.importorskip("mkdocstrings_handlers.python", reason="the extra docs is not installed")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 

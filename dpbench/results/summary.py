@@ -213,6 +213,8 @@ def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
     seconds = lookup(counted.assign(metric=""), times, NUMBER)
     by = counted.instrument.where(seconds.notna(), "")
     for timer in timers:
+        if seconds.notna().all():
+            break
         other = lookup(counted.assign(metric="", instrument=timer), times, NUMBER)
         by = by.mask(seconds.isna() & other.notna(), timer)
         seconds = seconds.fillna(other)

@@ -160,11 +160,14 @@ OTHER_MODELS = ("gpt2-256", "llama-256", "bert-256", "vit-32", "resnet-64")
 
 
 @cache
+def breakdown(path: Path) -> pd.DataFrame:
+    """The account of a recorded run."""
+    return time_breakdown(Run.load(path).summary, find_ceilings("NVIDIA H200"))
+
+
 def recorded(*names: str) -> pd.DataFrame:
     """What private steps of recorded runs take more than standard ones."""
-    h200 = find_ceilings("NVIDIA H200")
-    runs = [Run.load(RESULTS / f"h200-{name}.json") for name in names]
-    found = pd.concat([additional(time_breakdown(run.summary, h200)) for run in runs])
+    found = pd.concat([additional(breakdown(RESULTS / f"h200-{name}.json")) for name in names])
     found = found[found.trainer.isin(OF_OPACUS)]
     return found.drop_duplicates([*AXES])  # a cell is in two grids
 
@@ -199,9 +202,7 @@ def test_bounds_stay_within_the_recorded_times() -> None:
 
 
 def test_private_short_steps_are_idle_for_more_of_their_time_at_bf16_than_at_fp32() -> None:
-    run = Run.load(RESULTS / "h200-methods-256.json")
-    found = additional(time_breakdown(run.summary, find_ceilings("NVIDIA H200")))
-    found = found[found.trainer.isin(OF_OPACUS)].set_index("trainer")
+    found = recorded("methods-256").set_index("trainer")
     short, at_fp32 = (found[found.precision == precision] for precision in ("bf16", "fp32"))
     assert (short.idle_share > 2 * at_fp32.idle_share).all()
     assert short.loc["dpsgd_ghost"].idle_share > short.loc["dpsgd_ghost"].bytes_share

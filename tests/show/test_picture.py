@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-pytest.importorskip("matplotlib")
-
 from bench.renew import PICTURE, picture
 from dpbench.commands.cli import main
 from dpbench.core.errors import ConfigurationError
 from dpbench.results.run import Run
-from dpbench.show.picture import svg
 from dpbench.show.view import TableOptions
 
 GRID1 = Path(__file__).parents[1] / "data/saved/grid1.json"
+pytestmark = pytest.mark.skipif(not find_spec("matplotlib"), reason="matplotlib is not installed")
 HOSTILE = "</svg><script>alert(1)</script>"
+
+
+def svg(run: Run) -> str:
+    from dpbench.show.picture import svg  # imports Matplotlib, which each worker would wait for
+
+    return svg([run], TableOptions())
+
+
+@cache
+def grid1() -> tuple[Run, str]:
+    """A recorded run and its picture."""
+    run = Run.load(GRID1)
+    return run, svg(run)
 
 
 def texts(of: str) -> list[str]:
@@ -35,8 +48,7 @@ def lengths(of: str) -> list[float]:
 
 
 def test_bars_are_as_long_as_their_numbers_say() -> None:
-    run = Run.load(GRID1)
-    made = svg([run], TableOptions())
+    run, made = grid1()
     ratios = run.summary[(run.summary.phase == "step") & (run.summary.trainer != "standard")]
     names = ["dram_bytes", "step_time_seconds", "peak_memory_bytes"]
     expected = ratios[ratios.metric.isin(names) & ratios.preferred].ratio
@@ -51,11 +63,11 @@ def test_bars_are_as_long_as_their_numbers_say() -> None:
 
 
 def test_the_same_runs_make_the_same_picture() -> None:
-    assert svg([Run.load(GRID1)], TableOptions()) == svg([Run.load(GRID1)], TableOptions())
+    assert svg(Run.load(GRID1)) == grid1()[1]
 
 
 def test_it_has_colours_for_light_and_dark_pages() -> None:
-    made = svg([Run.load(GRID1)], TableOptions())
+    _, made = grid1()
     assert "prefers-color-scheme: dark" in made
     assert "fill: var(--text)" in made
     assert "#010203" not in made
@@ -64,16 +76,16 @@ def test_it_has_colours_for_light_and_dark_pages() -> None:
 def test_names_from_outside_are_text(tmp_path: Path) -> None:
     document = GRID1.read_text().replace('"dpsgd"', f'"{HOSTILE}"')
     (tmp_path / "hostile.json").write_text(document)
-    made = svg([Run.load(tmp_path / "hostile.json")], TableOptions())
+    made = svg(Run.load(tmp_path / "hostile.json"))
     assert "<script" not in made
     ElementTree.fromstring(made)
 
 
 def test_without_a_ratio_it_says_what_can_be_drawn() -> None:
-    run = Run.load(GRID1)
+    run, _ = grid1()
     alone = Run.of("alone", [each for each in run.outcomes if each.case.trainer == "standard"])
     with pytest.raises(ConfigurationError, match="alone: no ratio to draw"):
-        svg([alone], TableOptions())
+        svg(alone)
 
 
 def test_the_command_writes_it(tmp_path: Path) -> None:
