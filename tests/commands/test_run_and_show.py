@@ -118,4 +118,4 @@ def test_a_run_of_nothing_is_not_shown_as_a_blank(
     assert main(["show", str(empty)]) == 2
     assert capsys.readouterr().err == f"dpbench show: {empty}: nothing to show\n"
     assert main(["compare", str(empty), str(empty)]) == 2
-    assert "json holds nothing" in capsys.readouterr().err
+    assert "json has no rows" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_trainers_with_hooks_say_that_they_cannot_be_compiled(trainer: str) -> N
 
 
 def test_fused_operators_are_not_counted() -> None:
-    with pytest.raises(CaseFailed, match="whose bytes cannot be counted"):
+    with pytest.raises(CaseFailed, match="the bytes of fused operators cannot be counted"):
         Logical().count(compiled("standard"))
 
 
