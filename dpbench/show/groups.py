@@ -22,6 +22,9 @@ CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 """All axes but the trainer. A case has the same values of these axes as its baseline."""
 
 
+UNCLEAR_ALONE = ("micro_batches", "activation_checkpointing", "gpus", "compile")
+"""Axes whose values, such as ``2`` or ``on``, need the name of the axis in a label."""
+
 WIDE_SPREAD = 0.1
 """If the spread of a time over its steps exceeds this, the shortest and longest time are shown."""
 
@@ -157,10 +160,9 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
         if axis not in keys and (axis in always or summary[axis].nunique() > 1)
     ] or ["trainer"]
     rows = ordered(in_order(summary), keys)
-    # Axes have the prefixes of `Case.id`. Other columns have their name as prefix.
-    prefixes = {"batch_size": "bs", "seq_len": "seq"} | {
-        column: f"{column} " for column in labels if column not in AXES
-    }
+    prefixes = {"batch_size": "bs", "seq_len": "seq"}
+    prefixes |= {axis: f"{axis}=" for axis in UNCLEAR_ALONE}
+    prefixes |= {column: f"{column} " for column in labels if column not in AXES}
     parts = [
         (prefixes.get(axis, "") + rows[axis].astype(str)).where(rows[axis].astype(bool), "")
         for axis in labels

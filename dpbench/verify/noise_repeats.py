@@ -71,7 +71,7 @@ def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
         for repeat, r, n in worst_repeat(piece):
             chance = float(log_chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
             size = f"r = {r:.2g} of {n}"
-            message = f"its noise repeats {repeat} in {where} ({size})"
+            message = f"the noise repeats {repeat} in {where} (correlation {r:.2g} of {n} pairs)"
             found.append(Comparison(chance, name, message, size))
     return found, 4 * sum(len(piece) for _, piece, _ in pieces)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench.commands.shards import Shard, cells, merge_runs
@@ -21,6 +21,7 @@ from dpbench.results.run import Run
 GRID1 = GRIDS["grid1"]
 
 
+@settings(deadline=None)
 @given(
     trainers=st.lists(st.sampled_from(["standard", "dpsgd", "fused"]), min_size=1, unique=True),
     batch_sizes=st.lists(st.integers(1, 64), min_size=1, max_size=5, unique=True),

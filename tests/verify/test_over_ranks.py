@@ -74,11 +74,11 @@ FAULTS = {
         "0.5 times the mean of gradients clipped flat",
     ),
     "OneNotReduced@ddp": ("ranks agree", "head.weight: ranks differ after a step"),
-    "SharesOfOneSeed@ddp": ("noise: elements", "its noise repeats after"),
+    "SharesOfOneSeed@ddp": ("noise: elements", "the noise repeats after"),
     "FirstPassKept@fsdp2": ("gradient, half clipped", "head.weight: off by 0."),
-    "ShardsOfOneSeed@fsdp2": ("noise: elements", "its noise repeats after"),
-    "ShardsOfDefaultGenerator@fsdp2": ("noise: elements", "its noise repeats after"),
-    "FusedShardsOfOneSeed@fsdp2": ("noise: elements", "its noise repeats after"),
+    "ShardsOfOneSeed@fsdp2": ("noise: elements", "the noise repeats after"),
+    "ShardsOfDefaultGenerator@fsdp2": ("noise: elements", "the noise repeats after"),
+    "FusedShardsOfOneSeed@fsdp2": ("noise: elements", "the noise repeats after"),
 }
 
 
