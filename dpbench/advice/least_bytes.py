@@ -17,9 +17,10 @@ def of_rank(case: Case) -> Case:
 def norm_reads(case: Case) -> int:
     """Return the minimum bytes that the norms of all trained modules read, for one rank's batch.
 
-    Clipping needs all norms before it can weight a gradient, so one read cannot serve both. The
-    norms of a module need its inputs and output gradients, or its per-sample gradients if they are
-    smaller. Output gradients are as large as the outputs. Micro-batches are ignored.
+    Clipping needs all norms before it can weight a gradient, so one read cannot serve both norms
+    and clipping. The norms of a module need the module's inputs and output gradients, or its
+    per-sample gradients if these are smaller. Output gradients are as large as the outputs.
+    Micro-batches are ignored.
     """
     import torch
     from torch.utils import _pytree as pytree

@@ -32,7 +32,7 @@ def checkpoint_blocks(workload: Workload, model: nn.Module) -> None:
 
 
 def _checkpointed(forward: Any, first: Tensor, *others: Any, **options: Any) -> Any:
-    """Run a block under a checkpoint; ``first`` is the input activations ``[B, …]``."""
+    """Run a block under a checkpoint; ``first`` has the input activations, batch first."""
     if not first.requires_grad:  # else a block after frozen layers would not train
         first = first.detach().requires_grad_()
     return checkpoint(partial(forward, **options), first, *others, use_reentrant=True)
@@ -74,9 +74,10 @@ def choose_trainable(model: nn.Module, trainable: str) -> None:
 
 
 def _with_adapters(model: nn.Module, rank: int) -> list[Tensor]:
-    """Add adapters to linear layers and return their weights.
+    """Add adapters to linear layers and return the weights of the adapters.
 
-    PyTorch's attention reads the weights of its linear layer directly, so the layer is left out.
+    A linear layer of PyTorch's attention gets no adapter, because the attention reads the layer's
+    weights directly.
     """
     weights: list[Tensor] = []
     for parent in list(model.modules()):
