@@ -179,7 +179,7 @@ class Session:
         return outcome
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Write the run and JSON files; the last write includes all other outputs."""
+        """Write the run and JSON files; the last call also writes all other outputs."""
         if not (self.files.wanted(last=last) and self.store.outcomes()):
             return
         with self.store.lock():
@@ -205,7 +205,7 @@ class Session:
         }
 
     def _count_cases(self, outcomes: Sequence[Outcome]) -> int:
-        """Count the cases of the plan and the cases that tests requested before they ran.
+        """Count the cases of the plan and of requests, except requests of running tests.
 
         Without a plan, also counts the measured cases of the grid. Each case counts once.
         """
@@ -227,7 +227,7 @@ class Session:
             passed: the ids of the tests that have passed.
 
         Returns:
-            The reasons for failure, by the ids of tests that exceed or lack a limit.
+            The reasons for failure, by the ids of tests whose limits failed or were not checked.
         """
 
         def run() -> Run:

@@ -130,7 +130,7 @@ class SessionComparison:
             passed: the ids of the tests that have passed.
 
         Returns:
-            The reasons for failure, by the ids of failed tests.
+            The reasons for failure, by the ids of tests whose limits failed or were not checked.
         """
         failures: dict[str, Failure] = {}
         with reporting(self.files.problem):

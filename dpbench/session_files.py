@@ -100,7 +100,7 @@ class RunWriter:
         return bool(self.path or self._outputs(last=last))
 
     def write(self, run: Run, session: Mapping[str, Any], *, last: bool) -> None:
-        """Write the run and JSON files; the last write includes all other outputs.
+        """Write the run and JSON files; the last call also writes all other outputs.
 
         Derived metrics are computed for the last write only, because computing them takes as long
         as counting dozens of cases.

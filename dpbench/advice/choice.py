@@ -192,8 +192,8 @@ def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.
     Returns:
         The frame with two more columns, which are NaN for methods that were not measured.
         ``measured_seconds`` is the time of a step. ``measured_bytes_ratio`` is the ratio of DRAM
-        bytes to the baseline in ``summary``. If two instruments have measured a metric, uses the
-        instrument that the metric prefers.
+        bytes to the baseline in ``summary``. If several instruments have measured
+        a metric, uses the first of them in `Metric.by`.
     """
     steps = summary[(summary.phase == STEP) & (summary.device != NO_HARDWARE)]
     steps = of_one_instrument(steps[[each.cell == case.cell for each in steps.case]])

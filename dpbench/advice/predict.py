@@ -33,8 +33,9 @@ CONVOLUTION_SHARE = 0.5
 `h200-resnet-64.json`, and assumed for all precisions."""
 
 DRAWN_OPERATIONS = 69
-"""Number of float32 operations of large matrix products that take the time to draw a normal number.
-In `h200-banded-256.json`, each further band of ``fused`` draws 1.34e9 numbers and takes 1.8 ms."""
+"""Time to draw a normal number, divided by the time of a float32 operation in a large matrix
+product. In `h200-banded-256.json`, each further band of ``fused`` draws 1.34e9 numbers and takes
+1.8 ms."""
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16-amp"}
 """Precision of matrix products by type of operand. `_of_float32` is used for other types."""
@@ -45,7 +46,7 @@ class Seconds:
     """Times of a step.
 
     Args:
-        roofline: the minimum time for bytes and arithmetic, summed over calls.
+        roofline: the minimum time of each call by the roofline model, summed over calls.
         launches: the CPU time; 0 if steps run as CUDA graphs.
         predicted: the predicted time. This is the sum over phases of the longer time of the phase:
             the time of kernels or the CPU time. So the CPU is assumed to run ahead of the GPU only

@@ -24,7 +24,7 @@ class DpbenchError(Exception):
 
 
 class ConfigurationError(DpbenchError):
-    """Options, names, files or code of the user cannot be used, or the machine lacks something."""
+    """The user's options, names, files or code cannot be used, or e.g. a package is missing."""
 
     exit_code = 2
 

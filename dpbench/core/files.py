@@ -148,9 +148,9 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
     """Hold a lock on a file; the system releases the lock if the process dies.
 
     Yields the file's descriptor. If the file cannot be opened or locked, yields None and locks
-    nothing. For example, some file systems have no locks (ENOLCK, EOPNOTSUPP, EIO). Some versions
-    of the filelock package would wait for ever on such file systems. Without ``wait``, raises
-    `Locked` if another process holds the lock.
+    nothing. For example, some file systems have no locks (ENOLCK, EOPNOTSUPP, EIO). The filelock
+    package is not used, because some versions wait for ever on such file systems. Without ``wait``,
+    raises `Locked` if another process holds the lock.
     """
     descriptor: int | None = None
     with ExitStack() as ending:

@@ -37,7 +37,10 @@ RATIO = "_ratio"
 
 
 class Metrics(Mapping[str, Metric]):
-    """Metrics by name, in the order of columns; entry points are loaded on first use."""
+    """Metrics by name, in the order in which tables show them.
+
+    Entry points are loaded on first use.
+    """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._known = {metric.name: metric for metric in metrics}

@@ -26,7 +26,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a session of ``dpbench run`` or of pytest."""
+    """The settings of pytest, or of a command that measures or shows runs."""
 
     of_pytest: bool = False
     directory: Path = Path()

@@ -73,7 +73,7 @@ class WholeSession:
         self.ended: set[str] = set()
         """Ids of the tests that have ended, including their teardown."""
         self.reports: dict[str, pytest.TestReport] = {}
-        """The report of each test before its teardown, by the test's id."""
+        """The last report of each test before its teardown, by the test's id."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
             self.session.store.directory  # noqa: B018  # created here, so that forks share it
@@ -181,7 +181,7 @@ class WholeSession:
         return len(self.ended) >= session.testscollected and not stopped
 
     def _fail(self, test: str, failure: Failure) -> None:
-        """Replace the report of a test that has not failed by a failure."""
+        """Report a test as failed, unless the test has failed already."""
         report = self.reports.get(test)
         if report is None or report.failed:
             return
@@ -292,7 +292,7 @@ class WholeSession:
 def report_failed(
     config: pytest.Config, report: pytest.TestReport, reasons: str, *sections: tuple[str, str]
 ) -> None:
-    """Replace the report of a test by a failure, in the terminal and other reporters.
+    """Report a test as failed instead of its last outcome, in the terminal and other reporters.
 
     Args:
         config: pytest's configuration.

@@ -40,7 +40,7 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
-        """Assign a GPU to each worker on this machine.
+        """Assign a GPU to each worker on this machine, if the session measures.
 
         The replacement of a crashed worker has the same GPU. Several workers can have the same GPU.
         Cases of several GPUs also use the next GPUs in the session's list.

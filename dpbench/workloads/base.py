@@ -19,7 +19,7 @@ is the number of examples, B."""
 
 
 class Workload(ABC):
-    """A model with its batches and losses. Arguments of the constructor are its parameters."""
+    """A model with its batches and losses. The constructor takes the workload's parameters."""
 
     @abstractmethod
     def model(self) -> nn.Module:

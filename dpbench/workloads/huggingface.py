@@ -68,7 +68,7 @@ class HuggingFace(Workload):
         auto = getattr(transformers, self.auto)
         try:
             model: nn.Module = auto.from_config(self.config)
-        except ValueError as error:  # whose message lists all types
+        except ValueError as error:  # the message lists all types
             words = str(error).partition(". ")[0].splitlines()[0]
             raise ConfigurationError(f"{self.config.model_type}: {words}") from error
         for parent in list(model.modules()):

@@ -35,7 +35,7 @@ recurrent layers, so all trainers, including the baseline, train layers that Opa
 CHANNELS_FIRST = ("conv", "groupnorm", "instancenorm")
 
 WITHOUT_POSITIONS = ("linear", "layernorm", "groupnorm", "embedding")
-"""Layers that accept examples without positions. Other layers would treat the batch as an
+"""Layers that accept examples without positions. Other layers would read the batch as one
 example."""
 
 
