@@ -27,7 +27,7 @@ from dpbench.results.rows import Measurement, checked
 
 
 class RowsRefused(InstrumentError):
-    """An instrument recorded impossible numbers; its other numbers are kept."""
+    """An instrument recorded impossible numbers. The possible numbers are kept."""
 
 
 MAX_REFUSED = 3

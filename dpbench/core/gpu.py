@@ -177,7 +177,8 @@ def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None =
 
 
 SESSION_GPUS = "DPBENCH_GPUS"
-"""Environment variable of a worker that sees one GPU; lists all GPUs of the session."""
+"""Environment variable of a worker. The variable lists all GPUs of the session, of which the worker
+sees only one."""
 
 
 def visible_to_case(gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

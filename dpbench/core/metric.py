@@ -49,13 +49,13 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class Counters(Aggregation):
-    """A counted quantity. For hardware metrics, it is a sum of hardware counters.
+    """A counted quantity. For hardware metrics, the quantity is a scaled sum of hardware counters.
 
     Args:
         names: the counters to add, as ``ncu --query-metrics`` names them.
         scale: the factor by which the sum is multiplied.
-        chips: pairs of a pattern for names of chips and the counters to add on these chips instead.
-            The counters are empty if such chips lack the metric.
+        chips: pairs of a pattern for names of chips, and the counters that replace ``names`` on
+            these chips. The counters are empty if these chips lack the metric.
         less: the counter that is subtracted instead of added.
     """
 

@@ -93,7 +93,7 @@ class Metrics(Mapping[str, Metric]):
             self._known, self._every = known | registered, {}
 
     def behind(self, names: Collection[str]) -> list[Metric]:
-        """Return these metrics, and the sums and shares that can be computed from them."""
+        """Return the metrics with these names, and the sums and shares that need no others."""
         known = {*names}
         return [m for m in self.values() if m.name in known or (m.parts and known >= {*m.parts})]
 

@@ -1,9 +1,9 @@
 """Changes a model as a case requests: activation checkpointing and trainable parameters.
 
 Activation checkpointing recomputes the activations of a block in backward. All trainers use
-PyTorch's reentrant variant. It first runs a block without autograd, when Opacus's hooks do nothing,
-and then with autograd in backward. With ``use_reentrant=False``, Opacus fails, because hooks run
-twice for the forward and once for the backward of a layer.
+PyTorch's reentrant variant. This variant first runs a block without autograd, when Opacus's hooks
+do nothing, and then runs the block with autograd in backward. With ``use_reentrant=False``, Opacus
+fails, because hooks run twice for the forward and once for the backward of a layer.
 
 A case trains all parameters, the parameters whose name matches a pattern, or low-rank adapters. An
 adapter is a pair of narrow layers in parallel to a frozen linear layer (Hu et al., "LoRA", 2021,
@@ -39,7 +39,7 @@ def _checkpointed(forward: Any, first: Tensor, *others: Any, **options: Any) -> 
 
 
 class LowRank(nn.Module):
-    """A linear layer with an adapter, whose output is zero before training."""
+    """A linear layer with an adapter. The output of the adapter is zero before training."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()

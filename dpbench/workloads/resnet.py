@@ -33,7 +33,10 @@ def conv_norm(channels: int, to: int, kernel: int, stride: int = 1) -> nn.Sequen
 
 
 class Block(nn.Module):
-    """A residual block: a shortcut around two 3×3 convolutions or a bottleneck of three."""
+    """A residual block: a shortcut around two 3×3 convolutions, or around a bottleneck.
+
+    A bottleneck has a 3×3 convolution between two 1×1 convolutions.
+    """
 
     def __init__(self, channels: int, width: int, expansion: int, stride: int) -> None:
         super().__init__()

@@ -90,7 +90,10 @@ class BatchFirst(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; its feed-forward layer has four times the width, with GELU."""
+    """A pre-norm transformer block.
+
+    The hidden layer of the feed-forward part has four times the width of the block, and GELU.
+    """
 
     def __init__(self, size: ModelSize, attention: str) -> None:
         super().__init__()
