@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after conftest.py, which may extend sys.path
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
-    """Declare the options of instruments that other packages define."""
+    """Declare the options of instruments that are not built in."""
     group = parser.getgroup
     try:
         declare_outside(lambda *title: group(*title).addoption, args, "--dpbench-instrument")
@@ -42,7 +42,10 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Non
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the settings, register the hooks, and report an error on one line."""
+    """Begin the session and register its hooks.
+
+    pytest reports a `DpbenchError` as a usage error, without a traceback.
+    """
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     config.addinivalue_line("markers", MARKER)
     try:

@@ -27,7 +27,7 @@ from dpbench.results.rows import Measurement, checked
 
 
 class RowsRefused(InstrumentError):
-    """An instrument recorded impossible numbers; its other numbers are kept."""
+    """An instrument recorded impossible numbers. The possible numbers are kept."""
 
 
 MAX_REFUSED = 3
@@ -35,7 +35,11 @@ MAX_REFUSED = 3
 
 
 def check_ranks(case: Subject, instruments: Sequence[Instrument]) -> None:
-    """Raise `ConfigurationError` if there are too few GPUs, or an instrument supports only one."""
+    """Raise `ConfigurationError` if a case of several GPUs cannot be measured.
+
+    The case needs enough GPUs, unless the instruments run without CUDA. Each instrument must
+    support several processes.
+    """
     if not isinstance(case, Case) or case.gpus < 2:
         return
     for instrument in instruments:
@@ -48,7 +52,10 @@ def check_ranks(case: Subject, instruments: Sequence[Instrument]) -> None:
 
 
 def check_named(cases: Sequence[Case]) -> None:
-    """Raise `ConfigurationError` for names that do not exist and for wrong values of parameters."""
+    """Raise `ConfigurationError` for wrong names and parameters in cases.
+
+    The values of parameters are only checked for built-in classes.
+    """
     locate(cases)
     if with_values := [c for c in cases if c.set or ":" in f"{c.trainer}{c.optimizer}"]:
         from dpbench.child.build import check_parameters  # loads torch
@@ -65,7 +72,7 @@ def measure(case: Subject, instruments: Sequence[Instrument]) -> Outcome:
 def measure_at_once(
     cases: Iterable[Subject], instruments: Sequence[Instrument], number: int
 ) -> Generator[Outcome]:
-    """Yield the outcomes of cases in order, while up to ``number`` processes measure."""
+    """Yield the outcomes of cases in order, while up to ``number`` cases are measured at once."""
     starts = (partial(Measuring, case, instruments) for case in cases)
     with closing(at_once(starts, number)) as ended:
         for each in ended:
@@ -75,7 +82,8 @@ def measure_at_once(
 class Measuring:
     """A case that instruments have begun to measure.
 
-    All instruments start at once and take turns on the GPU: one imports while another measures.
+    The processes of all instruments start at once and take turns on the GPU. So one process can
+    import modules while another process measures.
     """
 
     def __init__(self, case: Subject, instruments: Sequence[Instrument]) -> None:
@@ -98,11 +106,11 @@ class Measuring:
 
     @property
     def runs(self) -> bool:
-        """True if another process measures the case; False if `outcome` measures it."""
+        """True while another process measures the case; False if only `outcome` measures it."""
         return any(isinstance(each, CaseProcess) and each.runs for each in self._running)
 
     def outcome(self) -> Outcome:
-        """Wait for the measurements and return the outcome, with an error if one failed."""
+        """Wait for the measurements, and return the outcome with the error of a failure."""
         seen: dict[str, list[Any]] = {
             "operators": [],
             "kernels": [],
@@ -149,7 +157,10 @@ class Measuring:
 
     @contextmanager
     def _ending_errors(self) -> Iterator[ExitStack]:
-        """Keep an error for the outcome, and end the measurements."""
+        """Yield a stack, and keep an error of the ``with`` block for the outcome.
+
+        The stack ends the measurements when the block ends, unless the block takes its content.
+        """
         try:
             with ExitStack() as held:
                 yield held
@@ -171,10 +182,10 @@ def _files_of(case: Subject, instruments: Sequence[Instrument]) -> Iterator[None
     """
     named = [getattr(instrument, "directory", None) for instrument in instruments]
     with ExitStack() as held:
-        # Without duplicates, a session does not wait for itself. In sorted order, two sessions do
-        # not wait for each other.
+        # A session that locked a directory twice would wait for itself. Sessions lock directories
+        # in sorted order, so that two sessions never wait for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
-            with suppress(OSError):  # no files are written then, see `InProcessInstrument.check`
+            with suppress(OSError):  # `InProcessInstrument.check` refuses needed directories
                 directory.mkdir(parents=True, exist_ok=True)
             lock = directory / f".{case.file_name}.lock"
             try:

@@ -1,7 +1,7 @@
 """Sessions: pytest and the commands measure cases, save a run, and compare it with a reference run.
 
-A session measures each case once, even if several processes request it. It writes its files after
-each case, and can resume an interrupted run.
+A session measures each case once with the same instruments, even if several processes request the
+case. It writes the run and JSON files after each case, and can resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Session:
     Args:
         plan: pairs of a case and an instrument that will be measured, as far as they are known.
         settings: the session's settings.
-        gpu: the GPU that is measured, if any.
-        instruments: instruments for cases outside the plan; by default the plan's instruments.
+        gpu: the GPU on which the session measures, if any.
+        instruments: the instruments of the session; if empty, the plan's instruments.
         grid: the session's grid; by default the grid that the settings choose.
-        workers: the number of workers.
+        workers: the number of workers of pytest-xdist.
         shared: the values that `shared` returned in the first process; None in the first process.
-        on_environment: called once with the description of software and machine.
+        on_environment: called with the description of software and machine when it is first needed.
         on_document: called with the run's document each time before it is written.
     """
 
@@ -93,7 +93,10 @@ class Session:
             self.begun = Run.of("this session", (), *begun)
 
     def begin(self) -> None:
-        """Check the instruments, find the reference run, and open the run's file."""
+        """Check the outputs and instruments before anything is measured.
+
+        If the settings ask for it, also find the reference run and open the run's file.
+        """
         for kind, _ in self.settings.files.values():
             OUTPUTS[kind]  # fails if a package is not installed
         from dpbench.runner import check_ranks
@@ -117,7 +120,10 @@ class Session:
 
     @cached_property
     def begun(self) -> Run:
-        """The run without cases; computed on first use, because it calls git."""
+        """The run before this session measures, with the outcomes of a resumed run.
+
+        It is computed on first use, because this calls git.
+        """
         from dpbench.results.conditions import environment, new_run
 
         tools = {name: version for i in self.instruments for name, version in i.versions.items()}
@@ -133,7 +139,7 @@ class Session:
 
     @property
     def run(self) -> Run:
-        """The run with all outcomes so far, and with the conditions of `begun` if it is known."""
+        """The run with all outcomes so far. Its conditions are those of `begun`, if known."""
         outcomes = tuple(self.store.outcomes())
         if (known := self._run) is None or known.measured != outcomes:
             begun = self.begun if "begun" in vars(self) else None
@@ -153,9 +159,10 @@ class Session:
         }
 
     def measure(self, case: Subject, instruments: Sequence[Instrument] | None = None) -> Outcome:
-        """Measure a case if no process has measured it, and write the files.
+        """Return the outcome of a case. Measure the case if no process has done so.
 
-        By default, measures with the instruments of the session.
+        Only outcomes of the same instruments count, by default of the instruments of the session.
+        After a measurement, writes the run and JSON files.
         """
         from dpbench.runner import measure
 
@@ -172,7 +179,7 @@ class Session:
         return outcome
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Write the run and JSON files; the last write includes all other outputs."""
+        """Write the run and JSON files; the last call also writes all other outputs."""
         if not (self.files.wanted(last=last) and self.store.outcomes()):
             return
         with self.store.lock():
@@ -198,7 +205,10 @@ class Session:
         }
 
     def _count_cases(self, outcomes: Sequence[Outcome]) -> int:
-        """Count the cases of the plan and of requests, and the measured cases of the grid."""
+        """Count the cases of the plan and of requests, except requests of running tests.
+
+        Without a plan, also counts the measured cases of the grid. Each case counts once.
+        """
         of_grid = () if self._planned else self.grid.cases()
         measured = {outcome.case for outcome in outcomes}.intersection(of_grid)
         known = {request.case for request in self.store.requests if request.params is None}
@@ -217,7 +227,7 @@ class Session:
             passed: the ids of the tests that have passed.
 
         Returns:
-            The reasons for failure, by the ids of failed tests.
+            The reasons for failure, by the ids of tests whose limits failed or were not checked.
         """
 
         def run() -> Run:
@@ -243,7 +253,7 @@ class Session:
         self.files.close()
 
     def summary(self) -> list[Table]:
-        """Return the tables of the session, followed by the tables of the comparison."""
+        """Return the tables of the session, and the tables of its comparison if there was one."""
         from dpbench.show.comparison import comparison_tables
         from dpbench.show.export import summary_tables
 

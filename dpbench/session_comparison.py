@@ -33,7 +33,7 @@ class SessionComparison:
     Args:
         settings: the session's settings.
         store: the outcomes and requests of the session.
-        planned: the cases that the session will measure, if they are known from the start.
+        planned: the cases and instruments of the session's plan; empty if tests request the cases.
         sources: each (device, instrument) that the session can have rows of.
         files: the writer of the session's own run, with the session's notes and problems.
     """
@@ -51,18 +51,22 @@ class SessionComparison:
         self.limits = read_limits(settings.compare_fail)
         """Limits of the command line. A test's marker can set other limits for this test."""
         self.verdict: Verdict | None = None
-        """The result of the last call of `check_limits`."""
+        """The result of the last comparison in `check_limits`; None before a comparison."""
         self.judged = 0
-        """The number of outcomes at the time of the last call of `check_limits`."""
+        """The number of outcomes at the time of the last comparison."""
 
     @property
     def requested(self) -> Keys:
-        """The pairs of a case and an instrument that the plan and the tests request."""
+        """Pairs of a case and an instrument, from the plan and from the requests of tests."""
         of_tests = (key for request in self.store.requests for key in request.asked)
         return [*dict.fromkeys([*self.planned, *of_tests])]
 
     def check_reference(self) -> None:
-        """Raise `ConfigurationError` if limits cannot be checked for lack of a reference run."""
+        """Raise `ConfigurationError` if the session cannot be compared as the settings ask.
+
+        A run that the user named must have a device and an instrument in common with the session.
+        Limits need a reference run, unless this is the first run.
+        """
         settings, across = self.settings, self.settings.compare_across
         if settings.compare:
             option = "--dpbench-compare-across" if settings.of_pytest else ""
@@ -88,9 +92,11 @@ class SessionComparison:
 
     @cached_property
     def reference(self) -> Run:
-        """The run that the user names, or the latest complete run that passed its own comparison.
+        """The run to compare with.
 
-        Without such a run, this is a run without rows.
+        This is the run that the user names. If the user names no run, this is the latest complete
+        run that passed its limits and has rows of one of `sources`. It must also have one of the
+        requested cases, if any are known. Without such a run, this is a run without rows.
         """
         settings, notes = self.settings, list[str]()
         if settings.compare:
@@ -124,7 +130,7 @@ class SessionComparison:
             passed: the ids of the tests that have passed.
 
         Returns:
-            The reasons for failure, by the ids of failed tests.
+            The reasons for failure, by the ids of tests whose limits failed or were not checked.
         """
         failures: dict[str, Failure] = {}
         with reporting(self.files.problem):
@@ -164,7 +170,12 @@ class SessionComparison:
         }
 
     def _limited(self, passed: Collection[str]) -> tuple[dict[str, Keys], dict[Any, Keys]]:
-        """Return the cases for the command line's limits by test, and for tests' own limits."""
+        """Return the cases and instruments to which limits apply.
+
+        The first dictionary is for the limits of the command line. Its keys are test ids, and an
+        empty id for the plan and for requests of hooks. The second dictionary is for limits of
+        markers. Its keys are pairs of a test id and the limits.
+        """
         limited: dict[str, Keys] = {"": [*self.planned]}
         own: dict[tuple[str, tuple[str, ...]], Keys] = {}
         for request in self.store.requests:
@@ -188,7 +199,7 @@ class SessionComparison:
 
 
 def read_limits(texts: Sequence[str]) -> list[Limit]:
-    """Read limits such as ``dram_bytes:5%``; without texts, do not load pandas."""
+    """Read limits such as ``dram_bytes:5%``; pandas is loaded only if there is a limit."""
     if not texts:
         return []
     from dpbench.results.compare import Limit

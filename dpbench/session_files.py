@@ -61,12 +61,12 @@ class RunWriter:
         """Lock the file of an interrupted run, or of a new run with the next number.
 
         Args:
-            device: the device that the session measures on; None without hardware.
+            device: the device of the run, see `device_of`.
             begun: the run of this session, without cases.
             session: the ``session`` entry of a new file.
 
         Returns:
-            The run of this session, with the outcomes of the interrupted run.
+            The run of this session, with the outcomes of an interrupted run that is resumed.
         """
         settings, storage = self.settings, Storage(self.settings.storage)
         path = None
@@ -100,10 +100,10 @@ class RunWriter:
         return bool(self.path or self._outputs(last=last))
 
     def write(self, run: Run, session: Mapping[str, Any], *, last: bool) -> None:
-        """Write the run and JSON files; the last write includes all other outputs.
+        """Write the run and JSON files; the last call also writes all other outputs.
 
-        Derived metrics are computed for the last write only, because they take as long as dozens of
-        counted cases.
+        Derived metrics are computed for the last write only, because computing them takes as long
+        as counting dozens of cases.
         """
         document = {**(run.with_derived() if last else run).document, "session": deepcopy(session)}
         self._on_document(document)
@@ -116,12 +116,12 @@ class RunWriter:
                 self._error = error
         for kind, path in self._outputs(last=last):
             with reporting(self.problem):
-                # Other outputs show the file's name. JSON does not, so one text serves all files.
+                # Only JSON does not show the file's name, so all JSON files can have one text.
                 named = run if kind == "json" else replace(run, path=path)
                 write_output(kind, path, [named], self.view)
 
     def close(self) -> None:
-        """Unlock the run's file, and note where the run is saved; remove a file without cases."""
+        """Unlock the run's file, and add a note with its path; remove a file without cases."""
         if (path := self.path) is None:
             return
         cases = 0
@@ -148,7 +148,7 @@ def reporting(problem: Callable[[str], object]) -> Iterator[None]:
 
 
 def device_of(instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None) -> str | None:
-    """Return the device that the instruments measure on, or None without hardware."""
+    """Return the device that the instruments measure on; None if none measures hardware."""
     if not any(instrument.hardware for instrument in instruments):
         return None
     return gpu.name if gpu and settings.device == "cuda" else "cpu"

@@ -33,10 +33,11 @@ class Request:
 
     Args:
         test: the test's id; empty for a request by a hook outside every test.
-        case: the case; None if the test uses a fixture and the case is not known before it runs.
+        case: the case; None if the case is not known before the test runs.
         instruments: the names of the instruments.
         limits: limits of the test's marker as text; None if limits of the command line apply.
-        params: the test's parameters as text; None before the test has called its fixture.
+        params: the test's parameters as text; None in requests that the plugin makes before the
+            test runs, and in requests of hooks.
         extra_info: the test's additions to the run's document.
     """
 
@@ -110,7 +111,7 @@ class SessionStore:
             measure: measures the case.
             by: the names of the instruments; each combination has its own outcome.
         """
-        # A hash, because the id of a test's own step may contain characters that file names lack.
+        # The name is a hash, because a test's id may contain characters that file names cannot.
         name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
         with locked(self.directory / f"{name}.lock"):
             name += OUTCOME
@@ -141,14 +142,17 @@ class SessionStore:
         return locked(self.directory / "session.lock")
 
     def _names(self, ending: str) -> list[str]:
-        """Return the names of files with an extension, in the order of their writing."""
+        """Return the names of files with an extension, in the order in which they were written.
+
+        `unwritten` files come last.
+        """
         written = self._directory.glob(f"*{ending}") if self._directory else ()
         in_order = sorted(written, key=lambda path: (path.stat().st_mtime_ns, path.name))
         every = dict.fromkeys([*(path.name for path in in_order), *self.unwritten])
         return [name for name in every if name.endswith(ending)]
 
     def _load(self, name: str, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
-        """Return the parsed content of a file; cached, because a file does not change."""
+        """Return the parsed content of a file; cache it, because files do not change."""
         if name not in self._read:
             unwritten = self.unwritten.get(name)
             self._read[name] = parse(
@@ -159,7 +163,7 @@ class SessionStore:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests in order of time. A test can make requests before it runs and while it runs."""
+        """Requests in order of time. A test can make requests before, during and after its run."""
 
         def read(payload: Mapping[str, Any]) -> list[Request]:
             return [*map(Request.from_json, payload["requests"])]
@@ -171,12 +175,12 @@ class SessionStore:
         """Return the outcomes in the order of their ends, with the tests that requested them."""
         measured = [self._load(name, Outcome.from_json) for name in self._names(OUTCOME)]
         finished = {(outcome.case, outcome.instruments) for outcome in measured}
-        # A test requests a case before its measurement, which may never end.
+        # A request precedes the measurement of its case, which may never end.
         asked = [each for each in self.requests if (each.case, each.instruments) in finished]
         of_tests = [each.as_outcome() for each in asked if each.params is not None]
         return [*merge_duplicates([*measured, *of_tests])]
 
     def close(self) -> None:
-        """Remove the directory, unless this is a fork of the process that made it."""
+        """Remove the directory, unless a fork of the process that made the store calls this."""
         if self._directory is not None and os.getpid() == self._owner:
             shutil.rmtree(self._directory, ignore_errors=True)

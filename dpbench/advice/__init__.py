@@ -1,1 +1,1 @@
-"""Recommends the method that trains a case in the least time within the memory of a GPU."""
+"""Recommends the private method with the least predicted time that fits the memory of a GPU."""

@@ -1,4 +1,4 @@
-"""Recommends a method for a case on a card, with reasons, without a GPU."""
+"""Recommends a private method for a case on a card, and says why. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.summary import of_one_instrument
 
 CLOSE = 0.05
-"""Predicted times are close if they differ by at most this share, which is the accuracy of
-predictions."""
+"""Predicted times are close if the longer time exceeds the shorter time by at most this share,
+because predictions are not more accurate."""
 
 KNOWN_METHODS = ("dpsgd_ghost", "dpsgd_fgc", "dpsgd")
-"""Opacus's methods. The recommended method is compared with the first of these that is slower."""
+"""Opacus's methods. The reasons for a recommendation contain a comparison with the first of these
+methods that fits and is not close."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Advice:
             ``launches``, ``peak_memory_bytes``, their ratios to the standard step
             (``bytes_ratio``, …), ``roofline_seconds`` (minimum time for bytes and arithmetic),
             ``launch_seconds`` (CPU time) and ``predicted_seconds``. ``above_floor_bytes`` are the
-            bytes beyond the minimum of flat clipping, NaN for the standard step. ``largest_batch``
-            is the largest batch that fits, and ``fits`` is True if the case's batch fits.
-        refused: the reason for each method that cannot train this case.
+            bytes beyond the minimum of a step with flat clipping; they are NaN for the standard
+            step. ``largest_batch`` is the largest batch that fits the memory, and ``fits`` is True
+            if the case's batch fits the memory.
+        refused: for each method that cannot train or count this case, the reason.
         ways: for each trainer that chooses a way to compute norms for each layer, the number of
             layers by way.
     """
@@ -67,10 +69,10 @@ def advise(
 
     Args:
         case: the case; its trainer is ignored.
-        trainers: the methods to compare; by default all trainers.
+        trainers: the methods to compare; by default all registered trainers.
         gpu: the name of a card that dpbench knows.
         memory: the bytes of the GPU's memory; by default the memory of the card.
-        progress: called with the name of each method after its count.
+        progress: called with the name of the trainer after each counted case.
 
     Raises:
         ConfigurationError: the card, its memory or a method is unknown.
@@ -130,7 +132,10 @@ def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict
 
 
 def _over_standard(frame: pd.DataFrame) -> pd.DataFrame:
-    """Add ratios to the first row, the standard step, and sort other rows by predicted time."""
+    """Add ratios of each row to the first row, and sort the other rows by predicted time.
+
+    The first row is the standard step.
+    """
     for metric in ("logical_bytes", "flops", "launches", "peak_memory_bytes", "predicted_seconds"):
         name = (
             metric.removeprefix("logical_").removesuffix("_memory_bytes").removesuffix("_seconds")
@@ -156,7 +161,7 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
         f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
         f"{best.predicted_ratio:.2f} times a standard step"
     ]
-    # Methods are in ascending order of time, so all methods before the best do not fit.
+    # Methods are in ascending order of time, so no method before the best fits.
     parts += [f"`{name}` does not fit" for name in private.trainer.iloc[: fitting.index[0] - 1]]
     near = fitting[fitting.predicted_seconds <= best.predicted_seconds * (1 + CLOSE)].iloc[1:]
     if len(near):
@@ -185,9 +190,10 @@ def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.
     """Add measured values to the table `Advice.frame`.
 
     Returns:
-        The frame with ``measured_seconds`` of a step, and ``measured_bytes_ratio`` of DRAM bytes to
-        the standard step; NaN if not measured. If two instruments have measured a metric, uses the
-        instrument that the metric prefers.
+        The frame with two more columns, which are NaN for methods that were not measured.
+        ``measured_seconds`` is the time of a step. ``measured_bytes_ratio`` is the ratio of DRAM
+        bytes to the baseline in ``summary``. If several instruments have measured
+        a metric, uses the first of them in `Metric.by`.
     """
     steps = summary[(summary.phase == STEP) & (summary.device != NO_HARDWARE)]
     steps = of_one_instrument(steps[[each.cell == case.cell for each in steps.case]])

@@ -39,13 +39,15 @@ class Count:
 
     Args:
         batch_size: the batch size of the counted case.
-        layers: the number of layers, if it replaces that of a deeper transformer; otherwise 0.
+        layers: the number of layers of a transformer that was shortened for the count; otherwise 0.
         calls: for each kind of call: phase, operator, number of equal calls, bytes read, bytes
             written, operations, bytes sent, and the type of the operands.
-        live: phase, operator, and the live bytes after the operator's first call, after its last
-            call, and at most.
+        live: for each operator of a phase: phase, operator, and the live bytes after the first
+            call, after the last call, and after the call with the most live bytes. If
+            ``layers`` is 0, an entry with an empty operator has the peak of the phase.
         largest: the bytes of the largest tensor.
-        norms: the minimum bytes that norms of this batch read; 0 except for the standard trainer.
+        norms: the minimum bytes that private training would read for the norms of this batch.
+            Counted with the standard trainer only; 0 for other trainers.
         in_graphs: True if steps run as CUDA graphs, see `TrainerBase`.
         ways: the number of layers by way to compute norms, if the trainer chooses ways.
     """
@@ -74,7 +76,7 @@ class Footprint:
 
     @property
     def norms(self) -> float:
-        """The minimum bytes that norms read."""
+        """The minimum bytes that norms read, if this is a footprint of the standard trainer."""
         return self._over_layers(lambda count: {"": count.norms})[""]
 
     @property
@@ -102,7 +104,8 @@ class Footprint:
 
     def peak(self, batch_size: int) -> tuple[float, str]:
         """Return the peak memory in bytes at a batch size, and the phase of the peak."""
-        # The maximum is left out, because it may be after different calls at different depths.
+        # If layers are extrapolated, the maximum over calls is left out, because different calls
+        # can have the maximum at different depths.
         seen = 2 if self.first.layers else 3
         live = self._over_batches(
             batch_size,
@@ -171,7 +174,7 @@ class Counts(Logical):
                 trainer.in_graphs,
             ),
         )
-        alike = Counter[tuple[str, str, Any]]()  # without the line of the call
+        alike = Counter[tuple[str, str, Any]]()  # adds calls that differ only in the source line
         for (phase, operator, cost, _), times in counter.calls.items():
             alike[phase, operator, cost] += times
         peaks = [(phase, "", peak, peak, peak) for phase, peak in counter.peaks.items()]
@@ -190,8 +193,9 @@ class Counts(Logical):
 def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
     """Yield the cases to count, with the number of layers of a shortened transformer or 0.
 
-    If parts of the batch have one example, two larger batch sizes are counted, too. Such parts
-    cannot be extrapolated, because a part's per-sample gradient is its gradient.
+    A larger batch size is counted, too. If each part of the case's batch has one example, two
+    larger batch sizes are counted, because other batch sizes cannot be extrapolated from parts of
+    one example: the per-sample gradient of such a part is also the gradient of the part.
     """
     part = case.micro_batches * case.gpus
     others = [2 * part, 3 * part] if case.batch_size == part else [case.batch_size + part]
@@ -207,7 +211,7 @@ def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
 
 
 def _is_deep(case: Case) -> bool:
-    """Return True for a deep transformer with equal layers, of which a few can be counted."""
+    """Return True for a deep transformer with equal layers, so that a few layers can be counted."""
     alike = not re.search(r"\d", case.trainable.removeprefix("lora:")) or lora_rank(case.trainable)
     own = case.workload != TRANSFORMER or case.model != "simple" or not is_builtin(case)
     return bool(alike) and not own and case.gpus == 1 and case.size.layers > DEPTHS[-1]
@@ -216,7 +220,7 @@ def _is_deep(case: Case) -> bool:
 def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | DpbenchError]]:
     """Yield each case in order with its footprint, or with the error of a failed count.
 
-    As many cases are counted at once as there are cores.
+    Up to one case for each core is counted at once.
     """
     cases = [*cases]
     starts = (partial(Counts().start, case) for case in cases)

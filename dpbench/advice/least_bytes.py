@@ -1,4 +1,4 @@
-"""Counts the minimum bytes that the norms of a private step read, without a GPU."""
+"""Counts the minimum bytes that a private step reads for norms, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def of_rank(case: Case) -> Case:
 
 
 def norm_reads(case: Case) -> int:
-    """Return the minimum bytes that the norms of all trained modules read, for one rank's batch.
+    """Return the minimum bytes that must be read for the norms of one rank's batch.
 
-    Clipping needs all norms before it can weight a gradient, so one read cannot serve both. The
-    norms of a module need its inputs and output gradients, or its per-sample gradients if they are
-    smaller. Output gradients are as large as the outputs. Micro-batches are ignored.
+    Clipping needs all norms before it can weight a gradient, so one read cannot serve both norms
+    and clipping. The norms of a module need the module's inputs and output gradients, or its
+    per-sample gradients if these are smaller. Output gradients are as large as the outputs.
+    Micro-batches are ignored.
     """
     import torch
     from torch.utils import _pytree as pytree

@@ -12,8 +12,8 @@ RESERVED = 1.5e9
 """Bytes of GPU memory for CUDA's context, the driver and the workspaces of libraries."""
 
 FRAGMENTATION = 0.04
-"""Share of the peak memory that the allocator loses to fragmentation. The loss is at least the size
-of the largest tensor: a case with less free memory failed on an H200."""
+"""Share of the peak memory that the allocator is assumed to lose to fragmentation. The assumed loss
+is at least the size of the largest tensor. A case with less free memory failed on an H200."""
 
 MAX_BATCH = 4096
 """The largest batch per GPU that `largest_batch` considers."""
@@ -26,9 +26,10 @@ def needed(footprint: Footprint, batch_size: int) -> float:
 
 
 def largest_batch(footprint: Footprint, memory: float) -> int:
-    """Return the largest batch that fits the memory, at most `MAX_BATCH` per GPU, or 0.
+    """Return the largest batch that fits the memory of each GPU, or 0 if none fits.
 
-    The batch is a multiple of the number of micro-batches times the number of GPUs.
+    The batch is at most `MAX_BATCH` per GPU, and a multiple of the number of micro-batches times
+    the number of GPUs.
     """
     case = footprint.case
     part = case.micro_batches * case.gpus

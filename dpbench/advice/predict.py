@@ -1,8 +1,8 @@
 """Predicts the time of a step from its calls.
 
-In the roofline model, a call takes at least as long as its arithmetic and as its bytes at the
-card's peak rates. The CPU also needs time for each call. The model ignores caches and the shapes of
-matrices, so for kernels other than large matrix products, lower rates are assumed. The constants
+In the roofline model, a call takes at least the time for its arithmetic, and at least the time for
+its bytes, at the card's peak rates. The CPU also needs time for each call. The model ignores caches
+and the shapes of matrices, so lower rates are assumed for bytes and for convolutions. The constants
 are from runs on an H200 in ``docs/results``.
 """
 
@@ -18,25 +18,27 @@ from dpbench.results.roofline import Roofs
 
 OPERATOR_SECONDS = 25e-6
 """CPU time of PyTorch, Opacus and Python for an operator, in seconds. Measured times are 23 to
-42 µs if the GPU is busy for a smaller share of the step than `LAUNCH_BOUND`."""
+42 µs if the GPU is busy for a smaller share of the time than
+`dpbench.results.roofline.LAUNCH_BOUND`."""
 
 KERNEL_SECONDS = 5e-6
 """Time of a kernel beyond the roofline, in seconds: to start, and to fill and drain the GPU."""
 
 BANDWIDTH_SHARE = 0.8
-"""Bandwidth of a kernel divided by that of a copy. Measured values are 0.70 to 0.89, for noise,
-clip and update in `h200-methods-1024.json` at fp32."""
+"""Bandwidth of a kernel divided by the bandwidth of a copy. In `h200-methods-1024.json`, the
+quotients are 0.70 to 0.89 for noise, clip and update at fp32."""
 
 CONVOLUTION_SHARE = 0.5
-"""Rate of fp32 convolutions divided by that of large matrix products. Measured in
-`h200-resnet-64.json`."""
+"""Rate of fp32 convolutions divided by the rate of large matrix products. Measured in
+`h200-resnet-64.json`, and assumed for all precisions."""
 
 DRAWN_OPERATIONS = 69
-"""Time to draw a normal number, in float32 operations of large matrix products. In
-`h200-banded-256.json`, each further band of ``fused`` draws 1.34e9 numbers and takes 1.8 ms."""
+"""Time to draw a normal number, divided by the time of a float32 operation in a large matrix
+product. In `h200-banded-256.json`, each further band of ``fused`` draws 1.34e9 numbers and takes
+1.8 ms."""
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16-amp"}
-"""Precision of matrix products by type of operand. Other types count as float32."""
+"""Precision of matrix products by type of operand. `_of_float32` is used for other types."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,11 @@ class Seconds:
     """Times of a step.
 
     Args:
-        roofline: the minimum time for bytes and arithmetic, summed over calls.
+        roofline: the minimum time of each call by the roofline model, summed over calls.
         launches: the CPU time; 0 if steps run as CUDA graphs.
-        predicted: the predicted time: the sum over phases of the time of kernels or the CPU time,
-            whichever is longer. So the CPU is assumed to run ahead of the GPU only within a phase.
+        predicted: the predicted time. This is the sum over phases of the longer time of the phase:
+            the time of kernels or the CPU time. So the CPU is assumed to run ahead of the GPU only
+            within a phase.
     """
 
     roofline: float
@@ -85,9 +88,9 @@ def predict(footprint: Footprint, card: Roofs) -> Seconds:
 
 
 def _of_float32(footprint: Footprint, operator: str) -> str:
-    """Return the precision of float32 products; attention uses no TF32.
+    """Return the precision in which an operator multiplies float32 matrices.
 
-    Measured in `h200-methods-16x1024.json`.
+    Attention uses no TF32, as measured in `h200-methods-16x1024.json`.
     """
     is_tf32 = footprint.case.precision == "tf32" and "attention" not in operator
     return "tf32" if is_tf32 else "fp32"

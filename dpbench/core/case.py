@@ -47,7 +47,7 @@ PHASES = ("forward", "backward", "clip", "noise", "optimizer")
 """The phases of a training step, in the order in which they usually come."""
 
 OUTSIDE = "outside"
-"""The part of a step outside the phases. With it, all parts add up to the step."""
+"""The part of a step outside the phases. Phases and this part together make up the step."""
 
 ALL_PHASES = (*PHASES, OUTSIDE)
 """The parts of a step, in the order in which tables show them."""
@@ -71,10 +71,10 @@ def axis(
 class Case:
     """One configuration to measure; each field is an axis of a grid.
 
-    Trainer, workload, model and optimizer are short names, with or without parameters
-    (``dpsgd:clip=per_layer``). `dpbench.core.case_names.resolve` converts other spellings to short
-    names and checks that the classes exist. A case itself does not check this, because a saved run
-    may name classes that are not installed.
+    Trainer, workload, model and optimizer are names, with or without parameters
+    (``dpsgd:clip=per_layer``). `dpbench.core.case_names.resolve` converts them to short names and
+    checks that the modules exist. A case itself does not check names, because a saved run may name
+    classes that are not installed.
 
     The parameters of the transformer are fields, which are empty for other workloads. The
     parameters of other workloads are in ``set``, a mapping or a text. A workload's name can also
@@ -197,7 +197,7 @@ class Case:
 def _checked(**given: Any) -> dict[str, Any]:
     """Check the fields of a case and return them in normalized spelling.
 
-    The result is cached, so that a process checks each case once.
+    The result is cached, so that a process checks equal fields once.
     """
     axes = _with_parameters(given)
     checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else TRANSFORMER_AXES.keys())
@@ -260,7 +260,7 @@ def own_axes(workload: str) -> Mapping[str, Any]:
 
 
 def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
-    """Raise `ConfigurationError` if none of the workloads accepts one of these axes as a field."""
+    """Raise `ConfigurationError` for an axis that none of the workloads accepts as a field."""
     for axis in given:
         if all(axis in own_axes(workload) for workload in workloads):
             raise ConfigurationError(
@@ -286,7 +286,7 @@ USUAL: dict[str, Any] = {field.name: field.default for field in fields(Case)}
 """The default value of each axis; `MISSING` for axes without a default."""
 
 DECLARED = {field.name: field.metadata for field in fields(Case)}
-"""The arguments of `axis` by field name."""
+"""Help text, count and choices of each field, see `axis`."""
 
 COUNTS: dict[str, str] = {name: said["count"] for name, said in DECLARED.items() if said["count"]}
 """Axes whose values are positive integers, with the words that describe the number."""
@@ -297,7 +297,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Axes with a fixed set of values, and these values."""
 
 OPTIONAL_AXES = AXES[AXES.index("optimizer") :]
-"""Axes that ids and titles show only if the value is not the default."""
+"""The axes for which ids and titles show only values that `unusual` returns."""
 
 TRANSFORMER_AXES = {
     axis: type(USUAL[axis])() for axis in ("seq_len", "model_size", "attention", "model")

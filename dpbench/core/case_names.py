@@ -30,7 +30,7 @@ def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
 
 
 def resolve(case: Measured) -> Measured:
-    """Replace the names in a case by short names, and check them with `locate`."""
+    """Return the case with short names, after a check of the names with `locate`."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
     case = replace(case, **names) if names else case
     locate([case])
@@ -51,5 +51,5 @@ def import_named(case: Subject) -> None:
 
 
 def is_builtin(case: Subject) -> bool:
-    """Return True if every name in a case is built in."""
+    """Return True if every name in a case is built in, and for every script."""
     return all(registry.is_builtin(name) for _, registry, name in names_of(case))

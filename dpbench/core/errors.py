@@ -1,4 +1,4 @@
-"""Errors that dpbench raises on purpose. Their messages say what would work instead."""
+"""Errors that dpbench raises on purpose. Where possible, messages say what would work instead."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class DpbenchError(Exception):
 
 
 class ConfigurationError(DpbenchError):
-    """The user named something that does not exist, or options contradict each other."""
+    """The user's options, names, files or code cannot be used, or e.g. a package is missing."""
 
     exit_code = 2
 
 
 class OutOfMemory(DpbenchError):
-    """The case needs more memory than the GPU has."""
+    """The case needs more memory than the GPU has free."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
-    """Return an error that lists the known names and suggests the most similar name.
+    """Return an error that lists known names, and suggests a similar name if there is one.
 
     Args:
         kind: the kind of name, such as ``trainer``.
@@ -57,7 +57,7 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
 
 
 def own_line(trace: TracebackType | None) -> str:
-    """Return the innermost line of a traceback that is in the user's own code, in brackets."""
+    """Return the innermost line of a traceback in the user's own code, in brackets, or ""."""
     others = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]), "<")
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         file = frame.f_code.co_filename

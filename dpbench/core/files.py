@@ -29,7 +29,7 @@ def printable(text: str) -> str:
 
 
 def in_words(error: OSError) -> str:
-    """Return one line that names the file and the reason of an error."""
+    """Return one line that names the reason of an error, and the file if it is known."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
@@ -65,13 +65,19 @@ def is_standard_output(path: Path) -> bool:
 
 
 def is_stream(path: Path) -> bool:
-    """Return True for standard output, a pipe or a device, which must be written in place."""
+    """Return True for standard output, and for an existing path that is not a regular file.
+
+    Pipes and devices, for example, must be written in place.
+    """
     mode = mode_of(path)
     return is_standard_output(path) or bool(mode and not stat.S_ISREG(mode))
 
 
 def check_writable_file(path: Path) -> None:
-    """Raise `ConfigurationError` if a file cannot be written."""
+    """Raise `ConfigurationError` if a file cannot be written; create its directory.
+
+    Does not check whether standard output, a pipe or a device can be written.
+    """
     if not path.name or stat.S_ISDIR(mode_of(path)):
         raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
     if not is_stream(path):
@@ -109,7 +115,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all.
+    """Write a regular file completely or not at all.
 
     Streams are written in place, and links stay links. An `OSError` always has the file's name,
     even if the disk is full.
@@ -134,16 +140,17 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 class Locked(Exception):
-    """Another process holds the lock; the message is what that process wrote into the lock file."""
+    """Another process holds the lock; the message is the text of the lock file."""
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
     """Hold a lock on a file; the system releases the lock if the process dies.
 
-    Yields the file's descriptor. On file systems without locks (ENOLCK, EOPNOTSUPP, EIO), yields
-    None and locks nothing. Some versions of the filelock package would wait for ever on such file
-    systems. Without ``wait``, raises `Locked` if another process holds the lock.
+    Yields the file's descriptor. If the file cannot be opened or locked, yields None and locks
+    nothing. For example, some file systems have no locks (ENOLCK, EOPNOTSUPP, EIO). The filelock
+    package is not used, because some versions wait for ever on such file systems. Without ``wait``,
+    raises `Locked` if another process holds the lock.
     """
     descriptor: int | None = None
     with ExitStack() as ending:
@@ -162,7 +169,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
 
 
 def _open(path: Path) -> int:
-    """Open a lock file with permissions for every user, whatever the umask is.
+    """Open a lock file. A new file has permissions for every user, whatever the umask is.
 
     Raises `OSError` for a link or a pipe, which any user can make in a shared folder.
     """

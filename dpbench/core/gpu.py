@@ -50,8 +50,9 @@ class Gpu:
 def chip_of(major: int, minor: int) -> str:
     """Return the chip with a compute capability, or "" if the compute capability is not listed.
 
-    If several chips with the same counters share a compute capability, returns the first. 11.0
-    (10.1 before CUDA 13) is Jetson Thor, and 12.1 is DGX Spark.
+    If several chips share a compute capability, returns one of them, because the counters of these
+    chips are assumed to be the same. 11.0 (10.1 before CUDA 13) is Jetson Thor, and 12.1 is DGX
+    Spark.
     """
     return _CHIPS.get((major, minor), "")
 
@@ -76,10 +77,11 @@ _CHIPS = {
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs that CUDA will number 0, 1, … in a child of this process.
 
-    The GPUs are selected by ``CUDA_VISIBLE_DEVICES``, and numbered as `child_environment` says.
-    The list is empty if no driver answers. A MIG slice is listed as its GPU, because DRAM counters
-    cover the whole GPU, but with the slice's memory. If a GPU with slices is listed as a whole,
-    CUDA uses the first slice.
+    ``CUDA_VISIBLE_DEVICES`` selects the GPUs. The order is that of `child_environment`; if the user
+    has set ``CUDA_DEVICE_ORDER``, CUDA's order may differ. The list is empty if NVML reports an
+    error. For a MIG slice, the list has the slice's GPU with the slice's memory, because DRAM
+    counters cover the whole GPU. If a GPU with slices is selected as a whole, CUDA uses the first
+    slice, so the list has the memory of this slice.
     """
     return _query_driver()[0]
 
@@ -90,7 +92,7 @@ def chip_here() -> str:
 
 
 def why_no_gpu() -> str:
-    """Return NVML's explanation of why `visible_gpus` is empty."""
+    """Return the reason why `visible_gpus` is empty, with the value of CUDA_VISIBLE_DEVICES."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     said = _query_driver()[1] or "NVML shows none"
     return said if hidden is None else f"{said} (CUDA_VISIBLE_DEVICES is {hidden!r})"
@@ -175,15 +177,16 @@ def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None =
 
 
 SESSION_GPUS = "DPBENCH_GPUS"
-"""Environment variable that lists all GPUs of the session to a worker that sees only one GPU."""
+"""Environment variable of a worker. The variable lists all GPUs of the session, of which the worker
+sees only one."""
 
 
 def visible_to_case(gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return environment variables with which a process sees this many GPUs of the session.
 
-    The first GPU is the worker's own; the next GPUs follow it in the session's list. If the session
-    has too few GPUs, the process sees all of them. Returns no variables outside a worker, and if
-    one GPU is enough.
+    The first GPU is the worker's own GPU. The others follow this GPU in the session's list, which
+    continues with its beginning. If the session has too few GPUs, the process sees all of them.
+    Returns no variables outside a worker, or if one GPU is enough.
     """
     own, every = (
         environment.get("CUDA_VISIBLE_DEVICES"),
@@ -203,7 +206,8 @@ def number_of_gpus() -> int:
 def child_environment() -> dict[str, str]:
     """Return environment variables with which CUDA numbers GPUs in the order of NVML.
 
-    By default CUDA numbers the fastest GPU first, whereas NVML and nvidia-smi sort GPUs by PCI bus.
+    Returns no variables if the user has set the order. By default CUDA numbers the fastest GPU
+    first, whereas NVML and nvidia-smi sort GPUs by PCI bus.
     """
     return {} if "CUDA_DEVICE_ORDER" in os.environ else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -218,14 +222,17 @@ def lock_gpu(
     """Lock a GPU against other dpbench processes on this machine.
 
     DRAM counters cover the whole GPU, so without a lock another case's traffic would be counted.
-    The operating system releases the lock when the process ends, however it ends. The lock file is
-    not removed, because a process that waits for a removed file would not notice a new file.
+    The operating system releases the lock when the process ends, however it ends. The lock file
+    remains.
 
     Args:
         gpu: the GPU to lock.
         purpose: written into the lock file, e.g. a case's id.
-        waiting: called with the text of the lock file while another process holds the lock, once
-            for each holder.
+        waiting: called with the text of the lock file if another process holds the lock; called
+            once for each holder.
+
+    Raises:
+        ConfigurationError: the lock file cannot be opened or locked.
     """
     path, reported = Path(tempfile.gettempdir()) / f"dpbench-{gpu.uuid}.lock", ""
     with ExitStack() as held:

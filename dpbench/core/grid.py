@@ -30,7 +30,9 @@ from dpbench.core.subject import SCRIPT
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination of the values along each axis of a `Case`.
+    """The combinations of the values along each axis of a `Case`.
+
+    Impossible combinations of ``parallel`` and ``gpus`` are left out.
 
     Args:
         name: the name of the grid, or of its file without the extension.
@@ -54,10 +56,13 @@ class Grid:
         return self.axes.get(axis, () if usual is MISSING else (usual,))
 
     def cases(self) -> list[Case]:
-        """Return the cases without duplicates, sorted by cell and then by trainer."""
+        """Return the cases without duplicates, in the order of the axes' values.
+
+        Cases of a cell follow each other.
+        """
         _, *outer = AXES
         trainers, *others = map(self.values, AXES)
-        if self.values("workload") == (SCRIPT,):  # of `dpbench exec`
+        if self.values("workload") == (SCRIPT,):  # the grid of `dpbench exec` has no cases
             return []
         every = (dict(zip(outer, values, strict=True)) for values in product(*others))
         left_out = self._left_out()
@@ -86,9 +91,9 @@ class Grid:
     def with_axes(self, baseline: str | None = None, **axes: Iterable[Any]) -> Grid:
         """Return a grid with the values along these axes replaced.
 
-        Values have no duplicates, and trainers and the like have their short names.
+        The grid has no duplicate values, and names in it are short names.
         """
-        # First, because this can register the short name by which the user names a trainer.
+        # The baseline comes first, because it can register a short name that the axes use.
         name = TRAINERS.canonical(self.baseline if baseline is None else baseline)
         if "set" in axes:
             axes["set"] = parameter_grid(axes["set"])
@@ -108,7 +113,8 @@ class Grid:
     def named(cls, name_or_file: str) -> Grid:
         """Return a grid by name, or read one from a TOML file.
 
-        A key of the file is a field of `Case`, and its value is one value or a list of values.
+        The keys of a file are ``baseline`` and fields of `Case`. A field has one value or a list of
+        values. Parameters are in tables.
         """
         if name_or_file in GRIDS:
             return GRIDS[name_or_file]
@@ -126,7 +132,10 @@ class Grid:
 
 
 def _cell(axes: dict[str, Any]) -> dict[str, Any]:
-    """Return a cell with defaults on axes that its workload lacks or sets in its name."""
+    """Return a cell in which the axes of the transformer that are in `own_axes` have defaults.
+
+    The workload lacks these axes, or its name contains their values.
+    """
     own = own_axes(axes["workload"])
     return axes | {axis: USUAL[axis] for axis in own if axis in TRANSFORMER_AXES}
 

@@ -12,7 +12,7 @@ Kind = Literal["value", "ratio", "spread", "over_one_gpu", "over_logical", "logi
 """``value`` for a measured metric; other kinds are derived from a measured metric."""
 
 STANDARD = "÷ std"
-"""Column heading of ratios to the standard trainer."""
+"""Column heading of ratios. Tables replace it if the baseline is another trainer."""
 
 DERIVED: Mapping[Kind, str] = {
     "ratio": STANDARD,
@@ -21,10 +21,11 @@ DERIVED: Mapping[Kind, str] = {
     "over_logical": "÷ logical",
     "logical": "logical",
 }
-"""Column headings of derived metrics, e.g. of ``dram_ratio``, by kind."""
+"""Column headings of derived metrics by kind, e.g. of ``dram_ratio``. The heading of a throughput
+is made from the metric's heading."""
 
 Shown = Literal[Kind, "change"]
-"""Values that tables show by default. ``change`` stands for the change in comparisons."""
+"""Kinds of values that tables can show by default. ``change`` is the change in comparisons."""
 
 SHOWN: tuple[Shown, ...] = ("value", "change")
 
@@ -37,7 +38,8 @@ class Aggregation:
     """The source of a metric's values, and their aggregation over steps and ranks.
 
     Attributes:
-        over: the aggregation over steps (``repeat``) and over ranks (``rank``).
+        over: the aggregation over steps (``repeat``) and over ranks (``rank``). For cases with
+            Poisson batches, `dpbench.results.summary.summary` uses other aggregations over steps.
         adds_up: True if the values of all phases add up to the value of the step.
     """
 
@@ -47,14 +49,14 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class Counters(Aggregation):
-    """A counted quantity. For hardware metrics, it is a sum of hardware counters.
+    """A counted quantity. For hardware metrics, the quantity is a scaled sum of hardware counters.
 
     Args:
         names: the counters to add, as ``ncu --query-metrics`` names them.
         scale: the factor by which the sum is multiplied.
-        chips: pairs of a pattern for names of chips and the counters to add on these chips instead.
-            The counters are empty if such chips lack the metric.
-        less: the counter that is subtracted from the other counters.
+        chips: pairs of a pattern for names of chips, and the counters that replace ``names`` on
+            these chips. The counters are empty if these chips lack the metric.
+        less: the counter that is subtracted instead of added.
     """
 
     names: tuple[str, ...] = ()
@@ -82,7 +84,7 @@ class Share(Aggregation):
 
 @dataclass(frozen=True)
 class Timed(Aggregation):
-    """A time: the median over steps, and the time of the slowest rank."""
+    """A time or rate. By default, takes the median over steps and the maximum over ranks."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "max"}
 
@@ -105,8 +107,8 @@ class Metric:
     """A quantity of a training step.
 
     Args:
-        name: the name, which ends with the unit, see `UNITS`.
-        header: the column heading, of one or two lines; by default the name.
+        name: the name; its end gives the unit, see `UNITS`.
+        header: the column heading, of one or two lines; by default made from the name.
         by: the instruments that measure the metric, the preferred instrument first.
         how: the source of the values and their aggregation.
         repeats: the aggregation over steps, if it differs from that of ``how``.
@@ -121,8 +123,9 @@ class Metric:
         signed: True if values can be negative.
         throughput: True if tables can show the throughput.
         spread: True if `LARGEST_SPREAD` includes the spread of the metric.
-        source: the place where an instrument finds the value. This is a field of `KernelCount` or
-            `OperatorCount`, or the start of an activity's name in a trace of the PyTorch profiler.
+        source: where an instrument finds the value. For ``ncu_kernels`` and ``logical``, this is a
+            field of `KernelCount` or `OperatorCount`. For the PyTorch profiler, this is the start
+            of an activity's name in a trace.
         table: the kind of tables that show the metric; empty for tables of cases.
         of: the base metric of a derived metric.
         kind: the kind of derivation.
@@ -150,24 +153,24 @@ class Metric:
 
     @property
     def unit(self) -> str:
-        """The unit of its values: ``B``, ``s``, ``1/s``, ``J``, ``W`` or ``1``."""
+        """Unit of the metric's values: ``B``, ``s``, ``1/s``, ``J``, ``W`` or ``1``."""
         return unit(self.name)
 
     @property
     def heading(self) -> str:
-        """Heading of its column."""
+        """Heading of the metric's column."""
         words = _UNIT.sub("", self.name).replace("_", " ")
         unit = {"s": "ms", "B": "", "1": "", "1/s": "per s"}.get(self.unit, self.unit)
         return self.header or "\n".join(filter(None, (words, unit)))
 
     @property
     def short_header(self) -> str:
-        """The heading on one line, without "total" and "ms"."""
+        """The heading on one line, without "total" or "ms" at its end."""
         return self.heading.replace("\n", " ").removesuffix(" total").removesuffix(" ms")
 
     @property
     def form(self) -> Literal["percent", "spread", "ratio", "as is", "ms", "giga", "number"]:
-        """Format of its values in tables; ``as is`` shows the unit of the row."""
+        """Format of the metric's values in tables; ``as is`` shows the unit of the row."""
         if self.kind in ("ratio", "over_one_gpu", "over_logical"):
             return "ratio"
         if self.kind == "spread":
@@ -181,12 +184,12 @@ class Metric:
 
     @property
     def adds_up(self) -> bool:
-        """True if its values of phases add up to the value of the step."""
+        """True if the metric's values of phases add up to the value of the step."""
         return self.how.adds_up
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The metrics that its sum or share is computed from."""
+        """The metrics from which a sum or share is computed; empty for other metrics."""
         return self.how.parts if isinstance(self.how, Sum | Share) else ()
 
     def over(self, column: str) -> Aggregate:
@@ -214,7 +217,7 @@ class Metric:
         return self._counted.names
 
     def on(self, chip: str) -> tuple[str, ...]:
-        """Return its hardware counters on a chip, e.g. ``GB202``.
+        """Return the metric's hardware counters on a chip, e.g. ``GB202``.
 
         Returns no counters if the chip lacks the metric, and `counters` if no pattern matches the
         chip's name.
@@ -228,7 +231,7 @@ class Metric:
         return replace(self, how=replace(self._counted, names=names, chips=()))
 
     def derived(self) -> Iterator[Metric]:
-        """Yield the metrics that are derived from it."""
+        """Yield the metrics that are derived from this metric."""
         short = re.sub(r" (served|mem\.)$", "", self.short_header)
         made: list[tuple[str, Kind]] = [
             (f"{short}\n{header}", kind)
@@ -252,7 +255,7 @@ class Metric:
 
     @property
     def formula(self) -> str:
-        """The formula by which it is computed from counters, without the scale."""
+        """The formula that `value` uses, without the scale."""
         text = "".join(
             f"{' - ' if name == self._counted.less else ' + '}{name}" for name in self.counters
         )
@@ -260,12 +263,15 @@ class Metric:
 
     @property
     def spellings(self) -> tuple[tuple[str, ...], ...]:
-        """Its hardware counters on each kind of chip that has the metric."""
+        """The metric's hardware counters on each kind of chip that has the metric."""
         chips = (names for _, names in self._counted.chips)
         return tuple(names for names in (self.counters, *chips) if names)
 
     def value(self, counted: Mapping[str, float]) -> float:
-        """Compute its value from the values of its counters."""
+        """Compute the metric from the values of `counters`.
+
+        Call this method on the result of `counted_by`, because chips can have other counters.
+        """
         signs = {self._counted.less: -1}
         return self._counted.scale * sum(signs.get(n, 1) * counted[n] for n in self.counters)
 

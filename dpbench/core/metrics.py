@@ -4,9 +4,9 @@ A project can register a metric in a ``conftest.py``::
 
     METRICS.register(Metric("l1_bytes", "L1", ("ncu",), Counters(("l1tex__t_bytes.sum",))))
 
-An entry point of the group ``dpbench.metrics``, which is a `Metric` or a list of metrics, does the
-same for every command. A saved run contains the definitions of its metrics. Hardware counters, such
-as ``lts__t_sectors.sum``, can be used as metrics without a definition.
+An entry point of the group ``dpbench.metrics`` does the same for every command. Its value is a
+`Metric` or a list of metrics. A saved run contains the definitions of its metrics. Hardware
+counters, such as ``lts__t_sectors.sum``, can be used as metrics without a definition.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ RATIO = "_ratio"
 
 
 class Metrics(Mapping[str, Metric]):
-    """Metrics by name, in the order of columns; entry points are loaded on first use."""
+    """Metrics by name, in the order in which tables show them.
+
+    Entry points are loaded on first use.
+    """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._known = {metric.name: metric for metric in metrics}
@@ -46,7 +49,7 @@ class Metrics(Mapping[str, Metric]):
         self._complete = False
 
     def register(self, *metrics: Metric) -> None:
-        """Add metrics; refuse a second definition of a name."""
+        """Add metrics; refuse a metric whose name has another definition."""
         self._every = {}
         for metric in metrics:
             if self._known.setdefault(metric.name, metric) != metric:
@@ -90,7 +93,7 @@ class Metrics(Mapping[str, Metric]):
             self._known, self._every = known | registered, {}
 
     def behind(self, names: Collection[str]) -> list[Metric]:
-        """Return these metrics, and the sums and shares that can be computed from them."""
+        """Return the metrics with these names, and the sums and shares that need no others."""
         known = {*names}
         return [m for m in self.values() if m.name in known or (m.parts and known >= {*m.parts})]
 
@@ -120,9 +123,10 @@ class Metrics(Mapping[str, Metric]):
     def find(self, name: str) -> Metric | None:
         """Return the metric that a user names, or None if the name is unknown.
 
-        The name can be a name in `every`, or the name of a hardware counter. Other accepted
-        spellings are ``l2_bytes`` for ``l2_served_bytes``, ``dram_bytes_ratio`` for ``dram_ratio``,
-        and names of nvprof, e.g. ``gld_throughput`` for ``global_load_throughput``.
+        The name can be a name in `every`, the name of a hardware counter, or the name of a metric
+        derived from a counter. Other accepted spellings are ``l2_bytes`` for ``l2_served_bytes``,
+        ``dram_bytes_ratio`` for ``dram_ratio``, and names of nvprof, e.g. ``gld_throughput`` for
+        ``global_load_throughput``.
         """
         every, own = self.every(), name.removesuffix(RATIO)
         nvprof = [derived_name(m.name, "throughput") for m in self.values() if m.nvprof == name]
@@ -150,7 +154,7 @@ def _global(operation: str) -> Counters:
 
 
 _hidden = partial(Metric, shown=())
-"""Makes a metric that tables show only if the user names it."""
+"""Makes a metric that tables of cases show only if the user names it."""
 
 
 def _cycles(name: str, counter: str) -> Metric:
@@ -158,21 +162,27 @@ def _cycles(name: str, counter: str) -> Metric:
 
 
 _link = partial(_hidden, by=("cupti",), ranks="mean")
-"""Makes a metric of the bytes that one rank sends or receives."""
+"""Makes a metric of the bytes that the GPU of one rank sends or receives over a link."""
 
 
 _DIVIDED = ("GA100", "GH100", "GB1[01][02]")
 """Chips with an L2 of two halves, which have a counter of the crossings between the halves."""
 
 _UNDIVIDED = ("GV1*", "TU1*", "GA10[!0]", "AD1*", "GB20*", "GB10B")
-"""Chips without this counter. For chips in neither list the counters are unknown, so their metrics
-of the L2 are missing."""
+"""Chips without this counter. For chips in neither tuple, the counters of `_l2` are unknown, so the
+metrics that `_l2` defines are missing."""
 
 _CROSSINGS = "lts__t_sectors_srcunit_ltcfabric.sum"
 
 
 def _l2(counter: str, less: str = "", undivided: bool = True) -> Counters:
-    """Count sectors of the L2 with this counter, minus those of ``less`` on chips in `_DIVIDED`."""
+    """Return the counters of bytes in the L2, 32 for each sector.
+
+    Args:
+        counter: the part of the counter's name after ``lts__t_sectors``.
+        less: a counter to subtract on chips in `_DIVIDED`.
+        undivided: False if the chips in `_UNDIVIDED` lack the metric.
+    """
     named = f"lts__t_sectors{counter}.sum"
     others = ((chip, (named,) if undivided else ()) for chip in _UNDIVIDED)
     divided = (named, less) if less else (named,)
@@ -218,10 +228,11 @@ METRICS = Metrics((
             nvprof="l2_read_throughput"),
     _hidden("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, _l2("_srcunit_tex_op_write"),
             nvprof="l2_write_throughput"),
-    # Both halves of the L2 count a request for a sector in the other half.
+    # Sectors that one half of the L2 requests from the other half.
     _hidden("l2_crossing_bytes", "L2\ncrossing", _COUNTED,
             _l2("_srcunit_ltcfabric", undivided=False), throughput=False),
-    # All sectors that SMs or copy engines request, without crossings on chips that count crossings.
+    # All sectors that SMs or copy engines request. On chips that count crossings, both halves of
+    # the L2 count a sector that crosses, so the crossings are subtracted.
     Metric("l2_served_bytes", "L2\nserved", _COUNTED, _l2("", _CROSSINGS), shown=_AND_RATIO,
            expected=(1.5, 3.0), throughput=False, spread=True),
     _hidden("l2_atomic_bytes", "L2\natomic", _COUNTED,
@@ -242,8 +253,8 @@ METRICS = Metrics((
     # Duration of a range by the GPU's clock, with synchronization at both ends.
     _hidden("range_time_seconds", "range\nms", _CUPTI,
             Counters(("gpu__time_duration.sum",), 1e-9), repeats="median", ranks="max"),
-    # Busy shares are the part of the range in which the GPU, or an SM, ran anything. The other
-    # shares compare with the peak rate of tensor cores, or with the number of warp slots.
+    # Busy shares are the part of the range in which the GPU, or an SM, ran anything. The share of
+    # the tensor pipe is relative to the peak rate, and the share of warps to the warp slots.
     _cycles("gpu_busy_cycles", "gr__cycles_active.sum"),
     _cycles("gpu_elapsed_cycles", "gr__cycles_elapsed.sum"),
     _hidden("sm_busy_share", "SMs\nbusy", _CUPTI, Share(("sm_busy_cycles", "sm_elapsed_cycles")),
@@ -272,7 +283,7 @@ METRICS = Metrics((
     _link("nvlink_sent_bytes", "NVLink\nsent", how=Counters(("nvltx__bytes.sum",))),
     _link("pcie_read_bytes", "PCIe\nread", how=Counters(("pcie__read_bytes.sum",))),
     _link("pcie_write_bytes", "PCIe\nwrite", how=Counters(("pcie__write_bytes.sum",))),
-    # The profiler's time of kernels, without copies, memsets and gaps between kernels.
+    # Launches, bytes and time of kernels, without copies, memsets and gaps between kernels.
     _kernels("kernel_launches", source="launches"),
     _kernels("kernel_dram_read_bytes", source="read_bytes"),
     _kernels("kernel_dram_write_bytes", source="write_bytes"),
@@ -295,7 +306,8 @@ METRICS = Metrics((
     _profiler("memset_bytes", "memset", source="Memset"),
 ))
 # fmt: on
-"""All metrics. Runs may also contain hardware counters, whose names contain ``__``."""
+"""The built-in metrics, and metrics that a project registers. Runs may also contain hardware
+counters, whose names contain ``__``."""
 
 
 def expectations(texts: Iterable[str] = ()) -> dict[str, tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Sizes of the transformer, and other numbers that a case names."""
+"""Sizes of the transformer, and checks of other numbers in a case."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MODEL_SIZES = {
 
 
 def lora_rank(trainable: str) -> int | None:
-    """Return the rank in ``lora:RANK``, or None for other texts."""
+    """Return the rank in ``lora:RANK``, or None for other texts; refuse an invalid rank."""
     kind, colon, rank = trainable.partition(":")
     if kind != "lora" or not colon:
         return None

@@ -59,7 +59,10 @@ def _pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
 
 
 def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
-    """Return every combination of parameters that have several values each."""
+    """Return every combination of values of parameters, as texts.
+
+    ``given`` has texts ``NAME=VALUE``, of which several can have the same name.
+    """
     values: dict[str, list[str]] = {}
     for name, value in _pairs(given):
         values.setdefault(name, []).append(value)

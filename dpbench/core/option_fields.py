@@ -22,7 +22,9 @@ def option(
     command: str | None = None,
     **declared: Any,
 ) -> Any:
-    """Declare a dataclass field that is also an option; the default determines its type.
+    """Declare a dataclass field that is also an option.
+
+    The option's type is the type of the default, unless that is None, a boolean or a tuple.
 
     Args:
         help: the option's help text.
@@ -44,7 +46,7 @@ def option(
 
 
 SHORT_FORMS = {"json": "json", "markdown": "md", "csv": "csv", "html": "html"}
-"""Options that always write the same output, whatever the file is named."""
+"""Options that write a fixed format, whatever the file is named, with the names of the formats."""
 
 
 def axis_help(name: str) -> str:
@@ -72,7 +74,7 @@ def of_pytest(help: str, **names: Any) -> Any:
 
 
 def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
-    """Return the name of an option in pytest or in commands, or "" if it is missing there."""
+    """Return the name of an option in pytest or in commands, or "" if they lack the option."""
     given: str | None = described["pytest" if of_pytest else "command"]
     if given is not None:
         return given
@@ -115,7 +117,7 @@ def output_of(path: Path) -> str:
 # --- options that instruments declare --------------------------------------------------------
 
 _OWN = "own option "
-"""Prefix of the options of instruments among all parsed options."""
+"""Prefix of the names under which a parsed command line has the options of instruments."""
 
 
 def own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
@@ -135,5 +137,5 @@ def declare_own(
 
 
 def own_values(options: Namespace) -> dict[str, Any]:
-    """Return the values of the options of instruments in a command line, by field name."""
+    """Return the values of instruments' options in a parsed command line, by field name."""
     return {n.removeprefix(_OWN): v for n, v in vars(options).items() if n.startswith(_OWN)}

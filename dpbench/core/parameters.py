@@ -65,9 +65,10 @@ def _type_of(parameter: inspect.Parameter, function: Any) -> Any:
 
 
 def _fitting(what: str, value: Parameter, annotated: Any) -> Parameter:
-    """Convert a value to the annotated type, or refuse it.
+    """Return a value that fits the annotation, or raise `ConfigurationError`.
 
-    Accepts any value if the annotation names none of the types in `_IN_WORDS` and no `Literal`.
+    Converts a number or boolean to text if the annotation accepts only text. Accepts any value if
+    the annotation names none of the types in `_IN_WORDS` and no `Literal`.
     """
     kinds = get_args(annotated) if get_origin(annotated) in (Union, UnionType) else (annotated,)
     choices = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]

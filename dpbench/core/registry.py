@@ -1,7 +1,7 @@
 """Registries of trainers, models, workloads, optimizers, instruments and outputs by name.
 
-A name maps to an import target (``package.module:Class``). So a command can check a name, or pass
-the name to a child process, without importing torch.
+A name maps to an import target (``package.module:Class``). So a command can check that a name
+exists, or pass the name to a child process, without importing torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpbench.core.parameters import arguments
 
 
 class Registry(Mapping[str, Any]):
-    """A mapping of names to classes that are imported on first use.
+    """A mapping of names to classes or functions that are imported on first use.
 
     A spelling of a class is its short name (``dpsgd``), an import target
     (``package.module:Class``), or a target with a new short name (``mine=package.module:Class``).
@@ -73,7 +73,10 @@ class Registry(Mapping[str, Any]):
         self._targets[name] = target
 
     def register_installed(self) -> None:
-        """Register the entry points of installed packages in the group ``dpbench.KINDs``."""
+        """Register the entry points of installed packages in the group ``dpbench.KINDs``.
+
+        A name that is already registered keeps its class.
+        """
         for entry in entry_points(group=f"dpbench.{self.kind}s"):
             if entry.name not in self:
                 self.register(entry.name, entry.value)
@@ -147,8 +150,8 @@ class Registry(Mapping[str, Any]):
     def _importing(self, spelling: str) -> Iterator[tuple[str, str]]:
         """Yield the module and the attribute of a spelling; explain a failed import.
 
-        For the user's own code, appends the current directory to ``sys.path``. It comes last, so
-        that its modules do not hide modules which libraries import.
+        For the user's own code, appends the current directory to ``sys.path``. The directory comes
+        last, so that a module in it does not hide a module of the same name that a library imports.
         """
         module, _, attribute = self._targets[name := self._name(spelling)].partition(":")
         if name not in {*self._builtin, *self._installed} and str(Path.cwd()) not in sys.path:
@@ -193,7 +196,7 @@ class Registry(Mapping[str, Any]):
 
 
 def folder_of(module: str) -> Path | None:
-    """Return the directory from which a module was imported, or None if there is no such file."""
+    """Return the directory from which a module was imported, or None if there is none."""
     if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
         return None
     return Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]

@@ -26,7 +26,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a session of ``dpbench run`` or of pytest."""
+    """The settings of pytest, or of a command that measures or shows runs."""
 
     of_pytest: bool = False
     directory: Path = Path()
@@ -191,6 +191,8 @@ class Settings:
     ) -> Settings:
         """Return the settings of a command line; a missing option has its default.
 
+        With ``--dpbench-disable``, most options for measurement and output are ignored.
+
         Args:
             options: the parsed command line.
             of_pytest: True for pytest's command line.
@@ -231,7 +233,7 @@ class Settings:
 
     @property
     def files(self) -> dict[str, tuple[str, Path]]:
-        """The name of the output and the path of each file to write, by option."""
+        """The files to write, by option: pairs of the output's name and the path."""
         short = {self.option(n): (kind, getattr(self, n)) for n, kind in SHORT_FORMS.items()}
         named = {f"{self.option('output')} {p}": (output_of(p), p) for p in self.output}
         return {option: file for option, file in (short | named).items() if file[1]}
@@ -269,7 +271,7 @@ class Settings:
         return option_fields.listed(self.kernels_phase, option, "phase, such as clip")
 
     def check(self) -> None:
-        """Raise `ConfigurationError` for contradictory settings and unwritable files."""
+        """Raise `ConfigurationError` for contradictory settings and unwritable output files."""
         if self.save is not None and self.autosave:
             raise ConfigurationError(
                 f"{self.option('autosave')} chooses the name of the run: omit {self.option('save')}"
@@ -299,7 +301,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 
 
 def _name(option: str, of_pytest: bool) -> str:
-    """Return the name of an option in pytest or in commands, or "" if it is missing there."""
+    """Return the name of an option in pytest or in commands, or "" if they lack the option."""
     return option_fields.spelled(option, OPTIONS[option], of_pytest=of_pytest)
 
 
@@ -310,7 +312,7 @@ def declare(
     called: str | None = None,
     **changed: Any,
 ) -> None:
-    """Declare options of pytest or of a command; without names, declare all options.
+    """Declare options of pytest or of a command; without names, declare all that it has.
 
     Args:
         add: ``group.addoption`` or ``parser.add_argument``.

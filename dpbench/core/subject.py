@@ -12,15 +12,16 @@ from dpbench.core.model_size import positive
 from dpbench.core.names import file_name_part
 
 SCRIPT = "script"
-"""The workload in rows of a `Script`."""
+"""The value of ``workload`` in the rows of a `Script`."""
 
 
 @dataclass(frozen=True)
 class Script:
     """A user's script, or a user's function that takes a step.
 
-    Its rows have its name as the trainer. Other axes are empty, because only the author knows how
-    the script trains. The batch size is 0 if the user has not set it.
+    The rows of a script have `SCRIPT` as the workload, and the script's name as the trainer. The
+    batch size is 0 if the user has not set it. Other axes are empty, because only the author knows
+    how the script trains.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Script:
 
     @property
     def trainer(self) -> str:
-        """The name of the script, which its rows have as the trainer."""
+        """The name of the script, which is the trainer in the script's rows."""
         return self.name
 
     @property
@@ -47,17 +48,17 @@ class Script:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The columns of its rows; most columns are empty."""
+        """The columns that describe the script in rows; most columns are empty."""
         own = {"trainer": self.name, "batch_size": self.batch_size, "workload": SCRIPT}
         return {axis: type(USUAL[axis])() for axis in AXES} | own
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """`SCRIPT` and the batch size."""
+        """`SCRIPT` and the batch size: the fields of a script that correspond to `Case.cell`."""
         return (SCRIPT, self.batch_size)
 
     def with_trainer(self, trainer: str) -> Script:
-        """Return a script of this name with the same batch size."""
+        """Return a script that has this trainer as its name, and the same batch size."""
         return Script(trainer, self.batch_size)
 
     @property
@@ -67,7 +68,7 @@ class Script:
 
     @property
     def report_path(self) -> Path:
-        """The path of its report, relative to the report directory."""
+        """The path of the script's Nsight Compute report, relative to the report directory."""
         return Path(SCRIPT) / f"report_{file_name_part(self.name)}.ncu-rep"
 
 

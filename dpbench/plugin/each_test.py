@@ -64,9 +64,9 @@ class EachTest:
     def ncu(self) -> Callable[..., CaseReport]:
         """Measure a case under Nsight Compute, and in another process without a profiler.
 
-        With ``--cupti``, time and peak memory come from the process in which CUPTI counts instead
-        of the process without a profiler. ``--dpbench-instrument`` adds other instruments;
-        without ``--ncu``, only these instruments measure.
+        The other process measures time and peak memory. ``--dpbench-no-timing`` omits it. With
+        ``--cupti``, time and peak memory come from the process in which CUPTI counts.
+        ``--dpbench-instrument`` adds other instruments, with which ``--ncu`` is not needed.
 
         Call the fixture with a `Case` or with the fields of a case; it returns a `CaseReport`. A
         session measures a case once, even if several tests or workers request the case::
@@ -83,8 +83,8 @@ class EachTest:
         """Measure a case by hardware counters; call this fixture like the fixture ``ncu``.
 
         The report contains the numbers of CUPTI (``--cupti``), of Nsight Compute (``--ncu``), or of
-        both. If both measure a metric, the report uses the number of Nsight Compute. Time, peak
-        memory and busy shares come from CUPTI.
+        both. If both measure a metric, the report uses the number of Nsight Compute. With
+        ``--cupti``, time, peak memory and busy shares come from CUPTI.
         """
         return self._measure
 
@@ -107,7 +107,7 @@ class EachTest:
         if not (self.session.instruments or self.session.settings.disable):
             pytest.skip(
                 f"needs {NEEDS['ncu']}"
-            )  # requested at run time, so that no mark has skipped the test
+            )  # the test requested the fixture at run time, so that it has no skip mark
         return self._report(case, fields, self.session.instruments)
 
     def _count(self, case: Case | str | type | StepFunction, **fields: Any) -> CaseReport:
@@ -144,7 +144,7 @@ class EachTest:
     ) -> None:
         """Share a request of the running test, or of a hook outside every test.
 
-        The session knows the request even if the measurement fails or runs in a fork.
+        All processes know the request, even if the measurement fails or the test runs in a fork.
         """
         item, extra = self._item, json.loads(json.dumps(extra_info or {}, default=str))
         if item is None:
@@ -183,7 +183,10 @@ class EachTest:
         return [FunctionInstrument(i, step, steps if i.hardware else once) for i in instruments]
 
     def _try_out(self, case: Subject, step: StepFunction | None) -> None:
-        """Take one step without a measurement; the step of a case uses tensors without data."""
+        """Take one step without a measurement. A case's step uses tensors without data.
+
+        Takes the step of a case only once in this process.
+        """
         from dpbench.instruments.logical.logical import Logical
         from dpbench.runner import measure
 
@@ -230,7 +233,7 @@ class EachTest:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Fail a test with a wrong marker before it runs.
 
-        With ``--dpbench-disable``, skip a test with limits of its own.
+        With ``--dpbench-disable``, report a test with its own limits as skipped after it has run.
         """
         own = marker_limits(item)
         result = yield
@@ -242,7 +245,7 @@ class EachTest:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Share the test's additions to its reports after its teardown."""
+        """Share the test's ``extra_info`` on measured cases after the test's teardown."""
         if call.when == "teardown":
             for outcome, measured in self._measured:
                 if measured.extra_info:

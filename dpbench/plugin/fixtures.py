@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from dpbench.verify.check_result import Check
 
 DEFINED_IN = "dpbench.plugin.each_test"
-"""The module that defines dpbench's other fixtures."""
+"""The module that defines all of dpbench's fixtures except ``verify``."""
 
 NEEDS = {"ncu": "--ncu", "counters": "--cupti or --ncu"}
-"""Fixtures that measure, with the options that they need. Without these options, tests that use
-the fixtures are skipped."""
+"""Fixtures that measure on hardware, with the options that they need. Without these options, tests
+that use the fixtures are skipped, except with ``--dpbench-instrument`` or ``--dpbench-disable``."""
 
 FIXTURES = (*NEEDS, "logical_io")
 
@@ -40,8 +40,9 @@ MARKER = (
 def verify() -> Callable[..., list[Check]]:
     """Check a private trainer like ``dpbench verify``; fail the test if a check fails.
 
-    Call the fixture with a case, or with a trainer and other fields of a case. By default the case
-    is small. With ``processes=True``, also compares the noise with another process's noise::
+    Call the fixture with a case, or with a trainer and other fields of a case. For a trainer, other
+    fields have small values by default. With ``processes=True``, also compares the noise with the
+    noise in another process::
 
         def test_it_clips_and_adds_noise(verify):
             verify("mypackage.trainers:MyTrainer", optimizer="adamw", micro_batches=4)
@@ -69,14 +70,17 @@ def _verify(
 
 
 def measuring_fixtures(settings: Settings) -> list[str]:
-    """Return the fixtures in `NEEDS` whose options are set."""
+    """Return the fixtures in `NEEDS` that can be used with these settings."""
     if settings.ncu or settings.instrument or settings.disable:
         return [*NEEDS]
     return ["counters"] if settings.cupti else []
 
 
 def uses_fixture(item: pytest.Item, fixtures: Collection[str] = FIXTURES) -> bool:
-    """Return True if a test uses one of these fixtures as defined by dpbench, not by a project."""
+    """Return True if a test uses one of these fixtures of dpbench, or a fixture that extends it.
+
+    A project's own fixture of the same name does not count.
+    """
     info = getattr(item, "_fixtureinfo", None)
     return info is not None and any(_is_ours(info.name2fixturedefs, name) for name in fixtures)
 
@@ -93,7 +97,7 @@ def _is_ours(definitions: dict[str, Any], fixture: str) -> bool:
 
 
 def grid_case(item: pytest.Item) -> Case | None:
-    """Return the value of the argument ``dpbench_case``, or None if a test has no such argument."""
+    """Return the case that is a test's argument ``dpbench_case``, or None if there is none."""
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("dpbench_case") if callspec else None
     return case if isinstance(case, Case) else None
@@ -124,7 +128,10 @@ def marker_limits(item: pytest.Item) -> list[Limit] | None:
 
 
 def asked_case(asked: Any, fields: dict[str, Any]) -> Case:
-    """Return the case for the arguments of a fixture: a case, a trainer and fields, or both."""
+    """Return the case that the arguments of a fixture describe.
+
+    These are a case and fields that replace the case's fields, or a trainer and other fields.
+    """
     if wrong := [name for name in fields if name not in AXES]:
         raise unknown("field of a case", wrong[0], AXES)
     if isinstance(asked, Case):

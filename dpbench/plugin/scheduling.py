@@ -1,6 +1,7 @@
 """Schedules tests for pytest-xdist: one worker gets all tests of a case.
 
-Otherwise a worker could wait for a case that another worker measures, while its GPU is idle.
+Otherwise a worker could wait for a case that another worker measures, while the GPU of the waiting
+worker is idle. A test that requests several cases belongs to the first of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
             super()._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """Remove a dead worker; its running test counts as done, and no other worker runs it."""
+        """Remove a dead worker; count its running test as done, so that no other worker runs it."""
         for tests in self.assigned_work[node].values():
             for test, done in tests.items():
                 if not done:

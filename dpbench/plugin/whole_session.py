@@ -73,10 +73,10 @@ class WholeSession:
         self.ended: set[str] = set()
         """Ids of the tests that have ended, including their teardown."""
         self.reports: dict[str, pytest.TestReport] = {}
-        """The report of each test before its teardown, by the test's id."""
+        """The last report of each test before its teardown, by the test's id."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
-            self.session.store.directory  # noqa: B018  # create it before forks, which share it
+            self.session.store.directory  # noqa: B018  # created here, so that forks share it
             if self.measures:
                 # SIGTERM of a batch system must also end the measured processes, like Ctrl-C.
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -84,7 +84,7 @@ class WholeSession:
     def _instruments(self) -> list[str]:
         """Return the names of instruments that the options choose.
 
-        CUPTI also measures times, so that ``timing`` is not needed.
+        With ``--cupti``, ``timing`` is not needed, because CUPTI's process also measures times.
         """
         settings = self.settings
         names = [*(settings.instrument or ()), *(["cupti"] if settings.cupti else [])]
@@ -111,10 +111,10 @@ class WholeSession:
         metafunc.parametrize("dpbench_case", cases, ids=[case.id for case in cases])
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Sort the tests by case, and skip tests whose instrument is not chosen.
+        """Sort tests of the grid by case, and skip tests that the options exclude.
 
         Tests of a case run in succession, so that workers measure different cases. Workers begin
-        with the longest cases, so that no GPU waits for another GPU at the end.
+        with the cases of the most examples or tokens, so that GPUs finish at similar times.
         """
         cases = self.session.grid.cases()
         if self.is_worker:
@@ -181,7 +181,7 @@ class WholeSession:
         return len(self.ended) >= session.testscollected and not stopped
 
     def _fail(self, test: str, failure: Failure) -> None:
-        """Replace the report of a test that has not failed by a failure."""
+        """Report a test as failed, unless the test has failed already."""
         report = self.reports.get(test)
         if report is None or report.failed:
             return
@@ -204,9 +204,9 @@ class WholeSession:
         wrapper=True, trylast=True
     )  # so that it runs before the terminal prints problems
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
-        """Write the files, and fail the session if there are problems or nothing was measured.
+        """Write the files, and fail the session for problems or missing measurements.
 
-        Other plugins may measure in this hook, so that dpbench's part comes after theirs.
+        Other plugins may measure in this hook, so dpbench runs after the hooks of other plugins.
         """
         try:
             yield
@@ -292,7 +292,7 @@ class WholeSession:
 def report_failed(
     config: pytest.Config, report: pytest.TestReport, reasons: str, *sections: tuple[str, str]
 ) -> None:
-    """Replace the report of a test by a failure, in the terminal and other reporters.
+    """Report a test as failed instead of its last outcome, in the terminal and other reporters.
 
     Args:
         config: pytest's configuration.

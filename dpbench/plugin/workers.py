@@ -40,10 +40,10 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
-        """Assign a GPU to each worker on this machine.
+        """Assign a GPU to each worker on this machine, if the session measures.
 
-        The replacement of a crashed worker has the same GPU. Cases of several GPUs also use the
-        next GPUs in the session's list.
+        The replacement of a crashed worker has the same GPU. Several workers can have the same GPU.
+        Cases of several GPUs also use the next GPUs in the session's list.
         """
         names = visible_names() if self.measures else []
         for number, spec in enumerate(spec for spec in specs if names and spec.popen):
@@ -52,7 +52,10 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """Give all tests of a case to one worker, unless the user chose another distribution."""
+        """Give all tests of a case to one worker if the session measures.
+
+        A distribution of xdist other than ``load`` and ``worksteal`` remains.
+        """
         if not (self.measures and config.getvalue("dist") in ("load", "worksteal")):
             return None
         from dpbench.plugin.scheduling import CaseScheduling
@@ -61,7 +64,7 @@ class Workers:
 
 
 def useful_workers(grid: Grid) -> int:
-    """Return the number of workers for ``-n auto``, which is at most the number of cases."""
+    """Return the number of workers for ``-n auto``: at most one for each case, 0 without a GPU."""
     return min(WORKERS_PER_GPU * len(visible_gpus()), len(grid.cases()))
 
 

@@ -1,9 +1,9 @@
 """Changes a model as a case requests: activation checkpointing and trainable parameters.
 
 Activation checkpointing recomputes the activations of a block in backward. All trainers use
-PyTorch's reentrant variant. It first runs a block without autograd, when Opacus's hooks do nothing,
-and then with autograd in backward. With ``use_reentrant=False``, Opacus fails, because hooks run
-twice for the forward and once for the backward of a layer.
+PyTorch's reentrant variant. This variant first runs a block without autograd, when Opacus's hooks
+do nothing, and then runs the block with autograd in backward. With ``use_reentrant=False``, Opacus
+fails, because hooks run twice for the forward and once for the backward of a layer.
 
 A case trains all parameters, the parameters whose name matches a pattern, or low-rank adapters. An
 adapter is a pair of narrow layers in parallel to a frozen linear layer (Hu et al., "LoRA", 2021,
@@ -32,14 +32,14 @@ def checkpoint_blocks(workload: Workload, model: nn.Module) -> None:
 
 
 def _checkpointed(forward: Any, first: Tensor, *others: Any, **options: Any) -> Any:
-    """Run a block under a checkpoint; ``first`` is the input activations ``[B, …]``."""
+    """Run a block under a checkpoint; ``first`` has the input activations, batch first."""
     if not first.requires_grad:  # else a block after frozen layers would not train
         first = first.detach().requires_grad_()
     return checkpoint(partial(forward, **options), first, *others, use_reentrant=True)
 
 
 class LowRank(nn.Module):
-    """A linear layer with an adapter, whose output is zero before training."""
+    """A linear layer with an adapter. The output of the adapter is zero before training."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -74,9 +74,10 @@ def choose_trainable(model: nn.Module, trainable: str) -> None:
 
 
 def _with_adapters(model: nn.Module, rank: int) -> list[Tensor]:
-    """Add adapters to linear layers and return their weights.
+    """Add adapters to linear layers and return the weights of the adapters.
 
-    PyTorch's attention reads the weights of its linear layer directly, so the layer is left out.
+    A linear layer of PyTorch's attention gets no adapter, because the attention reads the layer's
+    weights directly.
     """
     weights: list[Tensor] = []
     for parent in list(model.modules()):

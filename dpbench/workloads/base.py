@@ -14,11 +14,12 @@ from torch.utils import _pytree as pytree
 from dpbench.core.errors import ConfigurationError
 
 Batch: TypeAlias = Any
-"""A tensor ``[B, …]``, or nested tuples, lists and dictionaries of tensors ``[B, …]``."""
+"""A tensor, or nested tuples, lists and dictionaries of tensors. The first dimension of each tensor
+is the number of examples, B."""
 
 
 class Workload(ABC):
-    """A model with its batches and losses. Arguments of the constructor are its parameters."""
+    """A model with its batches and losses. The constructor takes the workload's parameters."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -30,7 +31,10 @@ class Workload(ABC):
 
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Return the loss of each example, ``[B]``; ``model`` may be wrapped."""
+        """Return the loss of each of B examples, ``[B]``.
+
+        ``model`` may be a wrapper around the model that the method `model` built.
+        """
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """Return the mean of `losses`, a scalar; override it for a faster computation."""
@@ -45,7 +49,7 @@ class Workload(ABC):
 
 
 def examples_in(batch: Batch) -> int:
-    """Return the number of examples in a batch, the first dimension of each tensor."""
+    """Return the number of examples in a batch: the size of each tensor's first dimension."""
     tensors = pytree.tree_leaves(batch)
     if wrong := [type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)]:
         raise ConfigurationError(
@@ -62,7 +66,7 @@ def examples_in(batch: Batch) -> int:
 
 
 def part_sizes(examples: int, number: int) -> list[int]:
-    """Divide a number of examples into parts; sizes differ by at most 1 and descend."""
+    """Divide a number of examples into parts; sizes differ by at most 1, the larger sizes first."""
     return [(examples + number - 1 - part) // number for part in range(number)]
 
 
@@ -82,7 +86,7 @@ def batches_of(
 ) -> Iterator[Batch]:
     """Yield ``number`` batches of a workload, with ``place`` applied to each tensor."""
     given = workload.batches(batch_size)
-    batches = cycle(() if given is None else given)  # a method without a return statement
+    batches = cycle(() if given is None else given)  # None without a return statement
     for _ in range(number):
         if (batch := next(batches, None)) is None:
             raise ConfigurationError(f"{type(workload).__name__}.batches returned no batch")
@@ -95,7 +99,7 @@ def batches_of(
 
 
 def checked_losses(losses: Tensor, workload: Workload, batch: Batch) -> Tensor:
-    """Return the losses; refuse them if their shape is not ``[B]``."""
+    """Return the losses; refuse losses that do not have one number for each example."""
     batch_size = examples_in(batch)
     shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
     if shape != [batch_size]:

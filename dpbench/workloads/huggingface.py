@@ -4,8 +4,8 @@ Opacus needs the first two of three changes to the models. All trainers use the 
 
 - Tied weights are untied, because Opacus clips each use of a parameter as a separate parameter.
 - Each example has its own row of position ids and token type ids. Transformers shares one row, but
-  Opacus assumes that the first dimension of a layer's input is the batch. In vision transformers,
-  class token and positions become embedding layers.
+  Opacus assumes that the first dimension of a layer's input is the batch. In models with
+  ``ViTEmbeddings``, class token and positions become embedding layers.
 - Dropout is 0 unless a parameter sets it, so that every step moves the same bytes.
 """
 
@@ -37,8 +37,9 @@ class HuggingFace(Workload):
     """Base class of workloads with a model of Transformers.
 
     Args:
-        model_type: the model type in Transformers, such as ``gpt2``.
-        config: the path of a JSON file with a configuration, such as a model's ``config.json``.
+        model_type: the model type in Transformers, such as ``gpt2``. Ignored with ``config``.
+        config: the path of a JSON file with a configuration, such as a model's ``config.json``. The
+            file must contain the model type.
         overrides: values of fields of the configuration.
     """
 
@@ -67,7 +68,7 @@ class HuggingFace(Workload):
         auto = getattr(transformers, self.auto)
         try:
             model: nn.Module = auto.from_config(self.config)
-        except ValueError as error:  # whose message lists all types
+        except ValueError as error:  # the message lists all types
             words = str(error).partition(". ")[0].splitlines()[0]
             raise ConfigurationError(f"{self.config.model_type}: {words}") from error
         for parent in list(model.modules()):
@@ -82,7 +83,10 @@ class HuggingFace(Workload):
         return marked or super().blocks(model)
 
     def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
-        """Return the logits for tokens ``[B, T]``; each example has its own row of ids."""
+        """Return the logits for tokens ``[batch, length]``.
+
+        Each example has its own row of position ids and token type ids.
+        """
         given: dict[str, Any] = {"input_ids": tokens}
         if "position_ids" in self.takes:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -96,7 +100,7 @@ class HuggingFace(Workload):
 
 
 class CausalLM(HuggingFace):
-    """Next-token prediction on random tokens; ``seq_len`` is T."""
+    """Next-token prediction on ``seq_len`` random tokens in each example."""
 
     usual_type = "gpt2"
     auto = "AutoModelForCausalLM"
@@ -118,7 +122,7 @@ class CausalLM(HuggingFace):
 
 
 class SequenceClassification(CausalLM):
-    """Classification of random token sequences."""
+    """Classification of sequences of ``seq_len`` random tokens."""
 
     usual_type = "bert"
     auto = "AutoModelForSequenceClassification"
@@ -150,7 +154,7 @@ class ImageClassification(HuggingFace):
 
 
 class ImageEmbeddings(nn.Module):
-    """Embeddings of a vision transformer, with embedding layers for class token and positions."""
+    """Replaces ``ViTEmbeddings``, with embedding layers for class token and positions."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()

@@ -30,12 +30,12 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "gru": lambda width, vocabulary: DPGRU(width, width, batch_first=True),
 }
 """Functions that build a layer from width and vocabulary. Opacus refuses PyTorch's attention and
-recurrent layers, so all trainers, including the baseline, train Opacus's replacements."""
+recurrent layers, so all trainers, including the baseline, train layers that Opacus provides."""
 
 CHANNELS_FIRST = ("conv", "groupnorm", "instancenorm")
 
 WITHOUT_POSITIONS = ("linear", "layernorm", "groupnorm", "embedding")
-"""Layers that accept examples without positions. Other layers would treat the batch as an
+"""Layers that accept examples without positions. Other layers would read the batch as one
 example."""
 
 
@@ -44,7 +44,8 @@ class Layer(Workload):
 
     Args:
         layer: one of `LAYERS`.
-        width: the number of input and output features; attention has one head per 64 features.
+        width: the number of input and output features. Attention has one head for each 64 features,
+            and at least one head.
         length: the number of positions in an example; layers in `WITHOUT_POSITIONS` accept 0.
         vocabulary: the number of rows of the embedding.
     """

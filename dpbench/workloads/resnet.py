@@ -1,8 +1,9 @@
-"""Residual networks for images, with group norms, which Opacus supports in every mode.
+"""Residual networks for images, with group norms.
 
 The networks follow He et al., "Deep Residual Learning for Image Recognition" (2015),
-https://arxiv.org/abs/1512.03385, but the stride of a bottleneck is in its 3×3 convolution. No
-operator works in place, because Opacus's hooks refuse such operators.
+https://arxiv.org/abs/1512.03385, with two differences. Norms are group norms, because Opacus
+refuses batch norms, and the stride of a bottleneck is in its 3×3 convolution. No operator works in
+place, because Opacus's hooks refuse such operators.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from dpbench.workloads.base import Batch, Workload
 GROUPS = 32
 
 DEPTHS = {18: (1, (2, 2, 2, 2)), 34: (1, (3, 4, 6, 3)), 50: (4, (3, 4, 6, 3))}
-"""The expansion of a block's channels (4 for bottlenecks) and the blocks per stage, by depth."""
+"""By depth: the number of output channels of a block divided by its width (4 for bottlenecks), and
+the number of blocks in each stage."""
 
 
 def conv_norm(channels: int, to: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -31,7 +33,10 @@ def conv_norm(channels: int, to: int, kernel: int, stride: int = 1) -> nn.Sequen
 
 
 class Block(nn.Module):
-    """A residual block: a shortcut around two 3×3 convolutions or a bottleneck of three."""
+    """A residual block: a shortcut around two 3×3 convolutions, or around a bottleneck.
+
+    A bottleneck has a 3×3 convolution between two 1×1 convolutions.
+    """
 
     def __init__(self, channels: int, width: int, expansion: int, stride: int) -> None:
         super().__init__()

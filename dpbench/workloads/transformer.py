@@ -1,7 +1,7 @@
-"""A decoder-only transformer built from layers that Opacus supports in every mode.
+"""A decoder-only transformer built from layers that Opacus supports.
 
 Opacus 1.6 is the reason for three choices. Query, key, value and output projections are separate
-``nn.Linear`` layers, because Opacus has ghost norms of ``Linear`` and ``Embedding`` layers.
+``nn.Linear`` layers, because Opacus has ghost norms only for ``Linear`` and ``Embedding`` layers.
 Embedding and output weights are not tied, because ghost clipping refuses tied weights. Position ids
 are repeated for each example, because Opacus's hooks need the batch as the first dimension of each
 layer's input.
@@ -25,7 +25,10 @@ from dpbench.workloads.base import Batch, Workload
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head attention with PyTorch's fused kernel, from and to ``[B, T, H]``."""
+    """Causal multi-head attention by PyTorch's ``scaled_dot_product_attention``.
+
+    Inputs and outputs have the shape ``[batch, length, hidden]``.
+    """
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -49,12 +52,13 @@ class SelfAttention(nn.Module):
 
 
 class OpacusSelfAttention(nn.Module):
-    """Causal attention with Opacus's ``DPMultiheadAttention``, from and to ``[B, T, H]``.
+    """Causal attention with Opacus's ``DPMultiheadAttention``.
 
-    Opacus's layer stores the B·heads·T² scores. It runs on ``[T, B, H]``, because in Opacus 1.6.0
-    ``batch_first=True`` takes the mask's size from the batch and orders heads wrongly, so that
-    positions see later positions. The projections run on ``[B, T, H]``, because Opacus's hooks
-    assume that the first dimension of an input is the batch.
+    Inputs and outputs have the shape ``[batch, length, hidden]``. Opacus's layer stores all
+    ``batch * heads * length**2`` scores. The layer runs on ``[length, batch, hidden]``, because in
+    Opacus 1.6.0 ``batch_first=True`` takes the mask's size from the batch and orders heads wrongly,
+    so that positions see later positions. The projections run on ``[batch, length, hidden]``,
+    because Opacus's hooks assume that the first dimension of an input is the batch.
     """
 
     def __init__(self, hidden: int, heads: int) -> None:
@@ -74,7 +78,7 @@ class OpacusSelfAttention(nn.Module):
 
 
 class BatchFirst(nn.Module):
-    """Applies a layer for ``[B, T, H]`` to inputs ``[T, B, H]``."""
+    """Applies a layer for ``[batch, length, hidden]`` to inputs ``[length, batch, hidden]``."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -86,7 +90,10 @@ class BatchFirst(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; its feed-forward layer has four times the width, with GELU."""
+    """A pre-norm transformer block.
+
+    The hidden layer of the feed-forward part has four times the width of the block, and GELU.
+    """
 
     def __init__(self, size: ModelSize, attention: str) -> None:
         super().__init__()
@@ -104,7 +111,9 @@ class Block(nn.Module):
 
 
 class SimpleBigModel(nn.Module):
-    """A GPT-like language model, from token ids int64 ``[B, T]`` to logits ``[B, T, V]``.
+    """A GPT-like language model.
+
+    Maps token ids, int64 ``[batch, length]``, to logits ``[batch, length, vocabulary]``.
 
     Args:
         size: the model's dimensions.
@@ -136,10 +145,10 @@ class Transformer(Workload):
     """Next-token prediction on random tokens, by `SimpleBigModel` or another model.
 
     Args:
-        seq_len: the number of tokens in an example, T.
+        seq_len: the number of tokens in an example.
         model_size: a name in `MODEL_SIZES`, or ``VOCABULARYxHIDDENxLAYERSxHEADS``.
         attention: a name in `ATTENTIONS`.
-        model: a name in `MODELS`, where the call of a model is described.
+        model: a name in `MODELS`. The model is called as `MODELS` describes.
     """
 
     def __init__(
@@ -198,14 +207,17 @@ class Transformer(Workload):
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits ``[B, T, V]`` against labels ``[B, T]``, a scalar."""
+    """Return the mean cross-entropy over all tokens, a scalar.
+
+    The arguments are logits ``[batch, length, vocabulary]`` and labels ``[batch, length]``.
+    """
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of each example, ``[B]``.
+    """Return the mean cross-entropy over the tokens of each example, ``[batch]``.
 
-    The arguments are logits ``[B, T, V]`` and labels ``[B, T]``.
+    The arguments are logits ``[batch, length, vocabulary]`` and labels ``[batch, length]``.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     by_token = F.cross_entropy(flat, labels.reshape(-1), reduction="none")
@@ -223,12 +235,12 @@ def get_random_dataloader(
 ) -> DataLoader[tuple[Tensor, ...]]:
     """Make a loader of uniformly random tokens on ``device``.
 
-    Every batch has ``batch_size`` examples, without Poisson sampling. The tokens of a seed are the
-    same on every device.
+    Every batch has ``batch_size`` examples, without Poisson sampling. A seed gives the same tokens
+    on every device.
 
     Returns:
-        A loader of ``num_batches`` pairs ``(input_ids, labels)``, both int64 ``[B, T]``. A label is
-        the next token.
+        A loader of ``num_batches`` pairs ``(input_ids, labels)``, both int64
+        ``[batch_size, seq_len]``. A label is the next token.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     tokens = torch.randint(
