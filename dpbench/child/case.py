@@ -71,7 +71,7 @@ class PhaseTimes:
         return max(Counter(step for step, phase, _ in self.marks if phase).values(), default=0)
 
     def seconds(self, *, wait: bool = True) -> list[dict[str, float]]:
-        """Return for each step the seconds in each phase, whose sum is the step's duration.
+        """Return the seconds of each phase in each step. A step's seconds add up to its duration.
 
         Without ``wait``, the result contains only steps that the GPU has finished.
         """
@@ -97,11 +97,13 @@ def run_case(
 
     Args:
         case: the case to run.
-        recorder: observes the steps after the warm-up. If the recorder wants more steps than
-            ``active``, further steps use the active steps' batches again.
+        recorder: observes the steps after the warm-up; with ``hears_warmup``, also the warm-up. If
+            the recorder wants more steps than ``active``, further steps use the active steps'
+            batches again.
         device: ``auto``, ``cpu`` or ``cuda``.
-        warmup: number of unobserved warm-up steps.
-        active: number of active steps, which follow the warm-up steps.
+        warmup: number of warm-up steps. If batch sizes are sampled, a warm-up step with each active
+            batch is added.
+        active: number of active steps, which follow the warm-up.
 
     Returns:
         A record of the run and of the recorder, as plain JSON types.
@@ -194,7 +196,7 @@ def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], activ
     Args:
         scaler: the scaler after the active steps.
         before: the scaler's ``state_dict()`` before the active steps.
-        active: number of active steps.
+        active: number of active steps whose batch is not empty.
     """
     if not scaler.is_enabled():
         return

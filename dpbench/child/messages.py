@@ -47,7 +47,7 @@ def append_record(record: dict[str, Any], path: str | None = None) -> None:
 
 
 def report_result(**record: Any) -> None:
-    """Append this process's result or error to the records file, or print it if there is none."""
+    """Append a result or an error to the records file, or print it if `RECORDS` is not set."""
     if RECORDS in os.environ:
         append_record(record | {"imported": imported_files()})
     else:
@@ -68,7 +68,7 @@ def result_of(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Steps:
-    """Numbers of a measured process's steps: ``warmup`` unobserved, then ``active`` observed."""
+    """Numbers of steps of a measured process: first the warm-up steps, then the active steps."""
 
     warmup: int
     active: int

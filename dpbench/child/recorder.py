@@ -67,8 +67,8 @@ class Calls:
 class Recorder(PhaseListener):
     """Observes a number of steps of any training loop.
 
-    A subclass overrides `rows`. It also overrides either `listener` or the methods `start_step`,
-    `switch` and `end_step`, in which it calls the base class's methods.
+    A subclass overrides `rows`. It also overrides either `listener`, or some of the methods
+    `start_step`, `switch` and `end_step`. Such a method also calls the base class's method.
 
     Args:
         wanted: number of steps to observe; None for all steps.
@@ -78,7 +78,7 @@ class Recorder(PhaseListener):
         hears_warmup: whether the recorder also observes a case's warm-up steps.
         calls: receives the calls that the training loop makes.
         more: further entries of a script's record.
-        wait: whether `rows` waits for the GPU. Otherwise, it uses the steps that the GPU finished.
+        wait: whether `rows` waits for the GPU. If not, `rows` uses the steps that the GPU finished.
         operators: the operators of the last step, if the recorder counts operators.
         memory_lines: the lines that hold memory at the peak, if the recorder counts memory.
         notes: assumptions behind the rows.

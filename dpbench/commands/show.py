@@ -153,7 +153,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
-    """Return the requested view. Default ranges apply only to ratios to the standard trainer."""
+    """Return the requested view.
+
+    The ranges that ratios have by default apply only to ratios to the standard trainer.
+    """
     baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
     ceilings = read_ceilings(Path(options.time)) if options.time else None
     return replace(TableOptions.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
@@ -195,7 +198,11 @@ def _joined_summary(runs: Sequence[Run], options: argparse.Namespace) -> pd.Data
 
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
-    """Yield the tables of phases under the roofs of the named card, or of the measured card."""
+    """Yield the tables of phases under the roofs of a card.
+
+    The roofs are those of the file or card that --roofline names. By default, they are those of the
+    measured card, else of a GPU of this machine.
+    """
     summary = _joined_summary(runs, options)
     measured_on = sorted(set(summary[summary.device != NO_HARDWARE].device))
     for device, rows in intensities(summary).groupby("device", sort=False):
@@ -251,8 +258,8 @@ def _report_tables(
 def _run_from_reports(reports: Sequence[Path], phase: str | None = None) -> Run:
     """Join reports into one run, with the ranges, and with the kernels of one or all phases.
 
-    A report of kernels has a report of ranges one folder above, see `dpbench.instruments.ncu`. Both
-    are read.
+    If the folder above a report of kernels has a report of ranges of the same name, both are read
+    (see `dpbench.instruments.ncu`).
     """
     outcomes: dict[Subject, Outcome] = {}
     read = [(path, ncu.case_of(path)) for path in reports]

@@ -72,7 +72,7 @@ ERRORS_FOR_PARENT: dict[type[Exception], type[Exception]] = {
     ConfigurationError: CaseRefused,
     OutOfMemory: CaseOutOfMemory,
 }
-"""Errors that the parent process raises, keyed by the error of this process."""
+"""Errors that the parent process raises, keyed by the corresponding error in this process."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ Work = Callable[[Case], Record]
 
 
 class RankFailed(DpbenchError):
-    """A rank died, or raised an error that is not an error of dpbench."""
+    """A rank died, or raised an error other than `ConfigurationError` and `OutOfMemory`."""
 
 
 def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
@@ -51,7 +51,7 @@ def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
 
     Returns:
         The record of rank 0, whose entry ``ranks`` contains the records of all ranks. If the user
-        started this process as a rank, only its own record.
+        started this process as a rank, only the record of this rank.
 
     Raises:
         ConfigurationError: the GPUs are too few, a library for collectives is missing, or a rank
@@ -124,7 +124,7 @@ def _undo_launcher_changes() -> Iterator[None]:
         for name in (
             "multiprocessing.api",
             "agent.server.api",
-        ):  # their tracebacks hide that of the rank
+        ):  # their tracebacks hide the rank's traceback
             logger = logging.getLogger(f"torch.distributed.elastic.{name}")
             held.enter_context(patch.object(logger, "disabled", True))
         try:
@@ -193,7 +193,10 @@ def _error_of_rank(rank: int, failure: ProcessFailure) -> DpbenchError:
 
 
 def _positions_of_ranks(folder: Path) -> str:
-    """Return each rank's position in one line. Ranks that waited for others come last."""
+    """Return all ranks' positions in one line, and print their stacks.
+
+    Ranks that waited for other ranks come last in the line.
+    """
     stacks = {int(path.parent.name): path.read_text() for path in folder.rglob(STACK)}
     for rank, stack in sorted(stacks.items()):
         print(f"rank {rank}: {stack}", end="", file=sys.stderr)

@@ -85,7 +85,7 @@ def directories(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def gpu(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that this machine has a GPU, and that no other process uses the GPU."""
+    """Check that this machine has a GPU, and that no process uses a visible GPU."""
     if not visible_gpus():
         remedy = "check that nvidia-smi lists a GPU; logical bytes can be counted without one"
         yield Diagnosis("gpu", FAILED, why_no_gpu(), remedy)
