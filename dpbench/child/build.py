@@ -173,7 +173,7 @@ def about_sizes(case: Case, number: int) -> str:
 
 
 def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module:
-    """Build the workload's model on a device, and apply the case's options to it."""
+    """Build the workload's model on a device, and apply the case's options to the model."""
     with device:
         model = workload.model()
     if not isinstance(model, nn.Module):
@@ -248,7 +248,7 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
     if case.sampling != "fixed":
         options["sampling"] = case.sampling
     if case.compile == "on":
-        torch.compiler.reset()  # Dynamo compiles a function 8 times at most, then runs it eagerly
+        torch.compiler.reset()  # Dynamo compiles a function at most 8 times, then never again
         options["compile"] = True
     if case.precision in MIXED:
         options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16

@@ -37,7 +37,7 @@ from dpbench.workloads.base import examples_in
 
 
 class PhaseTimes:
-    """Measures the seconds of each phase in each step. On CUDA, it uses events.
+    """Measures the seconds of each phase in each step, on CUDA with events.
 
     Attributes:
         on_cuda: whether events are used, which do not make the CPU wait for the GPU.
@@ -218,7 +218,7 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
         The seconds that this process spends in each activity, as phases of one step. The step lasts
         from the request for the GPU to the GPU's release.
     """
-    # Slow imports run before the GPU is locked, so that other processes can use it meanwhile.
+    # Slow imports run before the GPU is locked, so that others can use the GPU meanwhile.
     import_named(case)
     import_module("torch._dynamo")  # the first optimizer would import this module
     spent = PhaseTimes(torch.device("cpu"))

@@ -47,7 +47,7 @@ def append_record(record: dict[str, Any], path: str | None = None) -> None:
 
 
 def report_result(**record: Any) -> None:
-    """Append a result or an error to the records file, or print it if `RECORDS` is not set."""
+    """Append a result or an error to the records file. Without `RECORDS`, print the record."""
     if RECORDS in os.environ:
         append_record(record | {"imported": imported_files()})
     else:

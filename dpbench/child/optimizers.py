@@ -38,7 +38,7 @@ class AlternatingOptimizers:
         # Number of turns at whose end all awaited optimizers had stepped in this training step.
         self._turns_since_all = 0
         self._extra_turns = 0  # expected number of turns after all optimizers have stepped
-        # For each turn that belongs to the already ended training step: its optimizers.
+        # Optimizers of each turn that belongs to the training step before the current one.
         self._late_turns: list[WeakSet[Any]] = []
         self._first_began = True  # whether `_first` stepped in the first turn
         self._all_stepped = False  # whether all awaited optimizers have stepped
@@ -79,9 +79,9 @@ class AlternatingOptimizers:
         """Begin the next training step.
 
         Returns:
-            The number of training steps that have ended. It is 0 if the last turn belongs to the
-            training step before. It is more than 1 if an awaited optimizer has not stepped for
-            `MOST_TURNS` turns, because each of these turns then counts as a training step.
+            The number of training steps that have ended. It is 0 if the latest turn still belongs
+            to the previous training step. It is more than 1 if an awaited optimizer has not stepped
+            for `MOST_TURNS` turns, because each of these turns then counts as a training step.
         """
         steps = 1
         if not self._first_began:

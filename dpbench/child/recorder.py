@@ -1,8 +1,8 @@
 """Recorders observe steps and phases in the process that trains, and make rows from them.
 
 Each instrument has its own class of recorder. A recorder runs in the process of a case, of a script
-or of a test. It imports torch only when the first step begins, because a script may set up its
-environment before it imports torch.
+or of a test. Recorders import torch only when the first step begins, because a script may set up
+its environment before the script imports torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NullListener(PhaseListener):
 
 
 class Calls:
-    """Receives the calls that the training loop makes in a step. This base class ignores them."""
+    """Receives the calls that the training loop makes in a step. This base class does nothing."""
 
     def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
         """Return ``call(module, *args, **options)``, the result of a module called by the loop."""
@@ -160,7 +160,7 @@ class Recorder(PhaseListener):
 
 
 def whole_steps(seconds: float) -> int:
-    """Return how many steps are measured as a whole, given the seconds that one step takes.
+    """Return the number of steps to measure as a whole, from the duration of one step in seconds.
 
     All ranks use the duration in rank 0.
     """

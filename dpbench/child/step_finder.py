@@ -257,8 +257,8 @@ class StepFinder:
         """Begin an optimizer's step.
 
         Args:
-            optimizer: the optimizer; None if a wrapper steps, such as Opacus's optimizer or a
-                GradScaler, which may call the optimizer.
+            optimizer: the optimizer; None if a wrapper of the optimizer steps, which is Opacus's
+                optimizer or a GradScaler.
             outer: Opacus's optimizer if it steps; otherwise None.
 
         Returns:

@@ -170,7 +170,7 @@ class Bisection:
         return 0
 
     def _run_command(self, trial: Trial) -> Run:
-        """Run the command once more. Raise `DpbenchError` if it writes no run."""
+        """Run the command once more. Raise `DpbenchError` if the command writes no run."""
         self.file.unlink(missing_ok=True)
         words = [word.replace(JSON, str(self.file)) for word in self.command]
         directory, imports = trial.place
@@ -185,9 +185,10 @@ class Bisection:
         return trial.runs[-1]
 
     def _number_to_follow(self, good: Run, bad: Run) -> dict[str, Any]:
-        """Return the number beyond the limit that has the largest relative change.
+        """Return the number to follow, as a row with its metric, phase, case and instrument.
 
-        If no number is beyond the limit, return the number with the largest relative change.
+        Of the numbers that exceed the limit in ``bad``, it is the one with the largest relative
+        change. If no number exceeds the limit, all numbers are considered.
         """
         verdict = Gate(good, bad).check_limits([self.limit])
         if verdict.judged.empty:

@@ -67,7 +67,7 @@ class Commits:
     def between(self, good: Sequence[str], bad: str) -> list[str]:
         """Return the commits between the ``good`` commits and ``bad``, in the best order to try.
 
-        They are the ancestors of ``bad`` that are neither a ``good`` commit nor an ancestor of one.
+        These commits are the ancestors of ``bad`` that no ``good`` commit contains.
         """
         lines = git_output("rev-list", "--bisect-all", bad, "--not", *good).splitlines()
         return [commit for commit in (line.split()[0] for line in lines) if commit != bad]

@@ -120,7 +120,9 @@ def _ending_signals_as_ctrl_c() -> Iterator[None]:
 
 
 def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of all commands, or of one command, whose module is imported.
+    """Return the parser of all commands, or of one command.
+
+    Only the module of this one command is imported.
 
     Args:
         command: the command's name, or "" for all commands.

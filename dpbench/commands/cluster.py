@@ -138,7 +138,7 @@ def _submit(
         raise ConfigurationError(
             "--cluster needs the package submitit: pip install submitit"
         ) from error
-    # Without this, submitit hides the GPUs from its processes on this machine.
+    # Without this parameter, submitit hides the GPUs from processes on this machine.
     own = {"gpus_per_node": len(gpu.visible_gpus())} if options.cluster == "local" else {}
     given = {"name": "dpbench", "timeout_min": MINUTES, **own, **_parameters(options.cluster_set)}
     try:

@@ -283,7 +283,8 @@ def _standards(
         sources: pairs of a device and the name of an instrument.
 
     Raises:
-        ConfigurationError: the run has none of these rows, several scripts, or another batch size.
+        ConfigurationError: the run has no row of ``sources``, it has several scripts, or its batch
+            size is not the batch size of ``case``.
     """
     scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
     scripts = [o for o in scripts if o.case.trainer != BASELINE_TRAINER]

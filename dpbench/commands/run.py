@@ -144,8 +144,9 @@ def _instruments_here(
 ) -> tuple[str, ...]:
     """Return the default instruments.
 
-    They are `ON_GPU` if this machine has a GPU or an option needs one, but only ``cupti`` if the
-    machine has a GPU and a case needs several GPUs. Otherwise, the default is ``logical``.
+    If this machine has a GPU and a case needs several GPUs, the default is ``cupti``. Otherwise, if
+    this machine has a GPU or an option needs a GPU, the defaults are `ON_GPU`. Otherwise, the
+    default is ``logical``.
     """
     if card and any(case.gpus > 1 for case in cases):
         return ("cupti",)

@@ -40,7 +40,7 @@ class Shard:
         return f"{self.number}/{self.total}"
 
     def cases(self, cases: Iterable[Case]) -> list[Case]:
-        """Return the cases of this shard, in order. The trainers of a cell stay in one shard.
+        """Return the cases of this shard, in order. All cases of a cell are in the same shard.
 
         Cells are assigned to shards in turn, in the order of their hashes. So the sizes of shards
         differ by at most one cell, and every machine divides a grid in the same way.
@@ -63,9 +63,9 @@ def merge_runs(runs: Sequence[Run]) -> tuple[Run, list[str]]:
     """Merge several runs into one.
 
     Returns:
-        The merged run, and notes. If some of the runs are shards, the merged run is interrupted
-        if an instrument lacks a case of the shards' grid. Otherwise, it is interrupted if one of
-        the runs is not complete.
+        The merged run, and notes. The status of the merged run is complete or interrupted. If some
+        of the runs are shards, the status is interrupted if an instrument lacks a case of the
+        shards' grid. Otherwise, the status is interrupted if one of the runs is not complete.
 
     Raises:
         ConfigurationError: the runs differ in GPU model, versions, code, settings or baseline, the

@@ -89,7 +89,7 @@ COMMON = ("--columns", "--sort", "--phase", "--roofline", "--time", "--output", 
 
 REPORT = ".ncu-rep"
 TIMELINES = (".nsys-rep", ".sqlite")
-"""Suffixes of Nsight Systems reports, and of SQLite files exported from them."""
+"""Suffixes of reports of Nsight Systems, and of SQLite files exported from such reports."""
 RECORDED = (REPORT, *TIMELINES)
 
 
@@ -200,8 +200,8 @@ def _joined_summary(runs: Sequence[Run], options: argparse.Namespace) -> pd.Data
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
     """Yield the tables of phases under the roofs of a card.
 
-    The roofs are those of the file or card that --roofline names. By default, they are those of the
-    measured card, else of a GPU of this machine.
+    The option --roofline names a file with roofs or a card. By default, the card is the measured
+    card, else a GPU of this machine.
     """
     summary = _joined_summary(runs, options)
     measured_on = sorted(set(summary[summary.device != NO_HARDWARE].device))
@@ -256,7 +256,7 @@ def _report_tables(
 
 
 def _run_from_reports(reports: Sequence[Path], phase: str | None = None) -> Run:
-    """Join reports into one run, with the ranges, and with the kernels of one or all phases.
+    """Join reports into one run. It has the ranges, and the kernels of ``phase`` or of all phases.
 
     If the folder above a report of kernels has a report of ranges of the same name, both are read
     (see `dpbench.instruments.ncu`).
@@ -287,7 +287,7 @@ def _run_from_reports(reports: Sequence[Path], phase: str | None = None) -> Run:
 def _read_report(
     path: Path, case: Subject, phase: str | None
 ) -> tuple[str, Sequence[Measurement], Sequence[KernelCount]]:
-    """Return the instrument of a report, its rows, and the kernels of one or all phases."""
+    """Return a report's instrument, its rows, and its kernels in ``phase`` or in all phases."""
     check_is_file(path)
     if not ncu.holds_kernels(path):
         return "ncu", [*ncu.read(path, case)], ()

@@ -152,7 +152,7 @@ class CaseProcess(PendingMeasurement):
         return self.exit_code is None and time.monotonic() - self._start <= self.timeout
 
     def _wait(self) -> None:
-        """Wait until the process has ended. Raise an error if it takes too long.
+        """Wait until the process has ended. Raise an error if the process takes too long.
 
         The time-out applies separately to the imports, to waiting for each process that holds the
         GPU, and to the measurement.

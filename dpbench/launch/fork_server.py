@@ -36,7 +36,8 @@ PER_FORK_ENV = {
     *(RECORDS, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"),
     "CUDA_VISIBLE_DEVICES",  # read when a GPU is opened, and the server opens none
 }
-"""Environment variables that may differ from the server's. A request contains them."""
+"""Environment variables that a fork can set to other values than the server has. Each request
+contains these variables."""
 
 IMPORTED_MODULES = (
     "dpbench.commands.cli",
@@ -177,7 +178,7 @@ def import_packages() -> None:
     for built_in in (TRAINERS, INSTRUMENTS):
         for name in built_in:
             built_in[name]  # imports the class
-    gc.freeze()  # collectors of forks skip these objects, so their memory stays shared
+    gc.freeze()  # forks do not collect these objects, so the memory stays shared
     gc.enable()
     if (process_id := os.fork()) == 0:  # OpenBLAS ends its threads at the first fork
         os._exit(0)

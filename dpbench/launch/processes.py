@@ -32,7 +32,7 @@ ends first, the parent has died, e.g. by ``kill -9``, and the script ends the gr
 
 STARTER = 'echo $$ >&0; exec "$@" </dev/null'
 """A shell script that sends its own process number to the guard and then becomes the program. The
-guard then knows the number even if the parent is interrupted while it starts the program."""
+guard then knows the number even if the parent is interrupted while the program starts."""
 
 
 def cores() -> int:

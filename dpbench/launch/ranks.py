@@ -70,7 +70,7 @@ def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
 
 
 def check_backend(device: torch.device) -> str:
-    """Return the backend for collectives on a device. Raise an error if PyTorch lacks it."""
+    """Return the backend for collectives on a device. Raise an error if this torch lacks it."""
     name = "nccl" if device.type == "cuda" else "gloo"
     if not distributed.is_backend_available(name):
         raise ConfigurationError(
@@ -136,7 +136,7 @@ def _undo_launcher_changes() -> Iterator[None]:
 
 
 def _run_rank(work: Work, case: Case, device: torch.device) -> Record:
-    """Run as a rank that the launcher started. Signals end it at once, even in a collective."""
+    """Run as a rank of the launcher. Signals end the rank at once, even in a collective."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     stack = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK).open("w")
@@ -157,7 +157,7 @@ def _as_rank(work: Work, case: Case, device: torch.device) -> Record:
     """Run as the rank that the environment variables describe."""
     with in_group(device):
         record = work(case)
-        all_gather("done")  # leaving the group earlier would break it for other ranks
+        all_gather("done")  # if this rank left earlier, the group would break for other ranks
         return record
 
 

@@ -164,7 +164,8 @@ def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool)
 def _not_finite(name: str, layer: Verification) -> Check:
     """Check that an example whose norm is not finite moves finite parameters by at most C/B.
 
-    The trainer may refuse the example, leave it out, clip it, or make parameters not finite.
+    C/B is the clipping threshold divided by the batch size. The trainer may refuse the example,
+    leave the example out, clip its gradient, or make parameters not finite.
     """
     if layer.case.gpus > 1:
         return Check(

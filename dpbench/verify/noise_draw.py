@@ -15,6 +15,8 @@ from dpbench.verify.reference import Gradients
 class Draw:
     """The noise of one step, divided by σC/B.
 
+    σ is the noise multiplier, C the clipping threshold and B the batch size.
+
     Attributes:
         run: the run's name for messages, such as ``σ = 1e+04, C = 0.7 in 2 parts``.
         step: the step's number in its run, from 1.
@@ -38,6 +40,6 @@ class Draw:
 
 
 def joined_noise(draws: Sequence[Draw], name: str) -> Tensor:
-    """Join the noise of one parameter, or of all for ``""``, in several steps into one vector."""
+    """Join the noise of a parameter in several steps. ``""`` joins the noise of all parameters."""
     parts = [noise for draw in draws for each, noise in draw.noise.items() if name in ("", each)]
     return torch.cat(parts).double()

@@ -43,7 +43,7 @@ of x is erf(|x|/√2). The slope of the rank times |x| is at most 0.484, so a re
 
 
 def repeated_values(draws: Sequence[Draw]) -> Comparisons:
-    """Find values that repeat in any order and with any sign: sorted, they have tiny gaps."""
+    """Find values that repeat in any order and with any sign, by tiny gaps between sorted ranks."""
     groups = [(name, draws, "") for draw in draws[:1] for name in ("", *draw.noise)]
     groups += [("", [draw], f" in {draw.step_name}") for draw in draws]
     found = []
@@ -157,7 +157,7 @@ def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
     rows = pad_sequence([noise.double() for *_, noise in named], batch_first=True)
     sizes = torch.tensor([len(noise) for *_, noise in named], device=rows.device)
     present = (torch.arange(rows.shape[1], device=rows.device) < sizes[:, None]).to(rows.dtype)
-    squares = rows.square() @ present.T  # [i, j]: row i without padding of row j
+    squares = rows.square() @ present.T  # [i, j]: of row i, cut to the length of row j
     r = (rows @ rows.T / (squares * squares.T).sqrt()).nan_to_num().tril(-1)
     n = torch.minimum(sizes[:, None], sizes)
     worst, others = log_chance_of_correlation(r, n).min(1)

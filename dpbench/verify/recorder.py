@@ -22,7 +22,7 @@ class CheckingRecorder(Recorder):
 
         from dpbench.verify.script import StepChecks
 
-        # Do not compile: each call is repeated with one example, and a new shape compiles anew.
+        # Nothing is compiled, because repeating calls with one example would compile them again.
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return StepChecks()
 

@@ -67,7 +67,7 @@ class Examples:
 
     @cached_property
     def norms(self) -> Tensor:
-        """The norm of each per-sample gradient, ``[B, parameters]`` float64."""
+        """The norm of each per-sample gradient, ``[examples, parameters]`` float64."""
         each = [g.double().reshape(len(g), math.prod(g.shape[1:])) for g in self._each]
         return torch.stack([torch.linalg.vector_norm(g, dim=1) for g in each], dim=1)
 
@@ -91,7 +91,10 @@ class Examples:
         return [*self.gradients.values()]
 
     def factors(self, clips: str, threshold: float, added: float = 1e-6) -> Tensor:
-        """Return the clipping factors, ``[B, parameters]``. As Opacus does, add 1e-6 to norms."""
+        """Return the clipping factors, ``[examples, parameters]``.
+
+        ``added`` is added to the norms. Opacus adds 1e-6.
+        """
         if clips == "per layer":
             norms, threshold = self.norms, threshold / len(self.gradients) ** 0.5
         else:

@@ -72,7 +72,7 @@ class StepChecks(Calls):
         self.wrong: dict[str, dict[str, None]] = {}  # parameters, by a description of the error
         self.reasons: dict[str, None] = {}  # reasons why gradients could not be compared
         self.clips: dict[str, None] = {}  # descriptions of the clipping
-        self.bypassed = ""  # class of an optimizer that steps in place of the private one
+        self.bypassed = ""  # class of an optimizer that steps in place of a private optimizer
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
         self.known: dict[str, ParameterHistory] = {}
         # Parameters that an optimizer has but no called module, and whether they had a gradient:
@@ -81,7 +81,7 @@ class StepChecks(Calls):
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
         self._since = 0  # backward passes since the latest call of the private optimizer
-        self._in_last_part = 0  # backward passes between its latest two calls
+        self._in_last_part = 0  # backward passes between the latest two such calls
         self._private: dict[int, Any] = {}  # Opacus's optimizers, by the optimizer they wrap
         self._threshold: float | list[float] = 0.0
         self._before: dict[int, Gradients] = {}  # gradients at each optimizer's last step

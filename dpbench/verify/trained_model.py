@@ -1,4 +1,4 @@
-"""Runs a trainer's steps, and computes the update that each step subtracts."""
+"""Runs a trainer's steps, and computes the gradients with which each step updates parameters."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ class TrainedModel:
     ) -> Iterator[Gradients]:
         """Yield the gradients with which each step updates the parameters.
 
-        With SGD, they are the update that the step subtracts, divided by the learning rate. With
-        another optimizer, they are the gradients that the optimizer receives. Each step starts from
-        the initial parameters and trains the next batch, or this rank's part of the batch. All
-        ranks use the same seed if ``seed`` is odd, and different seeds if it is even. Noise must be
-        correct in both cases.
+        With SGD, the result is the update that the step subtracts, divided by the learning rate.
+        With another optimizer, the result is the gradients that the optimizer receives. Each step
+        starts from the initial parameters and trains the next batch, or this rank's part of the
+        batch. All ranks use the same seed if ``seed`` is odd, and different seeds if it is even.
+        Noise must be correct in both cases.
         """
         one_process = case.gpus == 1
         plain = case.optimizer == "sgd"
@@ -181,8 +181,8 @@ def _update_of_other(
     """Take a step. Return the gradients that the plain optimizer receives.
 
     Parameters that did not move get zeros. If a trainer merges the update with the noise, noisy
-    gradients never exist in memory. In this case, they are computed from the optimizer's moving
-    averages, which are set to zero before the step.
+    gradients never exist in memory. In this case, the gradients are computed from the optimizer's
+    moving averages, which are set to zero before the step.
     """
     optimizer = trainer.plain_optimizer
     received = {name: torch.zeros_like(value) for name, value in before.items()}

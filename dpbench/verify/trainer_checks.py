@@ -39,7 +39,8 @@ def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list
     """Check the trainer of a case. If the case has several ranks, start a process for each rank.
 
     Args:
-        case: a small case. If it has several micro-batches, the undivided batch is checked too.
+        case: a small case. If its batch has several micro-batches, training the undivided batch is
+            checked too.
         device: ``auto``, ``cpu`` or ``cuda``.
         processes: whether to compare the noise with the noise of a newly started process.
 

@@ -239,7 +239,7 @@ class Verification:
         norms. With `FRACTIONAL_SIGMA`, it is above all norms.
 
         Args:
-            other_process: steps like those of the first run, taken by another process.
+            other_process: steps of another process with the first run's batches, σ and threshold.
         """
         elements = sum(self.model.start[name].numel() for name in self.model.trained)
         first = self.batchings[0]
@@ -278,6 +278,8 @@ class Verification:
         steps: Iterable[Gradients],
     ) -> Iterator[Draw]:
         """Yield the noise of each step: its update minus the clipped gradients, divided by σC/B.
+
+        σ is the noise multiplier, C the clipping threshold and B the batch size.
 
         If noise is correlated over steps, the contribution of earlier steps is subtracted as well.
         The result is the noise that each step has newly drawn.
