@@ -158,7 +158,7 @@ def _any_rank_wants_more(recorder: Recorder) -> bool:
 
 
 def _compilations() -> int:
-    """Return the number of functions that torch.compile has compiled in this process."""
+    """Return the number of graphs that torch.compile has compiled in this process."""
     made: int = import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
     return made
 

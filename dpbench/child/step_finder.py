@@ -182,7 +182,7 @@ class StepFinder:
     # --- phases ------------------------------------------------------------------------------
 
     def _is_loop_thread(self) -> bool:
-        """Return True in the loop's thread, and during backward in autograd's threads."""
+        """Return True in the loop's thread, and during backward in every thread."""
         return not self._closed and (threading.get_ident() == self._thread or self._in_backward)
 
     @contextmanager

@@ -67,5 +67,5 @@ def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
 
 
 def saved_run(name: str, storage: Path) -> Run:
-    """Return the run whose path, number or name in ``dpbench list`` is ``name``."""
+    """Return a run by its path, or by the number or name that ``dpbench list`` shows."""
     return Run.load(Storage(storage).find(name))

@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
 def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
     """Return the requested view.
 
-    The ranges that ratios have by default apply only to ratios to the standard trainer.
+    Ratios to another baseline than the standard trainer have no default ranges.
     """
     baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
     ceilings = read_ceilings(Path(options.time)) if options.time else None

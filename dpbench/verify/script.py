@@ -53,8 +53,7 @@ class ParameterHistory:
         trained: whether the parameter requires gradients.
         has_optimizer: whether an optimizer that steps contains the parameter.
         had_gradient: whether an optimizer stepped with a gradient other than zero.
-        should_move: whether an optimizer with a learning rate other than 0 stepped with a gradient
-            that was more than rounding.
+        should_move: whether such a gradient was more than rounding, with a learning rate above 0.
         moved: whether the value differed from ``start`` at the end of a step.
     """
 
