@@ -1,4 +1,4 @@
-"""Builds the device, trainer and batches of a case, and checks that it trains."""
+"""Builds the trainer and the batches of a case, and tests that the trainer trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 from dpbench.workloads.base import Workload, batches_of
 
 SEED = 0
-"""Seed of every build. A profiler may run a case several times, and needs equal runs."""
+"""Seed of every measured case. A profiler may run a case several times, and needs equal runs."""
 
 
 TRAINER = (
@@ -108,7 +108,7 @@ def build(
             f"trainer {case.trainer} makes a {type(trainer).__name__}, which is no TrainerBase or "
             f"does not call the constructor of TrainerBase; {TRAINER}"
         )
-    set_tf32(case, device)  # again, because modules of models often switch TF32 on
+    set_tf32(case, device)  # again, because code that builds a model may switch TF32 on
 
     sizes = [case.batch_size] * (num_batches - sampled) + batch_sizes(case, sampled)
     largest = max([case.batch_size, *sizes])
@@ -139,7 +139,7 @@ def set_tf32(case: Case, device: torch.device) -> None:
     allowed = case.precision == "tf32"
     backends: Any = torch.backends
     backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = allowed
-    # What these switch off would still follow `torch.backends.fp32_precision`, if a module set it.
+    # Without these settings, `torch.backends.fp32_precision` could still switch TF32 on.
     for operation in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
         operation.fp32_precision = "tf32" if allowed else "ieee"
 
@@ -148,10 +148,11 @@ def batch_sizes(case: Case, number: int) -> list[int]:
     """Return the sizes of a case's measured batches, which depend only on the case and ``number``.
 
     If examples are drawn independently from a large dataset, their number is Poisson distributed
-    (Le Cam, "An Approximation Theorem for the Poisson Binomial Distribution", 1960). The
-    distribution is divided into ``number`` equally likely ranges. The sizes are the medians of
-    these ranges, in random order, so that their mean is close to the distribution's mean. A single
-    batch has the median of the distribution.
+    (Le Cam, "An Approximation Theorem for the Poisson Binomial Distribution", 1960). From this
+    distribution, 999 sizes per batch are drawn with a fixed seed, and sorted. Each run of 999
+    sorted sizes is replaced by its median. So the mean of the medians is close to the
+    distribution's mean. A single batch has about the median of the distribution. The medians are
+    returned in random order.
     """
     if case.sampling == "fixed":
         return [case.batch_size] * number
@@ -172,7 +173,7 @@ def about_sizes(case: Case, number: int) -> str:
 
 
 def _model_of(case: Case, workload: Workload, device: torch.device) -> nn.Module:
-    """Build the workload's model on a device, and apply the case's options to it."""
+    """Build the workload's model on a device, and apply the case's options to the model."""
     with device:
         model = workload.model()
     if not isinstance(model, nn.Module):
@@ -212,8 +213,8 @@ def workload_of(case: Case) -> Workload:
 def check_parameters(case: Case) -> None:
     """Raise if a built-in trainer, workload or optimizer refuses its parameters' values.
 
-    Trainers and optimizers are built once, for a layer with two parameters. A user's class may need
-    a larger model, so this function does not check its parameters.
+    A trainer or optimizer with parameters is built once, for a layer with two parameters. A user's
+    class may need a larger model, so this function does not check its parameters.
     """
     if case.set and WORKLOADS.is_builtin(case.workload):
         workload_of(case)
@@ -231,7 +232,10 @@ def check_parameters(case: Case) -> None:
 
 
 def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
-    """Return the trainer's arguments that are not defaults: a trainer need not accept others."""
+    """Return the trainer's arguments for options of the case that differ from their defaults.
+
+    Other arguments are left out, because a trainer need not accept them.
+    """
     options: dict[str, Any] = {}
     if case.workload != TRANSFORMER:
         options["workload"] = workload
@@ -244,7 +248,7 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
     if case.sampling != "fixed":
         options["sampling"] = case.sampling
     if case.compile == "on":
-        torch.compiler.reset()  # Dynamo compiles a function 8 times at most, then runs it eagerly
+        torch.compiler.reset()  # Dynamo compiles a function at most 8 times, then never again
         options["compile"] = True
     if case.precision in MIXED:
         options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16

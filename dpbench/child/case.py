@@ -37,7 +37,7 @@ from dpbench.workloads.base import examples_in
 
 
 class PhaseTimes:
-    """Measures the seconds of each phase in each step. On CUDA, it uses events.
+    """Measures the seconds of each phase in each step, on CUDA with events.
 
     Attributes:
         on_cuda: whether events are used, which do not make the CPU wait for the GPU.
@@ -71,7 +71,7 @@ class PhaseTimes:
         return max(Counter(step for step, phase, _ in self.marks if phase).values(), default=0)
 
     def seconds(self, *, wait: bool = True) -> list[dict[str, float]]:
-        """Return for each step the seconds in each phase, whose sum is the step's duration.
+        """Return the seconds of each phase in each step. A step's seconds add up to its duration.
 
         Without ``wait``, the result contains only steps that the GPU has finished.
         """
@@ -97,11 +97,13 @@ def run_case(
 
     Args:
         case: the case to run.
-        recorder: observes the steps after the warm-up. If the recorder wants more steps than
-            ``active``, further steps use the active steps' batches again.
+        recorder: observes the steps after the warm-up; with ``hears_warmup``, also the warm-up. If
+            the recorder wants more steps than ``active``, further steps use the active steps'
+            batches again.
         device: ``auto``, ``cpu`` or ``cuda``.
-        warmup: number of unobserved warm-up steps.
-        active: number of active steps, which follow the warm-up steps.
+        warmup: number of warm-up steps. If batch sizes are sampled, a warm-up step with each active
+            batch is added.
+        active: number of active steps, which follow the warm-up.
 
     Returns:
         A record of the run and of the recorder, as plain JSON types.
@@ -156,7 +158,7 @@ def _any_rank_wants_more(recorder: Recorder) -> bool:
 
 
 def _compilations() -> int:
-    """Return the number of functions that torch.compile has compiled in this process."""
+    """Return the number of graphs that torch.compile has compiled in this process."""
     made: int = import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
     return made
 
@@ -194,7 +196,7 @@ def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], activ
     Args:
         scaler: the scaler after the active steps.
         before: the scaler's ``state_dict()`` before the active steps.
-        active: number of active steps.
+        active: number of active steps whose batch is not empty.
     """
     if not scaler.is_enabled():
         return
@@ -216,7 +218,7 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
         The seconds that this process spends in each activity, as phases of one step. The step lasts
         from the request for the GPU to the GPU's release.
     """
-    # Slow imports run before the GPU is locked, so that other processes can use it meanwhile.
+    # Slow imports run before the GPU is locked, so that others can use the GPU meanwhile.
     import_named(case)
     import_module("torch._dynamo")  # the first optimizer would import this module
     spent = PhaseTimes(torch.device("cpu"))

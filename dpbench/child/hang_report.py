@@ -1,4 +1,4 @@
-"""Reads from a Python stack where a hanging process was when it was ended."""
+"""Finds in a Python stack where a process hung."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 def where_stuck(stack: str) -> tuple[bool, str]:
-    """Return True if a rank waited for other ranks in a collective, and where its main thread was.
+    """Return True if a rank waited for other ranks in a collective, and the line where it was.
 
-    The stack is empty if the rank was not asked to write it, or was ended before it had written it.
-    Such a rank counts as waiting.
+    The stack is empty if the rank was not asked for its stack, or was ended before it wrote the
+    stack. Such a rank counts as waiting.
     """
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:

@@ -19,8 +19,8 @@ from dpbench.core.names import parameters_text, read_parameters
 from dpbench.core.parameters import arguments
 
 WAITING, MEASURING = "waiting for", "measuring"
-"""Keys of status records: the process waits for the GPU's lock, or holds it. A record without these
-keys is a result."""
+"""Keys of status records: the process waits for the GPU's lock, or holds the lock. A record without
+these keys is a result."""
 
 LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
 """Matches the errors of a rank that failed because another rank had ended."""
@@ -47,7 +47,7 @@ def append_record(record: dict[str, Any], path: str | None = None) -> None:
 
 
 def report_result(**record: Any) -> None:
-    """Append this process's result or error to the records file, or print it if there is none."""
+    """Append a result or an error to the records file. Without `RECORDS`, print the record."""
     if RECORDS in os.environ:
         append_record(record | {"imported": imported_files()})
     else:
@@ -68,7 +68,7 @@ def result_of(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Steps:
-    """Numbers of a measured process's steps: ``warmup`` unobserved, then ``active`` observed."""
+    """Numbers of steps of a measured process: first the warm-up steps, then the active steps."""
 
     warmup: int
     active: int

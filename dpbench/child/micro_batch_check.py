@@ -20,7 +20,12 @@ from dpbench.workloads.base import examples_in
 
 
 def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
-    """Make a training step raise if one forward computes more than ``size`` examples."""
+    """Make training steps raise if the trainer does not use micro-batches of ``size`` examples.
+
+    A step raises if one forward computes more than ``size`` examples, if the step never calls the
+    workload's loss, or if all forwards together compute too few examples. Steps that replay a CUDA
+    graph call no loss, and are not checked.
+    """
     seen: list[int] = []
 
     def refuse(why: str) -> None:

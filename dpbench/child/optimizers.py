@@ -35,14 +35,14 @@ class AlternatingOptimizers:
         self.most_turns = 0
         self._first: ref[Any] | None = None  # the optimizer that begins training steps
         self._stepped_now: list[ref[Any]] = []  # the optimizers that stepped in this turn
-        # Number of turns in which all awaited optimizers had stepped, the completing turn included.
+        # Number of turns at whose end all awaited optimizers had stepped in this training step.
         self._turns_since_all = 0
         self._extra_turns = 0  # expected number of turns after all optimizers have stepped
-        # For each turn that belongs to the already ended training step: its optimizers.
+        # Optimizers of each turn that belongs to the training step before the current one.
         self._late_turns: list[WeakSet[Any]] = []
         self._first_began = True  # whether `_first` stepped in the first turn
         self._all_stepped = False  # whether all awaited optimizers have stepped
-        self._only_awaited = True  # whether no other optimizer has stepped
+        self._only_awaited = True  # whether only awaited optimizers stepped
 
     def add(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped."""
@@ -56,7 +56,7 @@ class AlternatingOptimizers:
         self.turns_taken += 1
         self._turns_since_all += self._all_stepped
         if self.turns_taken == 1 and (self._first is None or self._first() is None):
-            self._first = self._stepped_now[0]  # the loop has no first optimizer yet, or no longer
+            self._first = self._stepped_now[0]  # no optimizer is known to begin steps
         begins = self._first in self._stepped_now
         self._stepped_now = []
         if self.turns_taken == 1:
@@ -79,9 +79,9 @@ class AlternatingOptimizers:
         """Begin the next training step.
 
         Returns:
-            The number of training steps that have ended. It is 0 if the last turn belongs to the
-            training step before. It is more than 1 if an awaited optimizer has not stepped for
-            `MOST_TURNS` turns, because each of these turns then counts as a training step.
+            The number of training steps that have ended. It is 0 if the latest turn still belongs
+            to the previous training step. It is more than 1 if an awaited optimizer has not stepped
+            for `MOST_TURNS` turns, because each of these turns then counts as a training step.
         """
         steps = 1
         if not self._first_began:

@@ -1,6 +1,6 @@
-"""Wraps functions that every training loop calls, and reports their calls to a `StepFinder`.
+"""Wraps functions that training loops call, and reports their calls to a `StepFinder`.
 
-The functions are those of PyTorch, Opacus and fastDP. A library's functions are wrapped when the
+The functions belong to PyTorch, Opacus and fastDP. A library's functions are wrapped when the
 script imports the library. dpbench does not import the library earlier: the script may first set
 the number of threads or the allocator, and these settings must take effect.
 """
@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {
         "amp.GradScaler.update": "optimizer",
         "optim.Optimizer.zero_grad": "optimizer",
     },
-    # The backward of this loss runs two backward passes, which are marked as one backward.
+    # The backward of ghost clipping's loss runs two backward passes, which count as one.
     "opacus.utils.fast_gradient_clipping_utils": {
         "DPTensorFastGradientClipping.backward": "backward",
     },
@@ -71,7 +71,7 @@ Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def watch(finder: StepFinder) -> None:
-    """Wrap the libraries' functions, now or when they are imported, until the finder is closed."""
+    """Wrap the functions of each library, now or after its import, until the finder is closed."""
     watching = _Watching(finder)
     later = set()
     for name in {*FUNCTIONS, *watching.further}:
@@ -160,7 +160,7 @@ class _Watching:
         return called
 
     def scaled_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap GradScaler's ``step``, which skips the optimizer's if gradients are not finite."""
+        """Wrap GradScaler's ``step``, which skips the optimizer if gradients are not finite."""
 
         def called(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
             with self.finder.scaled_update(optimizer):
@@ -178,7 +178,7 @@ class _Watching:
         return called
 
     def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the call of modules. A call inside another module's call takes a fast path."""
+        """Wrap the call of modules. A call inside another module's call is only passed on."""
         finder, compiles = self.finder, is_compiling()
 
         def called(module: Any, /, *args: Any, **options: Any) -> Any:

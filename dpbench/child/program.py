@@ -1,4 +1,4 @@
-"""Runs a Python program in this process as the Python interpreter would, and prints its errors."""
+"""Runs a program in this process as the Python interpreter would, and prints its traceback."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ def _group(of: Any) -> Any:
 def all_gather(word: str) -> list[str]:
     """Send a string to all ranks, and return the strings that all ranks sent, by rank.
 
-    All ranks must call this function equally often. They use it to agree whether to take another
-    step. A rank that took more steps than the others would wait in a collective for ever.
+    All ranks must call this function equally often. The ranks use it to agree whether to take
+    another step. A rank that took more steps than another rank would wait in a collective for ever.
     """
     _, ranks = rank_and_ranks()
     if ranks == 1:

@@ -1,8 +1,8 @@
 """Recorders observe steps and phases in the process that trains, and make rows from them.
 
 Each instrument has its own class of recorder. A recorder runs in the process of a case, of a script
-or of a test. It imports torch only when the first step begins, because a script may set up its
-environment before it imports torch.
+or of a test. Recorders import torch only when the first step begins, because a script may set up
+its environment before the script imports torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NullListener(PhaseListener):
 
 
 class Calls:
-    """Receives the calls that the training loop makes in a step. This base class ignores them."""
+    """Receives the calls that the training loop makes in a step. This base class does nothing."""
 
     def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
         """Return ``call(module, *args, **options)``, the result of a module called by the loop."""
@@ -67,8 +67,8 @@ class Calls:
 class Recorder(PhaseListener):
     """Observes a number of steps of any training loop.
 
-    A subclass overrides `rows`. It also overrides either `listener` or the methods `start_step`,
-    `switch` and `end_step`, in which it calls the base class's methods.
+    A subclass overrides `rows`. It also overrides either `listener`, or some of the methods
+    `start_step`, `switch` and `end_step`. Such a method also calls the base class's method.
 
     Args:
         wanted: number of steps to observe; None for all steps.
@@ -78,7 +78,7 @@ class Recorder(PhaseListener):
         hears_warmup: whether the recorder also observes a case's warm-up steps.
         calls: receives the calls that the training loop makes.
         more: further entries of a script's record.
-        wait: whether `rows` waits for the GPU. Otherwise, it uses the steps that the GPU finished.
+        wait: whether `rows` waits for the GPU. If not, `rows` uses the steps that the GPU finished.
         operators: the operators of the last step, if the recorder counts operators.
         memory_lines: the lines that hold memory at the peak, if the recorder counts memory.
         notes: assumptions behind the rows.
@@ -160,7 +160,7 @@ class Recorder(PhaseListener):
 
 
 def whole_steps(seconds: float) -> int:
-    """Return how many steps are measured as a whole, given the seconds that one step takes.
+    """Return the number of steps to measure as a whole, from the duration of one step in seconds.
 
     All ranks use the duration in rank 0.
     """

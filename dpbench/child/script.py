@@ -35,8 +35,8 @@ from dpbench.results.outcome import Outcome
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 OFTEN = 100
-"""A record is written after each of this many first steps, and then once per this many steps. So a
-record exists if the process is killed."""
+"""A `quick` recorder writes a record after each of the first `OFTEN` steps, and later after every
+`OFTEN` steps. So a record exists even if the process is killed."""
 
 
 def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bool]:
@@ -126,7 +126,7 @@ def _write_down(
         )
     except DpbenchError as error:
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
-    # The parent needs this number, because ncu's report may contain a step that did not end.
+    # The parent needs `observed`, because ncu's report may contain a step that did not end.
     more = {"torch": torch, "observed": recorder.observed, "under_way": under_way, **recorder.more}
     append_record({**outcome.as_json(), **more}, path)
 

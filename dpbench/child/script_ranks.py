@@ -22,11 +22,11 @@ from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
 
 PATIENCE_SECONDS = 60.0
-"""Seconds that rank 0 waits for other ranks' files after the script has ended in rank 0."""
+"""Most seconds that rank 0 waits for other ranks' files after the script has ended in rank 0."""
 
 CAUSE_SECONDS = 3.0
-"""Seconds that rank 0 waits for other ranks' files after the script has failed in rank 0. It may
-have failed because another rank failed."""
+"""Most seconds that rank 0 waits for other ranks' files after the script has failed in rank 0. The
+script may have failed because another rank failed. A rank that timed out also waits this long."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rank:
 
     @classmethod
     def here(cls) -> Rank | None:
-        """Return the rank of this process; None if only one rank runs the script."""
+        """Return the rank of this process; None if the script runs in a single rank."""
         variable = os.environ.get
         ranks, own = variable("WORLD_SIZE", "1"), variable("TORCHELASTIC_ERROR_FILE", "")
         if ranks == "1":
@@ -104,7 +104,7 @@ class Rank:
         return replace(own, rows=tuple(rows), notes=tuple(notes))
 
     def _of(self, number: int, own: Outcome, deadline: float) -> Outcome:
-        """Return another rank's outcome, after the rank has written it or the deadline."""
+        """Return another rank's outcome. Wait for the rank's file until the deadline."""
         with suppress(KeyboardInterrupt):  # torchrun interrupts this rank if another rank failed
             while not self.file(number).exists() and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)

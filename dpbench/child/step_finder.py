@@ -1,11 +1,12 @@
 """Finds the steps and phases of an unmodified training loop in this process.
 
-`dpbench.child.patches` wraps functions that every training loop calls: the calls of modules, the
+`dpbench.child.patches` wraps functions that training loops call: the calls of modules, the
 backward, clipping, noise, optimizers' steps and the fetching of batches. The forward phase lasts
 until the backward begins, so it contains the loss. A training step ends where the next training
-step begins: at the first batch, forward or backward after the last optimizer has stepped
-(`dpbench.child.optimizers`). It does not end with the optimizer's step, because another optimizer,
-a scheduler or logging may follow. Batches, logging and evaluation are outside every phase.
+step begins: at the first fetching of a batch, forward or backward after the last optimizer has
+stepped (`dpbench.child.optimizers`). It does not end with the optimizer's step, because another
+optimizer, a scheduler or logging may follow. Evaluation and the fetching of batches are outside
+every phase.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class StepFinder:
     # --- phases ------------------------------------------------------------------------------
 
     def _is_loop_thread(self) -> bool:
-        """Return True in the loop's thread, and during backward in autograd's threads."""
+        """Return True in the loop's thread, and during backward in every thread."""
         return not self._closed and (threading.get_ident() == self._thread or self._in_backward)
 
     @contextmanager
@@ -219,7 +220,11 @@ class StepFinder:
                 self._forward = step.enter("forward")
 
     def begins_forward(self, module: Any) -> bool:
-        """Return True if the loop itself calls a module with parameters, which a loss lacks."""
+        """Return True if a call of a module is a forward or an evaluation.
+
+        The loop itself must call the module, and the module must have parameters. Most modules that
+        compute a loss have none.
+        """
         return (
             not (self._closed or self._in_backward)
             and threading.get_ident() == self._thread
@@ -252,8 +257,8 @@ class StepFinder:
         """Begin an optimizer's step.
 
         Args:
-            optimizer: the optimizer; None if a wrapper steps, such as Opacus's optimizer or a
-                GradScaler, which may call the optimizer.
+            optimizer: the optimizer; None if a wrapper of the optimizer steps, which is Opacus's
+                optimizer or a GradScaler.
             outer: Opacus's optimizer if it steps; otherwise None.
 
         Returns:
@@ -327,7 +332,7 @@ class StepFinder:
             self.undo.close()
 
     def forget(self) -> None:
-        """Stop recording in a fork of the training process, which does not train itself."""
+        """Stop recording in a fork of the training process, because forks do not train."""
         self._closed = True
         set_current_step(None)
         if self.counts:

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the advice. The exit code is 1 if a named method cannot be counted."""
+    """Print the advice. The exit code is 1 if a method that --trainer names cannot be counted."""
     from dpbench.advice.memory import parse_memory
     from dpbench.results.roofline import find_card
     from dpbench.show.layout import as_text, terminal_width
@@ -100,10 +100,10 @@ def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Ad
 
 
 def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | None]:
-    """Return the card to advise for, and its memory if the card is a GPU of this machine.
+    """Return the card to advise for, and its memory if the card is taken from this machine.
 
-    The card is that of --gpu, else that of the run, else a GPU of this machine, else
-    `DEFAULT_CARD`.
+    The card is named by --gpu. Without --gpu, it is the GPU of the run, else a GPU of this machine,
+    else `DEFAULT_CARD`.
     """
     from dpbench.results.roofline import known_roofs
 
@@ -119,9 +119,9 @@ def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | 
 
 
 def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
-    """Return the run's cells that match the options, with their trainers.
+    """Return the trainers of each cell of the run that matches the options.
 
-    The key of a cell is the case of its baseline.
+    The key of a cell is the case of the cell's baseline.
     """
     axes = [axis for axis in AXES if axis != "set"]
     chosen = {axis: value for axis in axes if (value := getattr(options, axis, None)) is not None}

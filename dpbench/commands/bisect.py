@@ -54,7 +54,7 @@ JSON = "{json}"
 """Placeholder for the run's file in a command."""
 
 VERDICTS = {False: "good", True: "bad", None: "ambiguous"}
-"""Verdicts, by whether the limit is exceeded. None means undecided."""
+"""Verdicts, by whether a trial exceeds the limit. None means that this is undecided."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def with_json(words: Sequence[str]) -> list[str]:
-    """Return the command with ``{json}``, added if ``dpbench run`` or ``exec`` lacks it."""
+    """Return the command, with ``--json {json}`` added if ``{json}`` is missing.
+
+    It can be added only to ``dpbench run`` and ``dpbench exec``.
+    """
     if any(JSON in word for word in words):
         return [*words]
     for place, (program, command) in enumerate(pairwise(words), start=2):
@@ -121,7 +124,7 @@ class Bisection:
     file: Path
 
     def run(self) -> int:
-        """Print a line for each trial, and name the first bad one. Return the exit code."""
+        """Print a line for each trial, and name the first bad candidate. Return the exit code."""
         first, last = self.candidates.good, self.candidates.bad
         _say(f"measuring {first:.9} and {last:.9} first")
         with self.candidates.place(first) as place, self.candidates.place(last) as last_place:
@@ -167,7 +170,7 @@ class Bisection:
         return 0
 
     def _run_command(self, trial: Trial) -> Run:
-        """Run the command once more. Raise `DpbenchError` if it writes no run."""
+        """Run the command once more. Raise `DpbenchError` if the command writes no run."""
         self.file.unlink(missing_ok=True)
         words = [word.replace(JSON, str(self.file)) for word in self.command]
         directory, imports = trial.place
@@ -182,9 +185,10 @@ class Bisection:
         return trial.runs[-1]
 
     def _number_to_follow(self, good: Run, bad: Run) -> dict[str, Any]:
-        """Return the number beyond the limit that has the largest relative change.
+        """Return the number to follow, as a row with its metric, phase, case and instrument.
 
-        If no number is beyond the limit, return the number with the largest relative change.
+        Of the numbers that exceed the limit in ``bad``, it is the one with the largest relative
+        change. If no number exceeds the limit, all numbers are considered.
         """
         verdict = Gate(good, bad).check_limits([self.limit])
         if verdict.judged.empty:
@@ -214,9 +218,10 @@ class Bisection:
         return mean_interval(trial.values if self.limit.varies else trial.values[:1] * 2)
 
     def _verdict(self, trial: Trial) -> bool | None:
-        """Return whether a trial exceeds the limit, or None if that stays ambiguous.
+        """Return True if a trial exceeds the limit, or None if this stays ambiguous.
 
-        While the verdict is ambiguous, the command is repeated. Then the verdict is printed.
+        While the verdict is ambiguous, the command is repeated, at most ``repeats`` times. At the
+        end, the verdict is printed.
         """
         while True:
             (low, high), (least, most) = map(self._update_interval, (trial, self.good))

@@ -37,7 +37,10 @@ def git_output(*words: str) -> str:
 
 
 def range_ends(text: str) -> list[str]:
-    """Return the hashes of ``GOOD..BAD``. An empty end is HEAD. GOOD must be an ancestor of BAD."""
+    """Return the hashes of GOOD and BAD in ``GOOD..BAD``. An end that is left out is HEAD.
+
+    Raise an error if GOOD has a commit that BAD does not contain.
+    """
     good, _, bad = text.partition("..")
     output = git(Path(), "rev-list", "--no-walk=unsorted", good or "HEAD", bad or "HEAD")
     hashes = (output or b"").decode().split()
@@ -62,7 +65,10 @@ class Commits:
         self.describe = describe_commit
 
     def between(self, good: Sequence[str], bad: str) -> list[str]:
-        """Return the ancestors of ``bad`` that no ``good`` commit contains, best first."""
+        """Return the commits between the ``good`` commits and ``bad``, in the best order to try.
+
+        These commits are the ancestors of ``bad`` that no ``good`` commit contains.
+        """
         lines = git_output("rev-list", "--bisect-all", bad, "--not", *good).splitlines()
         return [commit for commit in (line.split()[0] for line in lines) if commit != bad]
 
@@ -97,7 +103,7 @@ class Releases:
         self._folder, self._package, self._needed = folder, wanted.name, dict[str, list[str]]()
 
     def between(self, good: Sequence[str], bad: str) -> list[str]:
-        """Return the versions between the last good one and a bad one, from the middle outwards."""
+        """Return the versions between the last ``good`` and ``bad``, from the middle outwards."""
         first, end = max(map(self._names.index, good)), self._names.index(bad)
         places = sorted(range(first + 1, end), key=lambda place: abs(2 * place - first - end))
         return [self._names[place] for place in places]

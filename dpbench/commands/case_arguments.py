@@ -28,7 +28,7 @@ def add_case(
     required: bool = True,
     **usual: Any,
 ) -> None:
-    """Declare an option for each of the axes, and one for the device.
+    """Declare an option for each of the axes, and an option for the device.
 
     Args:
         parser: the parser that gets the options.
@@ -55,7 +55,7 @@ def add_case(
 
 
 def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
-    """Make a case from the options that `add_case` declares. ``usual`` are its defaults."""
+    """Make a case from the options of `add_case`. ``usual`` are defaults in place of `DEFAULTS`."""
     chosen = {axis: value for axis in AXES if (value := getattr(options, axis, None)) is not None}
     name, text = parted(registry.WORKLOADS.canonical(chosen.get("workload", TRANSFORMER)))
     chosen["workload"] = workload = joined(name, [text, *chosen.pop("set", ())])
@@ -67,5 +67,5 @@ def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
 
 
 def saved_run(name: str, storage: Path) -> Run:
-    """Return the run with a path, or with a number or name that ``dpbench list`` shows."""
+    """Return a run by its path, or by the number or name that ``dpbench list`` shows."""
     return Run.load(Storage(storage).find(name))

@@ -33,16 +33,18 @@ COMMANDS = (
     "list",
     "advise",
 )
-"""Modules of `dpbench.commands`. The docstring is the help, ``add_arguments(parser)`` declares the
-arguments, and ``run(options)`` runs the command and returns the exit code."""
+"""Modules of `dpbench.commands`. A module's docstring is the command's help. Its function
+``add_arguments(parser)`` declares the arguments, and ``run(options)`` runs the command and returns
+the exit code."""
 
 WITH_INSTRUMENT_OPTIONS = ("step", "run", "exec")
 """Commands that take the options of instruments from outside dpbench."""
 
 HELP_ALL = "--help-all"
 MOST_EXAMPLES = 5
-"""Number of examples in the short help. The ``COMMON`` of a command with many options lists the
-options in its short help. The option `HELP_ALL` shows all options."""
+"""Largest number of examples in the short help. A command has a short help if its module has a list
+``COMMON``, which names the options that the short help shows. The option `HELP_ALL` shows all
+options."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -53,7 +55,11 @@ ENDED_BY_CTRL_C = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Return its exit code: 0 for success, 1 for a failure, 2 for bad input."""
+    """Run a command. Return its exit code.
+
+    The exit code is 0 for success, 1 for a failure, 2 for bad input, `ENDED_BY_CTRL_C` or
+    `PIPE_CLOSED`.
+    """
     name = "dpbench"
     try:
         try:
@@ -90,7 +96,7 @@ def _parse_arguments(written: Sequence[str]) -> argparse.Namespace:
         ) from error
     without_server = {"-h", "--help", HELP_ALL, "--cluster"}
     if {*written[:1]} & {"run", "advise"} and not {*written} & without_server:
-        fork_server()  # imports torch while this process reads its options and imports pandas
+        fork_server()  # the server imports torch while this process imports pandas
     # Words after -- are a command of the user.
     end = written.index("--") if "--" in written and written[0] == "bisect" else len(written)
     options = build_parser("".join(written[:1]), written).parse_args(written[:end])
@@ -114,11 +120,14 @@ def _ending_signals_as_ctrl_c() -> Iterator[None]:
 
 
 def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of one command, or of all. Only the module of this command is imported.
+    """Return the parser of all commands, or of one command.
+
+    Only the module of this one command is imported.
 
     Args:
         command: the command's name, or "" for all commands.
-        words: the command line. Instruments from outside that it names add their options.
+        words: the command line. Instruments from outside dpbench add their options if the command
+            line names them.
     """
     parser = argparse.ArgumentParser(
         prog="dpbench",
@@ -164,13 +173,13 @@ def _shorten(parser: argparse.ArgumentParser, common: Collection[str]) -> None:
 
 
 def _declare_instrument_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Declare the options of instruments from outside, with one group for each instrument."""
+    """Declare the options of instruments from outside dpbench, in a group for each instrument."""
     from dpbench.instruments import declare_outside
 
     declare_outside(lambda *title: parser.add_argument_group(*title).add_argument, words)
 
 
 def _module_docstring(command: str) -> str:
-    """Return the docstring of a command's module without importing it, as some load pandas."""
+    """Return the docstring of a command's module. Importing the module might import pandas."""
     source = Path(__file__).with_name(f"{command}.py")
     return ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""

@@ -105,7 +105,7 @@ def _checked_settings(options: argparse.Namespace) -> Settings:
 
 
 def _write_plan(settings: Settings, file: Path, shards: int) -> bool:
-    """Write the grid, settings and environment into a file. Return whether to keep complete shards.
+    """Write the grid, settings and environment to a file. Return True if complete shards are kept.
 
     Raises:
         ConfigurationError: shards are to be kept, but their grid, settings or environment differ.
@@ -138,7 +138,7 @@ def _submit(
         raise ConfigurationError(
             "--cluster needs the package submitit: pip install submitit"
         ) from error
-    # Without this, submitit hides the GPUs from its processes on this machine.
+    # Without this parameter, submitit hides the GPUs from processes on this machine.
     own = {"gpus_per_node": len(gpu.visible_gpus())} if options.cluster == "local" else {}
     given = {"name": "dpbench", "timeout_min": MINUTES, **own, **_parameters(options.cluster_set)}
     try:
@@ -154,7 +154,7 @@ def _submit(
 
 
 def _parameters(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse parameters of submitit, ``NAME=VALUE``. A value of digits becomes a number."""
+    """Parse parameters of submitit, ``NAME=VALUE``. A value of only digits becomes a number."""
     given: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

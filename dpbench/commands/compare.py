@@ -92,7 +92,7 @@ def _judge(before: Run, after: Run, limits: Sequence[Limit], across: bool) -> Ve
 
 
 def _print(before: Run, after: Run, verdict: Verdict, tables: Sequence[Table]) -> bool:
-    """Print the changes from one run to another. Return True if they are a failure."""
+    """Print the changes from one run to another. Return True if the comparison has failed."""
     title = f"{before.name} -> {after.name}"
     print(f"{title}\n\n{as_text(tables)}\n")
     if grown := grown_text(verdict.regressions, verdict.memory):

@@ -143,7 +143,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script, and print its numbers. The exit code is 1 if it failed or exceeds a limit."""
+    """Run the script, and print its numbers.
+
+    The exit code is 1 if the script failed or a number exceeds a limit.
+    """
     rank = Rank.here()
     card = next(iter(gpu.visible_gpus()), None)
     settings = replace(Settings.read(options), device="cuda" if card else "cpu")
@@ -161,7 +164,8 @@ def run(options: argparse.Namespace) -> int:
         baseline = saved_run(options.baseline, options.storage)
         here = sources(scripts, settings, card)
         standards = _standards(options.baseline, baseline, case, here)
-        # Ratios to different scripts must not be compared.
+        # Each run keeps its baseline's name, because ratios to different scripts must not be
+        # compared.
         scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
     axes = {axis: (value,) for axis, value in case.columns.items()}
     cases = [case, *([case.with_trainer(BASELINE_TRAINER)] if standards else [])]
@@ -242,7 +246,7 @@ def _script_runs(
     program = options.module or options.program
     if not program:
         raise ConfigurationError("name a script, or a module with -m, before its options")
-    # Each file is a subject of its own, named by the path from the storage's folder.
+    # Scripts are told apart by their paths, relative to the folder that contains the storage.
     path = os.path.relpath(program[0].removesuffix(".py"), settings.storage.parent)
     name = options.name or (program[0] if options.module else path)
     if name == BASELINE_TRAINER:
@@ -270,7 +274,7 @@ def _script_runs(
 def _standards(
     named: str, run: Run, case: Script, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
-    """Return the outcomes of a saved run's script, with the rows of these devices and instruments.
+    """Return the outcomes of a saved run's script, with only the rows of ``sources``.
 
     Args:
         named: the value of --baseline.
@@ -279,7 +283,8 @@ def _standards(
         sources: pairs of a device and the name of an instrument.
 
     Raises:
-        ConfigurationError: the run has none of these rows, several scripts, or another batch size.
+        ConfigurationError: the run has no row of ``sources``, it has several scripts, or its batch
+            size is not the batch size of ``case``.
     """
     scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
     scripts = [o for o in scripts if o.case.trainer != BASELINE_TRAINER]
@@ -314,7 +319,7 @@ def _as_standard(outcome: Outcome) -> Outcome:
 
 
 def _size_notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield notes on outcomes whose steps differ in arithmetic, as with Poisson sampling."""
+    """Yield notes on outcomes whose steps differ in arithmetic, for example by Poisson sampling."""
     for outcome in outcomes:
         flops = [r.value for r in outcome.rows if (r.metric, r.phase) == ("flops", "forward")]
         if flops and (more := max(flops) / (min(flops) or math.nan) - 1) > SAME_SIZE_FLOPS:
@@ -326,7 +331,7 @@ def _size_notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _baseline_notes(baseline: Run, here: Run) -> Iterator[str]:
-    """Yield notes: the baseline's run, and how it differs from this run except for the script."""
+    """Yield notes: the baseline's run, and other differences from this run than the script."""
     yield f"baseline: {baseline.name}, {baseline.path}"
     differences = [
         difference

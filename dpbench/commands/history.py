@@ -43,7 +43,7 @@ from dpbench.show.comparison import amount
 from dpbench.show.layout import ABSENT, Table
 
 DEFAULT_METRICS = ("dram_bytes", "logical_bytes", "step_time_seconds")
-"""Candidates for the default metric. The first one that a run has is taken."""
+"""Candidates for the default metric. The first candidate that a run has is taken."""
 
 VERDICTS = {False: ABSENT, True: "changed", None: "ambiguous"}
 
@@ -105,14 +105,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _saved(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
-    """Yield the saved runs, by number."""
+    """Yield the saved runs in the order of their numbers, with the labels of their lines."""
     for run in readable(Storage(options.storage).paths(), Run.load, skipped):
         number, _, name = run.name.partition("_")
         yield run, [number, name, str(run.session.get("started", ""))[:16].replace("T", " ")]
 
 
 def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
-    """Yield the run in a file: at the first commit of a range, and after each change."""
+    """Yield a file's run at the first commit of a range, and at each commit that changes it."""
     good, bad = range_ends(options.commits)
     path = f"./{os.path.relpath(options.file)}"
     changing = git_output("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()
@@ -146,7 +146,7 @@ def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Lim
 
 
 def _verdict(limit: Limit, *pair: tuple[float, float]) -> bool | None:
-    """Return whether a number changed by more than a limit, or None if only some steps did.
+    """Return True if a number changed by more than a limit, or None if only some of its steps did.
 
     Args:
         limit: the limit.

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure_grid(settings: Settings) -> int:
-    """Measure the cases of the settings. The exit code is 1 if one failed or exceeds a limit."""
+    """Measure the cases of the settings. The exit code is 1 if a case failed or exceeds a limit."""
     from dpbench.runner import check_named
 
     cases = settings.chosen_grid().cases()
@@ -97,7 +97,7 @@ def measure_grid(settings: Settings) -> int:
                 f"shard {settings.shard} has no case, because the grid has fewer cells than shards"
             )
     settings.check()
-    for name in ("export", "comparison"):  # at the same time as the fork server imports torch
+    for name in ("export", "comparison"):  # meanwhile, the fork server imports torch
         import_module(f"dpbench.show.{name}")
     card = next(iter(gpu.visible_gpus()), None)
     names = settings.instrument or _instruments_here(settings, card, cases)
@@ -142,7 +142,12 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
 def _instruments_here(
     settings: Settings, card: gpu.Gpu | None, cases: Sequence[Case]
 ) -> tuple[str, ...]:
-    """Return the default instruments: for a GPU if this machine has one or options need one."""
+    """Return the default instruments.
+
+    If this machine has a GPU and a case needs several GPUs, the default is ``cupti``. Otherwise, if
+    this machine has a GPU or an option needs a GPU, the defaults are `ON_GPU`. Otherwise, the
+    default is ``logical``.
+    """
     if card and any(case.gpus > 1 for case in cases):
         return ("cupti",)
     counters = settings.of(CounterOptions)

@@ -40,7 +40,7 @@ class Shard:
         return f"{self.number}/{self.total}"
 
     def cases(self, cases: Iterable[Case]) -> list[Case]:
-        """Return the cases of this shard, in order. The trainers of a cell stay in one shard.
+        """Return the cases of this shard, in order. All cases of a cell are in the same shard.
 
         Cells are assigned to shards in turn, in the order of their hashes. So the sizes of shards
         differ by at most one cell, and every machine divides a grid in the same way.
@@ -52,7 +52,7 @@ class Shard:
 
 
 def cells(cases: Iterable[Case]) -> dict[str, list[Case]]:
-    """Return the cases of each cell. They differ only in their trainer."""
+    """Return the cases of each cell. The cases of a cell differ only in the trainer."""
     found: dict[str, list[Case]] = {}
     for case in cases:
         found.setdefault(case.baseline.id, []).append(case)
@@ -63,12 +63,14 @@ def merge_runs(runs: Sequence[Run]) -> tuple[Run, list[str]]:
     """Merge several runs into one.
 
     Returns:
-        The merged run, and notes. The status of the merged run is interrupted if an instrument
-        lacks a case of the shards' grid.
+        The merged run, and notes. The status of the merged run is complete or interrupted. If some
+        of the runs are shards, the status is interrupted if an instrument lacks a case of the
+        shards' grid. Otherwise, the status is interrupted if one of the runs is not complete.
 
     Raises:
-        ConfigurationError: the runs differ in GPU model, versions, code, settings, baseline or
-            grid, or two runs measured the same case with the same instrument.
+        ConfigurationError: the runs differ in GPU model, versions, code, settings or baseline, the
+            shards differ in grid or number, or two runs measured the same case with the same
+            instrument.
     """
     first, *others = runs
     notes = []

@@ -89,7 +89,7 @@ COMMON = ("--columns", "--sort", "--phase", "--roofline", "--time", "--output", 
 
 REPORT = ".ncu-rep"
 TIMELINES = (".nsys-rep", ".sqlite")
-"""Suffixes of Nsight Systems reports, and of SQLite files exported from them."""
+"""Suffixes of reports of Nsight Systems, and of SQLite files exported from such reports."""
 RECORDED = (REPORT, *TIMELINES)
 
 
@@ -153,7 +153,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
-    """Return the requested view. Default ranges apply only to ratios to the standard trainer."""
+    """Return the requested view.
+
+    Ratios to another baseline than the standard trainer have no default ranges.
+    """
     baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
     ceilings = read_ceilings(Path(options.time)) if options.time else None
     return replace(TableOptions.of(options, *sorted(baselines)[:1]), ceilings=ceilings)
@@ -195,7 +198,11 @@ def _joined_summary(runs: Sequence[Run], options: argparse.Namespace) -> pd.Data
 
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
-    """Yield the tables of phases under the roofs of the named card, or of the measured card."""
+    """Yield the tables of phases under the roofs of a card.
+
+    The option --roofline names a file with roofs or a card. By default, the card is the measured
+    card, else a GPU of this machine.
+    """
     summary = _joined_summary(runs, options)
     measured_on = sorted(set(summary[summary.device != NO_HARDWARE].device))
     for device, rows in intensities(summary).groupby("device", sort=False):
@@ -249,10 +256,10 @@ def _report_tables(
 
 
 def _run_from_reports(reports: Sequence[Path], phase: str | None = None) -> Run:
-    """Join reports into one run, with the ranges, and with the kernels of one or all phases.
+    """Join reports into one run. It has the ranges, and the kernels of ``phase`` or of all phases.
 
-    A report of kernels has a report of ranges one folder above, see `dpbench.instruments.ncu`. Both
-    are read.
+    If the folder above a report of kernels has a report of ranges of the same name, both are read
+    (see `dpbench.instruments.ncu`).
     """
     outcomes: dict[Subject, Outcome] = {}
     read = [(path, ncu.case_of(path)) for path in reports]
@@ -280,7 +287,7 @@ def _run_from_reports(reports: Sequence[Path], phase: str | None = None) -> Run:
 def _read_report(
     path: Path, case: Subject, phase: str | None
 ) -> tuple[str, Sequence[Measurement], Sequence[KernelCount]]:
-    """Return the instrument of a report, its rows, and the kernels of one or all phases."""
+    """Return a report's instrument, its rows, and its kernels in ``phase`` or in all phases."""
     check_is_file(path)
     if not ncu.holds_kernels(path):
         return "ncu", [*ncu.read(path, case)], ()

@@ -72,7 +72,7 @@ ERRORS_FOR_PARENT: dict[type[Exception], type[Exception]] = {
     ConfigurationError: CaseRefused,
     OutOfMemory: CaseOutOfMemory,
 }
-"""Errors that the parent process raises, keyed by the error of this process."""
+"""Errors that the parent process raises, keyed by the corresponding error in this process."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -153,7 +153,8 @@ def write_report(
         directory: the folder of the profile.
         rows: the rows of all ranks.
         schedule: the numbers of steps, from the record of the profile.
-        operators: the folder with the tables of operators, for several ranks that of rank 0.
+        operators: the folder with the tables of operators. With several ranks, it is the folder of
+            rank 0.
     """
     from dpbench.show.profile import profile_report  # imports pandas
 

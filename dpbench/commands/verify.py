@@ -65,13 +65,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_checks(case: Case, device: str, *, processes: bool = False) -> list[Check]:
-    """Run the checks. Convert any other error of a trainer to a `DpbenchError` with its name."""
+    """Run the checks. Convert other errors to a `DpbenchError` that names the trainer."""
     from dpbench.child.build import pick_device
     from dpbench.training.refusals import CannotTrain
     from dpbench.verify.trainer_checks import verify  # imports torch
 
     on_gpu = pick_device(device).type == "cuda"
-    card = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None  # ranks lock their own GPUs
+    # If the case has several ranks, `on_all_ranks` locks their GPUs.
+    card = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None
     try:
         # Without the lock, a process that measures this GPU would count this work.
         with gpu.lock_gpu(card, f"verify {case.id}") if card else nullcontext():

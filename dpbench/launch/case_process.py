@@ -45,8 +45,9 @@ from dpbench.results.rows import Measurement
 class CaseProcess(PendingMeasurement):
     """The process of one case, from its start to its record.
 
-    The log contains the command, then everything that the process prints. The process group is
-    ended when the process ends, at its time-out, by `cancel`, and when this process ends.
+    The log contains the command, then everything that the process prints. The process group
+    of the case is ended when the case's process ends, at the time-out, by `cancel`, and when this
+    process ends.
 
     Args:
         task: the case and the instrument.
@@ -147,11 +148,11 @@ class CaseProcess(PendingMeasurement):
 
     @property
     def runs(self) -> bool:
-        """True if the process runs and its time-out has not passed."""
+        """True if the process runs, and started at most ``timeout`` seconds ago."""
         return self.exit_code is None and time.monotonic() - self._start <= self.timeout
 
     def _wait(self) -> None:
-        """Wait until the process has ended. Raise an error if it takes too long.
+        """Wait until the process has ended. Raise an error if the process takes too long.
 
         The time-out applies separately to the imports, to waiting for each process that holds the
         GPU, and to the measurement.
@@ -176,9 +177,9 @@ class CaseProcess(PendingMeasurement):
 def python_path(case: Subject) -> str | None:
     """Return a ``PYTHONPATH`` with which a child can import the case's classes.
 
-    Return None if all classes are built in. The entries are those of ``sys.path`` before the
-    standard library, where pytest adds some, and the directories from which the case's classes were
-    imported.
+    Return None if all classes are built in. The result has three kinds of entries: the entries of
+    ``sys.path`` before the standard library, to which pytest adds its own; the directories from
+    which the case's classes were imported; and the entries of the current ``PYTHONPATH``.
     """
     if is_builtin(case):
         return None

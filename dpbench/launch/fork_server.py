@@ -1,8 +1,8 @@
 """Starts the processes of cases quickly, as forks of a server that has imported torch.
 
 The server has run no operator, has opened no GPU and imports no user code. So a fork can do
-everything that a new process can. A new process is started instead if the server cannot start, or
-if an environment variable differs that is read when Python or a library is loaded.
+everything that a new process can. A new process is started instead if a fork is not possible.
+For example, an environment variable that Python reads when it starts may have changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ PER_FORK_ENV = {
     *(RECORDS, "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "COLUMNS", "LINES"),
     "CUDA_VISIBLE_DEVICES",  # read when a GPU is opened, and the server opens none
 }
-"""Environment variables that may differ from the server's. A request contains them."""
+"""Environment variables that a fork can set to other values than the server has. Each request
+contains these variables."""
 
 IMPORTED_MODULES = (
     "dpbench.commands.cli",
@@ -100,7 +101,7 @@ class ForkServer:
         atexit.register(self.close)
 
     def fork(self, command: Sequence[str], options: Mapping[str, Any]) -> ForkedProcess | None:
-        """Run a command of ``dpbench`` as a fork; see the function `fork`."""
+        """Run a command of ``dpbench`` as a fork, as the function `fork` describes."""
         environment = options["env"]
         names = {*environment, *self._environment}
         differ = {n for n in names if environment.get(n) != self._environment.get(n)}
@@ -139,7 +140,7 @@ def environment_of_cases() -> dict[str, str]:
 
 @cache
 def fork_server() -> ForkServer | None:
-    """Return the server, which the first call starts, or None if it cannot start."""
+    """Return the server, or None if it cannot start. The first call starts it."""
     with suppress(OSError):
         return ForkServer(environment_of_cases())
     return None
@@ -177,7 +178,7 @@ def import_packages() -> None:
     for built_in in (TRAINERS, INSTRUMENTS):
         for name in built_in:
             built_in[name]  # imports the class
-    gc.freeze()  # collectors of forks skip these objects, so their memory stays shared
+    gc.freeze()  # forks do not collect these objects, so the memory stays shared
     gc.enable()
     if (process_id := os.fork()) == 0:  # OpenBLAS ends its threads at the first fork
         os._exit(0)
@@ -230,7 +231,8 @@ def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket
 def apply_request(request: Mapping[str, Any]) -> None:
     """Set the requested arguments, working directory, environment and import path.
 
-    Raise an error if an imported module differs from that on the requested import path.
+    Raise an error if a folder in the requested ``PYTHONPATH`` has another file for a module that is
+    already imported.
     """
     sys.argv[1:] = request["arguments"]
     os.chdir(request["directory"])
@@ -250,10 +252,12 @@ def apply_request(request: Mapping[str, Any]) -> None:
 
 
 def main() -> NoReturn:
-    """Serve requests. Each fork forks the case, waits for the case, and sends its exit code.
+    """Serve requests, with two forks for each request.
 
-    The fork itself sends the case's process group to the guard (see `dpbench.launch.processes`). So
-    the guard knows the process group even if the client is interrupted.
+    The second fork runs the case. The first fork waits for the second, and sends the case's exit
+    code to the client. The first fork also sends the case's process group to the guard (see
+    `dpbench.launch.processes`). So the guard knows the process group even if the client is
+    interrupted.
     """
     requests = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:

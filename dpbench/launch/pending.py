@@ -31,7 +31,10 @@ class PendingMeasurement(ABC):
 
     @abstractmethod
     def rows(self) -> list[Measurement]:
-        """Wait for the end and return the rows. Raise `InstrumentError` after a failure."""
+        """Wait until the measurement ends, and return its rows.
+
+        Raise `InstrumentError` if the measurement failed.
+        """
 
     def cancel(self) -> None:  # noqa: B027
         """End the measurement and its processes, unless it has ended."""

@@ -32,7 +32,7 @@ ends first, the parent has died, e.g. by ``kill -9``, and the script ends the gr
 
 STARTER = 'echo $$ >&0; exec "$@" </dev/null'
 """A shell script that sends its own process number to the guard and then becomes the program. The
-guard then knows the number even if the parent is interrupted while it starts the program."""
+guard then knows the number even if the parent is interrupted while the program starts."""
 
 
 def cores() -> int:
@@ -57,7 +57,7 @@ Some = TypeVar("Some", bound=Started)
 def at_once(starts: Iterable[Callable[[], Some]], number: int) -> Generator[Some]:
     """Run up to ``number`` tasks at once, and yield each task in order when it has ended.
 
-    If the generator is closed or fails, `cancel` ends the remaining tasks.
+    If the generator is closed or fails, `cancel` ends the tasks that were started but not yielded.
     """
     waiting, started = deque(starts), deque[Some]()
     try:
@@ -74,7 +74,7 @@ def at_once(starts: Iterable[Callable[[], Some]], number: int) -> Generator[Some
 
 
 class ProcessGroup:
-    """A program in its own process group, with a guard that ends it if this process dies."""
+    """A program in its own process group, with a guard that ends the group if this process dies."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self._guard = subprocess.Popen(
@@ -128,7 +128,10 @@ class ProcessGroup:
             self._ended = True
 
     def _signal(self, number: int) -> bool:
-        """Send a signal to the group, but none if ``number`` is 0. Return True if it is alive."""
+        """Send a signal to the group, or none if ``number`` is 0.
+
+        Return True if the group still has processes.
+        """
         self.poll()  # poll reaps the leader, which otherwise counts as alive
         try:
             os.killpg(self.process.pid, number)
@@ -138,7 +141,9 @@ class ProcessGroup:
 
 
 def run(command: Sequence[str], *, timeout: float | None, **options: Any) -> tuple[int, str]:
-    """Run a program. Return its exit code and output, or 1 and the reason why it could not run.
+    """Run a program. Return its exit code and output.
+
+    If the program cannot start, or takes too long, return 1 and the reason.
 
     ``options`` are arguments of `subprocess.Popen`, such as ``cwd`` and ``env``.
     """

@@ -43,7 +43,7 @@ Work = Callable[[Case], Record]
 
 
 class RankFailed(DpbenchError):
-    """A rank died, or raised an error that is not an error of dpbench."""
+    """A rank died, or raised an error other than `ConfigurationError` and `OutOfMemory`."""
 
 
 def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
@@ -51,7 +51,7 @@ def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
 
     Returns:
         The record of rank 0, whose entry ``ranks`` contains the records of all ranks. If the user
-        started this process as a rank, only its own record.
+        started this process as a rank, only the record of this rank.
 
     Raises:
         ConfigurationError: the GPUs are too few, a library for collectives is missing, or a rank
@@ -70,7 +70,7 @@ def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
 
 
 def check_backend(device: torch.device) -> str:
-    """Return the backend for collectives on a device. Raise an error if PyTorch lacks it."""
+    """Return the backend for collectives on a device. Raise an error if this torch lacks it."""
     name = "nccl" if device.type == "cuda" else "gloo"
     if not distributed.is_backend_available(name):
         raise ConfigurationError(
@@ -124,7 +124,7 @@ def _undo_launcher_changes() -> Iterator[None]:
         for name in (
             "multiprocessing.api",
             "agent.server.api",
-        ):  # their tracebacks hide that of the rank
+        ):  # their tracebacks hide the rank's traceback
             logger = logging.getLogger(f"torch.distributed.elastic.{name}")
             held.enter_context(patch.object(logger, "disabled", True))
         try:
@@ -136,7 +136,7 @@ def _undo_launcher_changes() -> Iterator[None]:
 
 
 def _run_rank(work: Work, case: Case, device: torch.device) -> Record:
-    """Run as a rank that the launcher started. Signals end it at once, even in a collective."""
+    """Run as a rank of the launcher. Signals end the rank at once, even in a collective."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     stack = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACK).open("w")
@@ -157,7 +157,7 @@ def _as_rank(work: Work, case: Case, device: torch.device) -> Record:
     """Run as the rank that the environment variables describe."""
     with in_group(device):
         record = work(case)
-        all_gather("done")  # leaving the group earlier would break it for other ranks
+        all_gather("done")  # if this rank left earlier, the group would break for other ranks
         return record
 
 
@@ -193,7 +193,10 @@ def _error_of_rank(rank: int, failure: ProcessFailure) -> DpbenchError:
 
 
 def _positions_of_ranks(folder: Path) -> str:
-    """Return each rank's position in one line. Ranks that waited for others come last."""
+    """Return all ranks' positions in one line, and print their stacks.
+
+    Ranks that waited for other ranks come last in the line.
+    """
     stacks = {int(path.parent.name): path.read_text() for path in folder.rglob(STACK)}
     for rank, stack in sorted(stacks.items()):
         print(f"rank {rank}: {stack}", end="", file=sys.stderr)

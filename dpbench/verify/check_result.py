@@ -8,7 +8,7 @@ from dataclasses import dataclass
 OK, FAILED, NOT_JUDGED = "ok", "FAILED", "not judged"
 
 IN_RANK_0 = "only rank 0 judges this check"
-"""Reason that the other ranks give for not judging a check."""
+"""Reason that ranks other than rank 0 give for not judging a check."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Check:
         name: the check's name.
         verdict: `OK`, `FAILED` or `NOT_JUDGED`.
         worst: the parameter with the largest error; may be empty.
-        error_text: the size of that error, or the reason why nothing was judged.
+        error_text: the result in a few words, such as the size of the largest error, or the reason
+            why nothing was judged.
         wrong: one sentence for each failure.
     """
 
@@ -31,10 +32,13 @@ class Check:
 
     @classmethod
     def judged(cls, name: str, wrong: Sequence[str], worst: str, error_text: str) -> Check:
-        """Make a check that failed if ``wrong`` has entries, and is ok otherwise."""
+        """Make a check that is failed if ``wrong`` has entries, and ok otherwise."""
         return cls(name, FAILED if wrong else OK, worst, error_text, wrong)
 
     @property
     def passed(self) -> bool:
-        """True if ``wrong`` is empty, as it is for most checks that were not judged."""
+        """True if ``wrong`` is empty.
+
+        So a check that was not judged has passed, unless an earlier failure prevented the judging.
+        """
         return not self.wrong

@@ -1,8 +1,8 @@
 """Checks a trainer on one linear layer, with chosen inputs and output gradients.
 
-Examples of a workload have ordinary gradients. On this layer, products of tokens can also cancel,
-and norms can overflow or be NaN. Steps are cheap, so many can be taken. Other kinds of layers are
-not checked.
+Examples of a workload have ordinary gradients. On this layer, the contributions of an example's
+tokens to its norm can also cancel, and norms can overflow or be NaN. Steps are cheap, so many can
+be taken. Other kinds of layers are not checked.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ from dpbench.workloads.base import Workload
 
 OUT_FEATURES = 32
 NOISE_STEPS = 240
-"""Number of noisy steps. Of their half a million elements, some must exceed 4σ."""
+"""Number of noisy steps. They have half a million elements of noise, and some must exceed 4σ."""
 NOISE_THRESHOLD = 1e-8
 """Clipping threshold of the noisy steps, as a share of `Verification.below_all`. It is so small
 that an unclipped gradient is visible in the noise."""
 SHAPES = ((2, 64), (128, 32), (16, 256))
-"""Tokens and input features of an example. The first pair is for the noise, the other pairs are for
-`_tokens_alike`."""
+"""Tokens and input features of an example. The first pair is for the noise and for `_not_finite`,
+the other pairs are for `_tokens_alike`."""
 NEGLIGIBLE = 1e-9
-"""Factor by which the other examples' gradients are scaled when one example is tested."""
+"""Factor that makes the gradients of the other examples negligible in `_tokens_alike`."""
 TRIES = 8
-"""Number of batches in `_tokens_alike`. Rounding makes about half of the norms too small."""
+"""Number of batches in `_tokens_alike`. Rounding makes about half of the norms too small, and only
+a norm that is too small shows an error."""
 SLACK = 0.1
-"""Largest rounding error that the other examples cause in a step, as a share of C/B."""
+"""Largest allowed rounding error of the other examples' gradients in a step, as a share of C/B, the
+clipping threshold divided by the batch size."""
 NOT_FINITE = (math.nan, math.inf, 1e30)
-"""Values that replace one value of an example. The square of 1e30 overflows float32."""
+"""Values that replace one input or output gradient. The square of 1e30 overflows float32."""
 
 
 class LinearLayer(Workload):
     """A linear layer with chosen output gradients.
 
-    The loss is the sum of output × chosen gradient, so its gradient is the chosen one.
+    The loss is the sum of output × chosen gradient. So the gradient of the loss with respect to the
+    output is the chosen gradient.
 
     Args:
         length: number of tokens of an example.
@@ -121,9 +124,9 @@ def layer_case(case: Case, length: int, width: int) -> Case:
 def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
     """Check clipping of an example whose tokens share an offset.
 
-    The example's output gradients sum to zero, so they cancel the offset. A ghost norm then sums
-    large products of both signs. Because of rounding, the sum can have any value, even a negative
-    one.
+    The example's output gradients sum to zero, so they cancel the offset. A ghost norm, which is a
+    sum of products over pairs of tokens, then has large terms of both signs. Because of rounding,
+    the sum can have any value, even a negative value.
     """
     precise = layers[0].case.precision == "fp32"
     offset, off = (1e4, 1e-3) if precise else (100.0, torch.finfo(torch.bfloat16).eps)
@@ -144,10 +147,10 @@ def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
 
 
 def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool) -> Batch:
-    """Make a batch with one example whose tokens share an offset. Other examples are negligible.
+    """Make a batch of one example whose tokens share an offset, and of negligible examples.
 
-    The output gradients of the example sum to zero over all tokens. If ``paired``, the output
-    gradients of each two tokens sum to about zero.
+    The example's output gradients sum to zero over all tokens. If ``paired``, the output gradients
+    of tokens 1 and 2, of tokens 3 and 4, and so on, each sum to about zero.
     """
     inputs, gradients = next(iter(workload_of(layer.case).batches(1)))
     if paired:
@@ -161,7 +164,8 @@ def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool)
 def _not_finite(name: str, layer: Verification) -> Check:
     """Check that an example whose norm is not finite moves finite parameters by at most C/B.
 
-    The trainer may refuse the example, leave it out, clip it, or make all parameters not finite.
+    C/B is the clipping threshold divided by the batch size. The trainer may refuse the example,
+    leave the example out, clip its gradient, or make parameters not finite.
     """
     if layer.case.gpus > 1:
         return Check(

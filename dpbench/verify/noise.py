@@ -1,8 +1,10 @@
 """Tests that noise, divided by σC/B, is standard normal and independent of all other noise.
 
-Each test bounds the probability that correct noise gives a result at least as extreme (see
-`noise_bounds`). The test fails if this bound is below its share of `FALSE_ALARM`. A test with
-several comparisons divides its share among them (Bonferroni).
+σ is the noise multiplier, C the clipping threshold and B the batch size. A test makes one or more
+comparisons. Each comparison bounds the probability that correct noise gives a result at least as
+extreme (see `noise_bounds`). All tests together share the probability `FALSE_ALARM`, and a test
+divides its share equally among its comparisons (Bonferroni). The test fails if the bound of a
+comparison is below the share of the comparison.
 """
 
 from __future__ import annotations
@@ -31,28 +33,30 @@ TESTS = 12
 """Number of tests that share `FALSE_ALARM`: six on the workload and six on a linear layer."""
 
 NO_NOISE = 1e-6
-"""Mean square below which noise counts as missing. Rounding errors of gradients are that small."""
+"""Mean square, in units of (σC/B)², below which noise counts as missing. It is not 0, because
+gradients without noise still have rounding errors."""
 
 DISTRIBUTION_ELEMENTS = 2**20
-"""Largest number of elements whose distribution is compared with the normal one."""
+"""Largest number of elements that `_distance` compares with the normal distribution."""
 
 TAILS = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0)
 """Distances from zero, in standard deviations, beyond which elements are counted."""
 
 EXACT_SLACK = 1e-6
-"""Largest `Draw.slack` with which equal values are recognised."""
+"""Values of a draw are searched for repeats only if `Draw.slack` is below this number."""
 KNOWN_SLACK = 0.1
-"""Largest `Draw.slack` with which noise is tested for more than its standard deviation."""
+"""The distribution and the independence of noise are tested only if `Draw.slack` is below this
+number. The standard deviation, and the component along the clipped gradient, are always tested."""
 
 
 def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterator[Check]:
     """Yield the results of the six noise tests.
 
     Args:
-        draws: the noise of several steps in several runs.
+        draws: the noise of the steps of one or more runs.
         dtype: the parameters' dtype, to which noise is rounded.
-        runs: a phrase for what the draws differ in, such as "parameters, steps, runs". It becomes
-            part of a check's name.
+        runs: the things whose noise is compared, such as "parameters, steps, runs". This text
+            becomes part of a check's name.
     """
     whole = [draw for draw in draws if len(draw.noise) == len(draws[0].noise)]
     full = [draw for draw in whole if draw.slack < KNOWN_SLACK]
@@ -73,7 +77,11 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
 
 
 def _check(name: str, found: Sequence[Comparison], number: int) -> Check:
-    """Make a check that fails if any comparison is too unlikely. It names each parameter once."""
+    """Make a check that fails if any comparison is too unlikely.
+
+    The check names each wrong parameter once. A failure of all parameters together is named only
+    if it is the first failure.
+    """
     limit = math.log(FALSE_ALARM / TESTS / max(number, 1))
     wrong: dict[str, str] = {}
     for each in found:
@@ -85,7 +93,7 @@ def _check(name: str, found: Sequence[Comparison], number: int) -> Check:
 
 
 def _groups(draws: Sequence[Draw]) -> dict[tuple[str, str], list[Draw]]:
-    """Group draws by (run, parameter). The key ``""`` means all runs or all parameters."""
+    """Group draws by (run, parameter). ``""`` stands for all runs, or for all parameters."""
     runs = ["", *dict.fromkeys(draw.run for draw in draws)]
     names = ["", *(name for draw in draws[:1] for name in draw.noise)]
     keys = sorted(product(runs, names), key=lambda key: (key[1] == "", key[0] == ""))
@@ -133,16 +141,18 @@ def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
 
 
 def _distance(values: Tensor, eps: float) -> tuple[float, float]:
-    """Return the largest distance from the normal distribution, and a bound on its ln P.
+    """Return the largest distance d from the normal distribution, and a bound on ln P(d or more).
 
-    The bound for a distance d of n values is 2 exp(-2 n d²) (Massart, "The Tight Constant in the
-    Dvoretzky-Kiefer-Wolfowitz Inequality", 1990).
+    The bound on the probability, for n values, is 2 exp(-2 n d²) (Massart, "The Tight Constant in
+    the Dvoretzky-Kiefer-Wolfowitz Inequality", 1990).
     """
     n = values.numel()
     normal = torch.special.ndtr(values.sort().values)
     ranks = torch.arange(n + 1, dtype=normal.dtype, device=normal.device) / n
     distance = float(torch.maximum(ranks[1:] - normal, normal - ranks[:-1]).max())
-    # Values are rounded twice, by eps/2 each time, and |x| φ(x) is at most 0.242.
+    # A value x is rounded twice, each time by at most eps/2 · |x|. This changes its normal
+    # probability by at most eps · |x| φ(x), where φ is the normal density. |x| φ(x) is at most
+    # 0.242, so the change is less than eps/4.
     beyond_rounding = max(distance - eps / 4, 0.0)
     return distance, math.log(2) - 2 * n * beyond_rounding**2
 

@@ -2,12 +2,13 @@
 
 The bounds hold for any number of elements n:
 
-- A mean square q of n standard normals: exp(-n/2 (q - 1 - ln q)) for each side (Chernoff).
+- A mean square q of n standard normals: exp(-n/2 (q - 1 - ln q)), for q > 1 and for q < 1
+  (Chernoff).
 - A correlation r with any other vector: (1 - r²)^((n-1)/2) for both signs together. This bounds the
-  share of a sphere that is at least this far from the equator.
-- k of n events of probability p: exp(-n KL(k/n, p)) for each side (Chernoff). The bound also holds
-  for negatively associated events (Dubhashi and Ranjan, "Balls and bins", 1998), such as narrow
-  gaps between sorted values.
+  share of a unit sphere that is at least |r| away from the equatorial plane.
+- k of n events of probability p: exp(-n KL(k/n, p)), for k > np and for k < np (Chernoff). It
+  also holds for negatively associated events (Dubhashi and Ranjan, "Balls and bins", 1998), such as
+  narrow gaps between sorted values.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Comparison:
     """One comparison of a noise test.
 
     Attributes:
-        log_chance: the logarithm of the bound.
+        log_chance: the natural logarithm of the bound on the probability.
         name: the parameter; empty for all parameters together.
-        message: a description of the result, which follows the parameter's name.
+        message: a description of the result, to print after the parameter's name.
         error_text: the result in a few characters, for a table.
     """
 
@@ -37,23 +38,23 @@ class Comparison:
 
 
 Comparisons = tuple[list[Comparison], int]
-"""Comparisons of a test with the smallest bounds, and the number of all its comparisons."""
+"""Comparisons of a test, among them the least likely, and the number of all comparisons."""
 
 
 def log_chance_of_mean_square(q: float, n: int) -> float:
-    """Return a bound on ln P(the mean square of n standard normals is as far from 1 as q)."""
+    """Return a bound on ln P(the mean square of n standard normals is at least as extreme as q)."""
     return math.log(2) - n / 2 * (q - 1 - math.log(q)) if 0 < q < math.inf else -math.inf
 
 
 def log_chance_of_correlation(r: Tensor, n: Tensor) -> Tensor:
-    """Return a bound on ln P(n standard normals have a correlation ≥ |r| with another vector)."""
+    """Return a bound on ln P(n standard normals correlate with another vector by at least ±r)."""
     return (n - 1).clamp(min=0) / 2 * torch.log1p(-(r * r).clamp(max=1 - 1e-12))
 
 
 def log_chance_of_count(k: int, n: int, least: float, most: float) -> float:
-    """Return a bound on ln P(k of n events happen).
+    """Return a bound on ln P(the number of events is at least as extreme as k).
 
-    Each event has a probability between ``least`` and ``most``.
+    Each of the n events has a probability between ``least`` and ``most``.
     """
     share = k / n
     p = min(max(share, least), most)

@@ -15,13 +15,16 @@ from dpbench.verify.reference import Gradients
 class Draw:
     """The noise of one step, divided by σC/B.
 
+    σ is the noise multiplier, C the clipping threshold and B the batch size.
+
     Attributes:
-        run: the run's name: batching, σ and C.
+        run: the run's name for messages, such as ``σ = 1e+04, C = 0.7 in 2 parts``.
         step: the step's number in its run, from 1.
-        noise: the flat noise of each parameter. Late steps contain only small parameters.
-        along: the component of the noise along the clipped gradient, by parameter. The key ``""``
-            means all parameters together.
-        slack: a bound on the norm of the gradient's error, in units of σC/B.
+        noise: the flat noise of each parameter. The steps that `noisy_steps` adds to a run
+            contain only small parameters.
+        along: the component of the noise along the clipped gradient, by parameter. The key ``""``,
+            if present, means all parameters together.
+        slack: a bound on the norm of the error that the gradient's rounding causes in ``noise``.
     """
 
     run: str
@@ -37,6 +40,6 @@ class Draw:
 
 
 def joined_noise(draws: Sequence[Draw], name: str) -> Tensor:
-    """Join the noise of one parameter into a float64 vector. ``""`` joins all parameters."""
+    """Join the noise of a parameter in several steps. ``""`` joins the noise of all parameters."""
     parts = [noise for draw in draws for each, noise in draw.noise.items() if name in ("", each)]
     return torch.cat(parts).double()

@@ -1,8 +1,9 @@
 """Tests that find noise that repeats, between elements, parameters, steps, runs and processes.
 
-The tests cannot find noise that repeats only after the last step. They cannot find 16-bit noise
-whose elements repeat in another order. They cannot find sums of noise from fewer elements than
-`worst_repeat` needs.
+Three kinds of repeats cannot be found. The first is noise that repeats only after the last step.
+The second is 16-bit noise whose elements repeat in another order. The third is a few elements that
+are sums of other elements: `repeated_values` finds only equal values, and a correlation is too
+unlikely only in many elements.
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ from dpbench.verify.noise_bounds import (
 from dpbench.verify.noise_draw import Draw, joined_noise
 
 PAIR_ELEMENTS = 4096
-"""Number of leading elements of each parameter that `pair_correlations` compares."""
+"""Largest number of leading elements of each parameter that `pair_correlations` compares."""
 
 STEP_ELEMENTS = 2**20
-"""Number of leading elements of all parameters together that `pair_correlations` compares."""
+"""Largest number of leading elements of a whole step that `pair_correlations` compares."""
 
 SEQUENCE_ELEMENTS = 2**20
-"""Largest number of elements, of all steps in a row, that are searched for repeats."""
+"""Largest number of elements of all steps in a row that `shift_correlations` searches."""
 
 FEWEST_CORRELATED = 8
 """Smallest number of elements whose correlation a Fourier transform gives accurately."""
 
 SAME_VALUE = 2**-20
-"""Largest relative distance of two float32 roundings of one drawn value."""
+"""Largest relative difference between two float32 roundings of the same drawn value."""
 SAME_RANK = 0.484 * SAME_VALUE
-"""`SAME_VALUE` for ranks erf(|x|/√2): |x| times the slope of the rank is at most 0.484."""
+"""Largest difference between the ranks of two roundings of the same drawn value. The rank
+of x is erf(|x|/√2). The slope of the rank times |x| is at most 0.484, so a relative difference of
+`SAME_VALUE` changes the rank by at most 0.484 `SAME_VALUE`."""
 
 
 def repeated_values(draws: Sequence[Draw]) -> Comparisons:
-    """Find values that repeat, in any order and with any sign, as tiny gaps after sorting."""
+    """Find values that repeat in any order and with any sign, by tiny gaps between sorted ranks."""
     groups = [(name, draws, "") for draw in draws[:1] for name in ("", *draw.noise)]
     groups += [("", [draw], f" in {draw.step_name}") for draw in draws]
     found = []
@@ -56,10 +59,11 @@ def repeated_values(draws: Sequence[Draw]) -> Comparisons:
 
 
 def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
-    """Correlate the first step of each run, and all steps in a row, with shifts of themselves.
+    """Correlate noise with shifted and mirrored copies of the same noise.
 
-    In the first run, each parameter is also searched alone, so that a fault in a single parameter
-    is easier to find.
+    The noise of the first step of each run, and of all steps in a row, is correlated. In the first
+    step of the first run, each parameter is also correlated alone, so that a fault in a single
+    parameter is easier to find.
     """
     firsts = [draw for draw in draws if draw.step == 1]
     pieces = [(n, each.double(), d.step_name) for d in firsts[:1] for n, each in d.noise.items()]
@@ -77,14 +81,16 @@ def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
 
 
 def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
-    """Find the shift at which a vector correlates most with itself, and with its mirror image.
+    """Find the least likely correlations of a vector with a shifted copy and with a mirrored copy.
 
-    One Fourier transform gives the correlations at all distances L. The bound needs pairs
-    (i, i + L) that share no element. So the vector is cut into stretches of L elements, and pairs
-    whose i is in an odd or in an even stretch are correlated separately.
+    Fourier transforms give the correlations at all shifts. The bound on the probability needs pairs
+    that share no element. At a shift of L, the pairs are (i, i + L). So the vector is cut into
+    stretches of L elements. Pairs whose i is in an odd stretch are correlated separately from pairs
+    whose i is in an even stretch.
 
     Yields:
-        A description of the repeat, the correlation, and the number of elements.
+        A description of the repeat, the correlation, and the number of correlated pairs. Nothing
+        is yielded for a short vector, or for values that are not finite.
     """
     size = len(noise)
     if size < 2 * FEWEST_CORRELATED or not noise.isfinite().all():
@@ -96,7 +102,7 @@ def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
     def least_likely(products: Tensor, a: Tensor, b: Tensor, n: Tensor) -> int:
         """Return the index of the least likely correlation.
 
-        Its two stretches of n elements begin at a and b.
+        Each correlation is between two stretches of n elements, which begin at a and at b.
         """
         energy = (squares[a + n] - squares[a]) * (squares[b + n] - squares[b])
         r = products / energy.clamp(min=1e-300).sqrt()
@@ -110,7 +116,7 @@ def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
         odd = first[: len(one)] // shift % 2 == 1
         for some in (odd, ~odd):
             yield f"after {shift} elements", *_correlation(one[some], other[some])
-    total = torch.arange(2 * size - 1, device=noise.device)  # i + j of mirrored elements
+    total = torch.arange(2 * size - 1, device=noise.device)  # i + j, if i mirrors j
     mirrored = torch.fft.irfft(spectrum.square())[: len(total)]
     middle = (total % 2 == 0) * noise[total // 2].square()
     begin = (total - size + 1).clamp(min=0)
@@ -127,10 +133,10 @@ def _correlation(a: Tensor, b: Tensor) -> tuple[float, int]:
 
 
 def pair_correlations(draws: Sequence[Draw]) -> Comparisons:
-    """Correlate each parameter's noise with that of other parameters and other steps.
+    """Correlate each parameter's noise with the noise of other parameters and other steps.
 
-    Also correlate the noise of all parameters together between steps. With so many elements, even a
-    small correlation is visible, for example if correlated noise lacks one band.
+    Also correlate the joint noise of all parameters between steps. With so many elements, even a
+    small correlation is visible, for example if a trainer of correlated noise leaves out a weight.
     """
     parts = [
         (name, d.step_name, each[:PAIR_ELEMENTS]) for d in draws for name, each in d.noise.items()
@@ -142,13 +148,16 @@ def pair_correlations(draws: Sequence[Draw]) -> Comparisons:
 
 
 def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
-    """Find for each (parameter, step, vector) the earlier vector with which it correlates most."""
+    """Find, for each vector, the earlier vector with the least likely correlation.
+
+    ``named`` has a parameter, a step and a vector in each entry.
+    """
     if not named:
         return [], 0
     rows = pad_sequence([noise.double() for *_, noise in named], batch_first=True)
     sizes = torch.tensor([len(noise) for *_, noise in named], device=rows.device)
     present = (torch.arange(rows.shape[1], device=rows.device) < sizes[:, None]).to(rows.dtype)
-    squares = rows.square() @ present.T  # [i, j]: row i, over the elements that row j has
+    squares = rows.square() @ present.T  # [i, j]: of row i, cut to the length of row j
     r = (rows @ rows.T / (squares * squares.T).sqrt()).nan_to_num().tril(-1)
     n = torch.minimum(sizes[:, None], sizes)
     worst, others = log_chance_of_correlation(r, n).min(1)

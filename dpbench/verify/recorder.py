@@ -1,4 +1,4 @@
-"""Checks the steps of a script as they run. Imports torch only at the first step."""
+"""Checks the steps of a script while the script runs. Imports torch only at the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CheckingRecorder(Recorder):
-    """Checks a script's steps. It returns no rows."""
+    """Checks a script's steps. `rows` returns no rows, and `more` contains the checks."""
 
     @cached_property
     def calls(self) -> StepChecks:  # type: ignore[override]
@@ -22,7 +22,7 @@ class CheckingRecorder(Recorder):
 
         from dpbench.verify.script import StepChecks
 
-        # Do not compile: each call is repeated with one example, so with another shape.
+        # Nothing is compiled, because repeating calls with one example would compile them again.
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return StepChecks()
 

@@ -14,28 +14,29 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.workloads.base import Batch, examples_in, part_sizes, parts_of
 
 Gradients = Mapping[str, Tensor]
-"""Gradients by the name of a trained parameter."""
+"""Gradients, keyed by the names of trained parameters."""
 
 CLIPS = ("flat", "per layer")
-"""Values of a trainer's label ``clips``. ``flat`` clips an example's whole gradient to C. ``per
-layer`` clips the gradient of each of n parameters to C/√n."""
+"""Values of a trainer's label ``clips``. ``flat`` clips an example's whole gradient to the clipping
+threshold C. ``per layer`` clips the gradient of each of n parameters to C/√n."""
 
 NEGLIGIBLE = 1e-6
-"""Share of the largest norm below which a gradient is only rounding, such as that of a key bias."""
+"""A gradient whose norm is below this share of the largest norm is only rounding error. An example
+is the gradient of the bias of attention keys, which is 0 without rounding."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Per-sample gradients of a batch, by parameter, each ``[B, …]`` float32.
+    """Per-sample gradients of a batch of B examples, by parameter, each ``[B, …]`` float32.
 
-    Means are sums divided by ``expected`` if that is set, otherwise by the number of examples.
+    Means are sums divided by ``expected`` if it is set, otherwise by the number of examples.
     """
 
     gradients: Gradients
     expected: int | None = None
 
     def chosen(self, kept: slice | Tensor, expected: int | None = None) -> Examples:
-        """Return the gradients of some examples."""
+        """Return the gradients of the examples ``kept``, with another ``expected``."""
         chosen = {name: gradient[kept] for name, gradient in self.gradients.items()}
         return Examples(chosen, expected)
 
@@ -49,7 +50,10 @@ class Examples:
     def computed(
         cls, model: nn.Module, batch: Batch, losses: Callable[[nn.Module, Batch], Tensor]
     ) -> Examples:
-        """Run one backward pass per example. ``losses`` must return ``[1]`` for a batch of one."""
+        """Compute the gradients with one backward pass per example.
+
+        ``losses`` returns one loss for each example of a batch.
+        """
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         each = []
         for example in parts_of(batch, [1] * examples_in(batch)):
@@ -63,21 +67,21 @@ class Examples:
 
     @cached_property
     def norms(self) -> Tensor:
-        """The norm of each per-sample gradient, ``[B, parameters]`` float64."""
+        """The norm of each per-sample gradient, ``[examples, parameters]`` float64."""
         each = [g.double().reshape(len(g), math.prod(g.shape[1:])) for g in self._each]
         return torch.stack([torch.linalg.vector_norm(g, dim=1) for g in each], dim=1)
 
     @cached_property
     def sizes(self) -> dict[str, float]:
-        """The norm of each parameter's mean gradient without clipping."""
+        """The norm of each parameter's mean gradient, without clipping."""
         unclipped = self.mean(torch.ones_like(self.norms))
         return {name: float(gradient.norm()) for name, gradient in unclipped.items()}
 
     @cached_property
     def float32_error(self) -> float:
-        """The largest relative error of PyTorch's float32 norm of a gradient.
+        """The largest relative error of a per-sample gradient's norm, if PyTorch uses float32.
 
-        A CPU adds squares one by one. The error is 2e-5 for 2.4 million elements.
+        A CPU adds the squares one by one, so the error for 2.4 million elements is 2e-5.
         """
         rounded = torch.stack([g.reshape(len(g), -1).norm(2, dim=1) for g in self._each], dim=1)
         return float((rounded - self.norms).abs().div(self.norms).nan_to_num(posinf=0.0).max())
@@ -87,7 +91,10 @@ class Examples:
         return [*self.gradients.values()]
 
     def factors(self, clips: str, threshold: float, added: float = 1e-6) -> Tensor:
-        """Return the clipping factors, ``[B, parameters]``. Opacus adds 1e-6 to norms."""
+        """Return the clipping factors, ``[examples, parameters]``.
+
+        ``added`` is added to the norms. Opacus adds 1e-6.
+        """
         if clips == "per layer":
             norms, threshold = self.norms, threshold / len(self.gradients) ** 0.5
         else:
@@ -132,7 +139,17 @@ class Examples:
         }
 
     def diagnose(self, name: str, seen: Tensor, known: Mapping[str, Tensor], near: float) -> str:
-        """Describe the known mean of which a wrong gradient is a multiple; "" if none fits."""
+        """Describe a wrong gradient as a multiple of a known mean.
+
+        Return "" if the gradient is a multiple of no mean in ``known``, or equals the first mean,
+        which is the correct mean.
+
+        Args:
+            name: the parameter.
+            seen: the wrong gradient.
+            known: the factors of known means, by description.
+            near: the largest relative difference between a gradient and the multiple of a mean.
+        """
         if not seen.isfinite().all():
             return "not finite"
         if not seen.any():
@@ -149,7 +166,10 @@ class Examples:
 
 
 def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, float]:
-    """Return clipping thresholds that half, all and none of the norms exceed."""
+    """Return clipping thresholds that about half, all and none of the norms exceed.
+
+    Norms that are negligible (see `NEGLIGIBLE`) are left out.
+    """
     norms = torch.cat([examples.norms for examples in batches])
     share = norms.shape[1] ** 0.5
     if clips == "flat":
@@ -164,10 +184,11 @@ def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, f
 
 
 def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) -> dict[str, float]:
-    """Return the relative error of each parameter's gradient. It is infinite for NaN.
+    """Return the relative error of each parameter's gradient. An error of NaN becomes infinite.
 
-    The error of a parameter on which no loss depends is divided by 1 % of the largest norm in
-    ``sizes``. Rounding errors are about 1e-5 of that.
+    Errors are divided by the norm of the wanted gradient. But if no loss depends on a parameter,
+    the error is divided by 1 % of the largest norm in ``sizes``. Rounding errors are about 1e-5 of
+    this divisor.
     """
     largest = max(sizes.values())
     found = {}

@@ -1,8 +1,9 @@
 """Computes the per-sample gradients of a script's step.
 
-Each call of the script's modules is repeated for one example after another, with that example's
-part of the gradients of the loss with respect to the outputs. So the loss itself need not be known.
-It is only assumed to be a mean or a sum over examples.
+The recorded calls of the script's modules are repeated for one example after another. The backward
+pass of each repeated call starts from a recorded gradient: the gradient of the loss with respect to
+the example's part of the outputs. So the loss itself need not be known. It is only assumed to be a
+mean or a sum over examples.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch.utils import _pytree as pytree
 from dpbench.verify.reference import Examples
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.05
-"""Largest allowed relative errors with 32 and with 16 bits: of an output or a gradient."""
+"""Largest allowed relative error of an output or a gradient, with 32 bits and with 16 bits."""
 
 MOST_BYTES = 4e9
-"""Largest size of per-sample gradients that are computed, in bytes."""
+"""Largest size in bytes of all per-sample gradients of one backward pass."""
 
 
 class NotChecked(Exception):
@@ -37,8 +38,8 @@ class Call:
         module: the called module.
         arguments: copies of the arguments and keyword arguments.
         outputs: the floating-point outputs that require gradients.
-        autocast: whether autocast was on, and its dtype.
-        backward: number of the backward pass that reached the outputs; 0 if none did.
+        autocast: whether autocast was on, and the dtype of autocast.
+        backward: number of the first backward pass that reached the outputs; 0 if none did.
         gradients: gradients of the loss with respect to the outputs, by index of the output.
     """
 
@@ -51,7 +52,7 @@ class Call:
 
     @property
     def is_16_bit(self) -> bool:
-        """True if the outputs are rounded to 16 bits."""
+        """True if autocast was on, or an output has fewer than 32 bits."""
         return self.autocast[0] or any(each.dtype.itemsize < 4 for each in self.outputs)
 
 
@@ -66,7 +67,8 @@ def examples_of_pass(
         mean: whether the loss is a mean over examples, not a sum.
 
     Raises:
-        NotChecked: a call cannot be repeated, or the gradients take too much memory.
+        NotChecked: a call cannot be repeated, outputs do not have one row for each example, or the
+            gradients take too much memory.
     """
     sizes = {len(c.outputs[n]) for c in calls for n in c.gradients if c.outputs[n].ndim}
     size = max(sizes, default=0)
@@ -91,14 +93,17 @@ def examples_of_pass(
 
 
 def _repeat_for_example(call: Call, i: int, size: int) -> dict[int, Tensor]:
-    """Repeat a call for one example. Its outputs must equal those in the batch."""
+    """Repeat a call for example ``i``, and return the outputs that have gradients, by index.
+
+    Raise `NotChecked` if an output differs from the example's output in the batch.
+    """
 
     def part(tensor: Tensor) -> Tensor:
         return tensor[i : i + 1] if tensor.ndim and len(tensor) == size else tensor
 
     args, options = pytree.tree_map_only(Tensor, part, call.arguments)
     enabled, dtype = call.autocast
-    # Call the wrapped module: with expanded weights, Opacus's wrapper makes per-sample gradients.
+    # Call the wrapped module, because Opacus's wrapper may itself compute per-sample gradients.
     module = getattr(call.module, "_module", call.module)
     try:
         with torch.autocast(call.outputs[0].device.type, dtype, enabled=enabled):
@@ -119,7 +124,7 @@ def _repeat_for_example(call: Call, i: int, size: int) -> dict[int, Tensor]:
 
 
 def float_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in what a module returns."""
+    """Yield the floating-point tensors in a module's output, also in lists, tuples and mappings."""
     if isinstance(value, Tensor) and value.is_floating_point():
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
@@ -128,7 +133,7 @@ def float_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def hook_owners(module: nn.Module) -> list[Any]:
-    """Return the objects whose hooks make per-sample gradients of a module's layers."""
+    """Return the objects whose hooks compute per-sample gradients of a module's layers."""
     hooks = [hook for layer in module.modules() for hook in layer._forward_hooks.values()]
     owners = {id(owner): owner for hook in hooks if (owner := getattr(hook, "__self__", None))}
     return [owner for owner in owners.values() if hasattr(owner, "hooks_enabled")]
@@ -136,7 +141,7 @@ def hook_owners(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable per-sample hooks of modules; afterwards restore hooks, buffers and random states."""
+    """Disable the modules' per-sample hooks. Then restore hooks, buffers and random states."""
     devices = {p.device for m in modules for p in m.parameters() if p.device.type == "cuda"}
     with ExitStack() as undo, torch.random.fork_rng(devices), torch.enable_grad():
         for module in modules:

@@ -1,8 +1,8 @@
 """Checks the steps of a script against a loop over the examples of its batches.
 
 While a step runs, the calls of the script's modules are recorded, with the gradients of the loss
-with respect to their outputs. Before an optimizer steps, its gradients are compared with those of
-the repeated calls (see `repeated_calls`).
+with respect to the calls' outputs. When an optimizer begins to step, its gradients are compared
+with gradients that are computed by repeating the calls for each example (see `repeated_calls`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from dpbench.verify.repeated_calls import (
 from dpbench.verify.trained_model import without_dropout
 
 DEVIATIONS = 6
-"""Number of standard errors by which the noise's standard deviation may differ from σC."""
+"""Number of standard errors by which the noise's measured standard deviation may differ from σC,
+the noise multiplier times the clipping threshold."""
 
 MOST_NAMES = 3
-"""Largest number of parameters that one line names."""
+"""Largest number of parameters that one line of a message names."""
 
 CORRECT = "the mean of the examples' clipped gradients"
 STALE = "still has the gradient of the last step: nothing sets it to zero"
@@ -48,12 +49,12 @@ class ParameterHistory:
     """Facts about one parameter of a called module that the steps so far have shown.
 
     Attributes:
-        start: the value when the module was first called.
+        start: the value before the module's first call.
         trained: whether the parameter requires gradients.
         has_optimizer: whether an optimizer that steps contains the parameter.
-        had_gradient: whether an optimizer stepped with a gradient that is not zero.
-        should_move: whether such a gradient was more than rounding, at a learning rate above 0.
-        moved: whether a step changed the parameter.
+        had_gradient: whether an optimizer stepped with a gradient other than zero.
+        should_move: whether such a gradient was more than rounding, with a learning rate above 0.
+        moved: whether the value differed from ``start`` at the end of a step.
     """
 
     start: Tensor
@@ -68,21 +69,21 @@ class StepChecks(Calls):
         self.steps = 0
         self.worst: list[tuple[float, str, float]] = []  # error, parameter, tolerance
         self.wrong: dict[str, dict[str, None]] = {}  # parameters, by a description of the error
-        self.reasons: dict[str, None] = {}  # reasons why gradients were not compared
+        self.reasons: dict[str, None] = {}  # reasons why gradients could not be compared
         self.clips: dict[str, None] = {}  # descriptions of the clipping
-        self.bypassed = ""  # class of an optimizer that steps in place of the private one
+        self.bypassed = ""  # class of an optimizer that steps in place of a private optimizer
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
         self.known: dict[str, ParameterHistory] = {}
-        # Parameters of no called module, and whether they had a gradient:
+        # Parameters that an optimizer has but no called module, and whether they had a gradient:
         self.unowned: dict[int, tuple[Tensor, bool]] = {}
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
         self._since = 0  # backward passes since the latest call of the private optimizer
-        self._in_last_part = 0  # backward passes between its last two calls
+        self._in_last_part = 0  # backward passes between the latest two such calls
         self._private: dict[int, Any] = {}  # Opacus's optimizers, by the optimizer they wrap
         self._threshold: float | list[float] = 0.0
-        self._before: dict[int, Gradients] = {}  # gradients of each optimizer's last step
+        self._before: dict[int, Gradients] = {}  # gradients at each optimizer's last step
 
     # --- calls from the training loop ------------------------------------------------------------
 
@@ -122,10 +123,10 @@ class StepChecks(Calls):
             self._in_last_part, self._since = (
                 self._since,
                 0,
-            )  # earlier passes belong to virtual steps
+            )  # earlier backward passes belong to virtual steps
         if optimizer is not None:
             calls = self._calls
-            # A later loss may use calls without gradients.
+            # Keep calls without gradients, because a later loss may use their outputs.
             self._calls = [call for call in calls if not call.gradients]
             self._note_parameters(optimizer)
             try:
@@ -139,7 +140,7 @@ class StepChecks(Calls):
             }
 
     def _add_noise(self, private: Any, add_noise: Any) -> None:
-        """Add noise, measure it, and remove it, so that the gradient can be compared."""
+        """Add noise, measure the noise, and remove it, so that the gradient can be compared."""
         threshold = float(private.max_grad_norm)
         self._threshold = getattr(private, "max_grad_norms", threshold)
         sigma = private.noise_multiplier
@@ -164,7 +165,7 @@ class StepChecks(Calls):
             self.known[name].moved |= not torch.equal(p, self.known[name].start)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the modules that the loop calls, by name."""
+        """Return the parameters of the modules that the loop has called so far, by name."""
         named: dict[str, nn.Parameter] = {}
         for number, module in enumerate(self._models.values()):
             for name, parameter in module.named_parameters():
@@ -177,7 +178,7 @@ class StepChecks(Calls):
     # --- an optimizer's step ---------------------------------------------------------------------
 
     def _note_parameters(self, optimizer: Any) -> None:
-        """Record the optimizer's parameters, and whether they have gradients."""
+        """Record which parameters the optimizer has, and which of them have gradients."""
         names = {id(p): name for name, p in self.parameters().items()}
         norms = [
             (group, p, 0.0 if p.grad is None else float(p.grad.norm()))
@@ -193,7 +194,7 @@ class StepChecks(Calls):
                 self.unowned[id(p)] = p, norm > 0 or self.unowned.get(id(p), (p, False))[1]
 
     def _compare(self, optimizer: Any, private: Any, calls: Sequence[Call]) -> None:
-        """Compare an optimizer's gradients with those of a loop over the examples."""
+        """Compare an optimizer's gradients with gradients from a loop over the examples."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {n: p for n, p in self.parameters().items() if id(p) in own and p.requires_grad}
         if private is None and any(hook_owners(call.module) for call in calls):
@@ -335,7 +336,7 @@ def _candidate_factors(
 
     Args:
         examples: the examples of all backward passes.
-        threshold: C, or one threshold for each parameter.
+        threshold: the clipping threshold, or a list of one threshold for each parameter.
         sizes: the number of examples of each backward pass.
     """
     per_layer = isinstance(threshold, list)

@@ -1,4 +1,4 @@
-"""Runs a trainer's steps, and computes the update that each step subtracts."""
+"""Runs a trainer's steps, and computes the gradients with which each step updates parameters."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ from dpbench.verify.reference import Examples, Gradients
 from dpbench.workloads.base import examples_in
 
 RATE = 2.0**30
-"""The learning rate. It is so large that rounding removes the initial value of a parameter from the
-new value, which is then minus the update."""
+"""Learning rate of the checked steps. With SGD, the update is computed as (value before the step -
+value after the step) / `RATE`. The rate is so large that rounding the new value hardly changes this
+result."""
 
 ONE_PROCESS: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
-"""Axes of a case that trains in one process."""
+"""Values of the axes ``parallel`` and ``gpus`` of a case that trains in one process."""
 
 INITIAL_DEVIATION = 0.02
-"""Standard deviation of the random values that replace trained parameters that are all zero. If one
-LoRA matrix of a pair were zero, the other would have no gradient whose clipping can be checked."""
+"""Standard deviation of the random values that replace a trained parameter full of zeros. If one
+LoRA matrix of a pair were zero, the other matrix would have no gradient whose clipping can be
+checked."""
 
 
 class TrainedModel:
@@ -75,7 +77,7 @@ class TrainedModel:
     def examples(self) -> list[Examples]:
         """Return the per-sample gradients of each batch, computed in float64 if possible.
 
-        `reference` then holds the precision that was used, and the reason if that is float32.
+        Afterwards, the attribute `reference` names the precision, and the reason if it is float32.
         """
         try:
             return self._examples(torch.float64)
@@ -90,7 +92,7 @@ class TrainedModel:
 
         self.model.to(dtype)
         batches = [pytree.tree_map(place, batch) for batch in self.batches]
-        # Without no_grad, because a loss may itself compute gradients.
+        # Gradients are enabled here, because a loss may itself compute gradients.
         once, again = (self._losses(self.model, batches[0]).detach() for _ in range(2))
         if not torch.equal(once, again):
             raise ConfigurationError(
@@ -108,11 +110,13 @@ class TrainedModel:
         threshold: float = 1.0,
         seed: int = 0,
     ) -> Iterator[Gradients]:
-        """Yield the update that each step subtracts, divided by the learning rate.
+        """Yield the gradients with which each step updates the parameters.
 
-        Each step starts from the initial parameters and trains the next batch, or this rank's part
-        of the batch. An odd ``seed`` is the same in all ranks. To an even ``seed``, each rank adds
-        its rank. Noise must be correct in both cases.
+        With SGD, the result is the update that the step subtracts, divided by the learning rate.
+        With another optimizer, the result is the gradients that the optimizer receives. Each step
+        starts from the initial parameters and trains the next batch, or this rank's part of the
+        batch. All ranks use the same seed if ``seed`` is odd, and different seeds if it is even.
+        Noise must be correct in both cases.
         """
         one_process = case.gpus == 1
         plain = case.optimizer == "sgd"
@@ -138,7 +142,7 @@ class TrainedModel:
         starts = {name: local_shard(self.start[name], p) for name, p in parameters.items()}
         before = {name: self.start[name].double() for name in trained}
         with torch.no_grad():
-            for name in buffers.keys() & self._buffers.keys():  # buffers may be random
+            for name in buffers.keys() & self._buffers.keys():  # initial buffers may be random
                 buffers[name].copy_(self._buffers[name])
         for batch in islice(cycle(batches), number):
             with torch.no_grad():
@@ -176,9 +180,9 @@ def _update_of_other(
 ) -> Gradients:
     """Take a step. Return the gradients that the plain optimizer receives.
 
-    Parameters that did not move get zeros. If a trainer merges the update with the noise, gradients
-    never exist in memory. They are then computed from the optimizer's moving averages, which begin
-    at zero here.
+    Parameters that did not move get zeros. If a trainer merges the update with the noise, noisy
+    gradients never exist in memory. In this case, the gradients are computed from the optimizer's
+    moving averages, which are set to zero before the step.
     """
     optimizer = trainer.plain_optimizer
     received = {name: torch.zeros_like(value) for name, value in before.items()}
@@ -226,7 +230,8 @@ def _gradients_from_averages(
 ) -> dict[str, Tensor]:
     """Compute a step's gradients from moving averages that began at zero.
 
-    Return an empty dict if the optimizer's options make that impossible.
+    Return an empty dict if the optimizer has no such averages, or if its options make that
+    impossible.
     """
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     found = {}
@@ -240,7 +245,7 @@ def _gradients_from_averages(
 
 
 def values_of(parameters: Parameters) -> dict[str, Tensor]:
-    """Return parameters in float64, gathered from their shards."""
+    """Return whole parameters in float64, gathered from the ranks' shards."""
     return {name: gathered(p.detach()).double() for name, p in parameters.items()}
 
 
@@ -258,7 +263,7 @@ def part_of_this_rank(batch: Batch) -> Batch:
 
 
 def names_that_differ(values: Gradients) -> set[str]:
-    """Return the names of tensors that are not bitwise equal in all ranks."""
+    """Return the names of tensors whose elements are not equal in all ranks."""
     flat = torch.cat([value.flatten() for value in values.values()])
     least, most = flat.clone(), flat
     distributed.all_reduce(least, distributed.ReduceOp.MIN)
@@ -268,7 +273,7 @@ def names_that_differ(values: Gradients) -> set[str]:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Turn off dropout, so that losses are reproducible."""
+    """Set the rate of dropout layers to 0, so that losses are reproducible."""
     for layer in model.modules():
         if isinstance(layer, _DropoutNd):
             layer.p = 0.0

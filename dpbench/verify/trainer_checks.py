@@ -1,4 +1,4 @@
-"""Runs all checks of a trainer: of clipped gradients without noise, and of the noise."""
+"""Runs all checks of a trainer, on the model of a case and on a linear layer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ OTHER_PROCESS_SEED = 1000
 
 
 def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
-    """Check the trainer of a case. Start one process per rank if it has several.
+    """Check the trainer of a case. If the case has several ranks, start a process for each rank.
 
     Args:
-        case: a small case. If it has several micro-batches, the undivided batch is checked too.
+        case: a small case. If its batch has several micro-batches, training the undivided batch is
+            checked too.
         device: ``auto``, ``cpu`` or ``cuda``.
-        processes: whether to compare the noise with that of a newly started process.
+        processes: whether to compare the noise with the noise of a newly started process.
 
     Raises:
         ConfigurationError: the trainer refuses the case, or there is nothing to verify.
@@ -68,7 +69,8 @@ def verify_here(
 ) -> list[Check]:
     """Check a case in this process. Every rank must call this, because steps are collective.
 
-    Gradients are compared with the gradients of the joint batch. Only rank 0 judges the noise.
+    Gradients are compared with the gradients of the joint batch of all ranks. Only rank 0 judges
+    the noise.
 
     Args:
         case: see `verify`.

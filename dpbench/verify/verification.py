@@ -22,36 +22,41 @@ from dpbench.verify.trained_model import ONE_PROCESS, TrainedModel
 from dpbench.workloads.base import Batch
 
 STEPS = 2
-"""Number of steps of a run."""
+"""Number of steps of most runs."""
 FIRST_RUN_STEPS = 8
 """Number of steps of the first run, enough to find noise that repeats every few steps. The first
 run of a large model has `STEPS` steps."""
 LARGE_MODEL = 2**21
-"""Number of trained elements above which a model is large. Its noise of many steps would take
-gigabytes."""
+"""Number of trained elements above which a model is large. The noise of many steps of a large model
+would take gigabytes."""
 TOLERANCE = 1e-5
-"""Largest relative error of a parameter's gradient at fp32."""
+"""Largest allowed relative error of a parameter's gradient at fp32. `Verification._tolerance`
+allows more if PyTorch's float32 norms have larger errors."""
 SIGMA = 1e4
-"""Noise multiplier σ of most noise checks. At this σ the gradient is negligible."""
+"""Noise multiplier σ of most noise checks. With this σ, the gradient is negligible."""
 SMALL_SIGMA, FRACTIONAL_SIGMA = 0.05, 1.6
-"""Two more noise multipliers. They are not whole numbers. `SMALL_SIGMA` lets the gradient show."""
+"""Two more noise multipliers, which are not whole numbers. With `SMALL_SIGMA`, the gradient is
+not negligible."""
 ROUNDED_SIGMA = 1e-12
-"""Noise multiplier whose noise rounds to zero. It finds trainers that do not clip if σ > 0."""
+"""Noise multiplier whose noise is negligible. It finds trainers that do not clip if σ > 0."""
 THRESHOLD = 0.7
-"""Clipping threshold C of the noise checks. It is not 1, so noise scaled by C², or not by C, has a
-wrong standard deviation."""
+"""Clipping threshold C of the runs with σ = `SIGMA`, except on a linear layer. The threshold is not
+1, so noise that is scaled by C², or not by C, has a wrong standard deviation."""
 LOW_THRESHOLD = 1e-3
-"""Clipping threshold as a share of `Verification.below_all`. It makes unclipped gradients stand out
-from the noise."""
+"""Clipping threshold with σ = `SMALL_SIGMA`, as a share of `Verification.below_all`. It makes
+unclipped gradients stand out from the noise."""
 MIN_NOISE = 128
-"""Smallest number of noise elements of each parameter in a run. Two runs show doubled noise."""
+"""Smallest number of noise elements of each parameter in a run with σ = `SIGMA`. Two such runs are
+enough to find noise of twice the correct standard deviation."""
 SEED_STRIDE = 10_000
-"""Distance between seeds of runs. It exceeds the number of ranks, which add their rank to seeds."""
+"""Factor between a run's number and its seed, if the number is even. `build` derives a seed for
+each rank from an even seed. The factor keeps the derived seeds larger than all odd seeds."""
 KEPT_NOISE = 2**16
 """Largest number of noise elements of each parameter that are kept if σ < `SIGMA`."""
 DATA_SHARE = 1e-3
-"""Largest change of a buffer by one example, as a share of the change by noise. The share of a
-buffer that is computed only from noisy parameters, such as a moving average, is below 1/SIGMA."""
+"""Largest allowed change of a buffer by one example, as a share of the change by noise. In a buffer
+that is computed only from noisy parameters, such as a moving average, the share is below
+1/SIGMA."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +106,9 @@ class Verification:
         self._runs = 0
 
     def _one_by_one(self) -> Batching:
-        """Make another batch size, with one or two examples in each micro-batch.
+        """Make batches of another size, with one or two examples in each micro-batch of a rank.
 
-        A case with several micro-batches gets one micro-batch more.
+        If the case has several micro-batches, these batches have one micro-batch more.
         """
         parts = self.case.micro_batches
         parts += parts > 1
@@ -119,7 +124,7 @@ class Verification:
         return Batching(label, case, batches, [joined.chosen(part) for part in both])
 
     def _of_size(self, size: int) -> Batching:
-        """Make Poisson batches with ``size`` examples.
+        """Make batches of ``size`` examples, as Poisson sampling may draw.
 
         ``size`` is 0, 1, or more than the case's batch size.
         """
@@ -137,7 +142,8 @@ class Verification:
             other_process: noisy steps of another process. Their noise must not occur in this
                 process.
         """
-        # Noisy steps come first, as in the other process: equal noise is then at equal places.
+        # Noisy steps come first, as in the other process. So noise that repeats has the same
+        # position.
         draws = self.draw_all(other_process)
         yield Check.judged("reference", [], "", self.model.reference)
         yield self.gradient(", half clipped", self.batchings[0], self.half, 0.0)
@@ -166,7 +172,7 @@ class Verification:
     # --- gradients -------------------------------------------------------------------------------
 
     def gradient(self, what: str, batching: Batching, threshold: float, sigma: float) -> Check:
-        """Check that steps with negligible noise subtract the mean of clipped gradients."""
+        """Check that steps without noticeable noise subtract the mean of clipped gradients."""
         case = batching.case
         steps = [*self.model.steps(case, STEPS, batching.batches, sigma, threshold)]
         far = self.distances(batching, steps, threshold)
@@ -191,8 +197,8 @@ class Verification:
     ) -> list[dict[str, float]]:
         """Return the relative error of each parameter in each step.
 
-        Opacus adds 1e-6 to norms, other trainers add nothing. The errors are computed for both, and
-        the smaller ones are returned.
+        Opacus adds 1e-6 to norms, and some trainers add nothing. The errors are computed for both,
+        and the errors with the smaller maximum are returned.
         """
         tried = []
         for added in (1e-6, 0.0):
@@ -208,7 +214,8 @@ class Verification:
     def _tolerance(self, label: str, threshold: float) -> float:
         """Return the largest allowed relative error.
 
-        With 16 bits, twice the error of Opacus's trainer ``dpsgd`` is allowed.
+        At precisions other than fp32, twice the error of Opacus's trainer ``dpsgd`` is allowed, but
+        at most 0.5.
         """
         batching = next(each for each in self.batchings if each.label == label)
         if batching.case.precision == "fp32":
@@ -228,10 +235,11 @@ class Verification:
     def draw_all(self, other_process: Sequence[Gradients]) -> list[Draw]:
         """Collect the noise of runs with each batching and several values of σ.
 
-        The clipping threshold is `THRESHOLD`, then below all norms, then above all norms.
+        With σ = `SIGMA`, the clipping threshold is `THRESHOLD`. With `SMALL_SIGMA`, it is below all
+        norms. With `FRACTIONAL_SIGMA`, it is above all norms.
 
         Args:
-            other_process: steps like those of the first run, taken by another process.
+            other_process: steps of another process with the first run's batches, σ and threshold.
         """
         elements = sum(self.model.start[name].numel() for name in self.model.trained)
         first = self.batchings[0]
@@ -249,16 +257,16 @@ class Verification:
         return draws
 
     def draws(self, batching: Batching, sigma: float, threshold: float, steps: int) -> list[Draw]:
-        """Take one run and return its noise. Ranks that do not judge noise return nothing."""
+        """Take one run and return its noise, or nothing in ranks that do not judge noise."""
         self._runs += 1
-        # Ranks add their rank to even seeds (`TrainedModel.steps`), so even seeds are far apart.
+        # Ranks derive their own seeds from an even seed, see `SEED_STRIDE`.
         seed = self._runs if self._runs % 2 else self._runs * SEED_STRIDE
         case, run = batching.case, f"σ = {sigma:g}, C = {threshold:.3g}{batching.label}"
-        self.tolerance(batching.label, self.below_all)  # call it before the run: it sets the seed
+        self.tolerance(batching.label, self.below_all)  # called first, because it may set the seed
         taken = noisy_steps(self.model, case, batching.batches, steps, sigma, threshold, seed)
         if self.judges_noise:
             return [*self._drawn(run, batching, sigma, threshold, taken)]
-        deque(taken, maxlen=0)  # steps are collective
+        deque(taken, maxlen=0)  # other ranks wait in collectives for these steps
         return []
 
     def _drawn(
@@ -269,10 +277,12 @@ class Verification:
         threshold: float,
         steps: Iterable[Gradients],
     ) -> Iterator[Draw]:
-        """Yield the noise: the updates minus the clipped gradients, divided by σC/B.
+        """Yield the noise of each step: its update minus the clipped gradients, divided by σC/B.
 
-        If noise is correlated over steps, the noise of earlier steps is subtracted as well. The
-        result is the noise that each step has newly drawn.
+        σ is the noise multiplier, C the clipping threshold and B the batch size.
+
+        If noise is correlated over steps, the contribution of earlier steps is subtracted as well.
+        The result is the noise that each step has newly drawn.
         """
         scale = batching.case.batch_size / (sigma * threshold)
         slack = self.tolerance(batching.label, self.below_all) * scale * threshold
@@ -327,8 +337,8 @@ def noisy_steps(
 ) -> Iterator[Gradients]:
     """Yield the updates of steps with noise.
 
-    At σ = `SIGMA`, steps are added until every parameter has `MIN_NOISE` elements in total. An
-    added step yields only the parameters with fewer than `MIN_NOISE` elements.
+    With σ = `SIGMA`, steps are added until the steps together have `MIN_NOISE` elements of every
+    parameter. An added step yields only the parameters that have fewer elements themselves.
     """
     sizes = {name: model.start[name].numel() for name in model.trained}
     number = max(steps, -(-MIN_NOISE // min(sizes.values())) if sigma == SIGMA else 0)

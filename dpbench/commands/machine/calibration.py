@@ -51,7 +51,7 @@ SMALLEST, DRAM_SIZED, LARGEST = 4, 256, 512
 because an L2 cache holds only about `TOLERANCE` of so many bytes. `LARGEST` is 8.6 GB."""
 
 TOLERANCE = 0.01
-"""Largest allowed difference of counted and known bytes, relative to the size of the work."""
+"""Largest allowed difference between counted and known bytes, relative to the size of the work."""
 
 WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 1, 0)}
 """By phase: the name of the work, and how often its data is read and written."""
@@ -74,13 +74,15 @@ either NVLink or PCIe, not both."""
 READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
 WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
 BOTH = ("l2_served_bytes",)
-"""Metrics of bytes read, written, and both. `BOTH` includes other traffic and is not judged."""
+"""Metrics of bytes that are read, of bytes that are written, and of both together. The metrics in
+`BOTH` include other traffic, so they are not judged."""
 
 
 def work_that_fits() -> Case:
-    """Return the largest work whose source and copy fit half of the free memory.
+    """Return the largest work whose source and copy fit into half of the free memory.
 
-    It is at most `LARGEST`.
+    The number of examples is at least `SMALLEST` and at most `LARGEST`. If the free memory is
+    unknown, the number is `DRAM_SIZED`.
     """
     free = visible_gpus()[0].free_bytes
     examples = (
@@ -90,7 +92,7 @@ def work_that_fits() -> Case:
 
 
 def judge(instrument: str, examples: int, counted: Mapping[str, Mapping[str, float]]) -> Diagnosis:
-    """Judge whether each metric counted the bytes of the work within `TOLERANCE`.
+    """Judge whether each metric, except those in `BOTH`, counted the work within `TOLERANCE`.
 
     Args:
         instrument: the name of the instrument.

@@ -85,7 +85,7 @@ def directories(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def gpu(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that this machine has a GPU, and that no other process uses the GPU."""
+    """Check that this machine has a GPU, and that no process uses a visible GPU."""
     if not visible_gpus():
         remedy = "check that nvidia-smi lists a GPU; logical bytes can be counted without one"
         yield Diagnosis("gpu", FAILED, why_no_gpu(), remedy)
@@ -116,7 +116,7 @@ def torch(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def ncu(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that Nsight Compute is installed, and that it is not newer than ncu-report."""
+    """Check that Nsight Compute is installed, and that ncu-report is not older."""
     path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
@@ -131,7 +131,7 @@ def ncu(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def counters(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that ncu can read counters, and that they count known work correctly."""
+    """Check that ncu can read counters, and that the counters count known work correctly."""
     try:
         path = find_ncu(settings.of(CounterOptions).ncu_path)
     except NcuNotFound:

@@ -1,7 +1,6 @@
 """Work and a message of known size, to calibrate counters.
 
-Both are trainers, so they run in the same way as a case, and their counters are read in the same
-way.
+Both are trainers, so dpbench runs and counts them in the same way as any other case.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class KnownWork(TrainerBase):
 
 
 class KnownMessage(TrainerBase):
-    """Sends ``batch_size * EXAMPLE_BYTES`` bytes from the first rank to the other ranks."""
+    """Sends ``batch_size * EXAMPLE_BYTES`` bytes from the first rank to each other rank."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
