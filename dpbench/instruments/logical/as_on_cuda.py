@@ -3,14 +3,15 @@
 `as_on_cuda` changes PyTorch in the places that affect bytes, and restores it afterwards.
 
 Dropout
-    One operator, ``native_dropout``, stores a mask of one byte per element.
+    CUDA runs one operator, ``native_dropout``, which stores a mask of one byte per element.
 RMSNorm
-    One operator, ``_fused_rms_norm``, stores one reciprocal root per row. If weight and input have
-    different dtypes, several operators are used instead.
+    CUDA runs one operator, ``_fused_rms_norm``, which stores one reciprocal root per row. If weight
+    and input have different dtypes, or the input is complex, CUDA runs several operators instead.
 Attention (``scaled_dot_product_attention``)
-    CUDA's flash kernel supports half precision and any number of key heads. The flash kernel
-    supports no mask, and values must be as wide as keys. The memory-efficient kernel also supports
-    single precision, masks and other widths, but needs as many key heads as query heads. The two
+    CUDA's flash kernel supports half precision, and fewer key heads than query heads. The flash
+    kernel supports no mask, heads of at most 256 elements, and only values as wide as keys. The
+    memory-efficient kernel also supports single precision, masks and other widths, but needs as
+    many key heads as query heads. The two
     kernels store no dropout mask, because backward draws the same random numbers again. If neither
     kernel supports the arguments, attention is decomposed, as on CUDA. ``flex_attention`` is one
     kernel in forward and one kernel in backward, as under torch.compile.
@@ -70,7 +71,7 @@ WIDEST_FLASH_HEAD = 256
 def as_on_cuda() -> Iterator[None]:
     """Choose operators and casts as on CUDA within the block.
 
-    Within the block, operators raise an error if this is impossible.
+    Within the block, code that uses torch.compile raises an error.
     """
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
@@ -168,7 +169,7 @@ def _scaled_dot_product_attention(
     operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
         return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
-    if enable_gqa and not same_heads:  # the CPU's fused kernel also supports different heads
+    if enable_gqa and not same_heads:  # the CPU's fused kernel also supports fewer key heads
         return _flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     if same_width and (attn_mask is None or not attn_mask.requires_grad):
         # Without dropout, the CPU's fused kernel has the same operands as CUDA's kernel.
@@ -185,7 +186,7 @@ CUDA_REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
 }
-"""Replacements of operators that are one kernel on CUDA but a composition on the CPU."""
+"""Replacements of operators for which CUDA and the CPU choose other operators."""
 
 
 def _refuse_compiled(callback: Any) -> Any:
@@ -221,13 +222,16 @@ _NORMS: dict[OpOverload, tuple[OpOverload, tuple[Any, ...]]] = {
     _aten.norm.Scalar: (_aten.norm.ScalarOpt_dtype, (2,)),
     _aten.norm.ScalarOpt_dim: (_aten.norm.ScalarOpt_dim_dtype, (None, [], False)),
 }
-"""Norms that return float32, with their overload that takes a dtype.
+"""Norms that return float32. Each norm has another overload, which takes a dtype.
 
-The tuple contains the default arguments that this overload does not define.
+The tuple contains values of the arguments for which this overload has no defaults.
 """
 
 _SOFTMAX = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log_softmax}
-"""Softmax operators that read float16 and return float32. Autocast casts bfloat16 to float32."""
+"""Softmax operators, and operators that read float16 and return float32.
+
+A bfloat16 argument is first cast to float32.
+"""
 
 
 def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -247,12 +251,15 @@ def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_cast(value: Any) -> bool:
-    """Return True if autocast casts a value, that is, a floating-point tensor below float64."""
+    """Return True if autocast casts a value: a floating-point tensor that is not float64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator with ``dtype=float32``, unless the caller passed a dtype."""
+    """Run an operator with ``dtype=float32``.
+
+    If the caller passed a dtype, or autocast does not cast the argument, this changes nothing.
+    """
     told = kwargs.get("dtype") or (operator in _SOFTMAX and args[2:])
     if told or not _is_cast(args[0]):
         return operator(*args, **kwargs)

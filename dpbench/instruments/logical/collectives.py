@@ -11,9 +11,9 @@ Collectives among W ranks
     all-reduce, which is a reduce-scatter and an all-gather, each rank sends twice as much. Unless
     the network itself copies or adds up data, no algorithm lets every rank send less. In a
     broadcast, each rank sends the message to the next rank, except the last rank before the root.
-    In a reduction to one rank, each rank except the root sends the message. The sources are Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
-    for clusters of workstations" (2009), and "Performance reported by NCCL tests" in NVIDIA's
-    nccl-tests.
+    In a reduction to one rank, each rank except the root sends the message. The sources are
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
+    (2009), and "Performance reported by NCCL tests" in NVIDIA's nccl-tests.
 
 Other operators
     In a send, the sender sends the message and the receiver sends nothing. In a gather, each rank

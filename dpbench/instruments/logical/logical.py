@@ -124,9 +124,9 @@ class Logical(Instrument):
     def count(self, case: Case) -> Outcome:
         """Count a case in this process.
 
-        The notes of the outcome list assumed values, among others. Operators of unknown libraries are counted by
-        their schema. The notes list these operators if they move few bytes. Tables list these
-        operators if they move many bytes.
+        The notes of the outcome list assumed values, among others. Operators of unknown libraries
+        are counted by their schema. The notes list these operators if they move few bytes. Tables
+        list these operators if they move many bytes.
         """
         from dpbench.child.build import about_sizes, labels_of
         from dpbench.instruments.logical.counter import logical_rows

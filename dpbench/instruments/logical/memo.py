@@ -1,10 +1,10 @@
 """Remembers the results and costs of operator calls, because the layers of a model repeat calls.
 
 Two calls are equal if they run the same operator with equal arguments. Tensors are equal arguments
-if they have the same layout and dtype, and share memory in the same way. Without this module, counting the ``1b``
-model takes two to four times as long. The cache of `FakeTensorMode` is slow, because it supports
-all kinds of tensors. Some calls are not remembered, for example calls with complex tensors, and
-calls whose result depends on values of tensors.
+if they have the same layout and dtype, and share memory in the same way. Without this module,
+counting the ``1b`` model takes two to four times as long. The cache of `FakeTensorMode` is slow,
+because it supports all kinds of tensors. Some calls are not remembered, for example calls with
+complex tensors, and calls whose result depends on values of tensors.
 """
 
 from __future__ import annotations

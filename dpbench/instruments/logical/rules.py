@@ -9,8 +9,8 @@ The general rule
     Each distinct memory region among the inputs is read once. Each output is written once, and so
     is each argument that the schema marks as mutated. A region is the set of addressed bytes:
     ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension counts once. Dimensions with
-    overlapping strides count at most the span that the dimensions cover. In-place operators read and write their target.
-    Each tensor in a list counts (``_foreach_*``, ``cat``).
+    overlapping strides count at most the span that the dimensions cover. In-place operators read
+    and write their target. Each tensor in a list counts (``_foreach_*``, ``cat``).
 
 Free operators
     Views, ``detach``, ``alias`` and ``_unsafe_view`` only change metadata. Allocation (``empty*``,
@@ -60,7 +60,8 @@ Collectives
     A rank reads the data that it sends and writes the data that it receives. If the output of an
     all-gather already contains this rank's part, this part is not written. ``c10d`` operators
     except sends write their first argument, whatever their schemas declare. ``c10d`` operators
-    except receives read their first argument if the second argument contains no tensor. FSDP2's copy into a gather writes only this rank's part.
+    except receives read their first argument if the second argument contains no tensor. FSDP2's
+    copy into a gather writes only this rank's part.
 
 Temporary memory within an operator does not count, because another kernel may not need it.
 """
