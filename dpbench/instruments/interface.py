@@ -69,7 +69,7 @@ class Instrument(ABC):
     def versions(self) -> Mapping[str, str]:
         """Versions of the tools, other than torch, on which the numbers depend.
 
-        A saved run contains the versions for all its instruments.
+        A saved run contains the versions of its instruments' tools.
         """
         return {}
 

@@ -31,7 +31,7 @@ Link counters count data on NVLink or PCIe. On a GPU without the link, its count
 """
 
 BUSY_SECONDS = 10.0
-"""Seconds to retry while another process uses the counters.
+"""Seconds for which dpbench tries again while another process uses the counters.
 
 A process under Nsight Compute releases dpbench's lock of the GPU shortly before Nsight Compute
 releases the counters.
@@ -39,7 +39,7 @@ releases the counters.
 
 
 def image_fields(name: str, image: Image) -> dict[str, Any]:
-    """Return the fields of a C structure that pass an image.
+    """Return the fields with which a C structure passes an image.
 
     For the image ``ConfigImage``, the field ``pConfigImage`` is the address, and the field
     ``configImageSize`` is the number of bytes.

@@ -44,10 +44,10 @@ class StepCounter:
     A round counts all metrics once. If the metrics fit in one pass, a round is one step.
     Otherwise a round consists of several equal steps, and each step counts one group of counters.
 
-    A round is counted by phase or as a whole. By phase, the GPU is synchronized at the start and
-    end of each phase, so the CPU cannot run ahead. Therefore times and busy shares by phase only
-    show how the time of a step is divided. Nothing is synchronized within a step that is counted
-    as a whole.
+    A round is counted by phase or as a whole. If a round is counted by phase, the GPU is
+    synchronized at the start and end of each phase, so the CPU cannot run ahead. Therefore times
+    and busy shares by phase only show how the time of a step is divided. Nothing is synchronized
+    within a step that is counted as a whole.
 
     If the process sees several GPUs, NVML's counters of NVLink are read at the start and end of
     each range. A rank may receive bytes before the phase or step that needs the bytes, because a
@@ -100,7 +100,7 @@ class StepCounter:
             self._profiler.close()
             self._profiler = self._open(configuration)
         self._target.synchronize()
-        self._crossed = self._target.payload()  # before CUPTI starts, since other ranks may send
+        self._crossed = self._target.payload()  # before CUPTI starts, as other ranks may send
         if not self._unread:
             self._profiler.start()
         self._step = []

@@ -1,6 +1,6 @@
 """Makes PyTorch choose the same operators for fake ``cpu`` tensors as for CUDA tensors.
 
-`as_on_cuda` changes PyTorch in the places that affect bytes, and restores it afterwards.
+`as_on_cuda` changes the parts of PyTorch that affect bytes, and restores these parts afterwards.
 
 Dropout
     CUDA runs one operator, ``native_dropout``, which stores a mask of one byte per element.
@@ -8,8 +8,8 @@ RMSNorm
     CUDA runs one operator, ``_fused_rms_norm``, which stores one reciprocal root per row. If weight
     and input have different dtypes, or the input is complex, CUDA runs several operators instead.
 Attention (``scaled_dot_product_attention``)
-    CUDA's flash kernel supports half precision, and fewer key heads than query heads. The flash
-    kernel supports no mask, heads of at most 256 elements, and only values as wide as keys. The
+    CUDA's flash kernel supports half precision, heads of at most 256 elements, and fewer key heads
+    than query heads. The flash kernel supports no mask, and values must be as wide as keys. The
     memory-efficient kernel also supports single precision, masks and other widths, but needs as
     many key heads as query heads. The two
     kernels store no dropout mask, because backward draws the same random numbers again. If neither
@@ -21,13 +21,13 @@ Optimizers and clipping
 Autocast
     CUDA and the CPU cast the arguments of different operators. For example, CUDA runs layer norms
     in float32. The operators in CUDA's lists run in the 16-bit dtype if `LOWER`
-    contains them, and in float32 if no list in this module contains them. Operators that the CPU
-    also runs in 16 bits keep PyTorch's own cast, which casts each weight once per autocast region.
-    A gradient scaler never skips a step. The lists come from ``aten/src/ATen/autocast_mode.h`` of
-    PyTorch.
+    contains these operators, and in float32 if no list in this module contains these operators.
+    Operators that the CPU also runs in 16 bits keep PyTorch's own cast, which casts each weight
+    once per autocast region. A gradient scaler never skips a step. The lists come from
+    ``aten/src/ATen/autocast_mode.h`` of PyTorch.
 Transformers (Hugging Face)
     The library creates no mask if attention accepts ``is_causal``. With a fake tensor the library
-    assumes that the model is traced, and creates a mask. `untraced` makes it create no mask.
+    assumes that the model is traced, and creates a mask. `untraced` prevents this mask.
 
 A step that uses torch.compile raises an error, because the bytes of fused operators are unknown.
 """
@@ -209,11 +209,12 @@ LOWER = names(
     _scaled_dot_product_flash_attention scaled_dot_product_attention
     """
 )
+"""Operators that run in the 16-bit dtype of an autocast region."""
 
 WIDEST = names(
     "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 )
-"""Operators that run in the widest dtype of their arguments."""
+"""Operators that run in float32 if an argument is float32, otherwise in the 16-bit dtype."""
 
 SUMS = ("cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "prod", "sum")
 """Operators that do not cast their argument, but return float32."""

@@ -7,13 +7,13 @@ The message
     all-gather is its output. The message of a reduce-scatter, all-reduce or broadcast is its input.
 
 Collectives among W ranks
-    In an all-gather, reduce-scatter or all-to-all, each rank sends (W - 1)/W of the message. In an
-    all-reduce, which is a reduce-scatter and an all-gather, each rank sends twice as much. Unless
-    the network itself copies or adds up data, no algorithm lets every rank send less. In a
-    broadcast, each rank sends the message to the next rank, except the last rank before the root.
-    In a reduction to one rank, each rank except the root sends the message. The sources are
-    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
-    (2009), and "Performance reported by NCCL tests" in NVIDIA's nccl-tests.
+    In an all-gather, reduce-scatter or all-to-all (with equal parts), each rank sends (W - 1)/W of
+    the message. In an all-reduce, which is a reduce-scatter and an all-gather, each rank sends
+    twice as much. Unless the network itself copies or adds up data, no algorithm lets every rank
+    send less. In a broadcast, each rank sends the message to the next rank, except the last rank
+    before the root. In a reduction to one rank, each rank except the root sends the message. The
+    sources are Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations" (2009), and "Performance reported by NCCL tests" in NVIDIA's nccl-tests.
 
 Other operators
     In a send, the sender sends the message and the receiver sends nothing. In a gather, each rank

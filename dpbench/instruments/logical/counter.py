@@ -104,9 +104,9 @@ class OperatorCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that PyTorch does not guard each call against torch.compile.
+        """Return False, so that PyTorch does not disable torch.compile in each call.
 
-        The guard costs time, and torch.compile is refused anyway.
+        Disabling costs time, and a step that uses torch.compile raises an error anyway.
         """
         return False
 
@@ -242,7 +242,7 @@ class RealTensorCounter(OperatorCounter):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return True, because a script that uses torch.compile needs PyTorch's guard."""
+        """Return True, so that PyTorch does not compile this method in a compiled script."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -102,11 +102,11 @@ def _by_name(
 
 
 def _with_repeated_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments of attention in which the operands are shapes with one key per query head.
+    """Return the arguments of attention, with shapes instead of operands.
 
-    The FLOPs are the same with one key per query head. The formulas of PyTorch before 2.12 refuse
-    operands in which several query heads share a key. For other operators, the arguments are
-    returned unchanged.
+    In these shapes, each query head has its own key head, which does not change the FLOPs. The
+    formulas of PyTorch before 2.12 refuse operands in which several query heads share a key head.
+    The arguments of other operators are returned unchanged.
     """
     if "scaled_dot_product" not in str(func):
         return args
@@ -126,7 +126,7 @@ def _product(left: Tensor, right: Tensor) -> int:
 
 def _product_of_groups(given: Arguments, out: Any) -> int:
     left, right = given["self"], given["mat2"]
-    # Each group multiplies only its own columns of a right-hand matrix.
+    # If the groups share the right matrix, each group multiplies only some columns of it.
     return _product(left, right) // (left.shape[0] if left.dim() > right.dim() else 1)
 
 

@@ -65,8 +65,8 @@ class Logical(Instrument):
 
     The instrument counts the first steady step. A step is steady if the live bytes before and
     after the step are equal, within the ratio `STEADY`. A first step is often not steady, because
-    the optimizer allocates state. Later steps move as many bytes as the first steady step. If none
-    of `MOST_STEPS` steps is steady, the last step is counted and a note is added.
+    the optimizer allocates state. Steps after the first steady step are assumed to be equal. If
+    none of `MOST_STEPS` steps is steady, the last step is counted and a note is added.
 
     With Poisson sampling, batches have different sizes. The instrument then also counts a step of
     each sampled size. The counts by operator come from the steady step, whose batch has the
@@ -261,7 +261,10 @@ def live_bytes(counter: OperatorCounter) -> int:
 
 @contextmanager
 def untouched_torch() -> Iterator[None]:
-    """Use PyTorch's default dtype, device and modes within the block, then restore the user's."""
+    """Use PyTorch's default dtype, device and modes within the block.
+
+    At the end of the block, the user's settings are restored.
+    """
     import torch
     from torch._subclasses import fake_tensor
 

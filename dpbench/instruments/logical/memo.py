@@ -1,6 +1,7 @@
 """Remembers the results and costs of operator calls, because the layers of a model repeat calls.
 
-Two calls are equal if they run the same operator with equal arguments. Tensors are equal arguments
+Two calls are equal if they run the same operator with equal arguments, inference mode and default
+dtype. Tensors are equal arguments
 if they have the same layout and dtype, and share memory in the same way. Without this module,
 counting the ``1b`` model takes two to four times as long. The cache of `FakeTensorMode` is slow,
 because it supports all kinds of tensors. Some calls are not remembered, for example calls with
@@ -45,7 +46,7 @@ class Effect:
 
 
 class Memo:
-    """Stores the effects of earlier calls on the tensors of one `FakeTensorMode`."""
+    """Stores the results and costs of earlier calls with tensors of one `FakeTensorMode`."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode

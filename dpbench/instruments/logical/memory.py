@@ -47,7 +47,7 @@ def region_of(tensor: Tensor) -> tuple[Region, int]:
 def _layout(
     shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Return the addressed elements in a normal form, and their number.
+    """Return the addressed elements in a normal form, and the number of these elements.
 
     Dimensions are sorted from the largest to the smallest stride, and contiguous dimensions are
     merged. Therefore `view`, `expand` and `transpose` do not change the result.
@@ -65,7 +65,7 @@ def _layout(
     return tuple(merged), min(span, math.prod(size for size, _ in merged))
 
 
-ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator rounds sizes up to a multiple
+ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator rounds sizes up to a multiple of this
 
 UNSHARED = 4, 2
 """Reference counts of a gradient and its storage if only autograd refers to the gradient.
@@ -84,7 +84,8 @@ class LiveMemory:
     Attributes:
         now: live bytes now, with sizes rounded up to multiples of `ALLOCATION_BYTES`.
         peak: maximum of ``now``. The counter resets ``peak`` when a phase begins.
-        largest: bytes of the largest storage. The counter resets ``largest`` when a step begins.
+        largest: bytes of the largest storage that was made or resized. The counter resets
+            ``largest`` when a step begins.
     """
 
     def __init__(self) -> None:

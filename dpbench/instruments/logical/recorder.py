@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NothingCounted(InstrumentError):
-    """No PyTorch operator ran in the steps. They may use another library or replay a CUDA graph."""
+    """No PyTorch operator ran. The steps may use another library or replay a CUDA graph."""
 
     remedy = (
         "run PyTorch operators in each step, or use the instrument cupti on a GPU for other "

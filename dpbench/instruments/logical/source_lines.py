@@ -22,7 +22,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils import hooks
 
 CALL = nn.Module._call_impl.__code__
-"""Code object of the method of a module that runs the module's forward."""
+"""Code object of the method of ``nn.Module`` that runs a module's forward."""
 
 ENGINE = _engine_run_backward.__code__
 """Code object of the function that runs backward.

@@ -24,7 +24,7 @@ MAX_QUESTIONS = 10_000
 A line that reads more values is assumed to be in an endless loop.
 """
 
-TRUE_ANSWERS = 100  # a source line reads only True so often while a model is built
+TRUE_ANSWERS = 100  # per source line while a model is built, before False and True alternate
 NOT_USER_CODE = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
 """Path prefixes of the files of PyTorch and of this folder, and of code without a file."""
 

@@ -151,7 +151,7 @@ class Ncu(InProcessInstrument):
             self.path,
             *("--config-file", "off"),  # ignore a config.ncu-cfg in the current directory
             *("--replay-mode", self.replay),
-            *("--cache-control", "none"),  # flushing caches before a range would change its bytes
+            *("--cache-control", "none"),  # flushing caches before a range would change the counts
             *("--clock-control", "none"),
             *("--import-sass", "no"),  # reports become 60 times smaller
             "--nvtx",

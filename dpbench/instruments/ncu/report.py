@@ -51,7 +51,7 @@ class ReportUnreadable(InstrumentError):
 
 
 class ForeignReport(InstrumentError):
-    """A report was not made by dpbench, or contains kernels instead of ranges or the reverse."""
+    """A report was not made by dpbench, or is of the wrong kind (kernels or ranges)."""
 
     remedy = "pass a complete report that `pytest --ncu` or `dpbench run` has written"
 
@@ -194,7 +194,7 @@ def label(action: Any) -> str | None:
 
 
 def counter(action: Any, name: str, path: Path) -> Any:
-    """Return ncu's object of a counter of an action.
+    """Return a counter of an action, as an object of ncu's library.
 
     Raises:
         CounterUnknown: the report does not contain the counter.

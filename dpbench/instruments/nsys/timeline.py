@@ -93,7 +93,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> NDArray[np.int64]:
-        """Starts and ends of the disjoint spans in which the GPU was busy, as ``[n, 2]``."""
+        """Starts and ends of the ``n`` disjoint spans in which the GPU was busy, as ``[n, 2]``."""
         starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
         ends = np.maximum.accumulate(ends)
         idle_before = np.append(True, starts[1:] > ends[:-1])

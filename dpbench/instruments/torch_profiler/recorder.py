@@ -157,7 +157,8 @@ class ScheduledRecorder(ProfileRecorder):
                 profiler_of(on_cuda(), schedule=self._planned, on_trace_ready=self._save)
             )
         elif self.observed == self.schedule.steps:
-            # A step of the 1b model allocates and frees memory about 15 000 times.
+            # A step of the 1b model has about 15 000 allocations and frees, so 400 000 entries
+            # suffice.
             torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
             self.held.callback(torch.cuda.memory._record_memory_history, enabled=None)
         recorded = self._planned(self.observed).name.startswith("RECORD")
