@@ -1,4 +1,4 @@
-"""Instruments measure a training step. Each has its own file or folder here.
+"""Instruments, which measure training steps. This package contains the built-in instruments.
 
 The module `interface` defines what an instrument implements.
 """
@@ -23,11 +23,14 @@ ON_GPU = ("timing", "ncu")
 def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> list[Instrument]:
     """Build each of the named instruments once, from the session's settings.
 
+    If the settings request counts of each kernel, ``ncu_kernels`` is also built.
+
     Args:
         names: names of instruments; duplicates are ignored.
-        settings: the settings of the session. Invalid options raise an error, even if their
-            instrument is not among ``names``.
-        subject: what the instruments must be able to measure: ``case``, ``script`` or ``step``.
+        settings: the settings of the session. Invalid options of a built-in instrument raise an
+            error, even if the instrument is not among ``names``.
+        subject: kind of subject that the instruments must be able to measure: ``case``,
+            ``script`` or ``step``.
     """
     Steps(settings.warmup, settings.active)
     for options in _options():
@@ -75,7 +78,8 @@ def declare_outside(
     Args:
         group: creates an option group with a title and a description, and returns the function
             that adds an option to the group.
-        words: the command line. Instruments that ``words`` names need no entry point.
+        words: the command line. Instruments that it names as ``module:Class`` need no entry
+            point.
         option: the command-line option whose values are names of instruments.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)

@@ -27,11 +27,11 @@ class InProcessInstrument(Instrument):
     """An instrument that runs ``dpbench step`` with a `recorder` in each rank.
 
     Attributes:
-        leaves_files: whether the instrument writes other files than a log.
+        leaves_files: whether the instrument writes files in addition to a log.
         directory: directory of logs and reports.
         device: ``cuda`` or ``cpu``.
         steps: numbers of warm-up and active steps.
-        timeout: seconds until a case is ended.
+        timeout: limit in seconds for a case, as in `CaseProcess`.
     """
 
     by_rank: ClassVar[bool] = True
@@ -99,7 +99,7 @@ class InProcessInstrument(Instrument):
     # --- in the process that trains --------------------------------------------------------------
 
     def case_recorder(self, case: Case) -> Recorder:
-        """Return a recorder that finishes after the active steps of a case."""
+        """Return a recorder that records at least the active steps of a case."""
         recorder = self.recorder(case, self.steps.active)
         recorder.wanted = recorder.wanted or self.steps.active
         return recorder

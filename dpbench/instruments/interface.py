@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class Instrument(ABC):
     """A way to measure training steps.
 
-    Subclasses are small frozen dataclasses whose fields are options.
+    Subclasses are small frozen dataclasses. In other packages, the fields of a subclass are its
+    options.
 
     Attributes:
         name: value of the column ``instrument`` in the rows.
-        hardware: whether the measured numbers depend on the machine, which logical counts do not.
+        hardware: whether the measured numbers depend on the machine. Logical counts do not.
         needs_gpu: whether the instrument works only on a GPU.
-        by_rank: whether the instrument can measure a case of several ranks. Each rank is a
-            separate process.
+        by_rank: whether the instrument can measure a case or script of several ranks.
         subjects: kinds of subjects that the instrument can measure: ``case``, ``script`` or
             ``step``. Measuring a script or a step needs a `recorder`.
         options: dataclass of the command-line options. Only built-in instruments set this
@@ -69,7 +69,7 @@ class Instrument(ABC):
     def versions(self) -> Mapping[str, str]:
         """Versions of the tools, other than torch, on which the numbers depend.
 
-        Each saved run contains these versions.
+        A saved run contains the versions of its instruments' tools.
         """
         return {}
 
@@ -77,7 +77,8 @@ class Instrument(ABC):
     def start(self, case: Case) -> PendingMeasurement:
         """Begin to measure a case, and return without waiting for the result.
 
-        A new process imports packages for 5 s. Meanwhile another measurement can use the GPU.
+        A new process first imports packages, which takes about 5 s. Meanwhile another measurement
+        can use the GPU.
         """
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
@@ -125,7 +126,7 @@ class Instrument(ABC):
         return []
 
     def profiler_error(self, case: Subject) -> InstrumentError | None:
-        """Return the error with which the profiler ended the script, or None."""
+        """Return the error that the profiler reported about the script, or None."""
         return None
 
     def measure(self, case: Case) -> list[Measurement]:
@@ -139,7 +140,7 @@ class Instrument(ABC):
 
 @dataclass(frozen=True, eq=False)
 class InstrumentWrapper(Instrument):
-    """An instrument that measures with another instrument, and takes its name."""
+    """An instrument that wraps another instrument, and has the name of the wrapped instrument."""
 
     instrument: Instrument
 

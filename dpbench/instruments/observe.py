@@ -52,7 +52,7 @@ class Observation:
 
     @property
     def report(self) -> CaseReport:
-        """Report of the completed steps, as the pytest fixtures return it."""
+        """Report of the counted steps. The pytest fixtures return the same class."""
         if not self.recorder.observed:
             raise ConfigurationError(
                 f"{self.case.id}: no step was counted: put `with seen.step():` around each step, "
@@ -62,7 +62,7 @@ class Observation:
 
     @property
     def outcome(self) -> Outcome:
-        """Rows and notes of the completed steps."""
+        """Rows, notes and counts of operators of the counted steps."""
         outcome = self.recorder.outcome(self.case)
         return replace(outcome, notes=(*outcome.notes, *self.finder.remarks()))
 
@@ -81,12 +81,13 @@ def observe(
     last counted step.
 
     Args:
-        instrument: ``timing``, ``logical``, ``cupti``, or another instrument with a recorder.
+        instrument: ``timing``, ``logical``, ``cupti``, or another instrument that can measure a
+            step.
         name: the name of the loop in the report.
         skip: number of steps to ignore at the beginning.
         steps: number of steps to count. If None, ``cupti`` counts 5 steps, and other instruments
-            count all steps. ``cupti`` needs three times as many steps: steps to time, steps to
-            count by phase, and steps to count as a whole.
+            count all steps. ``cupti`` needs at least three times as many steps: steps to time,
+            steps to count by phase, and steps to count as a whole.
 
     Examples:
         >>> with observe("timing", skip=3, steps=5) as seen:  # doctest: +SKIP

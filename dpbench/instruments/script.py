@@ -1,7 +1,7 @@
 """Measures the steps of a script with one instrument, in a new process that runs the script.
 
 The new process runs the code `START`. The first argument of the process is the path of the task
-file, and the arguments of the script follow.
+file. The path of the script (or the name of a module) and the script's arguments follow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ START = (
 )
 """Python code that the new process runs.
 
-The current directory is removed from ``sys.path``, because it could shadow modules of dpbench.
+The current directory is removed from ``sys.path``, because a file in this directory could shadow a
+module.
 """
 
 
@@ -49,7 +50,7 @@ class ScriptRun(Program, InstrumentWrapper):
     baseline: str | None = None  # name of the baseline script
 
     def check(self) -> None:
-        """Raise an error if the script does not exist or an option is invalid."""
+        """Raise an error if the script, an option or the instrument cannot be used."""
         if Rank.here():
             self.instrument.check_ranks("this is one of several ranks")
         self.instrument.check_script()

@@ -34,9 +34,12 @@ class Timing(InProcessInstrument):
 
 
 class TimingRecorder(Recorder):
-    """Records the seconds of each phase, on a GPU with CUDA events, and the peak memory."""
+    """Records the seconds of each phase and, on a GPU, the peak memory.
 
-    peak: int | None = None  # bytes; None on the CPU
+    On a GPU, CUDA events measure the seconds.
+    """
+
+    peak: int | None = None  # bytes; None on the CPU, and until the recorder is closed
 
     @cached_property
     def listener(self) -> PhaseTimes:
@@ -61,7 +64,7 @@ class TimingRecorder(Recorder):
 
     @property
     def median_seconds(self) -> float:
-        """Median seconds of a step."""
+        """Median duration of the timed steps, in seconds."""
         return median(sum(step.values()) for step in self.listener.seconds())
 
     def record(self, case: Subject) -> dict[str, Any]:
@@ -77,9 +80,9 @@ class TimingRecorder(Recorder):
 
 
 def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
-    """Return step time by phase, samples per second and peak memory.
+    """Return the rows of step time by phase, samples per second and peak memory.
 
-    ``record`` is the record of a `TimingRecorder`.
+    A run on the CPU has no row of peak memory. ``record`` is the record of a `TimingRecorder`.
     """
     values: list[tuple[str, str, float, int]] = []
     sizes = record.get("sizes")  # sizes of the batches, if the sizes differ

@@ -26,7 +26,7 @@ class CountersBusy(InstrumentError):
 
 
 class CounterUnknown(InstrumentError):
-    """A counter does not exist on this GPU, needs several passes, or has no value."""
+    """A counter is missing on this GPU or in a report, needs several passes, or has no value."""
 
     remedy = (
         "choose other counters with --ncu-metrics, from the lists of `dpbench doctor --chip` and "

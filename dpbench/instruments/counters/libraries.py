@@ -1,4 +1,4 @@
-"""Finds libcupti, and loads the libraries that libcupti shares with ncu-report."""
+"""Finds libcupti, and loads the libraries that libcupti and ncu-report both need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpbench.instruments.counters.errors import ProfilerNotLoaded
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
 """Libraries that libcupti opens by name.
 
-These libraries must be loaded from libcupti's folder before ncu-report is imported. The package
+These libraries must be loaded from libcupti's folder before ncu-report loads libraries. The package
 ncu-report contains another libnvperf_host, and libcupti 13.0 crashes with that library.
 """
 
@@ -81,7 +81,7 @@ def candidate_folders(sites: Iterable[str] = sys.path) -> Iterator[Path]:
 def cupti_folders() -> list[Path]:
     """Return the folders of the loaded libcupti.
 
-    If libcupti is not loaded, returns all folders that contain libcupti.
+    If libcupti is not loaded, returns the candidate folders that contain libcupti.
     """
     return loaded_folders() or [f for f in candidate_folders() if any(f.glob("libcupti.so*"))]
 
@@ -95,7 +95,7 @@ def load_helpers(folder: Path) -> dict[str, ctypes.CDLL]:
 def load_helpers_first() -> None:
     """Load libcupti's helpers before ncu-report loads other libraries with the same names.
 
-    Without a driver this does nothing.
+    Without a driver or libcupti, this does nothing.
     """
     if Driver.load().version() and (folder := next(iter(cupti_folders()), None)):
         with suppress(OSError):

@@ -17,7 +17,7 @@ ALWAYS = ("dram_read_bytes", "dram_write_bytes")
 def on_chip(chip: str = "") -> dict[str, Metric]:
     """Return all metrics of ncu for which ``chip`` has counters, by name.
 
-    The chip GH100 counts all of these metrics in one pass.
+    The chip GH100 counts all built-in metrics of ncu in one pass.
     """
     here = [metric.counted_by(metric.on(chip)) for metric in METRICS.counted("ncu")]
     return {metric.name: metric for metric in here if metric.counters}
@@ -29,8 +29,8 @@ def available(
     """Return the metrics whose counters exist, by name.
 
     A metric may have general counters, and other counters for some chips. Each returned metric
-    has the first of these sets that exists. A metric without general counters needs the counters
-    that are defined for this chip, because counters of another chip have another meaning.
+    has the first of these sets of counters that exists. A metric without general counters needs the
+    counters that are defined for this chip, because counters of another chip have another meaning.
 
     Args:
         are_there: returns True if all of the named counters exist.
@@ -48,11 +48,12 @@ def available(
 def resolve(
     names: Iterable[str] | None = None, chip: str = "", ours: Mapping[str, Metric] | None = None
 ) -> list[Metric]:
-    """Return the metrics with these names.
+    """Return the metrics with these names, and the metrics in `ALWAYS`.
 
     Args:
         names: names of dpbench's metrics, nvprof's metrics or counters. If None, all metrics are
-            returned. Names of counters must end in ``.sum``, because a step adds up its ranges.
+            returned. Names of counters must end in ``.sum``, because the values of a step's ranges
+            are added up.
         chip: name of the GPU's chip, or "" if the chip is unknown.
         ours: all metrics of the GPU, by name. If None, all metrics of the chip are used.
     """

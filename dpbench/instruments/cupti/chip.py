@@ -31,14 +31,15 @@ Link counters count data on NVLink or PCIe. On a GPU without the link, its count
 """
 
 BUSY_SECONDS = 10.0
-"""Seconds to retry while another process uses the counters.
+"""Seconds for which dpbench tries again while another process uses the counters.
 
-Nsight Compute releases the counters shortly after it releases dpbench's lock of the GPU.
+A process under Nsight Compute releases dpbench's lock of the GPU shortly before Nsight Compute
+releases the counters.
 """
 
 
 def image_fields(name: str, image: Image) -> dict[str, Any]:
-    """Return the fields of a C structure that pass an image.
+    """Return the fields with which a C structure passes an image.
 
     For the image ``ConfigImage``, the field ``pConfigImage`` is the address, and the field
     ``configImageSize`` is the number of bytes.
@@ -116,9 +117,9 @@ class Chip:
     def spread(self, counters: Iterable[str], common: Sequence[str]) -> list[list[str]]:
         """Divide counters into groups that each need one pass.
 
-        A group also contains the counters in ``common`` if they fit in the same pass. Link
-        counters form separate groups at the end, because they seldom fit with other counters and
-        each attempt takes 3 ms.
+        A group also contains the counters in ``common`` if they fit in the same pass. If several
+        groups are needed, link counters form separate groups at the end. Link counters seldom fit
+        with other counters, and each attempt takes 3 ms.
         """
         counters = list(counters)
         if self._fit_one_pass(counters):
@@ -252,7 +253,7 @@ several GPUs.
 BASIC = (*ALWAYS, *(metric.name for metric in _OWN if metric.name not in LINKS))
 """Metrics for DRAM bytes, time and busy shares.
 
-All of these metrics fit in one pass on every chip that counts DRAM bytes.
+All of the built-in metrics fit in one pass on the five tested chips, from GA100 to GB202.
 """
 
 
@@ -274,7 +275,7 @@ def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = Fals
 
 
 def describe(library: Library, name: str) -> str:
-    """Return a text that lists the metrics of a chip, their counters, and the steps they need."""
+    """Return a text that lists a chip's metrics, with the counters and the steps of each metric."""
     chip = Chip(library, name)
     metrics = chosen(chip, peers=True)
     common = counters(metric for metric in metrics if metric.name in ALWAYS)

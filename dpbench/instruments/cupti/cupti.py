@@ -1,6 +1,6 @@
-"""The instrument ``cupti`` measures bytes, busy shares, step time and peak memory in one process.
+"""The instrument ``cupti`` measures bytes, busy shares, step time and peak memory.
 
-CUPTI reads hardware counters in the process that trains.
+CUPTI reads hardware counters in the process that trains, so no other process is needed.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class CuptiError(InstrumentError):
 
 
 class RangesLost(InstrumentError):
-    """CUPTI did not count all ranges of a step."""
+    """CUPTI did not count all ranges of a step, or the step has too many ranges."""
 
     remedy = "count fewer ranges in a step, or pass a larger max_ranges"
 
@@ -75,7 +75,7 @@ _BY_CODE: dict[int, tuple[type[InstrumentError], str]] = {
     46: (CuptiUnusable, "this GPU is newer than libcupti"),
     999: (ProfilerNotLoaded, "CUPTI cannot reach the driver or the GPU's counters"),
 }
-"""The error class and message for each CUptiResult code (cupti_result.h)."""
+"""Error classes and messages by CUptiResult code (cupti_result.h)."""
 
 _BY_FUNCTION: dict[tuple[str, int], tuple[type[InstrumentError], str]] = {
     ("cuptiProfilerHostConfigAddMetrics", 1): (CounterUnknown, "a counter does not exist"),
@@ -90,7 +90,7 @@ _BY_FUNCTION: dict[tuple[str, int], tuple[type[InstrumentError], str]] = {
     ),
     ("cuptiProfilerHostInitialize", 1): (CuptiUnusable, "libcupti does not support this GPU"),
 }
-"""The error class and message for codes that have another meaning in one function."""
+"""Error classes and messages for codes that have another meaning in one function."""
 
 
 def call_error(
@@ -187,7 +187,10 @@ def open_in(folder: Path, driver: Driver) -> Library:
 
 @cache
 def load_library() -> Library:
-    """Return the libcupti that torch has loaded, or else the first usable libcupti."""
+    """Return the first usable libcupti.
+
+    If this process has loaded libcupti, for example with torch, only the loaded libcupti is tried.
+    """
     driver = Driver.load()
     errors: list[InstrumentError] = []
     for folder in cupti_folders():

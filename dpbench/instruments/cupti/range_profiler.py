@@ -76,7 +76,7 @@ class RangeProfiler:
         self._names = []
 
     def push(self) -> None:
-        """Begin a range. The name of the range is its number from 0."""
+        """Begin a range. The name of the range is its number, counted from 0."""
         if len(self._names) == self._max_ranges:
             raise RangesLost(f"a step has more than {self._max_ranges} ranges")
         self._names.append(str(len(self._names)).encode())  # CUPTI reads the pointer until stop

@@ -20,10 +20,13 @@ from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
 
 STEPS_TOLERANCE = 0.005
-"""Largest allowed relative difference between the DRAM bytes of equal steps."""
+"""Relative part of the allowed difference between the DRAM bytes of equal steps.
+
+The allowed difference is this part of the largest DRAM bytes plus `CACHE_BYTES`.
+"""
 
 CACHE_BYTES = 128e6
-"""Largest allowed absolute difference between the DRAM bytes of equal steps.
+"""Absolute part of the allowed difference between the DRAM bytes of equal steps.
 
 The L2 cache may keep bytes from one step to the next. The largest L2 cache to date has 126 MB.
 """
@@ -41,14 +44,14 @@ class StepCounter:
     A round counts all metrics once. If the metrics fit in one pass, a round is one step.
     Otherwise a round consists of several equal steps, and each step counts one group of counters.
 
-    A round is counted by phase or as a whole. By phase, the GPU is synchronized at the start and
-    end of each phase, so the CPU cannot run ahead. Therefore times and busy shares by phase only
-    show how the time of a step is divided. Nothing is synchronized within a step that is counted
-    as a whole.
+    A round is counted by phase or as a whole. If a round is counted by phase, the GPU is
+    synchronized at the start and end of each phase, so the CPU cannot run ahead. Therefore times
+    and busy shares by phase only show how the time of a step is divided. Nothing is synchronized
+    within a step that is counted as a whole.
 
-    NVML's counters of NVLink are read at the same points, in every step. A rank may receive bytes
-    in an earlier phase or step than the one that needs them. The reason is that a rank that is
-    ahead fills NCCL's buffers (48 MiB between two H100s).
+    If the process sees several GPUs, NVML's counters of NVLink are read at the start and end of
+    each range. A rank may receive bytes before the phase or step that needs the bytes, because a
+    rank that is ahead fills NCCL's buffers (48 MiB between two H100s).
 
     Starting CUPTI takes 0.2 s. Therefore CUPTI keeps counting between two steps if the second
     step is counted as a whole with the same counters.
@@ -58,7 +61,8 @@ class StepCounter:
             all metrics of the chip are counted.
         target: the GPU.
         rounds: for each round, True to count its steps by phase, False to count whole steps.
-        max_ranges: largest number of ranges in a step. Each change of phase begins a range.
+        max_ranges: largest number of ranges in a step that is counted by phase. Each change of
+            phase begins a range.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class StepCounter:
             self._profiler.close()
             self._profiler = self._open(configuration)
         self._target.synchronize()
-        self._crossed = self._target.payload()  # before CUPTI starts, since other ranks may send
+        self._crossed = self._target.payload()  # before CUPTI starts, as other ranks may send
         if not self._unread:
             self._profiler.start()
         self._step = []
@@ -163,7 +167,7 @@ class StepCounter:
         }
 
     def _check_alike(self, steps: Sequence[ByPhase]) -> None:
-        """Raise an error if the steps of a round differ in phases or DRAM bytes.
+        """Raise an error if the steps of a round differ in phases, or too much in DRAM bytes.
 
         Different rounds may differ. The reported spread shows such differences.
         """
@@ -198,15 +202,15 @@ def count_ranges(
 ) -> Iterator[ByPhase]:
     """Count the work of the GPU in a block of PyTorch code, by ``phase()`` and as a whole.
 
-    The GPU is synchronized at the start and end of each phase. Run the block once before, so that
-    one-time work is not counted. No other process may use the GPU, because DRAM counters include
-    the work of all processes.
+    By default, the GPU is synchronized at the start and end of each phase. Run the block once
+    before you count it, so that one-time work is not counted. No other process may use the GPU,
+    because DRAM counters include the work of all processes.
 
     Args:
         metrics: names of metrics to count in addition to DRAM bytes, time and busy shares. All
             metrics together must fit in one pass.
         by_phase: if False, the block is one range and the GPU is not synchronized within the
-            block. Use this value for busy shares.
+            block. Use False to measure busy shares.
         max_ranges: largest number of ranges in the block. Each change of phase begins a range.
         target: the GPU; by default the current GPU of torch.
 

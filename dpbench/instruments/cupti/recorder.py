@@ -26,15 +26,15 @@ class CuptiRecorder(Recorder):
     """Times steps without counters, then counts steps by phase, then counts whole steps.
 
     The steps of a script may differ. Therefore the recorder counts by default only DRAM bytes,
-    time and busy shares, which need one pass on Hopper and newer chips. The number of timed
-    steps, of steps by phase, and of whole steps is the same.
+    time and busy shares, which fit in one pass (see `BASIC`). Unless ``alike`` is True,
+    each pass counts as many steps by phase, and as many whole steps, as steps were timed.
 
     Args:
         timed: number of steps to time.
         names: names of metrics to count in addition to DRAM bytes, time and busy shares. If None,
             all metrics of the chip are counted.
         alike: whether all steps are equal, as in a case. If True, each pass counts one step by
-            phase and a few whole steps.
+            phase, and three whole steps if the steps are short, otherwise one.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CuptiRecorder(Recorder):
         super().start_step()
 
     def record(self, case: Subject) -> dict[str, Any]:
-        """Return the record of the timed steps and of the counted steps.
+        """Return the record of the timed steps and, if steps were counted, of these steps.
 
         The keys ``cupti`` (version of libcupti), ``chip``, ``passes``, ``counters`` (of each
         metric), ``counted`` (the result of `StepCounter.rounds`) and ``notes`` describe the

@@ -1,16 +1,17 @@
 """Makes PyTorch choose the same operators for fake ``cpu`` tensors as for CUDA tensors.
 
-`as_on_cuda` changes PyTorch in the places that affect bytes, and restores it afterwards.
+`as_on_cuda` changes the parts of PyTorch that affect bytes, and restores these parts afterwards.
 
 Dropout
-    One operator, ``native_dropout``, stores a mask of one byte per element.
+    CUDA runs one operator, ``native_dropout``, which stores a mask of one byte per element.
 RMSNorm
-    One operator, ``_fused_rms_norm``, stores one reciprocal root per row. If weight and input have
-    different dtypes, several operators are used instead.
+    CUDA runs one operator, ``_fused_rms_norm``, which stores one reciprocal root per row. If weight
+    and input have different dtypes, or the input is complex, CUDA runs several operators instead.
 Attention (``scaled_dot_product_attention``)
-    CUDA's flash kernel supports half precision and any number of key heads. The flash kernel
-    supports no mask, and values must be as wide as keys. The memory-efficient kernel also supports
-    single precision, masks and other widths, but needs as many key heads as query heads. The two
+    CUDA's flash kernel supports half precision, heads of at most 256 elements, and fewer key heads
+    than query heads. The flash kernel supports no mask, and values must be as wide as keys. The
+    memory-efficient kernel also supports single precision, masks and other widths, but needs as
+    many key heads as query heads. The two
     kernels store no dropout mask, because backward draws the same random numbers again. If neither
     kernel supports the arguments, attention is decomposed, as on CUDA. ``flex_attention`` is one
     kernel in forward and one kernel in backward, as under torch.compile.
@@ -20,13 +21,13 @@ Optimizers and clipping
 Autocast
     CUDA and the CPU cast the arguments of different operators. For example, CUDA runs layer norms
     in float32. The operators in CUDA's lists run in the 16-bit dtype if `LOWER`
-    contains them, and in float32 if no list in this module contains them. Operators that the CPU
-    also runs in 16 bits keep PyTorch's own cast, which casts each weight once per autocast region.
-    A gradient scaler never skips a step. The lists come from ``aten/src/ATen/autocast_mode.h`` of
-    PyTorch.
+    contains these operators, and in float32 if no list in this module contains these operators.
+    Operators that the CPU also runs in 16 bits keep PyTorch's own cast, which casts each weight
+    once per autocast region. A gradient scaler never skips a step. The lists come from
+    ``aten/src/ATen/autocast_mode.h`` of PyTorch.
 Transformers (Hugging Face)
     The library creates no mask if attention accepts ``is_causal``. With a fake tensor the library
-    assumes that the model is traced, and creates a mask. `untraced` makes it create no mask.
+    assumes that the model is traced, and creates a mask. `untraced` prevents this mask.
 
 A step that uses torch.compile raises an error, because the bytes of fused operators are unknown.
 """
@@ -70,7 +71,7 @@ WIDEST_FLASH_HEAD = 256
 def as_on_cuda() -> Iterator[None]:
     """Choose operators and casts as on CUDA within the block.
 
-    Within the block, operators raise an error if this is impossible.
+    Within the block, code that uses torch.compile raises an error.
     """
     with ExitStack() as stack:
         library = torch.library.Library("aten", "IMPL")
@@ -168,7 +169,7 @@ def _scaled_dot_product_attention(
     operands = (query, key, value, attn_mask)
     if query.dim() != 4 or not (flash or efficient):
         return _as_composed(_attention_as_products, *operands, dropout_p, is_causal, **options)[0]
-    if enable_gqa and not same_heads:  # the CPU's fused kernel also supports different heads
+    if enable_gqa and not same_heads:  # the CPU's fused kernel also supports fewer key heads
         return _flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     if same_width and (attn_mask is None or not attn_mask.requires_grad):
         # Without dropout, the CPU's fused kernel has the same operands as CUDA's kernel.
@@ -185,7 +186,7 @@ CUDA_REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
 }
-"""Replacements of operators that are one kernel on CUDA but a composition on the CPU."""
+"""Replacements of operators for which CUDA and the CPU choose other operators."""
 
 
 def _refuse_compiled(callback: Any) -> Any:
@@ -208,11 +209,12 @@ LOWER = names(
     _scaled_dot_product_flash_attention scaled_dot_product_attention
     """
 )
+"""Operators that run in the 16-bit dtype of an autocast region."""
 
 WIDEST = names(
     "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 )
-"""Operators that run in the widest dtype of their arguments."""
+"""Operators that run in float32 if an argument is float32, otherwise in the 16-bit dtype."""
 
 SUMS = ("cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "prod", "sum")
 """Operators that do not cast their argument, but return float32."""
@@ -221,13 +223,16 @@ _NORMS: dict[OpOverload, tuple[OpOverload, tuple[Any, ...]]] = {
     _aten.norm.Scalar: (_aten.norm.ScalarOpt_dtype, (2,)),
     _aten.norm.ScalarOpt_dim: (_aten.norm.ScalarOpt_dim_dtype, (None, [], False)),
 }
-"""Norms that return float32, with their overload that takes a dtype.
+"""Norms that return float32. Each norm has another overload, which takes a dtype.
 
-The tuple contains the default arguments that this overload does not define.
+The tuple contains values of the arguments for which this overload has no defaults.
 """
 
 _SOFTMAX = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log_softmax}
-"""Softmax operators that read float16 and return float32. Autocast casts bfloat16 to float32."""
+"""Softmax operators, and operators that read float16 and return float32.
+
+A bfloat16 argument is first cast to float32.
+"""
 
 
 def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -247,12 +252,15 @@ def _in_region(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_cast(value: Any) -> bool:
-    """Return True if autocast casts a value, that is, a floating-point tensor below float64."""
+    """Return True if autocast casts a value: a floating-point tensor that is not float64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator with ``dtype=float32``, unless the caller passed a dtype."""
+    """Run an operator with ``dtype=float32``.
+
+    If the caller passed a dtype, or autocast does not cast the argument, this changes nothing.
+    """
     told = kwargs.get("dtype") or (operator in _SOFTMAX and args[2:])
     if told or not _is_cast(args[0]):
         return operator(*args, **kwargs)

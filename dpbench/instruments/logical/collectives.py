@@ -1,21 +1,21 @@
 """Computes how many bytes one rank sends in a collective, from the operator and its arguments.
 
-Only shapes count, so a fake process group yields the same bytes as real ranks.
+The bytes do not depend on values, so a fake process group sends as many bytes as a real group.
 
 The message
-    The message of a collective is the larger of its input and its output. The message of a gather
-    is its result. The message of a scatter, all-reduce or broadcast is its argument.
+    The message of a collective is the larger of its input and its output. The message of an
+    all-gather is its output. The message of a reduce-scatter, all-reduce or broadcast is its input.
 
 Collectives among W ranks
-    In an all-gather, reduce-scatter or all-to-all, each rank sends (W - 1)/W of the message. In an
-    all-reduce, which is a reduce-scatter and an all-gather, each rank sends twice as much. No
-    algorithm sends less per rank. In a broadcast, each rank sends the message to the next rank,
-    except the last rank before the root. In a reduction to one rank, each rank except the root
-    sends the message. The sources are Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
-    for clusters of workstations" (2009), and "Performance reported by NCCL tests" in NVIDIA's
-    nccl-tests.
+    In an all-gather, reduce-scatter or all-to-all (with equal parts), each rank sends (W - 1)/W of
+    the message. In an all-reduce, which is a reduce-scatter and an all-gather, each rank sends
+    twice as much. Unless the network itself copies or adds up data, no algorithm lets every rank
+    send less. In a broadcast, each rank sends the message to the next rank, except the last rank
+    before the root. In a reduction to one rank, each rank except the root sends the message. The
+    sources are Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations" (2009), and "Performance reported by NCCL tests" in NVIDIA's nccl-tests.
 
-Other collectives
+Other operators
     In a send, the sender sends the message and the receiver sends nothing. In a gather, each rank
     except the root sends its part. In a scatter, the root sends a part to each other rank.
 """
@@ -40,7 +40,7 @@ BY_ROOT = re.compile("::(gather|scatter)_$")
 SEND_NOTHING = re.compile(
     "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
 )
-"""Patterns of operator names. PyTorch has several names for each collective."""
+"""The five patterns match operator names. PyTorch has several names for most collectives."""
 
 
 def sent_bytes(name: str, given: Mapping[str, Any], out: Any) -> int:

@@ -1,9 +1,9 @@
 """Counts the bytes, FLOPs and live memory of operators.
 
 `without_data` runs operators on fake tensors. PyTorch's `FakeTensorMode` gives a tensor a shape and
-a dtype but no memory, so a model of any size runs on any machine. `OperatorCounter` is a dispatch
-mode above `FakeTensorMode` and below autograd. `OperatorCounter` receives every operator that
-PyTorch dispatches in forward, backward and optimizer.
+a dtype but no memory, so a model may need more memory than the machine has. `OperatorCounter` is a
+dispatch mode above `FakeTensorMode` and below autograd. `OperatorCounter` receives the operators
+that PyTorch dispatches in forward, backward and optimizer.
 
 Fake tensors have the device ``cpu``. In a build of PyTorch without CUDA, autograd ends the process
 if it finds a fake ``cuda`` tensor, because the device guard of CUDA is missing. `as_on_cuda` makes
@@ -56,13 +56,16 @@ from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 CONSTANT_ELEMENTS = 1024
-"""Largest number of elements of a constant that keeps its values while a model is built."""
+"""Largest number of elements of a constant that has values.
+
+Only constants that are created while a model is built, or between steps, have values.
+"""
 _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
 """Operators that create constants which models need, such as the rates of stochastic depth."""
 
 NAMESPACES_WITHOUT_WORK = ("prim", "profiler")
-"""Namespaces of operators that move no data, for example of ``prim::device``."""
+"""Namespaces of operators that move no data, for example ``prim::device``."""
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -92,17 +95,18 @@ class OperatorCounter(TorchDispatchMode):
         # Number of calls by phase, operator, cost and place.
         self.calls = Counter[tuple[str, str, Cost, Place]]()
         self._places = PlaceFinder()
-        # Live bytes after the first and last call of an operator in a phase, and their maximum.
+        # For each operator in a phase: live bytes after the first call and after the last call, and
+        # the maximum of live bytes after a call.
         self.live: dict[tuple[str, str], tuple[int, int, int]] = {}
         # Maximum of live bytes by phase.
         self.peaks: dict[str, int] = {}
-        self.notes = Counter[str]()  # how many times each assumption was made
+        self.notes = Counter[str]()  # number of occurrences of each note
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that PyTorch does not guard each call against torch.compile.
+        """Return False, so that PyTorch does not disable torch.compile in each call.
 
-        The guard costs time, and torch.compile is refused anyway.
+        Disabling costs time, and a step that uses torch.compile raises an error anyway.
         """
         return False
 
@@ -238,7 +242,7 @@ class RealTensorCounter(OperatorCounter):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return True, because a script that uses torch.compile needs PyTorch's guard."""
+        """Return True, so that PyTorch does not compile this method in a compiled script."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,9 +276,9 @@ class RealTensorCounter(OperatorCounter):
 
 @contextmanager
 def without_data() -> Iterator[OperatorCounter]:
-    """Create all new tensors without data inside the block, and yield a counter of operators.
+    """Create new tensors without data inside the block, and yield a counter of operators.
 
-    Operators in the block may also use real tensors. Only the shapes of real tensors count.
+    Operators in the block may also use real tensors. The values of real tensors are ignored.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with as_on_cuda(), fake, OperatorCounter(fake) as counter, track_resizing(counter.memory):
@@ -296,8 +300,8 @@ def logical_rows(
         operators: the counts of the step.
         phases: the phases of the step.
         peaks: peak live bytes by phase. If None, no row has peak memory.
-        repeat: number of the step.
-        largest: bytes of the step's largest tensor. If 0, no row has this metric.
+        repeat: value of the column ``repeat``.
+        largest: bytes of the step's largest tensor. If 0, no row has these bytes.
     """
     operators = tuple(operators)
     with_others = case.gpus > 1 or (

@@ -8,14 +8,15 @@ Convolutions
     The gradients of the input and of the weight each need as many FLOPs as forward, also with
     groups. PyTorch's own formula is not used, because it multiplies the FLOPs of the weight's
     gradient by the number of groups. ``vmap`` makes a group of each example, so the result would
-    be too large. Products with padding count.
+    be too large. Multiplications by the zeros of the padding are counted.
 Recurrent layers
     Each token is multiplied by each matrix of the layer. Backward executes two products for each
     product of forward: one for the gradient of the input, and one for the gradient of the matrix.
+    If the gradients of the matrices are not requested, backward executes only the first product.
 Attention, operators of other libraries
     PyTorch's formulas and the formulas that are registered with `torch.utils.flop_counter` apply.
 
-`lacks_formula` finds operators that multiply but have no formula. Notes name these operators.
+`lacks_formula` finds operators that may multiply but have no formula. Notes name these operators.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MULTIPLIES = re.compile(
     """,
     re.VERBOSE,
 )
-"""Matches names of PyTorch's operators that execute more than elementwise work."""
+"""Matches names of ATen operators such as products, solvers and Fourier transforms."""
 
 Arguments = Mapping[str, Any]
 """Arguments of a call, by name."""
@@ -61,7 +62,11 @@ def flops(
 
 @cache
 def lacks_formula(func: OpOverload | HigherOrderOperator) -> bool:
-    """Return True if an operator has no formula although, by its name, it multiplies."""
+    """Return True if an operator may multiply but has no FLOP formula.
+
+    An ATen operator multiplies if `MULTIPLIES` matches its name. Any operator of an unknown library
+    may multiply.
+    """
     if formula_of(func):
         return False
     if isinstance(func, HigherOrderOperator) or func.namespace != "aten":
@@ -97,15 +102,15 @@ def _by_name(
 
 
 def _with_repeated_keys(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments of attention in which the operands are shapes with one key per query head.
+    """Return the arguments of attention, with shapes instead of operands.
 
-    The FLOPs are the same with one key per query head. The formulas of PyTorch before 2.12 refuse
-    operands in which several query heads share a key. For other operators, the arguments are
-    returned unchanged.
+    In these shapes, each query head has its own key head, which does not change the FLOPs. The
+    formulas of PyTorch before 2.12 refuse operands in which several query heads share a key head.
+    The arguments of other operators are returned unchanged.
     """
     if "scaled_dot_product" not in str(func):
         return args
-    heads = args[0].shape[1]  # of the query, in backward of the output's gradient
+    heads = args[0].shape[1]  # heads of the query; in backward, heads of the output's gradient
 
     def shape(value: Any) -> Any:
         return (value.shape[0], heads, *value.shape[2:]) if isinstance(value, Tensor) else value
@@ -121,7 +126,7 @@ def _product(left: Tensor, right: Tensor) -> int:
 
 def _product_of_groups(given: Arguments, out: Any) -> int:
     left, right = given["self"], given["mat2"]
-    # Each group multiplies only its own columns of a right-hand matrix.
+    # If the groups share the right matrix, each group multiplies only some columns of it.
     return _product(left, right) // (left.shape[0] if left.dim() > right.dim() else 1)
 
 
@@ -149,4 +154,4 @@ FORMULAS: Mapping[str, Callable[[Arguments, Any], int]] = {
     r"(_|cudnn_|miopen_|mkldnn_)?convolution(_backward)?(_overrideable)?": _convolution,
     r"(_cudnn_rnn|miopen_rnn|mkldnn_rnn_layer)(_backward)?": _recurrent,
 }
-"""FLOP formulas, by patterns of names of ATen operators."""
+"""FLOP formulas of ATen operators, by a pattern of the operator's name."""

@@ -1,13 +1,13 @@
 """The instrument ``logical`` counts the bytes that a step must move, by operator, without a GPU.
 
-The real trainers run on tensors without data. The module `counter` receives their operators, and
-`rules` computes how many bytes each operator must move.
+In a case, the real trainer runs on tensors without data. The module `counter` receives the
+trainer's operators, and `rules` computes how many bytes each operator must move.
 
-Logical bytes are a lower bound for executions that keep no data in caches between operators. On
-an H200, logical bytes and DRAM counters differ by a few percent if tensors are larger than the L2
+Logical bytes are the bytes of executions that keep no data in caches between operators. On an
+H200, logical bytes and DRAM counters differ by a few percent if tensors are larger than the L2
+cache. Steps with long sequences move more than the logical bytes, because large matrix products
+read operands several times. Steps of tiny models move fewer bytes, because all tensors stay in the
 cache.
-Steps with long sequences move more bytes, because large matrix products read operands several
-times. Steps of tiny models move fewer bytes, because all tensors stay in the cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STEADY = 1e-3
-"""A step is steady if it changes the live bytes by at most this ratio.
+"""A step is steady if it changes the live bytes by at most this ratio of the live bytes before.
 
 The ratio is not 0, because Opacus keeps a few kilobytes of norms after the first step.
 """
@@ -61,12 +61,12 @@ Counted = tuple[tuple[OperatorCount, ...], dict[str, int], int]
 
 @dataclass(frozen=True)
 class Logical(Instrument):
-    """An instrument that counts a step of a case, and needs neither a GPU nor the case's memory.
+    """An instrument that counts a step of a case without a GPU, and without allocating tensors.
 
     The instrument counts the first steady step. A step is steady if the live bytes before and
-    after the step are equal, within the ratio `STEADY`. Earlier steps are not steady, because
-    optimizers allocate state. Steps after the first steady step are equal. If none of
-    `MOST_STEPS` steps is steady, the last step is counted and a note is added.
+    after the step are equal, within the ratio `STEADY`. A first step is often not steady, because
+    the optimizer allocates state. Steps after the first steady step are assumed to be equal. If
+    none of `MOST_STEPS` steps is steady, the last step is counted and a note is added.
 
     With Poisson sampling, batches have different sizes. The instrument then also counts a step of
     each sampled size. The counts by operator come from the steady step, whose batch has the
@@ -76,13 +76,14 @@ class Logical(Instrument):
     later. In the first step PyTorch runs additional operators on whole tensors to find how the
     tensors are sharded.
 
-    A case is counted in a new process if its trainer or model is not built in, because foreign
-    code may crash or hang. A new process is also used if this process is in a process group, or
-    if a fork server has imported torch but this process has not.
+    A case is counted in a new process if one of its classes is not built in, because foreign code
+    may crash or hang. A new process is also used if this process is in a process group, or if this
+    process has not imported torch and a fork server can start.
 
     Attributes:
-        timeout: seconds until the new process is ended.
-        directory: directory for the log of the new process, or None to write no log.
+        timeout: limit in seconds for the new process, as in `CaseProcess`.
+        directory: directory for the log of the new process, or None to write no log. A case whose
+            classes are all built in writes no log.
         active: number of Poisson batches to count.
     """
 
@@ -121,11 +122,11 @@ class Logical(Instrument):
         return self.count(case).as_json()
 
     def count(self, case: Case) -> Outcome:
-        """Count a case in this process, or raise `CaseFailed`.
+        """Count a case in this process.
 
-        The notes of the outcome list assumed values. Operators of unknown libraries are counted by
-        their schema. The notes list these operators if they move few bytes. Tables list these
-        operators if they move many bytes.
+        The notes of the outcome list assumed values, among others. Operators of unknown libraries
+        are counted by their schema. The notes list these operators if they move few bytes. Tables
+        list these operators if they move many bytes.
         """
         from dpbench.child.build import about_sizes, labels_of
         from dpbench.instruments.logical.counter import logical_rows
@@ -155,7 +156,7 @@ class Logical(Instrument):
         """Count a case, and return the counter, the result of ``read(trainer)``, and the counts.
 
         Raises:
-            CaseFailed: a step raises an error.
+            CaseFailed: building the case or a step raises an error.
         """
         from dpbench.instruments.logical.counter import without_data
         from dpbench.instruments.logical.one_rank import fake_process_group
@@ -179,8 +180,8 @@ class Logical(Instrument):
     def _run(self, case: Case, counter: OperatorCounter) -> tuple[TrainerBase, list[Counted]]:
         """Train until a step is steady, and return the trainer and the counts.
 
-        The first counts are those of the steady step. With Poisson sampling, the counts of each
-        sampled step follow.
+        The first counts are the counts of the steady step, or of the last step if no step is
+        steady. With Poisson sampling, the counts of each sampled step follow.
         """
         import torch
 
@@ -234,7 +235,7 @@ class Counting(PendingMeasurement):
 
 
 def _in_process_group() -> bool:
-    """Return True if this process is in a process group, which counting would replace."""
+    """Return True if this process is in a process group, which would disturb the counting."""
     torch = sys.modules.get("torch")
     distributed = torch and torch.distributed
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
@@ -247,7 +248,7 @@ def _read_outcome(child: CaseProcess) -> list[Measurement]:
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return the class and message of an error, and the line of user code that raised it."""
+    """Return the class and message of an error, and the line of user code that raised the error."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}{own_line(error.__traceback__)}"
 
@@ -260,7 +261,10 @@ def live_bytes(counter: OperatorCounter) -> int:
 
 @contextmanager
 def untouched_torch() -> Iterator[None]:
-    """Use PyTorch's default settings within the block, and restore the user's settings then."""
+    """Use PyTorch's default dtype, device and modes within the block.
+
+    At the end of the block, the user's settings are restored.
+    """
     import torch
     from torch._subclasses import fake_tensor
 
@@ -278,7 +282,7 @@ def untouched_torch() -> Iterator[None]:
         stack.enter_context(patch.object(fake_tensor.log, "disabled", True))
         if torch.get_default_device().type != "cpu":  # a default device slows each operator
             stack.enter_context(torch.device("cpu"))
-        # Opacus's fast gradient clipping deep-copies gradients. The copy reads their address.
+        # Opacus's fast gradient clipping deep-copies gradients. The copy reads their addresses.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         # Opacus registers full backward hooks on embeddings, whose inputs need no gradients.
         warnings.filterwarnings("ignore", "Full backward hook is firing")

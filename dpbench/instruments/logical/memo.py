@@ -1,10 +1,11 @@
 """Remembers the results and costs of operator calls, because the layers of a model repeat calls.
 
-Two calls are equal if they run the same operator on tensors with the same shapes, strides and
-dtypes, and these tensors share memory in the same way. Without this module, counting the ``1b``
-model takes two to four times as long. The cache of `FakeTensorMode` is slow, because it supports
-all kinds of tensors. Calls with complex tensors, and calls whose result depends on values of
-tensors, are not remembered.
+Two calls are equal if they run the same operator with equal arguments, inference mode and default
+dtype. Tensors are equal arguments
+if they have the same layout and dtype, and share memory in the same way. Without this module,
+counting the ``1b`` model takes two to four times as long. The cache of `FakeTensorMode` is slow,
+because it supports all kinds of tensors. Some calls are not remembered, for example calls with
+complex tensors, and calls whose result depends on values of tensors.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ NOT_MEMOIZABLE = (
 
 @dataclass
 class Effect:
-    """The result and cost of a call. A field is None until the value is known."""
+    """The result and cost of a call. A field is None if its value is unknown."""
 
     make_result: ResultMaker | None = None
     cost: Cost | None = None
 
 
 class Memo:
-    """Stores the effects of earlier calls on the tensors of one `FakeTensorMode`."""
+    """Stores the results and costs of earlier calls with tensors of one `FakeTensorMode`."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -75,10 +76,11 @@ class Memo:
         Args:
             value: the argument.
             inputs: receives the tensors in the argument.
-            storages: numbers of the storages that occurred so far, because tensors may share one.
+            storages: numbers of the storages that occurred so far, because tensors may share a
+                storage.
 
         Raises:
-            TypeError: calls with such a tensor are not remembered.
+            TypeError: calls with this argument cannot be remembered.
         """
         kind = type(value)
         if kind is FakeTensor:
@@ -98,7 +100,10 @@ class Memo:
 
 @cache
 def is_memoizable(func: OpOverload) -> bool:
-    """Return True if the result of an operator depends on the layout of tensors, not on values."""
+    """Return True if calls of an operator can be remembered.
+
+    The results of such an operator depend on the layout of tensors, not on values.
+    """
     return (
         func.namespace == "aten"
         and not any(tag in func.tags for tag in NOT_MEMOIZABLE)
@@ -110,7 +115,7 @@ def is_memoizable(func: OpOverload) -> bool:
 def result_maker(out: Any, inputs: Inputs) -> ResultMaker | None:
     """Return a function that creates a result like ``out`` for an equal call.
 
-    Returns None if that is impossible.
+    Returns None if such a function cannot be made.
     """
     if isinstance(out, (list, tuple)):
         kind, parts = type(out), [part for each in out if (part := result_maker(each, inputs))]

@@ -47,7 +47,7 @@ def region_of(tensor: Tensor) -> tuple[Region, int]:
 def _layout(
     shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Return the addressed elements in a normal form, and their number.
+    """Return the addressed elements in a normal form, and the number of these elements.
 
     Dimensions are sorted from the largest to the smallest stride, and contiguous dimensions are
     merged. Therefore `view`, `expand` and `transpose` do not change the result.
@@ -65,7 +65,7 @@ def _layout(
     return tuple(merged), min(span, math.prod(size for size, _ in merged))
 
 
-ALLOCATION_BYTES = 512  # block size of PyTorch's CUDA allocator
+ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator rounds sizes up to a multiple of this
 
 UNSHARED = 4, 2
 """Reference counts of a gradient and its storage if only autograd refers to the gradient.
@@ -82,9 +82,10 @@ class LiveMemory:
     blocks only on CUDA.
 
     Attributes:
-        now: live bytes now.
-        peak: maximum of ``now``.
-        largest: bytes of the largest storage.
+        now: live bytes now, with sizes rounded up to multiples of `ALLOCATION_BYTES`.
+        peak: maximum of ``now``. The counter resets ``peak`` when a phase begins.
+        largest: bytes of the largest storage that was made or resized. The counter resets
+            ``largest`` when a step begins.
     """
 
     def __init__(self) -> None:
@@ -120,10 +121,11 @@ BEFORE = "made before the counted steps"
 class ScriptMemory(LiveMemory):
     """Tracks the live bytes of a script's tensors, by the source line that allocated them.
 
-    If the script uses CUDA, only CUDA tensors are counted, otherwise CPU tensors. Parameters,
-    buffers, gradients and optimizer state are always counted. Any other tensor is counted after an
-    operator has used the tensor in a phase of a step, or together with a counted tensor. Therefore
-    a data set that only a data loader reads is not counted.
+    If the script has initialized CUDA before its first counted step, only CUDA tensors are counted,
+    otherwise only CPU tensors. Parameters, buffers, gradients and optimizer state are counted if
+    they exist before the first counted step. Any other tensor is counted after an operator has used
+    or made the tensor in a phase of a step, or together with a counted tensor. Therefore a data set
+    that only a data loader reads is not counted.
     """
 
     def __init__(self) -> None:
@@ -135,7 +137,7 @@ class ScriptMemory(LiveMemory):
         self._highest, self._at_peak = 0, dict[Origin, int]()
 
     def track_existing(self) -> None:
-        """Track all existing parameters, gradients, buffers and optimizer state of this process."""
+        """Track the existing parameters, gradients, buffers and optimizer state of this process."""
         found: dict[str, list[Any]] = {"parameters": [], "buffers": [], "optimizer state": []}
         modules, optimizers = subclasses(nn.Module), subclasses(torch.optim.Optimizer)
         kinds = modules | optimizers | subclasses(nn.Parameter)
@@ -156,12 +158,14 @@ class ScriptMemory(LiveMemory):
                     self.track(local, (OUTSIDE, f"{what} {BEFORE}", 0, ""))
 
     def start_step(self) -> None:
-        """Forget the peak of the last step, and free its tensors in reference cycles."""
+        """Forget the peak of the last step, and free tensors in reference cycles."""
         gc.collect()
         self._highest, self._at_peak = self.now, dict(self._held)
 
     def run(self, phase: str, used: Any, made: Any) -> None:
         """Track the inputs and results of an operator.
+
+        Outside of all phases, an operator is ignored unless an input is already tracked.
 
         Args:
             phase: the current phase.
@@ -215,9 +219,9 @@ def subclasses(base: type) -> set[type]:
 
 
 def source_line() -> tuple[str, int, str]:
-    """Return the file, line and description of the innermost frame outside PyTorch and dpbench.
+    """Return the file, line and description of the frame that `source_frame` finds.
 
-    The description contains the function and the current node of autograd.
+    The description contains the function and the current node of autograd, if any.
     """
     frame = source_frame(sys._getframe(1))
     node = torch._C._current_autograd_node()

@@ -8,7 +8,7 @@ DistributedDataParallel
     The C++ code of DDP reads values of tensors. `Buckets` executes the same copies and collectives.
 Device meshes
     A mesh needs a real tensor with the numbers of its ranks, so meshes are created outside of the
-    counting modes. Opacus deep-copies layers that have no rule. The copies share the mesh.
+    counting modes. Opacus deep-copies some layers. The copies share the mesh.
 DTensors
     DTensor runs an operator on whole tensors to find the shape of the result. dpbench does not
     count the bytes and the memory of this run.
@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 BUCKET = 25 * 1024**2
-"""Bytes of each DDP bucket except the first."""
+"""Bytes at which a DDP bucket, except the first bucket, is full."""
 
 WITHOUT_EFFECT = {"device_ids", "output_device", "dim"}
 """Arguments of DDP that do not change the counted bytes."""
@@ -82,7 +82,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     def real(value: Any) -> Any:
-        if not isinstance(value, FakeTensor):  # a fake tensor contains the numbers of all ranks
+        if not isinstance(value, FakeTensor):  # a fake tensor stands for the numbers of all ranks
             return value
         return torch.arange(value.numel(), dtype=torch.int).view(value.shape)
 
@@ -110,8 +110,9 @@ class Buckets:
 
     DDP divides each gradient by the number of ranks, copies it into a bucket, reduces the bucket
     and copies the gradient back. Gradients fill the buckets in the order in which autograd
-    computes them. The first bucket has 1 MiB, other buckets have 25 MiB. Buckets persist from step
-    to step. Before each forward the first rank broadcasts its buffers.
+    computes the gradients in the first step. The first bucket is full at 1 MiB, other buckets at
+    25 MiB. Buckets persist from step to step. Before each forward that synchronizes gradients, the
+    first rank broadcasts its buffers.
     """
 
     def __init__(self, replica: DistributedDataParallel) -> None:

@@ -23,7 +23,7 @@ def label(func: Any) -> str:
 
 @cache
 def is_composite(func: OpOverload) -> bool:
-    """Return True if an operator only calls other operators, which are counted instead."""
+    """Return True if an ATen operator only calls other operators, which are counted instead."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (
         func.namespace == "aten"
@@ -38,9 +38,10 @@ def is_distributed(types: Iterable[type]) -> bool:
 
 
 def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
-    """Return the device type on which a call creates its result, ``cpu`` or ``meta``.
+    """Return the device type that a call requests for its result, ``cpu`` or ``meta``.
 
-    Other devices raise an error, because they could end the process (see the module's docstring).
+    Without a request, returns ``cpu``. Other devices raise an error, because tensors on these
+    devices could end the process (see `counter`).
     """
     device = kwargs.get("device")
     asked = "cpu" if device is None else torch.device(device).type

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NothingCounted(InstrumentError):
-    """No PyTorch operator ran in a step, which may use another library or replay a CUDA graph."""
+    """No PyTorch operator ran. The steps may use another library or replay a CUDA graph."""
 
     remedy = (
         "run PyTorch operators in each step, or use the instrument cupti on a GPU for other "
@@ -30,7 +30,7 @@ class NothingCounted(InstrumentError):
 
 
 class LogicalRecorder(Recorder):
-    """Records logical bytes and FLOPs of each step."""
+    """Records logical bytes, FLOPs and live memory of each step."""
 
     def __init__(self, wanted: int | None = None) -> None:
         super().__init__(wanted)

@@ -1,6 +1,6 @@
-"""Computes how many bytes an ATen operator must read and write. The rules are stated here.
+"""Computes how many bytes an operator must read and write. The rules are stated here.
 
-The counts are lower bounds for an ideal execution. In an ideal execution, operators run one after
+The counts are the bytes of an ideal execution. In an ideal execution, operators run one after
 another, no cache keeps data from one operator to the next, and no operator fetches a byte twice. A
 real GPU moves more bytes if a kernel reads operands several times, as in large matrix products. A
 real GPU moves fewer bytes if an operator finds a tensor in the L2 cache.
@@ -8,9 +8,9 @@ real GPU moves fewer bytes if an operator finds a tensor in the L2 cache.
 The general rule
     Each distinct memory region among the inputs is read once. Each output is written once, and so
     is each argument that the schema marks as mutated. A region is the set of addressed bytes:
-    ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension counts once. Overlapping
-    strides count at most the span that they cover. In-place operators read and write their target.
-    Each tensor in a list counts (``_foreach_*``, ``cat``).
+    ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension counts once. Dimensions with
+    overlapping strides count at most the span that the dimensions cover. In-place operators read
+    and write their target. Each tensor in a list counts (``_foreach_*``, ``cat``).
 
 Free operators
     Views, ``detach``, ``alias`` and ``_unsafe_view`` only change metadata. Allocation (``empty*``,
@@ -34,7 +34,8 @@ Gradients that are not requested
 
 Batch norm
     In training, forward also reads and writes the running statistics, and backward reads the
-    statistics of the batch. In evaluation, forward and backward read the running statistics.
+    statistics of the batch. In evaluation, forward reads the running statistics, and backward reads
+    the running statistics that the requested gradients need.
 
 Gathers
     ``embedding``, ``index_select``, ``gather`` and indexing read as many bytes of the source as
@@ -43,22 +44,24 @@ Gathers
 
 In-place scatters
     ``scatter_*``, ``index_add_``, ``index_put_`` … write only the elements that the indices select,
-    but at most the whole target. A scatter reads these elements only to accumulate. Out-of-place
+    but at most the whole target. Indices count as distinct, and a mask counts as if it selected all
+    elements. A scatter reads the selected elements only to accumulate. Out-of-place
     scatters return a whole new tensor and follow the general rule. ``embedding_dense_backward``
     also follows the general rule, because it writes the whole weight gradient including zeros.
 
 Fused kernels
-    Attention and the kernels of dpbench's trainers (``dpbench::``) follow the general rule. The
-    forward of attention reads query, key and value, and writes output and logsumexp. The backward
-    reads these five tensors and the output's gradient, and writes three gradients. Dropout within
+    Attention and the kernels of dpbench's trainers (``dpbench::``) follow the general rule. Without
+    a mask, the forward of attention reads query, key and value, and writes output and logsumexp.
+    The backward reads these five tensors and the output's gradient, and writes the gradients of
+    query, key and value. Dropout within
     attention moves no bytes, because backward draws the same random numbers again.
 
 Collectives
-    A rank reads the data that it sends and writes the data that it receives. If the output of a
-    gather already contains this rank's part, this part is not written. ``c10d`` operators write
-    their first argument, whatever their schemas declare. A ``c10d`` operator reads its first
-    argument only if the second argument contains no tensor. A sender only reads, and a receiver
-    only writes. FSDP2's copy into a gather writes only this rank's part.
+    A rank reads the data that it sends and writes the data that it receives. If the output of an
+    all-gather already contains this rank's part, this part is not written. ``c10d`` operators
+    except sends write their first argument, whatever their schemas declare. ``c10d`` operators
+    except receives read their first argument if the second argument contains no tensor. FSDP2's
+    copy into a gather writes only this rank's part.
 
 Temporary memory within an operator does not count, because another kernel may not need it.
 """
@@ -94,7 +97,7 @@ FREE = names(
     c10d::barrier _c10d_functional::wait_tensor _c10d_functional::_wrap_tensor_autograd
     """
 )
-"""Operators that only change metadata, except views, which the schema marks."""
+"""Operators that move no tensor data. Views are left out, because their schemas mark them."""
 
 OVERWRITERS = names(
     """
@@ -138,7 +141,10 @@ GRADIENT_INPUTS: Mapping[str, tuple[str, ...]] = {
     "grid_sampler_2d_backward": _SAMPLER,
     "grid_sampler_3d_backward": _SAMPLER,
 }
-"""Arguments that each gradient needs, for operators whose last argument is ``output_mask``."""
+"""Arguments that each gradient needs, by operator.
+
+The last argument of these operators is ``output_mask``, which selects gradients.
+"""
 
 RUNNING = ("running_mean", "running_var")
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
@@ -152,7 +158,7 @@ UNDECLARED_WRITES: Mapping[str, tuple[str, ...]] = {
 GATHERS = {"embedding": "weight"} | dict.fromkeys(names("index_select gather index take"), "self")
 """Operators that read only a part of one argument, and the name of this argument.
 
-Each of these operators reads as many bytes of this argument as it returns.
+Each of these operators reads at most as many bytes of this argument as it returns.
 """
 
 SCATTERS = names(
@@ -164,7 +170,10 @@ SCATTERS = names(
 """In-place operators that write only the elements that their indices select."""
 
 ACCUMULATING = frozenset({"scatter_add_", "scatter_reduce_", "index_add_"})
-"""Scatters that always read the elements that they write. Other scatters have an option for it."""
+"""Scatters that read the elements that they write, whatever their arguments are.
+
+Other scatters read the elements only if ``accumulate`` is True or ``reduce`` is passed.
+"""
 
 KNOWN = ("aten", "dpbench", "fsdp", *BETWEEN_RANKS)
 """Namespaces whose rules were compared with the code of their kernels.
@@ -176,7 +185,7 @@ Operators of other namespaces follow the general rule. Reports name these operat
 class ByteCaps(NamedTuple):
     """Upper limits for the bytes that an operator reads and writes, by argument.
 
-    Arguments without a limit are read and written completely.
+    Arguments without a limit follow the general rule.
     """
 
     reads: Mapping[str, int] = {}
@@ -199,7 +208,8 @@ def drop_masked_gradients(
 ) -> Any:
     """Return the result of a call without the gradients that its ``output_mask`` excludes.
 
-    On fake tensors, batch norm returns these gradients too.
+    Only results of the operators in `GRADIENT_INPUTS` change. On fake tensors, batch norm also
+    returns excluded gradients.
     """
     if operator_name(func) not in GRADIENT_INPUTS:
         return out
@@ -210,7 +220,7 @@ def drop_masked_gradients(
 def bytes_moved(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> tuple[int, int]:
-    """Return the bytes that a call with the result ``out`` must read, and the bytes to write."""
+    """Return the bytes that a call with the result ``out`` must read, and those it must write."""
     if is_free(func):
         return 0, 0
     given = arguments_of(func, args, kwargs)
@@ -244,7 +254,7 @@ def arguments_of(
 
 
 def _byte_caps(name: str, given: Mapping[str, Any], out: Any) -> ByteCaps:
-    """Return the limits of an operator. An operator without limits follows the general rule."""
+    """Return the limits of a call. A call without limits follows the general rule."""
     beta = given.get("beta") if name.startswith(("add", "badd")) else None
     if name in OVERWRITERS or name in SHAPE_OF_SELF or beta == 0:
         return ByteCaps({"self": 0})
@@ -286,7 +296,10 @@ def _byte_caps(name: str, given: Mapping[str, Any], out: Any) -> ByteCaps:
 
 
 def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
-    """Return the number of target elements that a scatter with distinct indices writes."""
+    """Return the number of target elements that a scatter writes.
+
+    Indices count as distinct, and a mask counts as if it selected all elements.
+    """
     target: Tensor = given["self"]
     if name == "index_put_":
         indices = {dim: index for dim, index in enumerate(given["indices"]) if index is not None}

@@ -1,7 +1,8 @@
 """Finds the module and the source line that ran an operator.
 
 Autograd numbers its nodes in the order in which forward creates them (``at::sequence_number`` in
-PyTorch). An operator in backward gets the place of the forward operator that created the node.
+PyTorch). An operator in backward gets the place of the forward operator that created the node,
+unless user code calls the operator in backward, for example in a hook.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils import hooks
 
 CALL = nn.Module._call_impl.__code__
-"""Code object of the method of a module that runs the module's forward."""
+"""Code object of the method of ``nn.Module`` that runs a module's forward."""
 
 ENGINE = _engine_run_backward.__code__
 """Code object of the function that runs backward.
 
-Python frames within this function belong to hooks, or to activation checkpointing, which runs
-forward again.
+Python frames within this function belong to hooks, to the backward of custom autograd functions, or
+to activation checkpointing, which runs forward again.
 """
 
 WRAPPERS = re.compile(r"\b(_module|module|_orig_mod|_fsdp_wrapped_module)\.")
@@ -74,7 +75,7 @@ class PlaceFinder:
         return place
 
     def _name(self, modules: list[nn.Module]) -> str:
-        """Return the name of the first module as a submodule of the last module.
+        """Return the name that the first module has as a submodule of the last module.
 
         ``modules`` are sorted from the innermost to the outermost call.
         """
@@ -99,7 +100,10 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 
 
 def source_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame that is not in PyTorch or in dpbench's code for measuring."""
+    """Return the innermost frame that is not in PyTorch or in dpbench's code for measuring.
+
+    If all frames are in such code, returns ``frame``.
+    """
     outside = (each for each in _outer_frames(frame) if not _is_skipped(each.f_code.co_filename))
     return next(outside, frame)
 
@@ -122,7 +126,7 @@ def _outer_frames(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_skipped(file: str) -> bool:
     """Return True if a file belongs to PyTorch, Python's import system or dpbench.
 
-    Files of dpbench's trainers and workloads return False.
+    Returns False for files of dpbench's trainers and workloads.
     """
     ours = Path(__file__).parents[2]
     of_steps = file.startswith((f"{ours / 'training'}", f"{ours / 'workloads'}"))
@@ -132,7 +136,10 @@ def _is_skipped(file: str) -> bool:
 
 @cache
 def short_path(file: str) -> str:
-    """Return the path of a file relative to the current directory or to its library's folder."""
+    """Return the shortest path of a file from the current directory or a folder of ``sys.path``.
+
+    If no such folder contains the file, returns ``file``.
+    """
     path = Path(file)
     folders = {Path.cwd(), *map(Path, sys.path)} - {Path()}
     shorter = [str(path.relative_to(each)) for each in folders if path.is_relative_to(each)]

@@ -1,8 +1,8 @@
-"""Assumes values and shapes that depend on values of tensors, because fake tensors have none.
+"""Assumes values of tensors, and shapes that depend on values, because fake tensors have no values.
 
 If the *shape* of a result depends on values (``unique``, ``nonzero``), the result gets its largest
-possible shape. If Python code reads a *value* (``loss.item()``), the value is 1 or True. Notes
-report both assumptions. `AssumedValues` ends loops that wait for another value.
+possible shape. If Python code reads a *value* (``loss.item()``) in a step, the value is 1 or True.
+Notes report the assumptions of a step. `AssumedValues` ends loops that wait for another value.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 MAX_QUESTIONS = 10_000
-"""Largest number of values that a source line may read in a step.
+"""Largest number of values that a source line may read in a step, or while a model is built.
 
 A line that reads more values is assumed to be in an endless loop.
 """
 
-TRUE_ANSWERS = 100  # how often a source line gets True while a model is built
+TRUE_ANSWERS = 100  # per source line while a model is built, before False and True alternate
 NOT_USER_CODE = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
-"""Path prefixes of the files of PyTorch and of this package."""
+"""Path prefixes of the files of PyTorch and of this folder, and of code without a file."""
 
 
 class UnsupportedOperation(Exception):
@@ -38,11 +38,11 @@ class AssumedValues:
 
     While a model is built, loops must end. For example, ``nn.init.trunc_normal_`` draws numbers
     until no number is out of bounds. Therefore, after a source line has read True `TRUE_ANSWERS`
-    times, the line reads False and True alternately. In a step the value is always the same. A
-    line that reads more than `MAX_QUESTIONS` values in a step raises an error.
+    times, the line reads False and True alternately. In a step, all values of a dtype are the same.
+    A line that reads more than `MAX_QUESTIONS` values raises an error.
 
     Attributes:
-        asked: number of values that each source line has read.
+        asked: number of values that each source line has read since the last step began.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class AssumedValues:
 
 
 def with_positive_dims(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a norm with indices of dimensions that are not negative.
+    """Return the arguments of a norm, with negative indices of dimensions made positive.
 
     On fake tensors, PyTorch before 2.13 computes a wrong shape for a negative index, because a
     reduced dimension of length 1 stays in the result. For other operators, the arguments are
@@ -141,7 +141,7 @@ STAND_INS: Mapping[OpOverload, Callable[..., tuple[Any, str]]] = {
     _aten.masked_select.default: _masked_select,
     _aten.index.Tensor: _select,
 }
-"""Replacements of operators that return a shape which depends on values, by operator.
+"""Replacements of operators whose result has a shape that depends on values, by operator.
 
 Each function takes the arguments of the operator, and returns a result with the largest possible
 shape and a note about the assumption.

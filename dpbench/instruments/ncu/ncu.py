@@ -1,8 +1,9 @@
 """The instruments `Ncu` and `NcuKernels` read hardware counters with Nsight Compute.
 
-The instruments run a case again under ``ncu`` to measure DRAM, L2 and global-memory bytes. `Ncu`
-uses application range replay. In this replay mode each phase of each active step is a range, and
-the counters of a range include copies and memsets. `NcuKernels` uses kernel replay, which counts
+The instruments run a case under ``ncu`` to measure DRAM, L2 and global-memory bytes. `Ncu` uses
+application range replay. In this replay mode, each change of phase in an active step begins a
+range, and the counters of a range include copies and memsets. A phase that occurs several times in
+a step is several ranges, which are added up. `NcuKernels` uses kernel replay, which counts
 each kernel separately and does not count copies and memsets.
 """
 
@@ -76,7 +77,7 @@ _MESSAGES: tuple[tuple[str, type[InstrumentError]], ...] = (
 
 @dataclass(frozen=True)
 class Ncu(InProcessInstrument):
-    """An instrument that runs a case under Nsight Compute, and reads metrics by phase and step.
+    """An instrument that runs a case or script under ncu, and reads metrics by phase and step.
 
     One active step is enough, because DRAM bytes differ by less than 0.2 % between steps. Each
     additional step takes seconds, and adds 400 bytes per kernel launch to the report.
@@ -150,7 +151,7 @@ class Ncu(InProcessInstrument):
             self.path,
             *("--config-file", "off"),  # ignore a config.ncu-cfg in the current directory
             *("--replay-mode", self.replay),
-            *("--cache-control", "none"),  # flushing caches before a range would change its bytes
+            *("--cache-control", "none"),  # flushing caches before a range would change the counts
             *("--clock-control", "none"),
             *("--import-sass", "no"),  # reports become 60 times smaller
             "--nvtx",
@@ -226,7 +227,7 @@ class Ncu(InProcessInstrument):
         return report
 
     def rows(self, case: Subject, record: Mapping[str, Any], log: Path) -> list[Measurement]:
-        """Return the rows of the report of a process that wrote this record."""
+        """Return the rows of the report. ``record`` is the record of the measured process."""
         return read(self.describe_report(case, log), case, self.metrics, tool=self.tool(record))
 
     def tool(self, record: Mapping[str, Any]) -> str:
@@ -276,7 +277,8 @@ class NcuKernels(Ncu):
     def nothing_to_profile(self, case: Subject) -> bool:
         """Return True if the instrument `Ncu` found no kernel in the chosen phases.
 
-        For example, the phase clip may launch no kernel.
+        For example, the phase clip may launch no kernel. Without chosen phases, or without a report
+        of `Ncu`, returns False.
         """
         try:
             launches = launches_by_phase(self.directory / case.report_path)

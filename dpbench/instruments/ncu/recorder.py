@@ -52,7 +52,7 @@ class NvtxRanges:
 
 
 class NvtxRecorder(Recorder):
-    """Marks phases as NVTX ranges, and records no times, because the profiler slows the steps."""
+    """Marks phases as NVTX ranges. Records no times, because the profiler slows the steps."""
 
     @cached_property
     def listener(self) -> NvtxRanges:

@@ -51,13 +51,13 @@ class ReportUnreadable(InstrumentError):
 
 
 class ForeignReport(InstrumentError):
-    """A report was not made by dpbench."""
+    """A report was not made by dpbench, or is of the wrong kind (kernels or ranges)."""
 
     remedy = "pass a complete report that `pytest --ncu` or `dpbench run` has written"
 
 
 class NothingProfiled(InstrumentError):
-    """A report contains no range and no kernel, although ncu printed no error."""
+    """Nsight Compute profiled no range and no kernel, or wrote no report."""
 
     remedy = (
         "run the work of a step inside `trainer.train_step`, in the process that ncu profiles or "
@@ -68,7 +68,7 @@ class NothingProfiled(InstrumentError):
 def read(
     path: Path, case: Subject, metrics: Iterable[Metric] | None = None, *, tool: str = "ncu"
 ) -> list[Measurement]:
-    """Return the rows of a report of ranges: each metric by phase and of the whole step.
+    """Return the rows of a report of ranges, for each phase and for the whole step.
 
     Args:
         path: path of the report.
@@ -180,7 +180,10 @@ def is_kernel(action: Any) -> bool:
 
 
 def label(action: Any) -> str | None:
-    """Return the name ``STEP.PHASE`` of the dpbench range that contains an action, or None."""
+    """Return the name of the dpbench range that contains an action, or None.
+
+    The name is ``STEP.PHASE`` or `NVTX_END`.
+    """
     state = action.nvtx_state()
     for identifier in state.domains() if state else ():
         domain = state.domain_by_id(identifier)
@@ -191,7 +194,7 @@ def label(action: Any) -> str | None:
 
 
 def counter(action: Any, name: str, path: Path) -> Any:
-    """Return ncu's object of a counter of an action.
+    """Return a counter of an action, as an object of ncu's library.
 
     Raises:
         CounterUnknown: the report does not contain the counter.

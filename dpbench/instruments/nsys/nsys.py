@@ -1,7 +1,8 @@
 """The instrument ``nsys`` measures how busy the GPU is by phase, with Nsight Systems.
 
-``nsys profile`` records a case, and ``nsys export`` converts its report to an SQLite file. This
-module reads busy time and launches by phase from the SQLite file. ``nsys stats`` adds statistics.
+``nsys profile`` records a case, and ``nsys export`` converts the report to an SQLite file. The
+module `timeline` reads busy time and launches by phase from the SQLite file. For ``dpbench show``,
+``nsys stats`` adds statistics.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ def timeline_rows(
 ) -> Iterator[Measurement]:
     """Yield the rows of a timeline.
 
-    In rows of phases, the column ``repeat`` is 0. In rows of whole steps, it counts from 0.
+    In rows of phases, the column ``repeat`` is 0. In rows of whole steps, ``repeat`` counts the
+    steps from 0.
     """
     whole = [each.step for each in timeline.whole_steps]
     for usage in timeline.usages():
@@ -184,7 +186,7 @@ def find_nsys() -> str:
 
 
 def statistics(nsys: str, recorded: Path, folder: Path) -> dict[str, str]:
-    """Run ``nsys stats`` on an SQLite file, and return each report as CSV text by name."""
+    """Run ``nsys stats`` on an SQLite file, and return the written reports as CSV texts by name."""
     reports = [text for name in STATISTICS for text in ("--report", name)]
     output = ("--format", "csv", "--output", str(folder / "stats"))
     run([nsys, "stats", *reports, *output, str(recorded)], timeout=Settings.timeout)

@@ -26,7 +26,7 @@ class PhaseRanges:
     Args:
         step: number of the step.
         whole: whether an additional range covers the whole step. If True, the GPU is synchronized
-            only at the start and end of the step, and the CPU can run ahead. If False, the GPU is
+            only at the start and end of the step, so the CPU can run ahead. If False, the GPU is
             synchronized at the start and end of each phase, so that the range of a phase covers
             all work of the phase.
         cuda: `torch.cuda`, or a fake for tests.

@@ -42,7 +42,7 @@ class TimelineUnreadable(InstrumentError):
 
 
 class NothingTraced(InstrumentError):
-    """The timeline contains no work of the GPU."""
+    """Nsight Systems recorded no work of the GPU, or no marked step."""
 
     remedy = (
         "run the work of a step inside `trainer.train_step`, use a version of nsys that supports "
@@ -51,7 +51,7 @@ class NothingTraced(InstrumentError):
 
 
 class Activity(NamedTuple):
-    """A kernel, copy or memset on the GPU.
+    """A kernel, copy, memset or CUDA graph on the GPU.
 
     ``launched`` is the time at which the CPU launched the activity. If nsys did not record the
     launch, ``launched`` equals ``start``.
@@ -75,7 +75,7 @@ class Range(NamedTuple):
 class Timeline:
     """The timeline of the GPU with the most activities.
 
-    In a step with a `STEP` range the CPU runs ahead, so the ranges of its phases do not show when
+    In a step with a `STEP` range the CPU can run ahead, so the ranges of phases do not show when
     the GPU did the work. In other steps the GPU finishes each phase before the next phase begins.
     Busy times by phase come only from steps without a `STEP` range.
 
@@ -93,7 +93,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> NDArray[np.int64]:
-        """Starts and ends of the disjoint spans in which the GPU was busy, as ``[n, 2]``."""
+        """Starts and ends of the ``n`` disjoint spans in which the GPU was busy, as ``[n, 2]``."""
         starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
         ends = np.maximum.accumulate(ends)
         idle_before = np.append(True, starts[1:] > ends[:-1])
@@ -101,13 +101,13 @@ class Timeline:
 
     @property
     def whole_steps(self) -> list[Range]:
-        """The `STEP` ranges. Without marked ranges, one range that covers the whole recording."""
+        """The `STEP` ranges. Without marked ranges, a range from the first to the last activity."""
         if self.ranges:
             return [each for each in self.ranges if each.phase == STEP]
         return [Range(0, STEP, int(self.busy[0, 0]), int(self.busy[-1, 1]))]
 
     def usages(self) -> list[dict[str, Any]]:
-        """Return the metrics of each ``step`` and ``phase``. Whole steps have the phase `STEP`."""
+        """Return the metrics by ``step`` and ``phase``. Whole steps only have the phase `STEP`."""
         whole = self.whole_steps
         marked = {each.step for each in whole}
         launched = np.sort([each.launched for each in self.activities])
@@ -183,7 +183,7 @@ class _Export:
             yield from self.database.execute(f"SELECT {chosen} FROM {table}")
 
     def _activities(self) -> Iterator[tuple[int, Activity]]:
-        """Yield the device number and the activity of each activity on a GPU."""
+        """Yield the activities on all GPUs, each with its device number."""
         calls = self.select("CUPTI_ACTIVITY_KIND_RUNTIME", "start", "globalTid", "correlationId")
         launched = {_key(thread, number): start for start, thread, number in calls}
         for table in DEVICE_TABLES:

@@ -1,4 +1,4 @@
-"""Makes the file ``operators.txt`` with the PyTorch profiler's tables of operators."""
+"""Makes the text of ``operators.txt`` from the PyTorch profiler's tables of operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch.autograd.profiler_util import EventList
 
 TOP = 20
-"""Number of rows in a table."""
+"""Largest number of rows in a table."""
 
 
 def operator_tables(
@@ -23,8 +23,8 @@ def operator_tables(
     """Return a text with a list of bottlenecks, and tables by time, memory and input shape.
 
     PyTorch counts the time of some kernels twice: for the operator and for a CUDA call such as
-    "Command Buffer Full" (119 of 336 ms on an H200). Therefore CUDA calls and annotations appear
-    only in the table by CPU time.
+    "Command Buffer Full". In a profile from an H200, such calls made up 119 of 336 ms.
+    Therefore CUDA calls and annotations appear only in the table by CPU time.
 
     Args:
         by_name: ``key_averages()`` of a profiler, summed over the recorded steps.

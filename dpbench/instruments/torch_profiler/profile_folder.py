@@ -48,7 +48,7 @@ def own_folder(directory: Path) -> Path:
 
 
 def prepare(directory: Path) -> None:
-    """Create the folder of a profile, and delete the files of an earlier profile."""
+    """Create the folder of a profile, and delete the traces and reports of an earlier profile."""
     check_writable(directory)
     for pattern in ("trace_*.json.gz", OPERATORS, REPORT, SNAPSHOT):
         for path in directory.glob(pattern):
@@ -59,7 +59,7 @@ def write_log(case: Subject, rows: Sequence[Measurement], directory: Path) -> No
     """Write an event file of TensorBoard, with scalars ``METRIC/PHASE`` and hyper-parameters.
 
     Hyper-parameters are the fields of the case, the device and the version of PyTorch. The event
-    file also contains the mean over the recorded steps of each metric of the whole step.
+    file also contains, for each metric of the whole step, the mean over the recorded steps.
     """
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
@@ -111,7 +111,7 @@ def profile_rows(
 
 
 def _device_metrics(recorded: trace.Trace, step: int) -> dict[str, Mapping[str, float]]:
-    """Return GPU time, copied bytes and peak memory of a step, by metric and phase."""
+    """Return GPU time, copied bytes and any recorded peak memory of a step, by metric and phase."""
     launches = [launch for launch in recorded.launches if launch.repeat == step]
     phases = [*recorded.cpu_seconds[step], *(launch.phase for launch in launches)]
     names = ["device_time_seconds", *COPIES.values()]

@@ -37,10 +37,10 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of events on the GPU."""
 
 CALLS = ("cuda_runtime", "cuda_driver", "overhead")
-"""Categories of CUDA calls. PyTorch's tables list CUDA calls as operators."""
+"""Categories of CUDA calls and their overhead, which PyTorch's tables list as operators."""
 
 GLOO, NCCL = "gloo:", "nccl"
-"""Name prefixes of gloo's annotations and of NCCL's kernels, which are collectives."""
+"""Name prefixes of gloo's annotations and of NCCL's kernels. Both mark collectives."""
 
 Event = dict[str, Any]
 Span = tuple[float, float]  # start and end in µs
@@ -82,8 +82,9 @@ class Trace:
     growth may be negative.
 
     The time of a collective lasts from its start in this rank to its end, so it includes waiting
-    for other ranks. A part of this time is exposed if nothing else runs meanwhile: no other kernel
-    or copy on the GPU, or in a run on the CPU no ``aten`` operator.
+    for other ranks. If collectives overlap, their common time counts once. A part of this time is
+    exposed if nothing else runs meanwhile. On a GPU, no other kernel, copy or memset runs. On the
+    CPU, no ``aten`` operator runs in a thread without collectives.
 
     Attributes:
         launches: work on the GPU, in launch order; empty for a run on the CPU.
@@ -106,8 +107,9 @@ class Trace:
 def read(path: Path) -> Trace:
     """Read a trace from a file ``.json.gz``.
 
-    Work that was launched in no phase belongs to `OUTSIDE`. In a trace of another program, all
-    work belongs to one step and to `OUTSIDE`.
+    Work that was launched in no phase belongs to `OUTSIDE`. In a trace without dpbench's
+    annotations, all work belongs to `OUTSIDE`. In a trace without PyTorch's annotations of steps,
+    all work belongs to one step.
     """
     was_enabled = gc.isenabled()
     gc.disable()  # garbage collection would take three quarters of the time
@@ -139,7 +141,7 @@ def _events(path: Path) -> dict[str, list[Event]]:
 
 
 def _correlation(event: Event) -> Any:
-    """Return the number that a CUDA call shares with the GPU event it launched, or None."""
+    """Return the number that a CUDA call shares with the GPU event that it launched, or None."""
     return event.get("args", {}).get("correlation")
 
 
