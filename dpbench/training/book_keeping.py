@@ -51,7 +51,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
     scaled = staticmethod(scaled)
     known_ways: Collection[str] = (PRODUCTS, GRADIENT, KEPT)
     has_kernel = False
-    """Whether one kernel computes norms from products T × T. `norm_ways.costs` uses this."""
+    """Whether `norm_ways.costs` assumes that one kernel computes norms from products T × T."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)

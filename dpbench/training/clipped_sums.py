@@ -157,7 +157,7 @@ class ClippedSumTrainer(TrainerBase):
 
 AT_ONCE = 4
 """Under FSDP2, `reduce` begins a reduction, and then waits for all but this number of the newest
-reductions. Until then, the buffer that a reduction sends stays in memory."""
+reductions. The buffer that a reduction sends stays in memory until the reduction is waited for."""
 
 
 def check_alike(parameters: list[nn.Parameter]) -> None:

@@ -154,7 +154,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         GRAPHS.add(graph)
         self._made.append(graph)
-        # Operators that wait for the GPU raise before CUDA ends the capture with an error.
+        # In the mode "error", operators that wait for the GPU raise. Otherwise, CUDA would end the
+        # capture with an error.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, pool=self._pool),
@@ -313,7 +314,11 @@ def no_device_states(*_: object) -> tuple[list[int], list[Tensor]]:
 
 @contextmanager
 def synchronization(mode: str | int) -> Iterator[None]:
-    """Let operators that wait for the GPU ``warn``, or raise an ``error``, in this context."""
+    """Warn or raise in this context when an operator waits for the GPU.
+
+    Args:
+        mode: ``warn`` or ``error``.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode(mode)
     try:

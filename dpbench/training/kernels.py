@@ -205,7 +205,7 @@ def by_kernel(x: Tensor, g: Tensor) -> bool:
 def gram_norms_by_kernel(
     activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool
 ) -> Tensor:
-    """Compute `gram_norms` without products T × T in memory."""
+    """Compute `gram_norms` without storing products of tokens × tokens."""
     examples, tokens, height = gradients[0].shape
     dtype, rows = gradients[0].dtype, activations[0].dim() == 2
     width = 0 if rows else activations[0].shape[2]

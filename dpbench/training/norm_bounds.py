@@ -76,8 +76,8 @@ class ProductError(NamedTuple):
 
     The product is a sum of terms ``a_k b_kᵀ``. The error is at most ``of_sums`` times the largest
     norm of any partial sum, plus ``of_terms`` times the sum of the norms of all terms. If b is the
-    transpose of a, the largest norm is that of the product, because no partial sum of ``a aᵀ`` is
-    larger. The sum of norms is then the trace of the product.
+    transpose of a, the largest norm is the norm of the product, because no partial sum of ``a aᵀ``
+    is larger. The sum of norms is then the trace of the product.
     """
 
     of_sums: float
@@ -167,7 +167,7 @@ def clipping_factors(squared_norms: Tensor, threshold: float, divisor: int = 1) 
 
 
 def total(squared_norms: Sequence[Tensor]) -> Tensor:
-    """Return an upper bound of the sum of squared norms ``[B]``, which is computed in float64."""
+    """Return an upper bound ``[B]`` of the sum of squared norms. The sum is computed in float64."""
     each = torch.stack([*squared_norms])
     return (each.sum(0, dtype=torch.float64) * (1 + 4 * unit(each.dtype))).to(each.dtype)
 
@@ -301,8 +301,8 @@ def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) 
     """Add the update's rounding errors to norms, and return the squares of the sums.
 
     Args:
-        squared: upper bounds of squared norms, without rounding of the update.
-        rounded: norm of the update's rounding errors, without the rounding of its result.
+        squared: upper bounds of squared norms, before the update rounds.
+        rounded: norm of the update's rounding errors, except the rounding of the update's result.
         dtype: dtype of the update.
     """
     of_result = 1 + unit(dtype) + 8 * wide_unit(dtype)

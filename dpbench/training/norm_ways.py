@@ -86,8 +86,8 @@ def cheapest(
     """Return the cheapest of ``ways``.
 
     The other ways must keep activations and output gradients in memory. So the way ``kept`` is
-    considered only if a per-sample gradient is no larger than the larger one of these two. For an
-    embedding, ``kept`` is not considered. For a single example, ``kept`` is always considered.
+    considered only if a per-sample gradient of a linear layer is no larger than the larger of these
+    two tensors. For a single example, ``kept`` is always considered, even for an embedding.
 
     Args:
         shape: sizes of the layer and the batch.

@@ -92,7 +92,7 @@ class Rule(ABC, Generic[L]):
                 )
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
-        """Choose the way to the norms, with `dpbench.training.norm_ways.cheapest`."""
+        """Choose the way to the norms. Some rules use `dpbench.training.norm_ways.cheapest`."""
         return KEPT
 
     def keep(self, seen: KeptOfLayer, x: Tensor, g: Tensor, way: str) -> None:

@@ -80,7 +80,7 @@ class MergedUpdate:
         """Return the update of each buffer in the next step, or why the step cannot be merged.
 
         Args:
-            optimizer: the optimizer. If it counts steps in its state, the count is increased.
+            optimizer: the optimizer. For Adam and AdamW, the count of steps is increased.
             deviation: standard deviation of the noise that has weight 1.
             examples: number by which the sum of gradients is divided.
         """
