@@ -1,4 +1,4 @@
-"""The interface of a trainer: one model, one optimizer, one `train_step`."""
+"""The interface of trainers. A trainer updates one model with one optimizer, step by step."""
 
 from __future__ import annotations
 
@@ -48,21 +48,23 @@ class TrainerBase(ABC):
             Tables name the labels in which trainers differ. An instance may override the labels.
         joint_batch_size: B × number of ranks. A DP trainer divides the sum of clipped gradients
             over all ranks by this number.
-        part_size: the largest number of examples in one forward pass.
-        sizes: number of examples in each part of the current batch. `parts` sets it.
-        examples: number of examples in the current part. `parts` sets it.
+        part_size: the largest number of examples in a micro-batch.
+        sizes: number of examples in each micro-batch of the current batch. `parts` sets this list.
+        examples: number of examples in the current micro-batch. `parts` sets this number.
 
     Args:
         model: the workload's model.
         batch_size: B, the number of examples in each batch. With several ranks, it is the number in
             each rank's part. With Poisson sampling, it is the expected number.
         learning_rate: step size of the optimizer.
-        noise_multiplier: σ. The noise in the sum of clipped gradients has standard deviation σ·C.
+        noise_multiplier: σ. Independent noise in the sum of clipped gradients has standard
+            deviation σ·C. The deviation of noise that is correlated over steps is larger.
         max_grad_norm: C, the threshold to which each example's gradient is clipped.
         optimizer: called as ``optimizer(parameters, lr=…)``. The default is SGD without momentum.
         workload: computes the losses. The default is the transformer, whose batches are pairs
             ``(input_ids, labels)`` of int64 tensors ``[B, T]``.
-        micro_batches: number of equal parts of a batch. Gradients accumulate over the parts.
+        micro_batches: number of equal parts of a batch, over which gradients accumulate. With
+            Poisson sampling, the number of parts varies, see `parts`.
         compile: whether to compile the model and its loss as one function.
         noise: ``independent`` noise in each step, or noise that is correlated over steps:
             ``banded`` or ``blt``.
@@ -71,16 +73,18 @@ class TrainerBase(ABC):
         noise_steps: the argument ``steps`` of `dpbench.training.correlated_noise.mechanism`.
         sampling: ``fixed``, or ``poisson`` for batches with any number of examples, including 0.
         autocast: the 16-bit type of ``torch.autocast`` for the losses; None for no autocast. With
-            float16, a ``GradScaler`` scales the losses.
+            float16, `StandardTrainer` scales the losses with a ``GradScaler``, and private trainers
+            raise.
         parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`. Each rank trains
             ``batch_size`` examples.
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
     in_graphs = False
-    """Whether the trainer's steps run as CUDA graphs on a GPU."""
+    """Whether the trainer tries to run its steps as CUDA graphs on a GPU."""
     replays = False
-    """Whether the last step replayed CUDA graphs, so that Python did not call the model."""
+    """Whether the last step that tried to use CUDA graphs replayed them. In a replay, Python does
+    not call the model."""
     compiles: bool = True
     """Whether the model and the loss can be compiled."""
     noises: tuple[str, ...] = ("independent",)
@@ -175,7 +179,7 @@ class TrainerBase(ABC):
         return checked_losses(losses, self.workload, batch)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Return the mean loss over the batch, a scalar. ``model`` may be a wrapper."""
+        """Return the mean loss over the batch. ``model`` may be a wrapper of the model."""
         if type(self.workload).loss is Workload.loss:
             return self.example_losses(model, batch).mean()
         with self.autocast_context():
@@ -188,15 +192,15 @@ class TrainerBase(ABC):
         return torch.autocast(self.device_type, dtype=self.autocast)
 
     def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
-        """Yield the micro-batches of a batch, as pairs: whether it is the last one, and its data.
+        """Yield the micro-batches of a batch. Each is a pair: True for the last one, and its data.
 
         With fixed sampling, the batch must have ``batch_size`` examples. The noise is scaled for
         this number, so a smaller last batch would silently get the wrong noise.
 
-        With Poisson sampling, the batch may have any size. If it has more than ``part_size``
-        examples, it is split into as few parts as possible, whose sizes differ by at most 1, as
-        Opacus's ``BatchMemoryManager`` does. An empty batch has no parts, but a private trainer
-        still adds noise and updates the parameters.
+        With Poisson sampling, the batch may have any size. A batch with more than ``part_size``
+        examples is split into as few micro-batches as possible, whose sizes differ by at most 1, as
+        Opacus's ``BatchMemoryManager`` does. An empty batch has no micro-batches, but a private
+        trainer still adds noise and updates the parameters.
         """
         examples = examples_in(batch)
         if self.sampling == "fixed" and examples != self.batch_size:
@@ -217,7 +221,10 @@ def check_numbers(
     max_grad_norm: float,
     learning_rate: float,
 ) -> None:
-    """Raise for values with which a step would not be private, or would drop examples."""
+    """Raise if a number is text or out of range, or if micro-batches would differ in size.
+
+    The learning rate is only checked not to be text.
+    """
     named = {
         "max_grad_norm": max_grad_norm,
         "noise_multiplier": noise_multiplier,
@@ -238,7 +245,7 @@ def check_numbers(
 
 
 def check_optimizer(name: str, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-    """Raise if an optimizer cannot be built with its parameters, or cannot step."""
+    """Raise if an optimizer cannot be built for a small parameter, or cannot take a step."""
     try:
         parameter = torch.zeros(1, 1, requires_grad=True)
         parameter.grad = torch.zeros(1, 1)

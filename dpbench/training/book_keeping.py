@@ -33,10 +33,10 @@ from dpbench.training.phases import phase
 class BookKeepingTrainer(ClippedSumTrainer):
     """Trains with one backward pass. The phase ``clip`` computes norms, factors and weighted sums.
 
-    Any optimizer works, and a layer may be called several times. For a linear layer or an
-    embedding, the backward keeps either activations and output gradients, or per-sample gradients.
-    For other layers, the backward always keeps per-sample gradients. Activation checkpointing does
-    not change what is kept.
+    Any optimizer works whose ``step`` needs no closure. A layer may be called several times. For a
+    linear layer or an embedding, the backward keeps either activations and output gradients, or
+    per-sample gradients. For other layers, the backward keeps per-sample gradients. With activation
+    checkpointing, the same tensors are kept.
 
     The constructor has the arguments of `TrainerBase`.
 
@@ -51,7 +51,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
     scaled = staticmethod(scaled)
     known_ways: Collection[str] = (PRODUCTS, GRADIENT, KEPT)
     has_kernel = False
-    """Whether one kernel computes norms from products T × T. `norm_ways.costs` uses this."""
+    """Whether `norm_ways.costs` assumes that one kernel computes norms from products T × T."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -84,7 +84,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 with phase("forward"):
                     loss = self.mean_loss(self.model, part)
                 with phase("backward"):
-                    # The sum of losses: an example's output gradient must not be divided by B.
+                    # The losses are summed, so that output gradients are not divided by B.
                     (loss * self.examples).backward()
             losses.append(loss.detach())
             del loss  # the loss's graph keeps layers' inputs in memory
@@ -108,7 +108,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     @contextmanager
     def without_parameter_gradients(self) -> Iterator[None]:
-        """Keep in this context what clipping needs, and compute no gradients of parameters."""
+        """Keep the tensors that clipping needs, and compute no gradients of parameters."""
         self.seen = {}
         self._listening = True
         for parameter in self.trained:
@@ -136,7 +136,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         seen = self.seen.setdefault(layer, [])
 
         def keep_gradient(gradient: Tensor) -> None:
-            activations = held.pop()  # frees them earlier: this function lives until backward ends
+            activations = held.pop()  # otherwise, they would stay in memory until backward ends
             # Autograd checks only tensors that it has saved, and may not have saved the input.
             if activations._version != version:
                 raise rule.refusal("its input was changed in place after the call")
@@ -146,7 +146,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
 
     def _keep_call(self, rule: Rule[Any], seen: KeptOfLayer, x: Tensor, g: Tensor) -> None:
-        """Keep what clipping needs from a call. The layer's first call chooses the way to norms."""
+        """Keep a call's tensors for clipping. The layer's first call chooses the way to norms."""
         if not seen:
             alone = self.part_size == self.micro_batches == 1
             kernel = self.has_kernel
@@ -162,9 +162,8 @@ class BookKeepingTrainer(ClippedSumTrainer):
     def clipped(self, last: bool) -> Iterator[Buffer]:
         """Add clipped gradients to the sums, and yield each buffer that is complete.
 
-        Buffers are complete only after the last micro-batch. They are yielded only if several ranks
-        train. All ranks yield the buffers in the order of the model's layers, even if a rank has
-        not called a layer.
+        Buffers are complete only after the last micro-batch. With one rank, no buffer is yielded.
+        All ranks yield the buffers in the same order, even if a rank has not called a layer.
         """
         early = last and self.parallel != "none"
         seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
@@ -198,7 +197,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
 
 class ChangeableInPlace(torch.autograd.Function):
-    """Returns a tensor with a leaf tensor's memory, which may then be changed in place."""
+    """Returns a tensor that views a leaf tensor's memory, but may be changed in place."""
 
     @staticmethod
     def forward(_: Any, leaf: Tensor) -> Tensor:
@@ -216,7 +215,7 @@ def gradients_only_outside_layers(
     """Let trained parameters require gradients only outside the calls of their layers.
 
     Yields:
-        The name of each parameter. A parameter that FSDP2 gathers is added when it is gathered.
+        The names, by parameter. The parameters that FSDP2 gathers are added during the forward.
     """
     trained = [parameter for rule in rules.values() for parameter in rule.trained]
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -25,7 +25,8 @@ from dpbench.training.refusals import ONLY_GHOST, check_layers
 class ClippedSumTrainer(TrainerBase):
     """Adds noise to sums of clipped gradients, and updates the parameters.
 
-    A subclass clips each example's gradient, and adds the clipped gradients to `sums`.
+    A subclass clips each example's gradient, and adds the clipped gradients to `sums`. Subclasses
+    of `dpbench.training.lean.ClippedMeanTrainer` do not use `sums`, but compute means.
 
     The constructor has the arguments of `TrainerBase`.
 
@@ -39,7 +40,8 @@ class ClippedSumTrainer(TrainerBase):
     sums_in: torch.dtype | None = None
     """Dtype of the sums; None for the dtype of the parameters."""
     draws_in_update = False
-    """Whether the update draws the noise. Such a trainer has no phase ``noise``."""
+    """Whether noise is added after reductions even under DDP. If False, each rank under DDP adds a
+    share of the noise to a sum before the sum is reduced."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -98,8 +100,7 @@ class ClippedSumTrainer(TrainerBase):
     def reduce(self, buffer: Buffer) -> None:
         """Begin to reduce a complete buffer over the ranks.
 
-        Under DDP, each rank first adds its share of the noise, except if the update draws the
-        noise.
+        Under DDP, each rank first adds its share of the noise, unless `draws_in_update` is True.
         """
         if self.parallel == "ddp" and not self.draws_in_update:
             with phase("noise"):
@@ -122,10 +123,10 @@ class ClippedSumTrainer(TrainerBase):
 
         Args:
             gradient: the sum, changed in place.
-            number: the sum's number, which identifies its correlated noise in later steps.
+            number: number of the sum's buffer, which identifies the same sum in later steps.
         """
-        # The deviation is no ``alpha`` of `add_`, because a CPU rounds ``alpha`` to the gradients'
-        # dtype. In bf16 the noise would be up to 0.4 % too small.
+        # The deviation is not passed to `add_` as ``alpha``, because a CPU rounds ``alpha`` to the
+        # gradients' dtype. In bf16 the noise could be up to 0.4 % too small.
         if deviation := self.noise_multiplier * self.max_grad_norm:
             own = own_part(gradient, "ddp") if self.parallel == "ddp" else gradient
             if len(self.noise_weights) > 1:
@@ -155,7 +156,8 @@ class ClippedSumTrainer(TrainerBase):
 
 
 AT_ONCE = 4
-"""Largest number of buffers that are reduced at the same time under FSDP2. Each takes memory."""
+"""Under FSDP2, `reduce` begins a reduction, and then waits for all but this number of the newest
+reductions. The buffer that a reduction sends stays in memory until the reduction is waited for."""
 
 
 def check_alike(parameters: list[nn.Parameter]) -> None:

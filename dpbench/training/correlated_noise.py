@@ -1,7 +1,7 @@
 """Weights of noise that is correlated over steps.
 
-The noise of a step is ``w[0] × z[t] + w[1] × z[t - 1] + …``, where z[t] is a normal sample that is
-drawn in step t. So later steps cancel part of the noise of earlier steps.
+The noise of step t is ``w[0] × z[t] + w[1] × z[t - 1] + …``, where z[t] is a normal sample that is
+drawn in step t. Negative weights let later steps cancel part of the noise of earlier steps.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class Mechanism(NamedTuple):
     """Description of the correlation of noise over steps.
 
     Attributes:
-        weights: weights of z in this step, the step before, and so on, in units of σC. ``blt``
-            noise has a weight for each step of the training.
-        decays: decay of each buffer of ``blt`` noise; empty for other noise.
-        shares: share of each buffer of ``blt`` noise in the next noise; empty for other noise.
+        weights: weights of the samples z of this step, the step before, and so on. The samples have
+            standard deviation σC. ``blt`` noise has a weight for each step of the training.
+        decays: factor by which a step multiplies each buffer of ``blt`` noise; empty for other
+            noise.
+        shares: coefficient of each buffer of ``blt`` noise. A step subtracts the sum of coefficient
+            × buffer from its sample z. Empty for other noise.
     """
 
     weights: tuple[float, ...] = INDEPENDENT
@@ -48,12 +50,13 @@ def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -
     https://arxiv.org/abs/2505.12128. Two bands are close to DP-λCGD,
     https://arxiv.org/abs/2601.22334, which cancels a chosen share of the preceding step's noise.
 
-    ``blt`` noise is that of the buffered linear Toeplitz mechanism of Dvijotham et al. (2024),
-    https://arxiv.org/abs/2404.16706. The maximum of its error over all steps is minimized.
+    ``blt`` noise is the noise of the buffered linear Toeplitz mechanism of Dvijotham et al. (2024),
+    https://arxiv.org/abs/2404.16706. Its shares and decays minimize sensitivity × maximum error,
+    where the maximum is over all steps.
 
-    The weights are multiplied by the sensitivity of a training with ``steps`` steps, in which each
-    example takes part once. So the training is as private as one Gaussian mechanism with noise
-    multiplier σ.
+    The weights of correlated noise are multiplied by the sensitivity of a training with ``steps``
+    steps, in which each example takes part once. So the training is as private as one Gaussian
+    mechanism with noise multiplier σ.
 
     Args:
         noise: one of `NOISES`.
@@ -89,9 +92,10 @@ def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -
 
 
 def whitening(weights: Sequence[float], steps: int) -> list[float]:
-    """Return the coefficients with which a weighted sum of the steps' noise is the newest z.
+    """Return coefficients c, for which z[t] is ``c[0] × noise[t] + c[1] × noise[t - 1] + …``.
 
-    They are the first column of the inverse of the weights' lower triangular Toeplitz matrix.
+    The coefficients are the first column of the inverse of a lower triangular Toeplitz matrix,
+    whose first column contains the weights.
     """
     padded = np.zeros(steps)
     padded[: len(weights)] = weights[:steps]
@@ -134,7 +138,7 @@ def _best_buffers(buffers: int, steps: int) -> tuple[list[float], list[float], l
     exponents = np.arange(steps - 1)
 
     def loss(chosen: Numbers) -> tuple[float, Numbers]:
-        """Return the logarithm of the squared product, and its gradient.
+        """Return the logarithm of (sensitivity × maximum error)², and the logarithm's gradient.
 
         The variables are the logarithms of the shares and the logits of the decays.
         """

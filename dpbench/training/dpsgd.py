@@ -27,10 +27,10 @@ from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
 def mark_phases(optimizer: DPOptimizer) -> None:
     """Mark the phases inside ``optimizer.step()``, in which Opacus clips, adds noise and updates.
 
-    The optimizer's methods are wrapped, and their code stays Opacus's own.
+    The optimizer's methods are wrapped, and still run Opacus's code.
     """
     for method, name in (
-        ("clip_and_accumulate", "clip"),  # flat clipping
+        ("clip_and_accumulate", "clip"),  # flat and per-layer clipping
         ("accumulate", "clip"),  # fast gradient clipping, which sums clipped gradients here
         ("add_noise", "noise"),
         ("scale_grad", "noise"),
@@ -144,7 +144,7 @@ class OpacusTrainer(TrainerBase):
         """
         with phase("forward"):
             loss = self.private_loss(part)
-            mean: Tensor = loss.detach()  # in fast gradient clipping, ``detach`` takes the mean
+            mean: Tensor = loss.detach()  # in fast gradient clipping, this returns the mean loss
         with phase("backward"):
             self.backward(loss)
         with phase("optimizer"):
@@ -159,7 +159,7 @@ class OpacusTrainer(TrainerBase):
         parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
 
     def train_empty_batch(self) -> None:
-        """Update the parameters by noise alone."""
+        """Add noise to a gradient of zeros, and update the parameters."""
         with phase("optimizer"):
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
@@ -178,12 +178,12 @@ class DPSGDTrainer(OpacusTrainer):
     Args:
         model: the workload's model.
         batch_size: number of examples in each batch.
-        clip: ``flat`` clips an example's whole gradient to C. ``per_layer`` clips the gradient of
-            each of n parameters to C/√n, so that the whole gradient is at most C. Both need the
-            same noise.
-        grad_sample: how per-sample gradients are computed: by a rule for each kind of layer
-            (``hooks``), by ``vmap`` of ``grad`` for every layer (``functorch``), or by PyTorch's
-            expanded weights (``ew``).
+        clip: ``flat`` clips the norm of an example's whole gradient to C. ``per_layer`` clips the
+            norm of the gradient of each of n parameters to C/√n, so that the norm of the whole
+            gradient is at most C. Both need the same noise.
+        grad_sample: how per-sample gradients are computed. ``hooks`` uses a rule for each kind of
+            layer, or ``vmap`` of ``grad`` for layers without a rule. ``functorch`` uses ``vmap`` of
+            ``grad`` for every layer. ``ew`` uses PyTorch's expanded weights.
         options: further arguments of `TrainerBase`.
     """
 

@@ -29,7 +29,10 @@ from dpbench.training.parallel import mesh_of_all
 
 
 def sharded_as_opacus_does(model: nn.Module) -> nn.Module:
-    """Shard each layer of the model separately with FSDP2, by Opacus's ``FSDP2Wrapper``."""
+    """Shard the model with FSDP2, by Opacus's ``FSDP2Wrapper``.
+
+    The wrapper shards each layer separately that has a grad sampler or no trained parameters.
+    """
     mesh = mesh_of_all(next(model.parameters()).device.type)
     with patch.object(fsdp_utils, "fully_shard", partial(fully_shard, mesh=mesh)):
         wrapped: nn.Module = fsdp_utils.FSDP2Wrapper(model)
@@ -90,10 +93,10 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
         return super().private_optimizer()
 
     def _check_rows(self) -> None:
-        """Raise if a parameter has fewer rows than there are ranks.
+        """Raise if a trained parameter has fewer rows than there are ranks.
 
-        Opacus cannot add noise to it: PyTorch would replicate the sum of the shard and the noise,
-        and could not update the shard with this sum.
+        Opacus cannot add noise to such a parameter. PyTorch would replicate the sum of the shard
+        and the noise, and could not update the shard with this sum.
         """
         of_opacus = self.distributed_optimizer("ghost_fsdp").add_noise
         if self.optimizer_class.add_noise is not of_opacus:

@@ -1,9 +1,9 @@
 """DP-SGD with flat clipping that moves few more bytes than a standard step.
 
-The method is book-keeping (`dpbench.training.book_keeping`) with merged passes. One kernel computes
-the norms of all layers of a shape, and stores neither per-sample gradients nor products T × T. The
-update itself draws the noise. On a GPU, forward, backward and clip are CUDA graphs, which do not
-wait for Python.
+The method is book-keeping (`dpbench.training.book_keeping`) with merged passes. If products of
+tokens × tokens are the cheapest way to norms, one kernel on a GPU computes the norms of all layers
+of a shape without storing these products. The update of the usual optimizers draws the noise. On a
+GPU, forward, backward and clip run as CUDA graphs where possible, and do not wait for Python.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dpbench.training.updates import MergedUpdate, Update, groups_of, why_not
 
 
 class LayerNormRule(SampledRule):
-    """Computes the per-sample gradients of a layer norm in one pass over the layer's input."""
+    """Computes the per-sample gradients of a layer norm by one operator, `layer_norm_samples`."""
 
     layer: nn.LayerNorm
 
@@ -59,18 +59,21 @@ class LayerNormRule(SampledRule):
 class FusedTrainer(BookKeepingTrainer):
     """`BookKeepingTrainer` with merged passes, and with CUDA graphs on a GPU.
 
-    With SGD, Adam and AdamW, the parameters and the optimizer's state become views of flat buffers.
-    The update draws and adds the noise, so there is no phase ``noise``. With other optimizers, a
-    separate pass adds the noise before the optimizer's own step. The same holds if the optimizer's
-    step has hooks, and under FSDP2 for all optimizers except plain SGD.
+    With SGD, Adam and AdamW, the parameters and moving averages become views of flat buffers. The
+    update draws and adds the noise, so there is no phase ``noise``. In other cases, a separate pass
+    adds the noise before the optimizer's own step. These cases are other optimizers, options that
+    `dpbench.training.updates.why_not` names, and, under FSDP2, all optimizers except plain SGD.
 
     Under DDP, all ranks draw the same noise. So no noise is sent, and every rank knows the noise.
-    Under FSDP2, each rank draws the noise of its shards, which are not moved into flat buffers.
+    Under FSDP2, each rank draws the noise of its shards. The shards are not moved into flat
+    buffers.
 
-    Only the first step captures graphs. A later step runs eagerly if its batch has other shapes, if
-    its operators are counted, or if a layer has since changed between training and evaluation mode.
-    If the model cannot be captured, a warning says why, and all steps run eagerly. Under FSDP2, the
-    graphs contain FSDP2's collectives, see `dpbench.training.parallel.leave_group`.
+    Only the first step with examples captures graphs. If the operators of this step or of an
+    earlier step are counted, there are no graphs. A later step runs eagerly if the examples have
+    other shapes, if the operators of the step are counted, or if the clipping threshold or a
+    layer's training mode has changed. If the model cannot be captured, a warning says why, and all
+    steps run eagerly. Under FSDP2, the graphs contain FSDP2's collectives, see
+    `dpbench.training.parallel.leave_group`. Micro-batches under FSDP2 always run eagerly.
     """
 
     scaled = staticmethod(scaled)
@@ -115,8 +118,8 @@ class FusedTrainer(BookKeepingTrainer):
             self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
         self.seeds, self._seeds_of_a_step = seeds, number
         self._steps, bands = 0, len(self.noise_weights)
-        # Row i has the weights in step i, and the last row also those in later steps. A weight is
-        # 0 for noise of steps before the first step.
+        # Row i contains the weights for step i. The last row is also used in all later steps. The
+        # weights are 0 for steps before the first step.
         weights = seeds.new_tensor(self.noise_weights, dtype=torch.float32) / self.noise_weights[0]
         self._weights = weights.expand(bands, bands).tril()
         self._ages = number * torch.arange(bands, device=seeds.device)
@@ -142,7 +145,8 @@ class FusedTrainer(BookKeepingTrainer):
         return norms
 
     def train_step(self, batch: Batch) -> Tensor:
-        # Operators of graphs cannot be counted, and micro-batches cannot skip graphs' collectives.
+        # Operators inside a graph cannot be counted. Under FSDP2, only the last micro-batch reduces
+        # gradients, but every replay of a graph would run the collectives that the graph contains.
         graphs = self.trained[0].is_cuda and _get_current_dispatch_mode() is None
         graphs = graphs and not (self.parallel == "fsdp2" and self.micro_batches > 1)
         if not graphs:
@@ -229,7 +233,7 @@ def plain_options() -> dict[str, object]:
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer is plain SGD."""
+    """Return True if an optimizer is plain SGD with one parameter group and an unchanged step."""
     first, *others = optimizer.param_groups
     plain = all(first.get(name) == value for name, value in plain_options().items())
     return type(optimizer) is torch.optim.SGD and plain and not others and not why_not(optimizer)

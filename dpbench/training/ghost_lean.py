@@ -50,22 +50,26 @@ class GhostLeanTrainer(ClippedMeanTrainer):
     """`DPGhostClippingTrainer` with these changes.
 
     - The loss is a sum. Opacus uses the mean loss, and rescales each layer's output gradient.
-    - Norms are upper bounds, see `dpbench.training.norm_bounds`. Opacus's norms may be too small.
-    - The first pass computes no parameter gradients, so FSDP2 reduces no gradients in this pass.
-      Under activation checkpointing, autograd computes parameter gradients, which are discarded.
-      Opacus sets parameter gradients to zero, and accumulates into them.
-    - The per-sample gradients of other layers than linear layers, embeddings and convolutions are
-      computed once and kept, because these layers mostly have small parameters. The update uses the
-      weighted sum of these gradients, so the norm and the update have the same rounding errors.
+    - Norms are increased by bounds of rounding errors, see `dpbench.training.norm_bounds`. Opacus's
+      norms may be too small.
+    - Without activation checkpointing, the first pass computes no parameter gradients, so FSDP2
+      reduces no gradients in this pass. With activation checkpointing, autograd computes parameter
+      gradients, which are discarded. After its first pass, Opacus sets parameter gradients to zero,
+      and the second pass accumulates into these zeros.
+    - Layers other than linear layers, embeddings and zero-padded convolutions mostly have small
+      parameters. The per-sample gradients of these other layers are computed once and kept. The
+      update uses the weighted sum of the kept gradients, so the norm and the update have the same
+      rounding errors.
     - The clipped sums are not copied. Noise is drawn as in `dpbench.training.lean.LeanTrainer`.
       Under FSDP2, each rank draws the noise of its shard. In Opacus, each rank draws the noise of
       all shards.
     - Under FSDP2, embeddings are not gathered in the backward, which does not read them. The layers
       of a block are gathered and reduced together, if the workload names the model's blocks.
-    - Norms of linear layers, embeddings and convolutions are computed from products T × T or from
-      per-sample gradients, whichever is cheaper. For 3-D and grouped convolutions, they are always
-      computed from per-sample gradients. Opacus uses products for linear layers, per-sample
-      gradients for convolutions, and looked-up rows for embeddings.
+    - Norms of linear layers and convolutions are computed from products T × T, with T the number of
+      tokens or positions, or from per-sample gradients. Norms of embeddings are computed from
+      products T × T or from looked-up rows. The cheaper way is used. For 3-D and grouped
+      convolutions, norms are always computed from per-sample gradients. Opacus uses products for
+      linear layers, per-sample gradients for convolutions, and looked-up rows for embeddings.
 
     Attributes:
         ways: how the last step computed the norms of each trained layer, by the layer's name; see
@@ -150,7 +154,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         def measure(gradient: Tensor) -> None:
             if self._found is None:
                 return
-            activations = held.pop()  # frees them earlier: this function lives until pass 2 ends
+            activations = held.pop()  # otherwise, they would stay in memory until pass 2 ends
             # Autograd checks only tensors that it has saved, and may not have saved the input.
             if activations._version != version:
                 raise rule.refusal("its input was changed in place after the call")
@@ -159,11 +163,11 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         returned.register_hook(measure)
 
     def backward(self, losses: Tensor, found: FirstPass) -> None:
-        """Run both passes, which set the parameters' gradients to the mean clipped gradients."""
+        """Run both passes. The second pass sets the gradients to the mean clipped gradients."""
         if found.firsts and not found.runs_again:
             # To compute the gradients of the first layers' outputs, the backward visits every
             # layer, but computes no parameter gradients. FSDP2 would add parameter gradients of
-            # this pass to those of the second pass.
+            # this pass to the parameter gradients of the second pass.
             torch.autograd.grad(losses.sum(), found.firsts, retain_graph=True, allow_unused=True)
         else:
             losses.sum().backward(retain_graph=True)
@@ -182,7 +186,7 @@ class GhostLeanTrainer(ClippedMeanTrainer):
 
     @torch.no_grad()
     def take_gradients(self, found: FirstPass) -> None:
-        """Add the gradients that both passes have set. An unused parameter's gradient is zero."""
+        """Add the gradients that the second pass has set, and zeros for unused parameters."""
         for layer, rule in self.rules.items():
             grown = any(p.grad is not None for p in layer.parameters(recurse=False))
             if grown and rule not in found.measured:
@@ -200,7 +204,8 @@ class FirstPass:
         ways: receives the chosen way of each layer, by the layer's name.
 
     Attributes:
-        firsts: outputs of the first trained layers, where the backward may end.
+        firsts: gradient edges of the outputs of the first trained layers, where the backward may
+            end.
         runs_again: whether activation checkpointing runs layers again during the backward.
         measured: the rules of the layers that the backward has reached.
         samples: the per-sample gradients ``[B, …]`` that are kept for the update, by parameter.
@@ -263,7 +268,7 @@ class FirstPass:
     def weighted_sum(self, parameter: Tensor, weights: Tensor, gradient: Tensor) -> Tensor:
         """Return the clipped gradient of a parameter, which replaces the second pass's gradient."""
         samples = self.samples.pop(parameter, None)
-        if samples is None:  # a later call, because checkpointing calls this hook for each block
+        if samples is None:  # a later call: with checkpointing, each block calls this hook again
             return torch.zeros_like(gradient)
         wide = torch.promote_types(samples.dtype, weights.dtype)  # rounds only once, at the end
         by_example = samples.reshape(len(samples), -1).t().to(wide)
@@ -271,7 +276,11 @@ class FirstPass:
 
 
 def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str:
-    """Return the cheapest way to a layer's norms. A convolution counts as linear on its patches."""
+    """Return the cheapest way to a layer's norms.
+
+    A 1-D or 2-D convolution without groups is treated as a linear layer whose inputs are patches.
+    Norms of other convolutions are always computed from per-sample gradients.
+    """
     layer = rule.layer
     if not is_convolution(layer):
         return rule.way(x, g, known)
@@ -284,18 +293,19 @@ def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str
 
 
 def is_convolution(layer: nn.Module) -> bool:
-    """Return True if a layer is a convolution with zero padding, whose patches can be computed."""
+    """Return True if a layer is a convolution that pads with zeros or not at all."""
     kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
     return isinstance(layer, kinds) and layer.padding_mode == "zeros"
 
 
 def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
-    """Bound the difference between a convolution's gradients in both passes, in norm ``[B]``.
+    """Bound the norm of the difference between a convolution's gradients in both passes, ``[B]``.
 
     Roundings in sums over n positions are assumed to be independent, so the error of a sum is about
     ``n^½`` units (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM
-    J. Sci. Comput. 41(5), 2019). The bound uses twice this error. TF32 rounds the input and the
-    gradient to 11 bits, in one pass or in both. That adds an error of 2⁻¹⁰ for one position.
+    J. Sci. Comput. 41(5), 2019). For each pass, twice this error is added. TF32 rounds the input
+    and the gradient to 11 bits, in one pass or in both. That adds a relative error of 2⁻¹⁰ for one
+    position. In 16 bits, the rounding of one position in each pass is added.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
     ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
@@ -311,7 +321,10 @@ def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """Return the patches that a convolution multiplies by its weight, ``[B, D, T positions]``."""
+    """Return the patches of x that a convolution multiplies by its weight.
+
+    The shape is ``[B, numbers of a patch, positions]``.
+    """
     flat = isinstance(layer, nn.Conv1d)  # its input is treated as an image of one row
     unfolded: Tensor = unfold2d(
         x.unsqueeze(2) if flat else x,

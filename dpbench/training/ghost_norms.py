@@ -37,9 +37,9 @@ from dpbench.training.norm_ways import PRODUCTS
 class GhostNorms:
     """Computes upper bounds of the squared norms of parts of each example's gradient.
 
-    The parts are added layer by layer. A bound takes about twenty small kernels, whose launches
-    would make a step slower. So the bounds of all layers of a shape are computed at once, at the
-    end. Until then, a few numbers per example are kept.
+    The parts are added layer by layer. Each bound takes about twenty small kernels, whose launches
+    would make a step slower. So the bounds of layers with equal settings are computed at once, at
+    the end. Until then, only the sums or norms that the bounds need are kept.
     """
 
     def __init__(self) -> None:
@@ -106,11 +106,11 @@ class GhostNorms:
         Args:
             samples: the per-sample gradients, ``[B, …]``.
             dtype: dtype of the parameter.
-            rounded: the largest norm of the difference between the gradients that the update uses
-                and ``samples``, ``[B]``; None if the update uses ``samples``.
+            rounded: upper bounds of the norm of the difference between ``samples`` and the
+                gradients that the update uses, ``[B]``; None if the update uses ``samples``.
             by_product: see `sample_bound`; only if ``rounded`` is None.
         """
-        # The update sums the gradients in the narrower of the two dtypes.
+        # The update is assumed to round to the narrower of the two dtypes.
         dtype = min(dtype, samples.dtype, key=lambda each: each.itemsize)
         if rounded is not None:
             squares = squared_sample_norms(samples, dtype)
@@ -131,7 +131,7 @@ class GhostNorms:
 
 
 def row_sums(rows: Tensor, g: Tensor) -> Tensor:
-    """Return the numbers ``[3, B]`` from which `row_bound` bounds the norm of an embedding.
+    """Return the sums ``[3, B]`` from which `row_bound` bounds norms of an embedding's gradients.
 
     No shape depends on data, so that a CUDA graph can contain this function.
     """
@@ -156,8 +156,8 @@ def off_bound(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return upper bounds of squared norms, ``[layers, B]``.
 
     Args:
-        parts: for each layer ``[2, B]``: the squared norms of per-sample gradients, and the largest
-            norms of their difference from the gradients that the update uses.
+        parts: for each layer ``[2, B]``: the squared norms of per-sample gradients, and upper
+            bounds of the norm of the difference to the gradients that the update uses.
         dtype: dtype of the update.
     """
     squares, rounded = torch.stack([*parts], 1)

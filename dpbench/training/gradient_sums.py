@@ -18,7 +18,7 @@ class Buffer(NamedTuple):
     Attributes:
         flat: the whole memory, one-dimensional.
         places: for each parameter a view of ``flat``, in the shape of the parameter.
-        number: number of the buffer.
+        number: index that identifies the buffer.
     """
 
     flat: Tensor
@@ -35,7 +35,7 @@ def one_buffer(
         parameters: the parameters.
         dtype: dtype of the buffer; None for the dtype of the parameters.
         ranks: number of ranks. The rows of each parameter are padded to a multiple of this number.
-        number: number of the buffer.
+        number: index that identifies the buffer.
     """
     sizes = [-(-ranks * part_size(p, ranks) // ALIGNED) * ALIGNED for p in parameters]
     first = parameters[0]
@@ -74,7 +74,7 @@ def in_buffers(
 class Sums:
     """Sums of clipped gradients, one for each parameter, as views of buffers.
 
-    A buffer is allocated on first use, when some activations have been freed.
+    A buffer is allocated on first use. By then, some activations may have been freed.
 
     Args:
         sharing: the parameters of each buffer, from `in_buffers`.
@@ -99,7 +99,7 @@ class Sums:
     def begin_at_zero(self) -> list[Buffer]:
         """Allocate all buffers and fill them with zeros.
 
-        Then even the first gradient is added to the buffer, not copied into it.
+        Afterwards, the first gradient of a parameter is added to the zeros, not copied over them.
         """
         for parameter in self._number:
             self._place(parameter).zero_()
@@ -146,7 +146,10 @@ class Sums:
             place.add_(total)
 
     def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add ``a @ b`` to the sum of a parameter. Equal dtypes need no copy of the product."""
+        """Add ``a @ b`` to the sum of a parameter.
+
+        If ``a`` has the dtype of the sum, the product is not stored separately.
+        """
         place = self._place(parameter)
         if place.dtype != a.dtype:
             self.add(parameter, a @ b)
@@ -161,7 +164,7 @@ class Sums:
         Args:
             parameter: the parameter.
             rows: row indices, ``[n]``, in which an index may be repeated.
-            totals: what is added to each of these rows, ``[n, columns]``.
+            totals: the numbers that are added to each of these rows, ``[n, columns]``.
         """
         place = self._place(parameter)
         if self._is_first(parameter):
@@ -203,8 +206,8 @@ class Factors:
     """The clipping factors of a batch, in the forms that the sums need.
 
     Args:
-        exact: the factors ``[B]``, float32.
-        scaled: the function `scaled`, or a faster function with the same result.
+        exact: the factors ``[B]``, float32 or wider.
+        scaled: the function `scaled`, or a faster function that multiplies in the same way.
     """
 
     def __init__(self, exact: Tensor, scaled: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -213,7 +216,7 @@ class Factors:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def times(self, tensor: Tensor) -> Tensor:
-        """Return `scaled` of a tensor. Layers that share their input share the result."""
+        """Return `scaled` of a tensor. If the last call had the same tensor, reuse the result."""
         if self._last is None or not is_same_memory(self._last[0], tensor):
             self._last = None  # frees the memory before more is allocated
             self._last = tensor, self._scaled(tensor, self.exact)
@@ -229,7 +232,7 @@ class Factors:
 
 def add_rows(place: Tensor, rows: Tensor, totals: Tensor) -> None:
     """Add to rows of a tensor, as in `Sums.add_rows`."""
-    if place.itemsize == 2:  # in bf16, 256 + 1 = 256, so adding one by one would lose gradients
+    if place.itemsize == 2:  # in bf16, 256 + 1 = 256, so sums of many small numbers lose numbers
         rows, totals = summed_by_row(rows, totals)
     place.index_add_(0, rows, totals.to(place.dtype))
 
@@ -238,7 +241,7 @@ def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the totals of equal row indices in float32.
 
     No shape depends on data, so that a CUDA graph can contain this function. For each repetition of
-    an index, the result has an entry at its end that adds zeros to row 0.
+    an index, the results have an entry at their end: index 0, and a sum of zeros.
 
     Returns:
         The unique indices ``[n]``, and their sums ``[n, columns]``.
@@ -253,7 +256,7 @@ def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors view the same memory. It also works for tensors without data."""
+    """Return True if two tensors view the same memory in the same way. They may have no data."""
     first, second = (
         (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
         for t in (one, other)
@@ -262,19 +265,19 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
-    """Multiply each example by its factor, in float32, and round once.
+    """Multiply each example by its factor, in float32 or wider, and round the product once.
 
     If the factor were first rounded down to bf16, the product could be 0.8 % too small.
 
     Args:
         tensor: ``[B, T, N]``.
-        factors: ``[B]``, float32.
+        factors: ``[B]``, float32 or wider.
     """
     return torch.mul(tensor, factors[:, None, None], out=torch.empty_like(tensor))
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round factors down to another dtype, so that no example exceeds the clipping threshold."""
+    """Round factors to another dtype, and never up, so that rounding does not weaken clipping."""
     rounded = factors.to(dtype)
     if dtype == factors.dtype:
         return rounded

@@ -31,8 +31,8 @@ Recorded = list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]
 """Graphs of a phase, each with the buffers that are complete after the graph's replay."""
 
 REDUCED_TOGETHER = 2**26
-"""A graph ends when it has completed buffers of this many bytes. These buffers are then reduced
-while the next graph runs."""
+"""Under DDP, a graph of the phase clip ends when buffers of this many bytes are complete. These
+buffers are then reduced while the next graph runs."""
 
 is_capturing = torch.cuda.is_current_stream_capturing
 """The original function of PyTorch, which `hidden_capture` replaces to hide a capture."""
@@ -45,10 +45,10 @@ BROKEN: list[torch.cuda.CUDAGraph] = []
 class StepGraphs:
     """The CUDA graphs of a trainer's forward, backward and clip.
 
-    With micro-batches, the graphs are captured for one micro-batch and replayed for each. The sums
-    accumulate in buffers that begin as zeros, and are reduced after the last micro-batch. If a part
-    of a Poisson batch has too few examples, it is padded with copies of its first example, whose
-    losses are multiplied by 0.
+    With micro-batches or Poisson sampling, the graphs are captured for one micro-batch and replayed
+    for each micro-batch. The sums accumulate in buffers that begin as zeros, and are reduced after
+    the last micro-batch. If a micro-batch of a Poisson batch has too few examples, copies of its
+    first example fill the rest of the input. The losses of the copies are multiplied by 0.
 
     Args:
         trainer: a `dpbench.training.fused.FusedTrainer`.
@@ -100,10 +100,11 @@ class StepGraphs:
         if self._accumulates:
             self._sums = self.trainer.sums.begin_at_zero()
         # Activation checkpointing saves the states of random number generators, which is forbidden
-        # during a capture. The states are not needed, because no random numbers are drawn.
+        # during a capture. The states are not needed: a model that draws random numbers and uses
+        # checkpointing was refused above.
         saves = patch.object(torch.utils.checkpoint, "get_device_states", no_device_states)
-        # During a capture, Hugging Face's attention makes a mask and runs other kernels. So the
-        # capture is hidden from the model, unless the model reads from the GPU.
+        # If a model of Hugging Face sees a capture, its attention makes a mask and runs other
+        # kernels. So the capture is hidden from the model, unless the model reads from the GPU.
         with self.trainer.without_parameter_gradients(), saves:
             with nullcontext() if self._model_waits else hidden_capture():
                 self.phases["forward"] = [(self._capture(self._forward)[0], [])]
@@ -153,7 +154,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         GRAPHS.add(graph)
         self._made.append(graph)
-        # Operators that wait for the GPU raise before CUDA ends the capture with an error.
+        # In the mode "error", operators that wait for the GPU raise. Otherwise, CUDA would end the
+        # capture with an error.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, pool=self._pool),
@@ -201,7 +203,11 @@ class StepGraphs:
         return reductions
 
     def _capture_clip(self) -> Recorded:
-        """Capture the phase clip. Under DDP, reductions overlap with the next of several graphs."""
+        """Capture the phase clip.
+
+        Under DDP, unless sums accumulate, the phase has several graphs. The buffers that one graph
+        completes are reduced while the next graph runs.
+        """
         if self._accumulates:
             graph, _ = self._capture(self._add_clipped)
             self.trainer.take_sums()
@@ -261,7 +267,7 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return why a step cannot be captured, and the line of the user's code that is the cause."""
+    """Return why a step cannot be captured, and the line of the user's code if one is the cause."""
     what = str(error).partition("\n")[0]
     if "synchronizing" in what:
         what = f"the model or its loss reads from the GPU ({what})"
@@ -308,7 +314,11 @@ def no_device_states(*_: object) -> tuple[list[int], list[Tensor]]:
 
 @contextmanager
 def synchronization(mode: str | int) -> Iterator[None]:
-    """Let operators that wait for the GPU ``warn``, or raise an ``error``, in this context."""
+    """Warn or raise in this context when an operator waits for the GPU.
+
+    Args:
+        mode: ``warn`` or ``error``.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode(mode)
     try:

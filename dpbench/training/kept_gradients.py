@@ -1,4 +1,4 @@
-"""Per-sample gradients that the backward has computed, and that are kept until the update."""
+"""Per-sample gradients that the backward has computed, and that are kept until they are summed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Noise that is correlated over steps and kept in memory for later steps.
 
-Two operators add the noise. They are written in Triton for a GPU, and in PyTorch for a CPU. Each
-operator reads and writes every tensor once, computes in the dtype of the kept noise, and rounds
-once.
+Two operators add the noise. They are written in Triton for a GPU, and in PyTorch for a CPU and for
+float64. On a GPU, each Triton kernel makes one pass over its tensors. The operators compute in the
+dtype of the kept noise, and round the result once to the dtype of the sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class KeptNoise:
     small terms would be lost in sums.
 
     Args:
-        mechanism: a mechanism for ``banded`` or ``blt`` noise.
+        mechanism: a mechanism. `add_to` supports ``blt`` noise, and ``banded`` noise with at least
+            two weights.
     """
 
     def __init__(self, mechanism: Mechanism) -> None:
@@ -46,8 +47,8 @@ class KeptNoise:
         """Add the noise of this step, in place.
 
         Args:
-            total: the sum of clipped gradients, contiguous; changed in place.
-            deviation: standard deviation of z.
+            total: the tensor to which noise is added, contiguous; changed in place.
+            deviation: standard deviation of z, the sample of this step.
             key: identifies the same sum in later steps.
             generator: draws z; None for PyTorch's default generator.
         """
@@ -78,7 +79,7 @@ class KeptNoise:
 
 
 def add_banded(total: Tensor, z: Tensor, kept: Tensor, weights: Tensor, *, out: Tensor) -> None:
-    """Add to ``total`` the weighted sum of this step's z and those of earlier steps, and keep z.
+    """Add to ``total`` the weighted sum of ``z`` and the kept samples, and keep ``z``.
 
     Args:
         total: the sum of clipped gradients, ``[n]``; changed in place.
@@ -99,7 +100,8 @@ def add_buffered(total: Tensor, z: Tensor, kept: Tensor, weights: Tensor, decays
         total: the sum of clipped gradients, ``[n]``; changed in place.
         z: the sample of this step, ``[n]``.
         kept: the buffers, ``[rows, n]``; changed in place.
-        weights: the weight of y, and then the weight of each buffer in y, ``[1 + rows]``.
+        weights: the weight of y, and then the weight of each buffer in the sum that is subtracted
+            from z, ``[1 + rows]``.
         decays: the decay of each buffer, ``[rows]``.
     """
     torch.ops.dpbench.add_buffered.default(total, z, kept, weights, decays)

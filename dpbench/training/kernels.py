@@ -1,7 +1,8 @@
-"""Operators that read their inputs once, in Triton for a GPU and in PyTorch for a CPU.
+"""Operators for norms and sums, in Triton for a GPU and in PyTorch for a CPU.
 
-The operators read their arguments, write their results, and move no other bytes. So logical counts
-agree with hardware counters. Triton is imported on first use.
+Each operator is counted as one read of its arguments and one write of its results. The Triton
+kernels store no intermediate results, so logical counts are close to hardware counters. Triton is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -18,34 +19,35 @@ from torch.utils.flop_counter import register_flop_formula
 from dpbench.training import gradient_sums
 
 EXAMPLES_AT_A_TIME = 2
-"""Number of examples whose products T × T are in memory at the same time, without the kernel."""
+"""Number of examples whose products of tokens × tokens are in memory at the same time, if
+`gram_norms` does not use its Triton kernel."""
 
 SMALL = 2**22
-"""If two matrices have at most this many numbers, their product is computed in float64. The time
-of this product is negligible."""
+"""If two matrices have at most this many numbers in total, `wide_product` computes their product in
+float64, because the product takes negligible time."""
 
 TILINGS = {torch.float32: (64, 32, 4, 4), torch.bfloat16: (128, 64, 8, 3)}
-"""Settings of the kernel by dtype: rows of a tile, numbers per row in each step, warps, and stages
-of the pipeline."""
+"""Settings of the Triton kernel of `gram_norms` by dtype: rows of a tile, numbers per row in each
+step, warps, and stages of the pipeline."""
 
 TF32_TILING = (128, 32, 8, 4)
-"""The kernel's settings for float32 numbers with TF32 products, as `TILINGS`."""
+"""The same settings as in `TILINGS`, for float32 numbers with TF32 products."""
 
 
 def has_tf32() -> bool:
     """Return True if products of float32 numbers may round the numbers to 11 bits."""
-    # `torch.get_float32_matmul_precision` raises if the precision was set in this newer way.
+    # `torch.get_float32_matmul_precision` raises if ``fp32_precision`` was set.
     return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 def convolves_in_tf32(device: torch.device) -> bool:
     """Return True if a convolution of float32 numbers may round the numbers to 11 bits.
 
-    PyTorch allows it on a GPU by default, apart from `has_tf32`.
+    By default, PyTorch allows this for convolutions on a GPU, but not for matrix products.
     """
     cudnn: Any = torch.backends.cudnn
     by_cudnn = device.type == "cuda" and cudnn.conv.fp32_precision == "tf32"
-    return by_cudnn or has_tf32()  # not all convolutions are by cuDNN
+    return by_cudnn or has_tf32()  # cuDNN does not compute all convolutions
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
-# With `custom_op`, each call would take 10 µs more of Python, and each layer needs three calls.
+# With `custom_op`, each call would take 10 µs more in Python, and each layer needs several calls.
 torch.library.define("dpbench::wide_product", "(Tensor a, Tensor b) -> Tensor")
 torch.library.impl("dpbench::wide_product", "CompositeExplicitAutograd", _wide_product)
 torch.library.register_fake("dpbench::wide_product", _wide_product_fake)
@@ -91,7 +93,11 @@ def wide_type(a: Tensor, b: Tensor) -> torch.dtype:
 
 
 def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
-    """Return the dtype in which sums over products T × T are computed."""
+    """Return the dtype of `GramSums` for inputs ``x`` and output gradients ``g``.
+
+    If the sums are computed for a part of the batch at a time, the parts' sums may be float64, and
+    are then converted.
+    """
     types = {wide_type(each, each) for each in (x, g) if each.is_floating_point()}
     return torch.float64 if types == {torch.float64} else torch.float32
 
@@ -119,7 +125,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
 
 @register_flop_formula(torch.ops.dpbench.gram_norms)
 def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> int:
-    """Count half of each product and its diagonal, because the products are symmetric."""
+    """Count the diagonal and one half of each product, because the products are symmetric."""
     examples, tokens, _ = gradients[0]
     widths = sum(shape[2] for shape in (*activations, *gradients) if len(shape) == 3)
     return int(examples * tokens * (tokens + 1) * widths)
@@ -134,7 +140,7 @@ def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bia
 
 
 def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the products T × T of one layer, which are those of `gram_norms` without a bias."""
+    """Return the products T × T of one layer, as in `gram_norms` without a bias."""
     of_g = wide_product(g, g.mT)
     if x.dim() == 2:
         return (x[:, :, None] == x[:, None, :]).to(of_g.dtype), of_g
@@ -143,7 +149,10 @@ def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gram_sums(of_x: Tensor, of_g: Tensor, bias: bool = False) -> Tensor:
-    """Return `dpbench.training.norm_bounds.GramSums` ``[6, B]`` of products T × T, in one pass."""
+    """Return `dpbench.training.norm_bounds.GramSums` ``[6, B]`` of products T × T in memory.
+
+    On a GPU, one kernel reads the products once.
+    """
     sums: Tensor = torch.ops.dpbench.gram_sums.default(of_x, of_g, bias)
     return sums
 
@@ -196,7 +205,7 @@ def by_kernel(x: Tensor, g: Tensor) -> bool:
 def gram_norms_by_kernel(
     activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool
 ) -> Tensor:
-    """Compute `gram_norms` without products T × T in memory."""
+    """Compute `gram_norms` without storing products of tokens × tokens."""
     examples, tokens, height = gradients[0].shape
     dtype, rows = gradients[0].dtype, activations[0].dim() == 2
     width = 0 if rows else activations[0].shape[2]
@@ -236,7 +245,10 @@ def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 @custom_op("dpbench::scaled", mutates_args=())
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
-    """Compute `dpbench.training.gradient_sums.scaled` by a kernel with vectorized loads."""
+    """Compute `dpbench.training.gradient_sums.scaled`.
+
+    On a GPU, a kernel with vectorized loads computes float32 and bf16 products.
+    """
     return gradient_sums.scaled(tensor, factors)
 
 
@@ -307,7 +319,7 @@ def _(samples: Any, factors: Any, *, out: Any = None, out_shape: Any = None) -> 
 def layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
     """Return the per-sample gradients of a layer norm's weight and bias, ``[2, B, H]``.
 
-    They are computed in float32, or in float64 for float64 inputs.
+    The gradients are computed in float32, or in float64 for float64 inputs.
 
     Args:
         x: the layer's input, ``[B, T, H]``.

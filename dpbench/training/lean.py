@@ -31,11 +31,12 @@ from dpbench.training.refusals import refusals
 
 
 class ClippedMeanTrainer(ClippedSumTrainer):
-    """Flat clipping with clipping factors divided by B, so that sums of gradients are means.
+    """Flat clipping with factors that are divided by the number of examples in the joint batch.
 
-    A subclass passes the mean clipped gradient of each parameter to `add`. Independent noise of all
-    parameters is drawn at once and added in place. Under DDP, noise is drawn once for each group of
-    parameters that are reduced together.
+    The weighted sums of gradients are then means. A subclass passes the mean clipped gradient of
+    each parameter to `add`. Without DDP, independent noise of all parameters is drawn at once.
+    Under DDP, noise is drawn once for each group of parameters that are reduced together.
+    Correlated noise is drawn for one group of parameters after another. Noise is added in place.
     """
 
     def begin_step(self) -> None:
@@ -51,7 +52,10 @@ class ClippedMeanTrainer(ClippedSumTrainer):
             self._means[parameter] = mean
 
     def take_means(self, parameters: Sequence[Tensor]) -> None:
-        """Set the gradients of parameters to the mean clipped gradients plus noise."""
+        """Set the gradients of parameters to the mean clipped gradients plus noise.
+
+        With several ranks, this rank adds only its part of the noise.
+        """
         for parameter in parameters:
             mean = self._means.pop(parameter, None)  # None if the batch is empty
             parameter.grad = torch.zeros_like(parameter) if mean is None else mean
@@ -98,12 +102,12 @@ class LeanTrainer(ClippedMeanTrainer):
     - If a parameter is used once, its per-sample gradient is not copied. Opacus copies the gradient
       into a tensor of zeros.
     - The loss is a sum. Opacus uses the mean loss, and rescales each layer's output gradient.
-    - No ordinary gradients are computed. Opacus computes them, and replaces them without reading
-      them.
-    - Per-sample gradients are freed as they are summed. The clipping factors are divided by B, so
-      that the sum is a mean.
-    - The noise of all parameters is drawn at once and added in place. With several ranks, each rank
-      draws a share of the noise. In Opacus, rank 0 draws all noise.
+    - For layers that Opacus's grad samplers support, no ordinary gradients are computed. Opacus
+      computes ordinary gradients, and replaces them without reading them.
+    - Per-sample gradients are freed as they are summed. The clipping factors are divided by the
+      number of examples in the joint batch, so that the sum is a mean.
+    - Independent noise of all parameters is drawn at once and added in place. With several ranks,
+      each rank draws a share of the noise. In Opacus, rank 0 draws all noise.
     - Under DDP, small parameters are reduced together, and reductions overlap with later sums.
       Opacus reduces one parameter after another.
 
@@ -132,7 +136,10 @@ class LeanTrainer(ClippedMeanTrainer):
 
     @torch.no_grad()
     def clip(self, last: bool) -> None:
-        """Clip, sum and free per-sample gradients. After the last micro-batch, reduce the sums."""
+        """Clip, sum and free per-sample gradients.
+
+        Under DDP, add noise to the sums after the last micro-batch, and begin to reduce the sums.
+        """
         trained: list[Any] = self.trained
         norms = GhostNorms()
         for parameter in trained:
@@ -157,7 +164,10 @@ def sum_up(parameter: Any, factors: Tensor) -> Tensor:
 
 
 class KeepingModule(GradSampleModule):  # type: ignore[misc]
-    """Opacus's hooks, but with per-sample gradients that are kept without a copy; see `keep`."""
+    """Opacus's hooks, with per-sample gradients that are kept without a copy if possible.
+
+    See `keep`.
+    """
 
     def capture_backprops_hook(
         self,
@@ -204,7 +214,7 @@ def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
 
 
 def leave_out_ordinary_gradients(module: Any) -> None:
-    """Stop autograd from computing the parameter gradients that Opacus's hooks compute."""
+    """Stop autograd from computing parameter gradients of layers that have a grad sampler."""
     for layer in module.iterate_submodules(module._module):
         # Other layers use functorch, which differentiates copies of their parameters.
         if type(layer) in module.GRAD_SAMPLERS:

@@ -1,10 +1,10 @@
 """DP-SGD by its definition: a loop that clips and adds the gradient of one example after another.
 
 The definition is from Abadi et al., "Deep Learning with Differential Privacy" (2016),
-https://arxiv.org/abs/1607.00133. TensorFlow Privacy first implemented this loop, as microbatches of
-one example (McMahan et al., "A General Approach to Adding Differential Privacy to Iterative
-Training Procedures", 2018, https://arxiv.org/abs/1812.06210). With ``vmap``, ``torch.func``
-vectorizes the loop.
+https://arxiv.org/abs/1607.00133. TensorFlow Privacy implements this loop as microbatches of one
+example (McMahan et al., "A General Approach to Adding Differential Privacy to Iterative Training
+Procedures", 2018, https://arxiv.org/abs/1812.06210). With ``vmap``, ``torch.func`` vectorizes the
+loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from dpbench.workloads.base import parts_of
 
 
 class MicroBatchTrainer(ClippedSumTrainer):
-    """Runs a forward and a backward for each example, so that all kinds of layers are clipped.
+    """Computes the gradient of each example separately, without rules for kinds of layers.
+
+    Without ``vmap``, each example has its own forward and backward.
 
     Args:
         model: the workload's model.
@@ -75,12 +77,13 @@ class MicroBatchTrainer(ClippedSumTrainer):
         self.plain_optimizer.zero_grad(set_to_none=True)
         factor = self.factors_for([squared_sample_norms(g[None]) for g in gradients.values()])
         for parameter, gradient in gradients.items():
-            # The factor gets dimensions: PyTorch would round a scalar to the gradient's dtype.
+            # The factor gets dimensions, because PyTorch would round a scalar to the gradient's
+            # dtype.
             self.sums.add_scaled(parameter, gradient, factor.view([1] * gradient.dim()))
 
     def clip_at_once(self, part: Batch) -> Tensor:
-        """Add the clipped gradients of all examples at once, and return the mean loss."""
-        # Every module's parameters get their own names, and ``tie_weights`` is off: with it,
+        """Add the clipped gradients of a whole micro-batch, and return the mean loss."""
+        # Every module's parameters get their own names, and ``tie_weights`` is off. If it were on,
         # PyTorch would not restore the parameters of a module that occurs twice.
         number = {parameter: n for n, parameter in enumerate(self.trained)}
         attributes = {

@@ -14,7 +14,7 @@ class ModelSnapshot:
     """A record of a model's layers and parameters when a trainer was made.
 
     The trainer's lists, rules and buffers are made for these layers and parameters. If the model
-    changed later, the trainer would silently compute wrong gradients.
+    changed later, the trainer could silently compute wrong gradients.
 
     Args:
         model: the model.
@@ -59,8 +59,8 @@ def refusal(name: str, what: str, remedy: str) -> ConfigurationError:
 def memory_of(tensor: Tensor) -> int:
     """Return a number that identifies a tensor's storage, even if the tensor has no data.
 
-    For a DTensor, it identifies the storage of the local shard. The number of an empty shard is 0,
-    because FSDP2 allocates the shard's memory only in the first step.
+    For a DTensor, the number identifies the storage of the local shard. For an empty tensor or
+    shard, the number is 0, because FSDP2 allocates an empty shard's memory only in the first step.
     """
     local: Any = tensor.detach()
     if isinstance(local, DTensor):

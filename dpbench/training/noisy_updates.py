@@ -1,14 +1,14 @@
 """Operators that draw noise at the moment of its use, in Triton for a GPU and PyTorch for a CPU.
 
 Both operators add ``deviation × z`` to a sum of clipped gradients, where z is standard normal. On a
-GPU, z is drawn by the generator Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", 2011). On a CPU, PyTorch's generator draws z. The seed is an int64, and each step has a new
-seed. On the same device, both operators draw the same z from a seed. They compute in float32 or
-wider, and round once.
+GPU, a Triton kernel draws z with the generator Philox (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", 2011). On a CPU, and for float64, PyTorch's generator draws z. The seed is an
+int64, and each step has a new seed. On the same device, both operators draw the same z from a seed.
+The operators compute in float32 or wider, and round each result once.
 
 Noise that is correlated over steps (`dpbench.training.correlated_noise`) is not kept in memory.
-Instead, the noise of earlier steps is drawn again from the earlier seeds. Then z is
-``w[0] × z(seed[0]) + w[1] × z(seed[1]) + …``.
+Instead, the noise of earlier steps is drawn again from the earlier seeds. Then z is the weighted
+sum ``w[0] × z(seed[0]) + w[1] × z(seed[1]) + …``, where seed[0] is the seed of this step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from dpbench.training.kernels import triton_kernels
 
 class Numbers(NamedTuple):
     """Scalars of an update of parameters p, with moving averages m and v of gradients.
+
+    The update computes new values from the old values and the noise z, in this order:
 
     - g = ``scale`` × (gradient + ``deviation`` × z) + ``decay`` × p
     - m = ``first_kept`` × m + ``first_added`` × g
@@ -56,10 +58,11 @@ def noisy_update(
     numbers: Numbers,
     weights: Tensor | None = None,
 ) -> None:
-    """Draw noise and update parameters in one pass, which reads and writes each tensor once.
+    """Draw noise and update parameters, on a GPU in one pass over the tensors.
 
-    For P bytes of parameters, the pass moves 3 P bytes without moving averages, 5 P bytes with one
-    moving average, and 7 P bytes with two.
+    The pass reads each tensor once, and writes the parameters and moving averages once. For P bytes
+    of parameters, it moves 3 P bytes without moving averages, 5 P bytes with one moving average,
+    and 7 P bytes with two.
 
     Args:
         parameters: the parameters, ``[n]``; changed in place.
@@ -76,7 +79,7 @@ def noisy_update(
 def noisy_mean(
     gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None = None
 ) -> None:
-    """Replace ``gradient``, in place, by ``scale`` × (gradient + ``deviation`` × z)."""
+    """Replace ``gradient`` by ``scale`` × (gradient + ``deviation`` × noise), in place."""
     torch.ops.dpbench.noisy_mean(gradient, seed, deviation, scale, weights)
 
 

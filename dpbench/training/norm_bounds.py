@@ -1,17 +1,21 @@
 """Upper bounds of the norms of per-sample gradients, and clipping factors from these bounds.
 
-If rounding makes a norm too small, the clipped gradient exceeds the threshold. So the rounding
-errors of the norm and of the update are bounded, and the bounds are added to the norm.
+If rounding makes a norm too small, the clipped gradient exceeds the threshold. So bounds of the
+rounding errors of the norm and of the update are added to the norm. Some of these bounds are not
+the worst case. They are named below.
 
-**Norms from products T × T.** The gradient is ``G = Σ g_t x_tᵀ`` over tokens t. Its squared norm is
-``P = Σ A_st B_st`` for ``A = x xᵀ`` and ``B = g gᵀ``. The terms of P may cancel, and the result may
-then consist of rounding errors only. The computed A differs from A by a matrix whose Frobenius norm
-is at most ``e_A = a |A| + a' tr A``, with a and a' from `product_error`. The reason: each rounding
-is that of a sum over some of the K columns of x. This sum is no larger than A, because A, the sum
-and their difference are positive semidefinite. B has a bound ``e_B`` of the same form. The sum P
-has n roundings of 2⁻²⁴. By the inequality of Cauchy and Schwarz, the error of P is at most::
+**Norms from products T × T**, where T is the number of tokens. An example has activations x with K
+columns, and output gradients g. The example's gradient is ``G = Σ g_t x_tᵀ`` over tokens t. The
+squared norm of G is ``P = Σ A_st B_st`` for ``A = x xᵀ`` and ``B = g gᵀ``. The terms of P may
+cancel, and the result may then consist of rounding errors only. With ``|A|`` the Frobenius norm and
+``tr A`` the trace, the computed A differs from A by a matrix whose Frobenius norm is at most
+``e_A = a |A| + a' tr A``. The numbers a and a' are from `product_error`. The reason is that each
+rounding is the rounding of a sum over some columns of x. This sum is no larger than A, because A,
+the sum, and A minus the sum are positive semidefinite. B has a bound ``e_B`` of the same form. The
+sum P has n roundings, each of at most ``u' = 2⁻²⁴`` in float32 and ``u' = 2⁻⁵³`` in float64. By the
+inequality of Cauchy and Schwarz, the error of P is at most::
 
-    e_A |B| + e_B |A| + e_A e_B + n 2⁻²⁴ |A| |B|
+    e_A |B| + e_B |A| + e_A e_B + n u' |A| |B|
 
 This bound is the worst case, for sums in any order (γ_n of Higham, Accuracy and Stability of
 Numerical Algorithms, 2nd edition, 2002, sections 3.1 and 4.2). On ordinary data with 1024 tokens
@@ -19,35 +23,39 @@ and widths of 2048 to 8192, the bound adds about a ten-thousandth to the norm.
 
 **Norms of kept gradients.** The update multiplies exactly the gradient whose norm was computed. So
 only two errors remain: the error of the norm's sum, which is computed by rows, and the rounding of
-the update's result. See `sample_bound`.
+the update's result. If the update is a matrix product in TF32, the rounding of the gradient and of
+the clipping factor is a third error. See `sample_bound`.
 
 **The update with other gradients** rounds three kinds of numbers:
 
 - The update's result is rounded by at most the unit roundoff u of its dtype. The worst case is
   added, which is u times the norm.
-- Sums over T tokens are rounded. A sum over some tokens is no larger than ``(|A| |B|)^½``. With
-  tensor cores, which truncate, the worst case of 3 T float32 units of this bound is added.
-  Otherwise, 2 T^½ units are added, but at most T units. If roundings are independent and uniform,
-  the error is larger with a probability of at most 1e-9, unless one number of a gradient is more
-  than half of the gradient's norm (Higham and Mary, A New Approach to Probabilistic Rounding Error
-  Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4: 6.6 standard deviations, each of
+- Sums over T tokens are rounded. A sum over some tokens is no larger than ``(|A| |B|)^½``. In 16
+  bits and with TF32, tensor cores may truncate sums, so the worst case of 3 T float32 units of this
+  bound is added. If the update sums in 16 bits, T units of the 16-bit dtype are added. In all other
+  cases, 2 T^½ units are added, but at most T units. If roundings are independent and uniform, the
+  error exceeds 2 T^½ units with a probability of at most 1e-9, unless one number of a gradient is
+  more than half of the gradient's norm (Higham and Mary, A New Approach to Probabilistic Rounding
+  Error Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4: 6.6 standard deviations, each of
   ``(T/3)^½`` units of this number). If the norm was computed from the gradient, A and B are
   unknown. Sums over some tokens are then assumed to be no larger than ``D^½`` (see below), as if
   tokens were independent.
-- The numbers that the update multiplies are rounded: c·g, or the gradient. In float32 and float64,
-  the worst case is added: ``T^½ u D^½`` with ``D = Σ |x_t|² |g_t|²``. **In 16 bits and with TF32,**
-  ``u D^½`` **is added, which is the worst case for one token only.** Independent, uniform roundings
-  have a root mean square of 0.58 u D^½, and are mostly at a right angle to G. But it is possible to
-  construct data whose roundings agree over tokens. The bound ``u (λ Σ|g_t|²)^½``, with the largest
-  eigenvalue λ of A, would include such data. It would lower clipping factors on ordinary data by
-  1.5 to 2.7 % instead of 0.4 %. With TF32, u is 2⁻¹⁰, because the norm is computed from x and g
-  rounded to 11 bits, and the update rounds x and c·g.
-  In the second backward pass of `GhostLeanTrainer`, each layer between this one and the loss rounds
-  c·g again. Only one of these roundings is added. In a test in bf16 with 16 such layers of width 8
-  and equal tokens, one of 20 examples added 1.35 times the threshold to the update.
+- The numbers that the update multiplies are rounded, such as c·g with the clipping factor c. In
+  float32 and float64, the worst case is added: ``T^½ u D^½`` with ``D = Σ |x_t|² |g_t|²``. **In 16
+  bits and with TF32,** ``u D^½`` **is added, which is the worst case for one token only.** Rounding
+  errors that are independent and uniform have a root mean square of 0.58 u D^½, and are mostly at a
+  right angle to G. But it is possible to construct data whose roundings agree over tokens. The
+  bound ``u (λ Σ|g_t|²)^½``, with the largest eigenvalue λ of A, would include such data. That bound
+  would lower clipping factors on ordinary data by 1.5 to 2.7 %, but ``u D^½`` lowers them by 0.4 %.
+  With TF32, u is 2⁻¹⁰, because the norm is computed from x and g rounded to 11 bits, and the update
+  rounds x and c·g.
+  In the second backward pass of `GhostLeanTrainer`, the layers between the clipped layer and the
+  loss round c·g again, one after another. Only one of these roundings is added. In a test in bf16
+  with 16 such layers of width 8 and equal tokens, one of 20 examples added 1.35 times the threshold
+  to the update.
 
 A NaN in a gradient is not hidden: the norm, the clipping factor and the update also become NaN. If
-a norm is too large for its dtype, it is infinite, and the clipping factor is 0.
+a norm is too large for its dtype, the norm is infinite, and the clipping factor is 0.
 """
 
 from __future__ import annotations
@@ -68,22 +76,22 @@ class ProductError(NamedTuple):
 
     The product is a sum of terms ``a_k b_kᵀ``. The error is at most ``of_sums`` times the largest
     norm of any partial sum, plus ``of_terms`` times the sum of the norms of all terms. If b is the
-    transpose of a, the largest norm is that of the product, because no partial sum of ``a aᵀ`` is
-    larger. The sum of norms is then the trace of the product.
+    transpose of a, the largest norm is the norm of the product, because no partial sum of ``a aᵀ``
+    is larger. The sum of norms is then the trace of the product.
     """
 
     of_sums: float
     of_terms: float
     truncated: float = 0.0
-    """By how much each number of a and b may be smaller than in the update, relative to itself."""
+    """Largest relative amount by which numbers of a and b may be smaller than in the update."""
 
 
 def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> ProductError:
     """Bound the error of the products of `dpbench.training.kernels`, in the worst case.
 
-    - Without tensor cores, each term and each of K sums is rounded to nearest, by at most 2⁻²⁴ of
-      its value, in any order of summation (Higham, Accuracy and Stability of Numerical Algorithms,
-      2002, section 3.1).
+    - Without tensor cores, each term and each of K sums is rounded to nearest, in any order of
+      summation (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Each
+      rounding is at most 2⁻²⁴ of the value, or 2⁻⁵³ if the product is computed in float64.
     - Tensor cores add several products of 16-bit numbers to an accumulator. They truncate each term
       and the sum to 24 bits of the largest number (Fasi, Higham, Mikaitis and Pranesh, "Numerical
       behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
@@ -126,6 +134,9 @@ def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False
 class GramSums(NamedTuple):
     """Sums over tokens s and t of the products ``A_st = x_s·x_t`` and ``B_st = g_s·g_t``.
 
+    With a trained bias, x has an additional column of ones. For an embedding, x_t has a one at the
+    row index of token t, and zeros elsewhere.
+
     Attributes:
         squared_norm: P, the sum of ``A_st B_st`` over all pairs of tokens.
         diagonal: D, the sum of ``A_tt B_tt`` over all tokens.
@@ -156,7 +167,7 @@ def clipping_factors(squared_norms: Tensor, threshold: float, divisor: int = 1) 
 
 
 def total(squared_norms: Sequence[Tensor]) -> Tensor:
-    """Return an upper bound of the sum of squared norms ``[B]``, which is computed in float64."""
+    """Return an upper bound ``[B]`` of the sum of squared norms. The sum is computed in float64."""
     each = torch.stack([*squared_norms])
     return (each.sum(0, dtype=torch.float64) * (1 + 4 * unit(each.dtype))).to(each.dtype)
 
@@ -172,12 +183,15 @@ def wide_unit(dtype: torch.dtype) -> float:
 
 
 def is_in_tf32(dtype: torch.dtype, tf32: bool | None = None) -> bool:
-    """Return True if the update uses TF32; if ``tf32`` is None, it does what matrix products do."""
+    """Return True if the update may use TF32. If ``tf32`` is None, `has_tf32` decides."""
     return dtype == torch.float32 and (has_tf32() if tf32 is None else tf32)
 
 
 def of_terms(dtype: torch.dtype, tokens: int, tf32: bool | None = None) -> float:
-    """Return the error from rounding the numbers that the update multiplies, as part of ``D^½``."""
+    """Return the error from rounding the numbers that the update multiplies, in units of ``D^½``.
+
+    D is `GramSums.diagonal`.
+    """
     if dtype.itemsize == 2:
         return unit(dtype)
     return 2.0**-10 if is_in_tf32(dtype, tf32) else math.sqrt(tokens) * unit(dtype)
@@ -189,7 +203,7 @@ def of_sums(
     summed_in: torch.dtype | None = None,
     tf32: bool | None = None,
 ) -> float:
-    """Return the error from rounding the update's sums over tokens, as part of the largest sum."""
+    """Return the error from rounding the update's sums over tokens, relative to the largest sum."""
     if summed_in is not None:
         return tokens * unit(summed_in)
     if dtype.itemsize == 2 or is_in_tf32(dtype, tf32):
@@ -213,7 +227,7 @@ def gram_bound(
         errors: bounds of the errors of the products ``x xᵀ`` and ``g gᵀ``.
         dtype: dtype in which the update multiplies.
         summed_in: dtype of the update's sums, if narrower than float32.
-        tf32: whether the update may use TF32; None if it may where matrix products may.
+        tf32: whether the update may use TF32; None to use `has_tf32`.
     """
     stacked = torch.stack([*parts], 1)
     sums = GramSums(*stacked)
@@ -229,7 +243,7 @@ def gram_bound(
     number = (2 * tokens + 130 + (tokens / 64) ** 2) * unit(stacked.dtype)
     sizes = size_x * size_g
     error = torch.addcmul(number * sizes, off[0], size_g).addcmul_(off[1], size_x)
-    # The sums in the error have the same relative errors, so the error is raised by them.
+    # The sums from which ``error`` is computed also have rounding errors, so ``error`` is raised.
     higher = 1 + 4 * (number + sum(map(sum, errors)))
     truncated = sum(error.truncated for error in errors)
     squared = torch.add(sums.squared_norm, error, alpha=higher)
@@ -246,7 +260,8 @@ def gradient_bound(
     """Return the same bounds as `gram_bound`, from per-sample gradients in memory.
 
     Args:
-        parts: for each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D.
+        parts: for each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D,
+            which is ``Σ |x_t|² |g_t|²``.
         tokens: T, the number of tokens.
         error: bound of the error of the gradient, which is a matrix product.
         dtype: dtype in which the update multiplies.
@@ -268,7 +283,8 @@ def row_bound(
     summation.
 
     Args:
-        parts: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D.
+        parts: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D,
+            which is ``Σ|g|²`` over tokens.
         tokens: T, the number of tokens.
         dtype: dtype in which the update multiplies.
         summed_in: dtype of the update's sums, if narrower than float32.
@@ -282,11 +298,11 @@ def row_bound(
 
 
 def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return squared norms after adding to the norms the update's rounding errors.
+    """Add the update's rounding errors to norms, and return the squares of the sums.
 
     Args:
-        squared: upper bounds of squared norms, without rounding of the update.
-        rounded: norm of the update's rounding errors, without the rounding of its result.
+        squared: upper bounds of squared norms, before the update rounds.
+        rounded: norm of the update's rounding errors, except the rounding of the update's result.
         dtype: dtype of the update.
     """
     of_result = 1 + unit(dtype) + 8 * wide_unit(dtype)
@@ -298,7 +314,7 @@ def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) 
 def row_norms(samples: Tensor) -> Tensor:
     """Return norms ``[B, N]`` of gradients ``[B, …]`` along their last dimension.
 
-    A CPU adds squares one by one, so the norm of a whole matrix could be 1e-3 too small.
+    A CPU adds squares one by one, so the norm of a whole matrix could be 0.1 % too small.
     """
     width = samples.shape[-1] if samples.dim() > 1 else 1
     rows = samples.reshape(len(samples), math.prod(samples.shape[1:-1]), width)

@@ -1,10 +1,12 @@
 """Chooses the cheapest way to the norms of a layer's per-sample gradients.
 
-The choice depends only on shapes. An example has T tokens. A linear layer multiplies the example's
-activations ``[T, K]`` by a weight of K × N numbers. There are three ways to the squared norm:
+The choice depends on shapes and dtypes, but not on values. An example has T tokens. A linear layer
+multiplies the example's activations ``[T, K]`` by a weight of K × N numbers. There are three ways
+to the squared norm:
 
 - ``products`` sums over products T × T.
-- ``gradient`` computes the per-sample gradient, but only for the norm.
+- ``gradient`` computes the per-sample gradient, but only for the norm. For an embedding, it
+  computes only the rows that the example looks up.
 - ``kept`` computes the per-sample gradient, and keeps it for the update.
 
 Mixed ghost clipping chooses between the first two ways for each layer (Bu, Mao and Xu, "Scalable
@@ -26,7 +28,8 @@ FLOPS_PER_BYTE = {2: 206, 4: 14, 8: 14}
 A100, the numbers would be 156, 10 and 10."""
 
 TF32_FLOPS_PER_BYTE = 103
-"""The same for float32 numbers with TF32 products: an H200 computes 494 TFLOP/s."""
+"""FLOPs in the time of moving one byte, for float32 numbers with TF32 products. An H200 computes
+494 TFLOP/s."""
 
 
 class Shape(NamedTuple):
@@ -82,9 +85,9 @@ def cheapest(
 ) -> str:
     """Return the cheapest of ``ways``.
 
-    The way ``kept`` is considered only if per-sample gradients need no more memory than activations
-    or output gradients, which the other ways must keep. For a single example, it is always
-    considered.
+    The other ways must keep activations and output gradients in memory. So the way ``kept`` is
+    considered only if a per-sample gradient of a linear layer is no larger than the larger of these
+    two tensors. For a single example, ``kept`` is always considered, even for an embedding.
 
     Args:
         shape: sizes of the layer and the batch.

@@ -1,4 +1,4 @@
-"""Distributes a model over ranks. Ranks are processes that share a step, and each has one GPU.
+"""Distributes a model over ranks. Ranks are processes that share a step, usually with one GPU each.
 
 Each rank has its own trainer, and trains a part of the batch. All parts are equally large, so the
 mean of the ranks' gradients is the gradient of the batch.
@@ -97,7 +97,10 @@ def part_of_rank(examples: int, rank: int, ranks: int) -> slice:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded parameter or gradient. All ranks must call it."""
+    """Return the full tensor of a sharded parameter or gradient. All ranks must call this function.
+
+    A tensor that is not sharded is returned unchanged.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -111,9 +114,9 @@ def broadcast_parameters(model: nn.Module) -> nn.Module:
 def own_part(gradient: Any, parallel: str) -> Tensor:
     """Return the part of a gradient to which this rank adds noise.
 
-    The part is the rank's shard under FSDP2, and a share of the rows under DDP. A rank knows the
-    noise that it draws, so every rank must be trusted. If rank 0 drew all noise, only rank 0 would
-    have to be trusted.
+    The part is the rank's shard under FSDP2, a share of the rows under DDP, and the whole gradient
+    for one rank. A rank knows the noise that it draws, so every rank must be trusted. If rank 0
+    drew all noise, only rank 0 would have to be trusted.
     """
     if parallel == "fsdp2":
         gradient = gradient.to_local()

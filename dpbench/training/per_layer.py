@@ -39,7 +39,7 @@ L = TypeVar("L", bound=nn.Module)
 
 
 class Rule(ABC, Generic[L]):
-    """Base class of rules, which always keeps per-sample gradients.
+    """Base class of rules. Unless a subclass overrides `way`, per-sample gradients are kept.
 
     During the backward, `keep` stores tensors ``[B, …]`` for each call of the layer. Afterwards,
     norms and sums are computed once for all calls.
@@ -63,7 +63,10 @@ class Rule(ABC, Generic[L]):
 
     @property
     def trained(self) -> Collection[nn.Parameter]:
-        """The layer's own trained parameters. Under FSDP2, these are the sharded parameters."""
+        """The layer's own trained parameters, as `find_parameters` last found them.
+
+        Under FSDP2, these must be the sharded parameters.
+        """
         return self._trained.values()
 
     def refusal(self, why: str) -> ConfigurationError:
@@ -89,7 +92,7 @@ class Rule(ABC, Generic[L]):
                 )
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
-        """Choose the way to the norms, with `dpbench.training.norm_ways.cheapest`."""
+        """Choose the way to the norms. Some rules use `dpbench.training.norm_ways.cheapest`."""
         return KEPT
 
     def keep(self, seen: KeptOfLayer, x: Tensor, g: Tensor, way: str) -> None:
@@ -104,7 +107,7 @@ class Rule(ABC, Generic[L]):
 
     @abstractmethod
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
-        """Return the per-sample gradients ``[B, …]`` of each trained parameter, for one call."""
+        """Return the per-sample gradients ``[B, …]`` from one call, by trained parameter."""
 
 
 class PairRule(Rule[L]):
@@ -192,7 +195,7 @@ class EmbeddingRule(PairRule[nn.Embedding]):
         sums.add_rows(self.layer.weight, ids.flatten(), weighted)
 
     def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
-        # The row with the padding index has no gradient.
+        # The row with the padding index gets no gradient.
         ids = torch.cat([ids.reshape(len(ids), -1) for ids, _ in seen], 1).long()
         g = torch.cat([three_dimensional(g) for _, g in seen], 1)
         if self.layer.padding_idx is not None:
@@ -203,7 +206,7 @@ class EmbeddingRule(PairRule[nn.Embedding]):
 class SampledRule(Rule[nn.Module]):
     """Computes per-sample gradients with Opacus's grad samplers, or with functorch.
 
-    It is the rule of layers with small parameters, and of layers that have no other rule.
+    It is the rule of all layers that have no other rule.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -214,7 +217,7 @@ class SampledRule(Rule[nn.Module]):
         self._sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
         pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
         if pads_otherwise or (kind is nn.LayerNorm and layer.bias is None):
-            self._sampler = None  # samplers of Opacus 1.6 assume padding with zeros, and a bias
+            self._sampler = None  # Opacus 1.6 assumes padding with zeros, and a layer norm's bias
         if self._sampler is None:
             if any(True for _ in layer.children()):
                 own = next(iter(self._trained))
@@ -224,7 +227,7 @@ class SampledRule(Rule[nn.Module]):
             prepare_layer(layer)  # copies the layer, which does not have this trainer's hooks yet
 
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
-        # Under FSDP2, the backward uses gathered parameters, and `trained` has sharded parameters.
+        # Under FSDP2, the backward uses gathered parameters, but `trained` has sharded parameters.
         own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self._trained.items()}
         for parameter in own:
             parameter.requires_grad_()  # samplers test this, but a running backward does not
@@ -234,7 +237,7 @@ class SampledRule(Rule[nn.Module]):
         return made
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
-        """Return the per-sample gradients ``[B, …]`` of each parameter, for one call."""
+        """Return the per-sample gradients ``[B, …]`` from one call, by parameter of the layer."""
         sampler: Any = self._sampler or ft_compute_per_sample_gradient
         if not self._sampler and any(isinstance(p, DTensor) for p in self.layer.parameters()):
             raise self.refusal(
@@ -249,8 +252,8 @@ RULES: Mapping[str, type[Rule[Any]]] = {
     "transformers.pytorch_utils.Conv1D": LinearRule,
     "torch.nn.modules.sparse.Embedding": EmbeddingRule,
 }
-"""Rules by the name of a layer's class, whose library may not be installed. The rule of other
-classes is `SampledRule`."""
+"""Rules by the name of a layer's class. Names are used because a class's library may not be
+installed. The rule of other classes is `SampledRule`."""
 
 
 def rule_of(layer: nn.Module, name: str) -> Rule[Any]:

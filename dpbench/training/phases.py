@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class PhaseListener(Protocol):
     """Interface of objects that are called when a step begins, changes its phase, or ends.
 
-    At each moment, the step is in exactly one phase.
+    At each moment, the step is in exactly one of `PHASES`, or `OUTSIDE` every phase.
     """
 
     def start_step(self) -> None:
@@ -78,8 +78,8 @@ _step: ContextVar[Step | None] = ContextVar("dpbench_step", default=None)
 def phase(name: str) -> Iterator[None]:
     """Mark a phase of a training step.
 
-    Phases may nest. The outer phase pauses while an inner phase is open, so each byte and each
-    second belong to one phase.
+    Phases may nest. The outer phase pauses while an inner phase is open, so no byte and no second
+    belongs to two phases.
     """
     if name not in PHASES:
         raise unknown("phase", name, PHASES)

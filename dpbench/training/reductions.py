@@ -20,8 +20,8 @@ class Reduction:
     """An asynchronous sum of a buffer over the ranks, which begins when the object is created.
 
     Under DDP, each rank gets the whole sum, in place. Under FSDP2, each rank gets the rows of its
-    shards. A large parameter has its own buffer, whose rows are already in the order of the ranks.
-    Small parameters share a buffer, and are first copied into the order of the ranks.
+    shards. The rows of a parameter with its own buffer are already in the order of the ranks. The
+    rows of parameters that share a buffer are first copied into this order.
 
     Args:
         buffer: a buffer that `dpbench.training.gradient_sums.one_buffer` has made for this number
@@ -56,14 +56,17 @@ class Reduction:
         self._places = []
 
     def wait(self) -> Tensor:
-        """Return this rank's part of the sum. On a GPU, only later kernels wait for the part."""
+        """Return this rank's part of the sum. On a GPU, later kernels wait for it, not Python."""
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
         return self._flat
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Split a tensor with the sum's shape into views, one for each parameter or shard."""
+        """Return views, one for each parameter or shard, of ``flat``, which has the sum's shape.
+
+        Without FSDP2, ``flat`` must be the sum itself.
+        """
         if not self._sharded:
             return self._places
         pieces = zip(self.parameters, flat.split(self._sizes), strict=True)

@@ -1,4 +1,7 @@
-"""Errors for models that Opacus cannot train. An error names the layer, and what would work."""
+"""Errors for models that Opacus cannot train.
+
+An error says what would work, and most errors name the layer or parameter.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,11 @@ MACHINE_ERRORS = ("memory", "CUDA", "cuDNN")
 
 
 class CannotTrain(ConfigurationError):
-    """An error of Opacus in a step that a layer or parameter of the model has caused."""
+    """An error that Opacus raises in a step because of a layer or parameter of the model."""
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raise if a layer has buffers, or Opacus's validator refuses the layer."""
+    """Raise if a layer with its own trained parameters has buffers, or is refused by Opacus."""
     for name, layer in trainable_modules(model):
         validate = ModuleValidator.VALIDATORS.get(kind_of(layer), lambda layer: [])
         errors = [str(error).partition(". ")[0] for error in validate(layer)]
@@ -61,7 +64,7 @@ def check_layers(model: nn.Module) -> None:
 
 @contextmanager
 def refusals(model: nn.Module) -> Iterator[None]:
-    """Replace errors of Opacus in this context by errors that name the layer or parameter."""
+    """Replace errors of Opacus in this context by `CannotTrain`, if the model caused the error."""
     try:
         yield
     except LAYER_ERRORS as error:
@@ -98,7 +101,10 @@ def _explained(error: Exception, model: nn.Module) -> str:
 
 
 def _without(model: nn.Module, *attributes: str) -> str:
-    """Return names of trained parameters on which the backward set none of ``attributes``."""
+    """Return the name of a trained parameter that has none of ``attributes``, and count the others.
+
+    Return '' if there is no such parameter.
+    """
     names = [
         name
         for name, parameter in model.named_parameters()

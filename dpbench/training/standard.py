@@ -1,4 +1,4 @@
-"""Ordinary training without privacy, which is the baseline of every ratio."""
+"""Ordinary training without privacy, which is the usual baseline of ratios."""
 
 from __future__ import annotations
 

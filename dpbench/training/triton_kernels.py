@@ -29,12 +29,13 @@ def gram_norms(
 ):  # fmt: skip
     """Compute a tile, on or below the diagonal, of both products T × T of a layer and an example.
 
-    The tile's contributions to `dpbench.training.norm_bounds.GramSums` are added to ``sums``,
-    ``[6, layers, B]``. The products are symmetric, so a tile below the diagonal counts twice.
+    T is the number of tokens. The tile's contributions to `dpbench.training.norm_bounds.GramSums`
+    are added to ``sums``, ``[6, layers, B]``. The products are symmetric, so a tile below the
+    diagonal counts twice.
 
-    ``aligned`` tells the compiler that the addresses in the table are aligned. Otherwise, a kernel
-    loads one number at a time. ``long`` is true if an example has more numbers than 32 bits can
-    index.
+    If ``aligned``, the compiler knows that the addresses in the table are multiples of 16 bytes.
+    Otherwise, a kernel loads one number at a time. ``long`` is true if an example has more numbers
+    than 32 bits can index.
     """
     number = tl.program_id(0) % tiles
     example = (tl.program_id(0) // tiles).to(tl.int64)
@@ -154,7 +155,7 @@ def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr)
 def layer_norm_samples(
     x, g, weights, biases, tokens, width, eps, some: tl.constexpr, block: tl.constexpr
 ):
-    """Add sums over some tokens of an example to the per-sample gradients, which begin as zeros."""
+    """Add sums over some tokens of an example to the example's gradients, which begin as zeros."""
     example = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * some
     column = tl.arange(0, block)
@@ -206,8 +207,9 @@ def normal_pair(a, b):
     """Compute two normal numbers from two random words, as cuRAND does (Box and Muller, 1958).
 
     The numbers of Triton's `randn` never exceed 5.7 standard deviations, although 1 in 73 million
-    numbers should. The numbers of this function reach 6.8 standard deviations, like PyTorch's on a
-    GPU. Sine and cosine are instructions of the GPU, without branches for large angles.
+    numbers should. The numbers of this function reach 6.8 standard deviations, like the numbers
+    that PyTorch draws on a GPU. Sine and cosine are instructions of the GPU, without branches for
+    large angles.
     """
     radius = tl.sqrt(-2.0 * tl.log(a.to(tl.float32) * 2.0**-32 + 2.0**-33))
     angle = (b.to(tl.float32) * 2.0**-32 + 2.0**-33) * 6.283185307179586
@@ -222,9 +224,11 @@ def noisy_update(
 ):  # fmt: skip
     """Update four blocks in each program, because Philox computes four random words at a time.
 
-    `dpbench.training.noisy_updates.Numbers` has the formulas. The noise of an element depends only
-    on the seed and the element's index, not on ``rule``. With several ``bands``, each band has its
-    own seed and weight, and the weighted noise of all bands is added. The first weight is 1.
+    `dpbench.training.noisy_updates.Numbers` has the formulas. With the rule ``mean``, the noisy
+    mean gradient replaces the gradient, and no parameter is updated. The noise of an element
+    depends on seeds, weights and the element's index, but not on ``rule``. With several ``bands``,
+    each band has its own seed and weight. The weighted noise of all bands is added. The first
+    weight is 1.
     """
     program = tl.program_id(0)
     offset = tl.arange(0, block)

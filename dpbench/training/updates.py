@@ -59,8 +59,8 @@ class Update(NamedTuple):
 class MergedUpdate:
     """The step of an optimizer, merged with the noise.
 
-    Parameters and the optimizer's state become views of flat buffers. The state stays in
-    ``optimizer.state``, so that it can be saved and loaded. The optimizer may also take its own
+    Parameters and moving averages become views of flat buffers. The moving averages stay in
+    ``optimizer.state``, so that they can be saved and loaded. The optimizer may also take its own
     steps in between. Learning rates and other options are read in each step.
 
     Args:
@@ -80,9 +80,9 @@ class MergedUpdate:
         """Return the update of each buffer in the next step, or why the step cannot be merged.
 
         Args:
-            optimizer: the optimizer, whose count of steps is increased.
-            deviation: standard deviation of the noise.
-            examples: number of examples whose gradients were summed.
+            optimizer: the optimizer. For Adam and AdamW, the count of steps is increased.
+            deviation: standard deviation of the noise that has weight 1.
+            examples: number by which the sum of gradients is divided.
         """
         if why := why_not(optimizer):
             return why
@@ -133,7 +133,10 @@ class MergedUpdate:
     def _has_momentum(
         self, optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any]
     ) -> float | None:
-        """Return 1 if parameters have momentum, 0 if they have none, and None if they differ."""
+        """Return 1 if a parameter has a momentum buffer, and 0 if no parameter has one.
+
+        Return None if parameters differ and the group has both momentum and dampening.
+        """
         states = (optimizer.state.get(p, {}) for p in self._sharing[number])
         has = {state.get("momentum_buffer") is not None for state in states}
         alike = len(has) == 1 or not group["momentum"] or not group["dampening"]
