@@ -1,4 +1,4 @@
-"""Aggregation of a long table over ranks and steps. Every summary begins with it."""
+"""Aggregation of a long table over ranks and steps. Every summary begins with this step."""
 
 from __future__ import annotations
 
@@ -183,7 +183,10 @@ def is_poisson(cases: pd.Series[Any]) -> pd.Series[bool]:
 
 
 def lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series[float]:
-    """Return for each row the value of the row in ``others`` with equal columns ``on``, or NaN."""
+    """Return for each row the value of the row in ``others`` with equal columns ``on``.
+
+    Rows without such a row get NaN.
+    """
     _check_unique(others, on)
     if rows.empty or others.empty:
         return pd.Series(np.nan, rows.index, dtype=float)

@@ -1,11 +1,11 @@
 """The gate: checks limits on the changes between a reference run and a new run.
 
 A limit is checked for each requested case and instrument whose number both runs have. The gate
-fails if a limit is exceeded, or if a limit could not be checked for a requested case, for example
-because the new run lacks the number. Cases that were not requested are only mentioned in a note.
-Cases that the reference lacks are accepted in a first run, and if no particular cases were
-requested. A session uses the gate at its end. ``dpbench compare`` and ``dpbench bisect`` use the
-gate for saved runs.
+fails if a limit is exceeded. It also fails if a limit could not be checked for a requested case,
+for example because the new run lacks the number. Cases that were not requested are only mentioned
+in a note. Cases that the reference lacks are accepted if `Gate.first_run_ok` is true or
+`Gate.asked` is None. A session uses the gate at its end. ``dpbench compare`` and ``dpbench bisect``
+use the gate for saved runs.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def baseline_of(session: Mapping[str, Any]) -> str:
 def derived(summary: pd.DataFrame) -> dict[str, Any]:
     """Return ratios, quotients of measured and logical numbers, and throughputs.
 
-    They are for programs that read a document without dpbench.
+    These numbers are for programs that read a document without dpbench.
     """
     rows = summary.rename(columns={"baseline": "to"})
     own, rates = (rows[rows.kind == kind] for kind in ("value", "throughput"))

@@ -83,10 +83,10 @@ class Run:
 
         The outcomes of all runs are merged, see `merge_duplicates`. The duration is the sum over
         the runs. The merged run is complete if all runs are complete, and regressed if any run is
-        regressed. It has the limits that could not be checked in any run. The grid keeps only the
-        axes that have the same values in all runs. Environment and other fields of the session are
-        those of the last run. If environment, settings or grid differ, ``session["parts"]`` records
-        all different combinations of the three.
+        regressed. ``unjudged`` has the entries of all runs. The grid keeps only the axes that have
+        the same values in all runs. Environment and other fields of the session are those of the
+        last run. If environment, settings or grid differ, ``session["parts"]`` records all
+        different combinations of the three.
         """
         every = [part for run in runs for part in run.parts]
         parts = [part for place, part in enumerate(every) if part not in every[:place]]
