@@ -37,9 +37,9 @@ def largest_changes(
         A dictionary for each kernel or operator, with ``trainer``, ``phase``, ``name``,
         ``module``, ``line`` and ``bytes``. ``bytes`` is negative for a decrease. Kernels have DRAM
         bytes and no module or line. Operators have bytes that were counted without hardware. The
-        list is empty if the metric that regressed is not a sum of bytes, if it was measured and has
-        no counterpart in logical counting, or if the two runs do not both have kernels or both have
-        operators of the case.
+        list is empty if the metric that regressed is not a sum of bytes, or if this metric was
+        measured and has no counterpart in logical counting. It is also empty if neither kernels nor
+        operators of the case were recorded in both runs.
     """
     metric = METRICS.find(regression["of"] or regression["metric"])
     counted = regression["device"] == NO_HARDWARE

@@ -34,7 +34,7 @@ def new_run(
     """Return a run without cases, for a session that begins with these instruments.
 
     ``shard`` names the part of the grid that the session measures, or is None for the whole grid.
-    Values that JSON cannot express are converted to text, because a saved run has text, too.
+    Values that JSON cannot express are converted to text, as in a saved run.
     """
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -162,7 +162,8 @@ class Gate:
         """Yield the cases for which a limit could not be checked, grouped by reason.
 
         If no such case was found and the reference has no number for the limit at all, one entry
-        without cases says so. A first run may lack these numbers, so it has no such entry.
+        without cases says so. With `first_run_ok`, there is no such entry if the new run
+        has the number.
         """
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):

@@ -1,8 +1,7 @@
 """The counts of each operator and of each kernel of a step.
 
 Nsight Compute counts the bytes of kernels by replaying each kernel. These counts leave out copies
-and memsets. Sums over kernels therefore have other metrics than the counts of whole steps and
-phases.
+and memsets. Sums over kernels therefore have metrics of their own.
 """
 
 from __future__ import annotations
@@ -106,8 +105,8 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
 )
 """Categories of kernels, each with a pattern. A kernel belongs to the first category whose pattern
 occurs in its demangled name, ignoring case. The patterns fit kernels of PyTorch's eager mode as
-Nsight Compute names them. Multi-tensor kernels are counted as the optimizer's, because optimizers
-consist of these kernels."""
+Nsight Compute names them. Multi-tensor kernels have the category of optimizers, because
+PyTorch's optimizers launch such kernels."""
 
 _WRAPPERS = re.compile(
     r"(Unary|AUnary|BUnary|Binary)Functor|gpu_kernel_impl\w*|at_cuda_detail|cuda_cub"
@@ -132,7 +131,7 @@ def category(name: str) -> str | None:
 
 @cache
 def short_name(name: str) -> str:
-    """Shorten a demangled name to the name of the kernel and of its operation, if that is known.
+    """Shorten a demangled name to the name of the kernel and, if it is known, of the operation.
 
     One template argument that names the operation is kept. Other template arguments, the return
     type, parameters and most namespaces are removed. For example, the name::

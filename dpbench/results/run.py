@@ -214,7 +214,7 @@ class Run:
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """The outcomes in the order of the document. Each is of one case and some instruments."""
+        """The outcomes in the order of the document. Several can be about the same case."""
         if self.measured is not None:
             return self.measured
         rows: dict[Subject, dict[str, list[Any]]] = defaultdict(dict)

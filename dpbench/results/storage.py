@@ -35,8 +35,8 @@ class Storage:
     """A directory of saved runs.
 
     The directory has a folder for each device. The folder has a file, such as ``0001_NAME.json``,
-    for each run. A new run gets a number that no run in any folder has. Two files have the same
-    number only if a file was copied or if the file system has no locks.
+    for each run. A new run gets a number that no run in any folder has. Two files can have the
+    same number if a file was copied or if the file system has no locks.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -61,7 +61,8 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
         - ``spread``: ``(most - least) / value``, or NaN for a single step.
         - ``logical``: the prediction of logical counting for the same case, phase and metric.
         - ``over_logical``: the value divided by ``logical``.
-        - ``over_one_gpu``: the value divided by the value of the trainer on one GPU, same batch.
+        - ``over_one_gpu``: the value divided by the value of the same trainer on one GPU, with the
+          same batch.
         - ``preferred``: true if the base metric comes from the preferred instrument.
         - ``has_baseline``: true if the same device has rows of the same case with the baseline.
         - ``in_cache``: true if the step moves so few bytes that ratios of DRAM bytes mean nothing.

@@ -24,7 +24,7 @@ CONFIGURATION = [axis for axis in AXES if axis != "trainer"]
 
 WIDE_SPREAD = 0.1
 """If the spread of a time over the steps exceeds this, tables show the shortest and longest time
-instead of the median."""
+instead of one time."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Group:
 
     @cached_property
     def shown(self) -> pd.DataFrame:
-        """The rows of the phase of the first table."""
+        """The rows whose phase is `Group.phase`."""
         return self.frame[self.frame.phase == self.phase]
 
     @cached_property
