@@ -1,4 +1,4 @@
-"""Aggregation of a long table over ranks and steps, the first part of a summary."""
+"""Aggregation of a long table over ranks and steps. Every summary begins with this step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from dpbench.core.subject import Script, Subject, samples_poisson, subject_from
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, OWN_COLUMNS, PLACE, STEP
 
 _OF_STEP = [*PLACE, "instrument", "rank", "repeat", "tool"]
-"""The columns that identify a step or phase of one rank."""
+"""The columns that identify a step or a phase, as one instrument measured it on one rank."""
 
 
 def aggregate(frame: pd.DataFrame) -> pd.DataFrame:
-    """Combine the ranks and steps of a long table into one row per number.
+    """Combine the rows of all ranks and steps of a long table.
 
-    Metrics that are sums or shares of other metrics are added first. For the columns, see
+    One row remains for each case, device, instrument, phase and metric. Before that, metrics that
+    are sums or shares of other metrics are added. For the columns, see
     `dpbench.results.summary.summary`.
     """
     return _over_steps(_over_ranks(_with_totals(_by_case(frame))))
@@ -40,7 +41,7 @@ def _by_case(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_totals(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add, for each step, the metrics that are sums or shares of other metrics."""
+    """Add sums and shares of other metrics to each step or phase that has all these metrics."""
     totals = [metric for metric in METRICS.behind({*rows.metric}) if metric.parts]
     if not totals:
         return rows
@@ -69,9 +70,9 @@ def _as_shares_of_timed_steps(
 ) -> pd.Series[float]:
     """Convert busy shares of counted ranges to busy shares of steps that run without counting.
 
-    A counted range starts with an idle GPU, so it waits longer for launches than a step without
-    counting, but has the same busy time. Without a measured time, the share of a phase is kept,
-    and the share of a step is NaN.
+    The GPU is idle when a counted range starts. The range therefore waits longer for launches than
+    a step without counting, but the GPU is busy for the same time. If the time of a step or phase
+    was not measured, the share of a phase is kept, and the share of a step becomes NaN.
     """
     timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
     medians = timed.groupby(on, sort=False).value.median()
@@ -86,8 +87,9 @@ def _over_ranks(rows: pd.DataFrame) -> pd.DataFrame:
     """Combine the ranks of each step, and add ``ranks`` and ``imbalance``.
 
     Raises:
-        ConfigurationError: a rank is missing, a rank lacks a number of the step, or an unregistered
-            metric does not define how ranks are combined.
+        ConfigurationError: a measured case lacks a rank, a rank lacks a number of the whole step,
+            or several ranks have a metric that is not registered, so that it is unknown how to
+            combine them.
     """
     if rows["rank"].any():
         rows = _reduced(rows, [*NUMBER, "unit", "repeat"], "rank").rename(
@@ -112,10 +114,11 @@ def _over_ranks(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
-    """Combine numbers that differ only in ``column``, which is ``"rank"`` or ``"repeat"``.
+    """Combine rows that differ only in ``column``, which is ``"rank"`` or ``"repeat"``.
 
-    Adds ``count``, ``mean``, ``median``, ``sum``, ``min`` and ``max``. ``value`` is one of these
-    numbers, as the metric defines.
+    Adds ``count``, ``mean``, ``median``, ``sum``, ``min`` and ``max``. The definition of the metric
+    chooses which of these columns becomes ``value``. Over steps with Poisson batches, the mean
+    replaces the median, and peaks have the maximum.
     """
     reduced = rows.groupby(keys, sort=False, as_index=False).agg(
         **{how: ("value", how) for how in ("count", "mean", "median", "sum", "min", "max")},
@@ -141,10 +144,11 @@ def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
 
 
 def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """Combine the steps of each number, and add columns such as ``spread`` and ``steps``."""
+    """Combine the rows of all steps, and add columns such as ``spread`` and ``steps``."""
     _check_unique(rows, [*NUMBER, "repeat"])
     reduced = _reduced(rows, [*NUMBER, "unit"], "repeat").rename(columns={"count": "steps_present"})
-    # Whole steps are separate from phases, because whole steps can be counted more often.
+    # Whole steps and phases are compared separately, because some instruments measure whole steps
+    # more often than phases.
     like = [*(reduced[c] for c in (*OF_CASE, "instrument", "metric")), reduced.phase == STEP]
     steps = reduced.steps_present.groupby(like, sort=False).transform("max")
     not_summed = [metric.name for metric in METRICS.values() if not metric.adds_up]
@@ -166,7 +170,7 @@ def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def each_case(cases: pd.Series[Any], function: Callable[[Subject], Any]) -> pd.Series[Any]:
-    """Apply a function to each case of a column. Repeated cases are computed once."""
+    """Apply a function to each case of a column, but only once to each object in the column."""
     # Cases are compared by identity, because hashing a case is slow.
     by_identity = {id(case): case for case in cases}
     results = {identity: function(case) for identity, case in by_identity.items()}
@@ -174,12 +178,15 @@ def each_case(cases: pd.Series[Any], function: Callable[[Subject], Any]) -> pd.S
 
 
 def is_poisson(cases: pd.Series[Any]) -> pd.Series[bool]:
-    """Return for each case whether it samples Poisson batches, whose sizes differ."""
+    """Return for each case True if the case has Poisson sampling, so that batch sizes differ."""
     return each_case(cases, samples_poisson).astype(bool)
 
 
 def lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series[float]:
-    """Return for each row the value of the row in ``others`` with the same keys, or NaN."""
+    """Return for each row the value of the row in ``others`` with equal columns ``on``.
+
+    Rows without such a row get NaN.
+    """
     _check_unique(others, on)
     if rows.empty or others.empty:
         return pd.Series(np.nan, rows.index, dtype=float)

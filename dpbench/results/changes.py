@@ -14,14 +14,15 @@ from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 
 MOST = 5
-"""The most operators or kernels that are listed for a regression."""
+"""The most operators, kernels or functions that are listed for one case of a regression."""
 
 SHARE = 0.02
-"""Operators or kernels below this share of the largest change are not listed."""
+"""Operators, kernels and functions are listed if the change of their bytes exceeds this share of
+the largest change."""
 
 WHERE = ["phase", "name", "module"]
-"""The columns that identify a change. The source line is not among these columns, because edits
-above a line change its number."""
+"""The columns that identify an operator, kernel or function in both runs. The source line is not
+among these columns, because its number changes when lines above it are edited."""
 
 
 def largest_changes(
@@ -29,13 +30,15 @@ def largest_changes(
 ) -> list[dict[str, Any]]:
     """List the kernels or operators of a case whose bytes changed most, the largest change first.
 
-    For a measured metric the list has kernels if both runs recorded them, otherwise operators.
+    For a measured metric, the list has kernels if both runs recorded kernels of the case.
+    Otherwise, the list has operators.
 
     Returns:
         A dictionary for each kernel or operator, with ``trainer``, ``phase``, ``name``,
         ``module``, ``line`` and ``bytes``. ``bytes`` is negative for a decrease. Kernels have DRAM
         bytes and no module or line. Operators have bytes that were counted without hardware. The
-        list is empty if the metric that regressed is not a sum of bytes, or if neither kernels nor
+        list is empty if the metric that regressed is not a sum of bytes, or if this metric was
+        measured and has no counterpart in logical counting. It is also empty if neither kernels nor
         operators of the case were recorded in both runs.
     """
     metric = METRICS.find(regression["of"] or regression["metric"])
@@ -49,10 +52,10 @@ def largest_changes(
 
 
 def grown_memory(before: Run, after: Run, case: Subject) -> list[dict[str, Any]]:
-    """List the functions of a script whose memory at the peak changed most.
+    """List the functions whose memory at the peak of a step changed most.
 
-    The list has the form of `largest_changes`. It is empty if a run did not record memory by
-    source line.
+    The list has the form of `largest_changes`. It is empty if one of the runs did not record the
+    memory of the case by source line.
     """
     return _largest(case, _changes(*(_of_memory(run, case) for run in (before, after))), STEP)
 
@@ -63,8 +66,9 @@ def operator_changes(
     """Compare the bytes of each operator of a case in two runs, the largest change first.
 
     Returns:
-        A row for each combination of `WHERE`, with ``line``, and ``before``, ``after`` and
-        ``change`` in bytes per step. There are no rows if a run did not count operators.
+        A row for each phase, operator and module, with the columns `WHERE` and ``line``, and with
+        ``before``, ``after`` and ``change`` in bytes per step. There are no rows if one of the runs
+        did not count the operators of the case.
     """
     return _changes(*(_of_operators(run, case, column) for run in (before, after)))
 
@@ -97,8 +101,8 @@ def _frame(rows: Iterable[tuple[str, str, str, str, float]]) -> pd.DataFrame:
 def _changes(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     """Add up bytes by `WHERE`, and compare the sums.
 
-    ``line`` is the source line with the most bytes, in the new run if it has the operator. Modules
-    are ignored unless both runs have them.
+    ``line`` is the source line with the most bytes, taken from the new run if the new run has the
+    operator, otherwise from the old run. Modules are ignored unless both runs recorded modules.
     """
     if old.empty or new.empty:
         return pd.DataFrame(columns=[*WHERE, "line", "before", "after", "change"])

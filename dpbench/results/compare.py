@@ -24,22 +24,25 @@ from dpbench.results.run import Run
 
 CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
 """The columns of a comparison. ``change`` is ``after - before``, and ``relative`` is ``change``
-divided by the absolute value of ``before``."""
+divided by the absolute value of ``before``. If ``before`` is 0, ``relative`` is 0 without a change
+and NaN with a change."""
 
 _LIMITED = ("value", "ratio")
 """The kinds of metrics that can have a limit."""
 
 
 def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
-    """Pair the numbers of two runs that have the same case, instrument, device, phase and metric.
+    """Pair numbers of two runs if their case, instrument, device, phase and metric are equal.
 
-    With ``across``, devices may differ. The column ``device`` is then ``X -> Y``.
+    With ``across``, devices may differ. If they differ, the column ``device`` is ``X -> Y``. Ratios
+    are left out if the runs have different baselines.
 
     Returns:
-        One row for each number of either run. The columns are `CHANGES`, where ``before`` or
-        ``after`` is NaN if the run lacks the number; ``shared``, which is true if the row's
-        instrument measured the case in both runs; and ``steps``, ``steps_present`` and ``ranks`` of
-        the first run's summary. The same columns of the second run end in ``_new``.
+        One row for each pair, and one row for each number that only one of the runs has. The
+        columns include `CHANGES`, where ``before`` or ``after`` is NaN if the run lacks the number.
+        ``shared`` is true if the row's instrument measured the case in both runs, on the same
+        device unless ``across``. ``steps``, ``steps_present`` and ``ranks`` come from the first
+        run's summary. The names of the same columns of the second run end in ``_new``.
     """
     which = [name for name in (*AXES, *NUMBER[1:]) if not (across and name == "device")]
     keys, measured = [*which, "of", "unit"], [n for n in which if n not in ("metric", "phase")]
@@ -65,9 +68,9 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
 
 
 def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
-    """Return the numbers of a run that can have a limit.
+    """Return the numbers of a run that can have a limit, without ratios if ``ratios`` is false.
 
-    The baseline's ratio to itself is left out, because it is always 1.
+    Ratios of the baseline to itself are left out, because they are always 1.
     """
     rows = run.summary
     is_ratio = (rows.kind == "ratio") & (rows.trainer != rows.baseline) & ratios
@@ -111,11 +114,12 @@ _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
 
 VARYING = ("_seconds", "_cycles", "_per_second", "_joules", "_watts", "_share")
-"""Suffixes of metrics that vary between equal runs: times, cycles, energy, power and shares."""
+"""Suffixes of metrics that vary between runs of the same code on the same machine. These metrics
+are times, cycles, rates, energy, power and shares."""
 
 STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for 95 % confidence intervals of the mean, for 1, 2, … degrees of freedom. If two
-such intervals do not overlap, the means differ with more than 99 % confidence."""
+"""Student's t for 95 % confidence intervals of the mean, for 1, 2, …, 9 degrees of freedom. If two
+such intervals of similar width do not overlap, the means differ with more than 99 % confidence."""
 
 Interval = tuple[float, float]
 """A lower and an upper bound of a number."""
@@ -179,13 +183,13 @@ class Limit:
 
     @cached_property
     def of(self) -> str:
-        """The metric of which a ratio is limited; empty if the limit is not on a ratio."""
+        """The base metric of the limited ratio. It is empty if the limit is not on a ratio."""
         metric = METRICS.find(self.metric)
         return metric.of if metric else ""
 
     @property
     def varies(self) -> bool:
-        """True if the metric varies between equal runs."""
+        """True if the metric varies between runs of the same code, see `VARYING`."""
         return (self.of or self.metric).endswith(VARYING)
 
     def __str__(self) -> str:
@@ -212,10 +216,10 @@ class Limit:
         return allowed.to_frame("limit").assign(regressed=regressed)
 
     def exceeded_between(self, before: Interval, after: Interval) -> bool | None:
-        """Return True if every change from one interval to another exceeds the limit.
+        """Return True if every change from one interval to the other exceeds the limit.
 
-        Returns False if no change exceeds it. Otherwise, or if the intervals overlap, the change is
-        ambiguous and None is returned.
+        Returns False if no change exceeds the limit. Otherwise the change is ambiguous, and None is
+        returned. None is also returned if the intervals overlap and a change exceeds the limit.
         """
         corners = pd.DataFrame(product(before, after), columns=["before", "after"])
         exceeded = self.exceeded(corners.before, corners.after).regressed
@@ -241,7 +245,10 @@ def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return the 95 % confidence interval of the mean, which is infinite for a single value."""
+    """Return the 95 % confidence interval of the mean. A single value has an infinite interval.
+
+    For more than 10 values, the interval is slightly too wide, because `STUDENT` ends there.
+    """
     t = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
     half = t * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return fmean(values) - half, fmean(values) + half

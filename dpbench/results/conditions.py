@@ -1,4 +1,4 @@
-"""The conditions of a session (software, machine, settings), and a comparison of two sessions."""
+"""The conditions of a session (software, machine, settings), and how they differ between runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def new_run(
     """Return a run without cases, for a session that begins with these instruments.
 
     ``shard`` names the part of the grid that the session measures, or is None for the whole grid.
-    Values that JSON cannot express are converted to text, as if the run had been read from a file.
+    Values that JSON cannot express are converted to text, as in a saved run.
     """
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -49,7 +49,10 @@ def new_run(
 
 
 def automatic_name(run: Run) -> str:
-    """Return the default name of a run: commit, ``-dirty`` if the code differs, and UTC time."""
+    """Return the default name of a run: commit, ``-dirty`` and the UTC time of its start.
+
+    ``-dirty`` means that the code differs from the commit. Without git, the name is only the time.
+    """
     time = f"{datetime.fromisoformat(run.session['started']).astimezone(UTC):%Y%m%dT%H%M%SZ}"
     if (code := run.environment.get("code")) is None:
         return time
@@ -60,7 +63,7 @@ def merge_interrupted(run: Run, session: Run) -> Run:
     """Merge a new session with the interrupted run that it resumes.
 
     Raises:
-        ConfigurationError: versions, code, grid or settings differ, or the run is complete.
+        ConfigurationError: the conditions of the two differ, or the run is already complete.
     """
     if run.status != INTERRUPTED:
         raise ConfigurationError(
@@ -74,10 +77,11 @@ def merge_interrupted(run: Run, session: Run) -> Run:
 
 
 def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> list[str]:
-    """List differences in versions, GPU, code, settings and metric definitions, one phrase each.
+    """List differences in versions, CPU, GPU, code, settings and the definitions of metrics.
 
-    Two differences count only if a run is ``resumed``: a different grid, and a condition that only
-    one of the runs records, such as the settings of an instrument.
+    Each difference is one phrase. Two kinds of differences are listed only if a run is
+    ``resumed``: a different grid, and a condition that only one of the runs records, such as a
+    setting of an instrument.
     """
     old, new = (_conditions_of_all_parts(run) for run in (before, after))
     every = {name: (old.get(name), new.get(name)) for name in [*old, *new]}
@@ -93,7 +97,7 @@ def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> l
 
 
 def _conditions_of_all_parts(run: Run) -> dict[str, Any]:
-    """Return the conditions of a run by name. If its parts differ, all values are joined."""
+    """Return the conditions of a run by name. If parts of the run differ, all values are joined."""
     parts = [
         _conditions(part.get("environment", {}), {**run.session, **part}) for part in run.parts
     ]
@@ -105,7 +109,7 @@ def _conditions_of_all_parts(run: Run) -> dict[str, Any]:
 
 
 def _conditions(environment: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by name, the conditions that must be the same in all parts of a run."""
+    """Return the conditions of one part of a run by name. Unknown conditions are None."""
     gpu = environment.get("gpu") or {}
     code = environment.get("code") or {}
     changes = code.get("changes") or ("none" if code.get("dirty") is False else None)
@@ -125,7 +129,7 @@ def _conditions(environment: Mapping[str, Any], session: Mapping[str, Any]) -> d
 
 
 def _settings(instrument: Any) -> dict[str, Any]:
-    """Return the options of an instrument. Metrics are replaced by their names."""
+    """Return the options of an instrument that can change numbers. Metrics become their names."""
     # An instrument without options need not be a dataclass.
     options = fields(instrument) if is_dataclass(instrument) else ()
     chosen: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
@@ -183,12 +187,12 @@ def environment(
 def code_state(project: Path) -> dict[str, Any] | None:
     """Return the commit of the project in a directory, and a digest of uncommitted changes.
 
-    Changed tracked files count as changes, and so do untracked Python and TOML files, such as a
-    trainer or a grid. Other untracked files, such as results, do not.
+    Changed tracked files count as changes. Untracked Python and TOML files, such as a trainer or a
+    grid, also count, unless git ignores them. Other untracked files, such as results, do not count.
 
     Returns:
-        ``commit``; ``dirty``, which is true if there are changes; and ``changes``, their SHA-256
-        digest or None. Returns None without git or without a commit.
+        ``commit``; ``dirty``, which is true if there are changes; and ``changes``, the SHA-256
+        digest of the changes, or None without changes. Returns None without git or a commit.
     """
     commit = git(project, "rev-parse", "HEAD")
     top = git(project, "rev-parse", "--show-toplevel")

@@ -1,9 +1,11 @@
 """The gate: checks limits on the changes between a reference run and a new run.
 
-A limit is checked for every case and instrument that the session requested and the reference
-contains. Other cases are only mentioned in a note. The gate fails if a limit is exceeded, if a
-requested number is missing, or if a limit could not be checked for any number. A session uses the
-gate once, at its end. ``dpbench compare`` uses the gate for saved runs.
+A limit is checked for each requested case and instrument whose number both runs have. The gate
+fails if a limit is exceeded. It also fails if a limit could not be checked for a requested case,
+for example because the new run lacks the number. Cases that were not requested are only mentioned
+in a note. Cases that the reference lacks are accepted if `Gate.first_run_ok` is true or
+`Gate.asked` is None. A session uses the gate at its end. ``dpbench compare`` and ``dpbench bisect``
+use the gate for saved runs.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ MOST_NAMES = 10
 class Unjudged:
     """The cases for which a limit was not checked, and the reason.
 
-    Without cases, the limit was not checked for any number.
+    Without cases, the reason is not about single cases: the reference has no number for the limit,
+    the baselines differ, or the new run was interrupted.
     """
 
     limit: str
@@ -51,15 +54,16 @@ class Unjudged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The changes of a run from its reference, and the limits that it exceeds.
+    """The changes of a run from its reference, and the limits that the run exceeds.
 
     Args:
         changes: the requested numbers that the reference has, if the same instrument measured the
-            case in both runs. The columns are `CHANGES`. A ratio is left out if a run lacks it.
+            case in both runs. The columns are `CHANGES`. A ratio is left out if the new run lacks
+            the ratio.
         judged: the rows for which limits were checked, with ``limit`` (the allowed change in the
             metric's unit), ``threshold`` (the limit as written) and ``regressed``.
         regressions: the rows that exceed a limit, as plain JSON types, with `largest_changes`.
-        unjudged: the requested cases for which a limit could not be checked.
+        unjudged: the limits that could not be checked, each with the cases and the reason.
         notes: cases that were not compared, other differences, and defects of the reference.
         memory: the functions of scripts whose memory at the peak changed, see `grown_memory`.
     """
@@ -73,7 +77,10 @@ class Verdict:
 
     @classmethod
     def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
-        """Merge the verdicts of several limits on the same two runs, without duplicates."""
+        """Merge the verdicts of several limits on the same two runs.
+
+        Regressions and limits that could not be checked occur once.
+        """
         first, *others = verdicts
         if not others:
             return first
@@ -96,7 +103,7 @@ class Gate:
         after: a saved run, or the unfinished run of a session.
         asked: the cases to compare. If None, all cases of both runs are compared.
         across: whether numbers of different devices are compared, too.
-        first_run_ok: whether cases that the reference lacks are accepted.
+        first_run_ok: whether numbers that the reference lacks are accepted.
     """
 
     before: Run
@@ -112,7 +119,8 @@ class Gate:
 
         Args:
             limits: the limits on the changes.
-            asked: the cases for which limits are checked. If None, these are all compared cases.
+            asked: the cases for which limits are checked. If None, limits are checked for all
+                cases that are compared.
         """
         with METRICS.including(self.after.metrics, self.before.metrics):
             return self._judge(limits, self.asked if asked is None else asked)
@@ -147,13 +155,15 @@ class Gate:
 
     @cached_property
     def compared(self) -> pd.DataFrame:
-        """The requested numbers of both runs, see `pairs`."""
+        """The numbers of the requested cases in both runs, see `pairs`."""
         return _requested(pairs(self.before, self.after, across=self.across), self.asked)
 
     def _unjudged(self, limit: Limit, about: pd.DataFrame) -> Iterator[Unjudged]:
         """Yield the cases for which a limit could not be checked, grouped by reason.
 
-        If the reference has no number for the limit at all, this is reported without cases.
+        If no such case was found and the reference has no number for the limit at all, one entry
+        without cases says so. With `first_run_ok`, there is no such entry if the new run
+        has the number.
         """
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):
@@ -168,7 +178,7 @@ class Gate:
         yield Unjudged(str(limit), [], other or nothing)
 
     def _without_rows(self, asked: RequestedCases | None) -> Iterator[Unjudged]:
-        """Yield the requested cases that have an outcome, but no number in either run."""
+        """Yield an entry with the requested cases that have an outcome but no number in any run."""
         outcomes = [*self.before.outcomes, *self.after.outcomes]
         known = {case for run in (self.before, self.after) for case, _ in run.places}
         requested = [o for o in outcomes if asked is None or not {*o.asked}.isdisjoint(asked)]
@@ -178,7 +188,8 @@ class Gate:
     def _why_not(self, case: Subject, row: Mapping[str, Any]) -> str:
         """Return why a limit cannot be checked for a number, or an empty string.
 
-        The string is also empty if the limit need not be checked for the number.
+        The string is also empty if the limit need not be checked, because only the new run has the
+        number and this is accepted.
         """
         if pd.isna(row["after"]):
             return self._lacking(self.after, case, row)
@@ -221,7 +232,7 @@ class Gate:
     def _other_ranks(self, row: Mapping[str, Any]) -> str:
         """Return how the numbers of ranks differ, or an empty string if they are equal.
 
-        Only scripts can have different numbers of ranks, because cases of a grid name the number.
+        Only runs of the same script can differ. A case of a grid has a fixed number of ranks.
         """
         before, after = row["ranks"], row["ranks_new"]
         if before == after:
@@ -231,9 +242,9 @@ class Gate:
     def _fewer_steps(self, case: Subject, row: Mapping[str, Any]) -> str:
         """Return how the numbers of steps differ, or an empty string if the limit can be checked.
 
-        Fewer steps are accepted if the settings of the runs request different numbers of steps.
-        With Poisson batches the numbers must be equal, because only then do both runs have the
-        same batch sizes.
+        More steps than in the reference are accepted. Fewer steps are accepted only if the settings
+        of the runs request different numbers of steps. With Poisson batches, the numbers of steps
+        must be equal, because only then do both runs have the same batch sizes.
         """
         requested = [
             run.session.get("settings", {}).get(row["instrument"], {}).get("steps")
@@ -331,7 +342,7 @@ def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Subject, dict[str, Any]]]:
 def _missing(cases: Sequence[tuple[Subject, str]], others: RequestedCases) -> list[str]:
     """List the cases that ``others`` lack.
 
-    If ``others`` lack a case only for some of its instruments, these instruments are named.
+    If ``others`` have a case by some of its instruments only, the missing instruments are named.
     """
     partly, named = {case for case, _ in {*cases} & {*others}}, dict[Subject, list[str]]()
     for case, instrument in cases:
@@ -341,6 +352,6 @@ def _missing(cases: Sequence[tuple[Subject, str]], others: RequestedCases) -> li
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names with commas. Beyond `MOST_NAMES`, further names are only counted."""
+    """Join names with commas. Names after the first `MOST_NAMES` are only counted."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"{', '.join(names[:MOST_NAMES])}{more}"

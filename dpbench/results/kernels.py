@@ -1,8 +1,7 @@
 """The counts of each operator and of each kernel of a step.
 
-Nsight Compute counts the bytes of kernels by replaying each kernel. This leaves out copies and
-memsets. Sums over kernels therefore have separate metrics, which are never mixed with counts of
-whole ranges.
+Nsight Compute counts the bytes of kernels by replaying each kernel. These counts leave out copies
+and memsets. Sums over kernels therefore have metrics of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NO_FLOPS = "FLOPS NOT COUNTED"
 ELSEWHERE = f"{NOT_COUNTED}: operators that ran in other threads or forks while steps counted"
 
 HEAVY = 0.01
-"""An operator is heavy if its share of a step's bytes is larger than this."""
+"""An operator is heavy if its share of the logical bytes of a step is larger than this."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class OperatorCount(Entry):
     general_rule: bool = False  # the bytes are a guess from the operator's schema
     collective_bytes: int = 0  # sent to other ranks
     module: str = ""  # the module whose forward ran the operator, e.g. blocks.*.mlp, or empty
-    line: str = ""  # e.g. model.py:24 forward; backward has the line of its forward
+    line: str = ""  # e.g. model.py:24 forward; in backward, the line of the forward operator
 
     @property
     def total_bytes(self) -> int:
@@ -78,7 +77,10 @@ class MemoryLine(Entry):
 
 
 def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
-    """Return the heavy operators whose bytes are a guess, with their shares of the step's bytes."""
+    """Return the share of the step's bytes that is a guess, for each operator.
+
+    Operators with a share of at most `HEAVY` are left out.
+    """
     counts = list(counts)
     total = sum(count.total_bytes for count in counts)
     guessed = Counter[str]()
@@ -103,7 +105,8 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
 )
 """Categories of kernels, each with a pattern. A kernel belongs to the first category whose pattern
 occurs in its demangled name, ignoring case. The patterns fit kernels of PyTorch's eager mode as
-Nsight Compute names them. Multi-tensor kernels belong to the optimizer, which launches them."""
+Nsight Compute names them. Multi-tensor kernels have the category of optimizers, because
+PyTorch's optimizers launch such kernels."""
 
 _WRAPPERS = re.compile(
     r"(Unary|AUnary|BUnary|Binary)Functor|gpu_kernel_impl\w*|at_cuda_detail|cuda_cub"
@@ -128,7 +131,7 @@ def category(name: str) -> str | None:
 
 @cache
 def short_name(name: str) -> str:
-    """Shorten a demangled name to the kernel and the operation that it does.
+    """Shorten a demangled name to the name of the kernel and, if it is known, of the operation.
 
     One template argument that names the operation is kept. Other template arguments, the return
     type, parameters and most namespaces are removed. For example, the name::
@@ -191,7 +194,7 @@ class KernelCount(Entry):
 
 
 def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
-    """Sum launches by step, phase and kernel. Sums with the most DRAM bytes come first."""
+    """Add up the launches of each kernel in each step and phase, most DRAM bytes first."""
     groups: dict[tuple[Any, ...], list[KernelCount]] = defaultdict(list)
     for launch in launches:
         groups[launch.repeat, launch.phase, launch.name].append(launch)
@@ -205,9 +208,10 @@ def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
 def kernel_rows(
     case: Subject, by: str, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool
 ) -> list[Measurement]:
-    """Sum the counts of kernels to rows of the instrument ``by``, one for each metric and phase.
+    """Add up the counts of kernels to rows of the instrument ``by``.
 
-    ``whole`` is true if all kernels of each step were counted. Without it, steps have no rows.
+    There is a row for each metric, step and phase. If ``whole`` is true, all kernels of each step
+    were counted, so there are also rows for whole steps.
     """
     sums: dict[tuple[int, str, str], float] = defaultdict(float)
     for count in counts:
@@ -227,7 +231,7 @@ def kernel_table(
     step_bytes: float | None = None,
     bandwidth: float | None = None,
 ) -> pd.DataFrame:
-    """Sum the counts of groups of kernels per step. Groups with the most DRAM bytes come first.
+    """Add up the counts of kernels by group, as means per step, most DRAM bytes first.
 
     Args:
         counts: the counts; at least one.
@@ -236,9 +240,10 @@ def kernel_table(
         bandwidth: the bandwidth of the card's memory in B/s, for ``ceiling``.
 
     Returns:
-        A row for each group, indexed by ``by``. Its columns are the fields `ADDED_UP` per step;
+        A row for each group, indexed by ``by``. The columns are the fields `ADDED_UP` per step;
         ``dram_bytes``; ``share``, which is ``dram_bytes`` divided by ``step_bytes``; and
-        ``ceiling``, which is ``dram_bytes / seconds`` divided by ``bandwidth``, or NaN without it.
+        ``ceiling``, which is ``dram_bytes / seconds`` divided by ``bandwidth``. Without a
+        ``bandwidth``, ``ceiling`` is NaN.
     """
     import pandas as pd  # imported here, because processes that only count need not load it
 

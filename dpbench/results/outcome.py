@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 STATUSES = (COMPLETE, INTERRUPTED)
-"""The status of a session. A session is ``interrupted`` until it has ended."""
+"""The possible states of a session. A session that has not ended is ``interrupted``."""
 
 REGRESSED, UNJUDGED = "regressed", "unjudged"
 """The verdicts on a complete session that failed: a limit was exceeded, or could not be checked."""
@@ -35,7 +35,8 @@ LISTS: dict[str, type[Measurement] | type[Entry]] = {
 Each entry repeats the fields of its case."""
 
 NUMBERED = ("operators", "kernels", "memory_lines")
-"""The lists whose entries have the index of their outcome. Rows instead name their instrument."""
+"""The lists whose entries have the index of their outcome. A row has no index. Its instrument tells
+which outcome of the case has the row."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Outcome:
 
     Args:
         case: the case.
-        rows: the measured numbers, including numbers measured before an error.
+        rows: the measured or counted numbers, including numbers from before an error.
         seconds: the duration of the measurement.
         error: the class name of the error, or None.
         message: the error's message.
@@ -54,8 +55,8 @@ class Outcome:
         operators: the counts of each operator.
         kernels: the counts of each kernel.
         memory_lines: the source lines that hold memory at the peak.
-        notes: assumptions of logical counting.
-        extra_info: what tests recorded in addition.
+        notes: what logical counting assumed or did not count.
+        extra_info: additional values that tests recorded.
         tests: the tests that requested the case, each with its id as ``test`` and its ``params``.
         labels: the labels of the trainer, see `TrainerBase`.
         imported: the files of the code that was measured, see `dpbench.child.imported`.
@@ -111,9 +112,11 @@ class Outcome:
 def merge_duplicates(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
     """Merge outcomes so that each number occurs once.
 
-    Of several outcomes with the same case and instruments, the first is kept, or the first that did
-    not fail. It gets the tests of all these outcomes. If outcomes of one case have different but
-    overlapping instruments, the first rows of each instrument and the first operators are kept.
+    Of several outcomes with the same case and instruments, the first is kept. If the first failed,
+    the first that has rows and did not fail is kept instead. The kept outcome gets the tests and
+    ``extra_info`` of all these outcomes. If outcomes of one case have different but overlapping
+    instruments, only the first rows of each instrument, the first operators and the memory lines of
+    the same outcome are kept.
     """
     merged: dict[Hashable, Outcome] = {}
     for outcome in outcomes:
@@ -178,7 +181,10 @@ def baseline_of(session: Mapping[str, Any]) -> str:
 
 
 def derived(summary: pd.DataFrame) -> dict[str, Any]:
-    """Return ratios and throughputs for programs that read a document without dpbench."""
+    """Return ratios, quotients of measured and logical numbers, and throughputs.
+
+    These numbers are for programs that read a document without dpbench.
+    """
     rows = summary.rename(columns={"baseline": "to"})
     own, rates = (rows[rows.kind == kind] for kind in ("value", "throughput"))
     by = [*AXES, *NUMBER[1:], "unit", "value"]
@@ -203,9 +209,8 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
     Returns:
         For each trainer and set of instruments: how many cases succeeded and failed, the failures,
-        and the largest peak memory of all cases. ``peak_memory_bytes`` was measured;
-        ``logical_peak_memory_bytes`` was predicted without hardware. An unknown peak is
-        None.
+        and the largest peak memory of all cases. ``peak_memory_bytes`` was measured, and
+        ``logical_peak_memory_bytes`` was counted without hardware. An unknown peak is None.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[Outcome]] = {}
     for outcome in outcomes:
@@ -238,7 +243,7 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """Write a document as JSON text, with a line for each field and for each entry of a list."""
+    """Write a document as JSON text, with a line for each field and for each entry of its lists."""
     fields = [f" {json.dumps(name)}: {_lines(value)}" for name, value in document.items()]
     return "{\n" + ",\n".join(fields) + "\n}\n"
 

@@ -1,4 +1,4 @@
-"""The numbers of one case as an object, for the assertions of a test."""
+"""An object with the numbers of one case, for the assertions of a test."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class CaseReport:
 
     Args:
         case: the case.
-        frame: the rows of the case, one per number, with the columns of `Measurement.as_row`.
+        frame: the long table of the case, with the columns of `Measurement.as_row`.
         operator_counts: the counts of each operator, if the instrument counts operators.
-        notes: assumptions of logical counting where a step depends on values of tensors.
+        notes: what logical counting assumed or did not count.
         kernel_counts: the counts of each kernel, if the case was profiled kernel by kernel.
-        extra_info: what a test wants to record in addition. It is saved in the run's document.
+        extra_info: additional values that a test records. They are saved in the run's document.
     """
 
     case: Subject
@@ -52,15 +52,19 @@ class CaseReport:
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """One row per instrument, phase and metric, see `dpbench.results.summary.summary`."""
+        """One row per device, instrument, phase and metric, see `dpbench.results.summary`."""
         return own_values(summary(self.frame))
 
     def value(self, metric: str, phase: str = STEP) -> float:
         """Return a metric of the step or of one phase.
 
-        The number is the mean over the active steps, or the median for times. If peak memory was
-        measured and counted, the measured number is returned. If several instruments have the
-        metric, the first of `Metric.by` is used.
+        Steps and ranks are combined as in `dpbench.results.summary.summary`. If the metric, such as
+        peak memory, was measured and counted, the measured number is returned. If several of the
+        instruments in `Metric.by` measured it on one device, the first of them is used.
+
+        Raises:
+            ConfigurationError: the metric was not measured, or was measured on several devices or
+                by several other instruments.
         """
         return float(self._row(metric, phase).value)
 
@@ -95,7 +99,7 @@ class CaseReport:
 
     @property
     def phases(self) -> pd.DataFrame:
-        """One row per phase, with one column per metric that is not a time."""
+        """One row per phase, with a column for each metric whose values are not `Timed`."""
         timed = [name for name, metric in METRICS.items() if isinstance(metric.how, Timed)]
         rows = self.summary[(self.summary.phase != STEP) & ~self.summary.metric.isin(timed)]
         rows = of_one_instrument(rows)
@@ -143,6 +147,10 @@ class CaseReport:
             metric: the metric. The default is ``dram_bytes``, or ``logical_bytes`` if this case
                 was only counted.
             phase: a phase, or ``"step"``.
+
+        Raises:
+            ConfigurationError: the cases differ in more than the trainer, the devices differ, a
+                report lacks the metric, or the baseline's number is 0.
         """
         if metric is None:
             counted = set(self.frame.device) == {NO_HARDWARE}

@@ -1,14 +1,16 @@
 """The roofline: whether bandwidth or arithmetic bounds each phase of a step.
 
-A phase with F operations and M bytes takes at least ``max(F / peak, M / bandwidth)`` seconds. Its
-arithmetic intensity F / M decides which of the two bounds is larger (Williams, Waterman and
-Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009).
+A phase with F floating-point operations and M bytes takes at least F / peak seconds for its
+operations and M / bandwidth seconds for its bytes. The arithmetic intensity F / M of the phase
+decides which of these two bounds is larger (Williams, Waterman and Patterson, "Roofline: an
+insightful visual performance model", CACM 52(4), 2009).
 
-PyTorch's counter counts the operations of matrix products and attention. Bytes are DRAM bytes if
-they were measured, and logical bytes otherwise. No table mixes the two.
+PyTorch's counter counts the operations of matrix products and attention only. The bytes of a case
+are its DRAM bytes if DRAM bytes were measured, and its logical bytes otherwise. No printed table
+mixes the two kinds of bytes.
 
-The roofs of a card are the highest rates of its memory and its arithmetic. They come from NVIDIA's
-documents, or were measured. ``cards.toml`` has both.
+The roofs of a card are the highest rates of its memory (bandwidth) and of its arithmetic (peak).
+``cards.toml`` has roofs of many cards from NVIDIA's documents, and measured roofs of few cards.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ class Roofs:
     def of(
         cls, devices: Iterable[str], bandwidth: float, flops: Mapping[str, float], source: str
     ) -> Roofs:
-        """Make the roofs of devices. Under autocast, the roof is that of 16-bit products."""
+        """Make the roofs of devices. Autocast has the arithmetic roof of its 16-bit products."""
         names = tuple(devices)
         known = {name: float(flops[name]) for name in PRODUCTS}
         known |= {f"{name}-amp": float(flops[name]) for name in ("bf16", "fp16") if name in flops}
         return cls(names[0], names, float(bandwidth), known, source)
 
     def ridge(self, precision: str) -> float:
-        """Return the arithmetic intensity (FLOP/B) above which arithmetic is the bound."""
+        """Return the arithmetic intensity (FLOP/B) above which arithmetic is the larger bound."""
         return self.flops[precision] / self.bandwidth
 
 
@@ -73,11 +75,11 @@ _CARDS_TOML = tomllib.loads(
 )
 
 CARDS = dict(_read_cards())
-"""The roofs of cards by short name, from data sheets. Few programs reach them."""
+"""The roofs of cards by short name, from NVIDIA's documents. Few programs reach these rates."""
 
 
 def known_roofs(name: str) -> Roofs | None:
-    """Return the card with this short name or driver's name (``NVIDIA H200``), or None."""
+    """Return the card with this short name (``h200``) or device name (``NVIDIA H200``), or None."""
     named = (c for key, c in CARDS.items() if _plain(name) in map(_plain, (key, *c.devices)))
     return next(named, None)
 
@@ -86,7 +88,7 @@ def find_card(name: str) -> Roofs:
     """Return the card with this name.
 
     Raises:
-        ConfigurationError: there is no data sheet of the card in ``cards.toml``.
+        ConfigurationError: ``cards.toml`` has no figures of the card.
     """
     if card := known_roofs(name):
         return card
@@ -94,7 +96,7 @@ def find_card(name: str) -> Roofs:
 
 
 def _plain(name: str) -> str:
-    """Keep letters and digits in lower case, and remove the maker's name."""
+    """Return the letters and digits of a name in lower case, without "nvidia" and "geforce"."""
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
 
 
@@ -107,7 +109,7 @@ def find_ceilings(device: str) -> Roofs:
     """Return the measured roofs of a device.
 
     Raises:
-        ConfigurationError: there are no measured roofs of the device in ``cards.toml``.
+        ConfigurationError: ``cards.toml`` has no measured roofs of the device.
     """
     for roofs in map(_measured_roofs, _CARDS_TOML["ceilings"]):
         if device in roofs.devices:
@@ -121,8 +123,9 @@ def find_ceilings(device: str) -> Roofs:
 def reachable(card: Roofs) -> Roofs:
     """Estimate the rates that large copies and matrix products reach on a card.
 
-    Each rate is the data sheet's rate, times the share that was measured on an H200: 0.89 of the
-    bandwidth, and 0.76, 0.72 and 0.68 of the arithmetic at fp32, tf32 and bf16.
+    Each rate is the rate in the data sheet of the card, times a share. The share is the measured
+    rate of an H200 divided by the rate in the H200's data sheet: 0.89 for the bandwidth, and 0.76,
+    0.72 and 0.68 for arithmetic at fp32, tf32 and bf16. Other precisions have the share of bf16.
     """
     own, reached = CARDS["h200"], _measured_roofs(_CARDS_TOML["ceilings"][0])
     shares = {
@@ -154,14 +157,15 @@ COUNTED_BYTES = "logical bytes"
 BUSY = "gpu_busy_share"
 
 LAUNCH_BOUND = 0.7
-"""A phase is launch-bound if the GPU is busy for a smaller share of the phase's time than this."""
+"""A phase is launch-bound if the GPU is busy for less than this share of the phase's time."""
 
 
 def intensities(summary: pd.DataFrame) -> pd.DataFrame:
     """Return the table of `phases` for cases whose precision is known.
 
     Raises:
-        ConfigurationError: there is no such case, or its operations were not counted.
+        ConfigurationError: the precision of no case is known, or a phase or step has no counted
+            operations.
     """
     known = summary[summary.precision != ""]
     if known.empty and not summary.empty:
@@ -183,8 +187,8 @@ def intensities(summary: pd.DataFrame) -> pd.DataFrame:
 def phases(summary: pd.DataFrame) -> pd.DataFrame:
     """Return operations, bytes and time of each phase and of the step.
 
-    Operations are counted without hardware. Times come from the instrument that measured ``busy``
-    if that instrument timed the case, because ``busy`` is a share of that time.
+    Operations are counted without hardware. Times come from an instrument that can measure
+    ``busy`` if one timed the case, because ``busy`` is a share of the time by that instrument.
 
     Returns:
         One row per case, device and phase: the case and its fields, ``device``, ``phase``,
@@ -224,12 +228,13 @@ def apply_roofs(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
     """Add the least times that the roofs of one card allow to a table of `phases`.
 
     Returns:
-        The table with these columns, which are NaN if operations, bytes or the roof at this
-        precision are unknown. ``arithmetic_seconds`` and ``bytes_seconds`` are the least times for
-        operations and for bytes. ``bound`` names the longer of the two, or says ``launch-bound``
-        with the share of time in which the GPU was busy. ``least_seconds`` is the longer time. For
-        a step, it is the sum over the phases, because phases run one after the other. ``share`` is
-        ``least_seconds / seconds``, and ``flops_per_second`` the achieved rate.
+        The table with six more columns. A column is NaN if a number or a roof that it needs is
+        unknown. ``arithmetic_seconds`` and ``bytes_seconds`` are the least times for operations and
+        for bytes. ``bound`` is ``arithmetic`` or ``bandwidth``, whichever has the longer least
+        time. If the busy share is below `LAUNCH_BOUND`, ``bound`` instead says ``launch-bound``
+        with this share. ``least_seconds`` is the longer of the two least times. For a step with
+        phases, it is the sum over the phases, because phases run one after the other. ``share`` is
+        ``least_seconds / seconds``, and ``flops_per_second`` is the achieved rate.
 
     Raises:
         ConfigurationError: rows were measured on another card.

@@ -1,4 +1,4 @@
-"""The long table, with one row per number. Each row is a `Measurement`."""
+"""The long table, with one row per measured or counted number. Each row is a `Measurement`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Script, Subject, subject_from
 
 SCHEMA = 2
-"""Version of the JSON documents. It is raised when a field changes its meaning."""
+"""Version of the JSON documents. The version is raised when a field changes its meaning."""
 
 STEP = "step"
 """The value of ``phase`` in rows about the whole step."""
@@ -34,8 +34,8 @@ class Measurement:
         phase: a phase of the step, or ``"step"``.
         metric: the name of the metric, e.g. ``dram_read_bytes``.
         value: the number, in ``unit``.
-        unit: ``B``, ``s``, ``B/s``, ``1/s`` or ``1``. Counters of ncu by their own names have the
-            unit that ncu reports.
+        unit: the unit of the metric, e.g. ``B``, ``s`` or ``1``. A counter that was requested by
+            ncu's own name has the unit that ncu reports.
         repeat: the number of the step among the active steps, from 0.
         device: the name of the GPU or CPU, or `NO_HARDWARE`.
         tool: the measuring programs with their versions, e.g. ``ncu 2025.3.1``.
@@ -74,10 +74,11 @@ COLUMNS = [*AXES, *OWN_COLUMNS]
 """The columns of the long table, in order."""
 
 IDENTITY = [column for column in COLUMNS if column not in ("value", "unit", "tool")]
-"""The columns that identify a number of the long table."""
+"""The columns whose values identify one row of the long table."""
 
 NUMBER = ["case", *(c for c in IDENTITY if c not in (*AXES, "rank", "repeat"))]
-"""The columns that identify a number of a summary, which combines ranks and steps."""
+"""The columns whose values identify one row of a summary. A summary combines ranks and steps, so
+``rank`` and ``repeat`` are not among these columns."""
 
 PLACE = [column for column in NUMBER if column not in ("instrument", "metric")]
 """The columns of a summary that identify case, device and phase."""
@@ -94,12 +95,13 @@ def checked(
 ) -> tuple[list[Measurement], list[str]]:
     """Check the rows that an instrument recorded for a case.
 
-    Each phase that a step lacks gets a row with the value 0, so that a missing row means that a
-    number was lost. No zeros are added for a script, because its steps may have different
-    phases, nor if a row was refused or ``whole`` is false.
+    If a step lacks a phase that another step or rank has, a row with the value 0 is added for
+    metrics whose phases add up to the step. For these metrics, a missing row therefore means that a
+    number was lost. No rows are added for a script, because its steps may have different phases.
+    No rows are added either if a row was refused or ``whole`` is false.
 
     Returns:
-        The valid rows with the zeros, and for each refused row the reason.
+        The valid rows with the added rows, and for each refused row the reason.
     """
     valid: dict[Measurement, Measurement] = {}
     refused: list[str] = []
@@ -131,7 +133,10 @@ def _why_impossible(case: Subject, row: Measurement, valid: Container[Measuremen
 
 
 def impossible_number(metric: str, value: float, unit: str) -> str:
-    """Return what is wrong with a metric, its value or its unit, or an empty string."""
+    """Return what is wrong with a metric, its value or its unit, or an empty string.
+
+    The units of counters by ncu's own names are not checked.
+    """
     known = METRICS.get(metric)
     if not known and not is_counter(metric):
         return "an undefined metric"
@@ -142,9 +147,10 @@ def impossible_number(metric: str, value: float, unit: str) -> str:
 
 
 def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:
-    """Yield a row with the value 0 for each phase that a step lacks and another step has.
+    """Yield a row with the value 0 for each phase that a step lacks and another step or rank has.
 
-    Only metrics whose phases add up to the step get such rows.
+    Only metrics whose phases add up to the step get such rows, and only in steps that have the
+    metric for some phase.
     """
     not_summed = {metric.name for metric in METRICS.values() if not metric.adds_up}
     recorded = {_without_value(row) for row in rows}

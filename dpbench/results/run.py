@@ -1,4 +1,4 @@
-"""A run: everything that one session measured. It is saved as one JSON document."""
+"""A run: the outcomes and conditions of one session, which are saved as one JSON document."""
 
 from __future__ import annotations
 
@@ -81,10 +81,12 @@ class Run:
     def merge(cls, runs: Sequence[Run]) -> Run:
         """Merge an interrupted run and its continuation, or the runs of shards, into one run.
 
-        The outcomes of all parts are merged, see `merge_duplicates`. The duration is the sum over
-        the parts. The run is complete if all parts are complete, and regressed if any part is. The
-        grid keeps only the axes that all parts share. Other fields of the session are those of the
-        last part. ``session["parts"]`` records environment, settings and grid of parts that differ.
+        The outcomes of all runs are merged, see `merge_duplicates`. The duration is the sum over
+        the runs. The merged run is complete if all runs are complete, and regressed if any run is
+        regressed. ``unjudged`` has the entries of all runs. The grid keeps only the axes that have
+        the same values in all runs. Environment and other fields of the session are those of the
+        last run. If environment, settings or grid differ, ``session["parts"]`` records all
+        different combinations of the three.
         """
         every = [part for run in runs for part in run.parts]
         parts = [part for place, part in enumerate(every) if part not in every[:place]]
@@ -103,13 +105,16 @@ class Run:
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """``environment``, ``settings`` and ``grid`` of each part. An unmerged run has one part."""
+        """The different combinations of ``environment``, ``settings`` and ``grid`` in a merged run.
+
+        A run that was not merged has one part.
+        """
         own = {"environment": self.environment, "settings": self.session.get("settings", {})}
         return [{"grid": self.grid, **part} for part in self.session.get("parts", [own])]
 
     @property
     def grid(self) -> dict[str, Any]:
-        """The session's values along each axis, including the values of other shards."""
+        """The values along each axis of the whole grid, of which a shard measures only a part."""
         return {n: v for n, v in self.session.get("grid", {}).items() if n != "shard"}
 
     @property
@@ -134,7 +139,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``complete`` or ``interrupted``. An interrupted run has the cases that were finished."""
+        """``complete`` or ``interrupted``. An interrupted run has the cases finished until then."""
         return str(self.session.get("status", COMPLETE))
 
     @property
@@ -144,7 +149,10 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """The status, or ``regressed`` or ``unjudged`` if a limit failed in a complete run."""
+        """The status. A complete run that failed is instead ``regressed`` or ``unjudged``.
+
+        A run is regressed if a limit was exceeded, and unjudged if a limit could not be checked.
+        """
         if self.status != COMPLETE:
             return self.status
         unjudged = UNJUDGED if self.session.get("unjudged") else COMPLETE
@@ -187,7 +195,7 @@ class Run:
             return summary(self.frame, self.baseline)
 
     def with_derived(self) -> Run:
-        """Return the run with derived metrics (ratios, throughputs) in its document."""
+        """Return the run with derived metrics in its document, see `derived`."""
         return replace(self, document={**self.document, **derived(self.summary)})
 
     @cached_property
@@ -206,7 +214,7 @@ class Run:
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """The outcome of each case, in the order of the document."""
+        """The outcomes in the order of the document. Several can be about the same case."""
         if self.measured is not None:
             return self.measured
         rows: dict[Subject, dict[str, list[Any]]] = defaultdict(dict)

@@ -115,7 +115,7 @@ class MetricPart(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def _schema() -> type[Any]:
-    """Make the type of a whole document. Its lists have the fields of the classes in `LISTS`."""
+    """Make the type of a whole document. Its lists have entries with the fields of `LISTS`."""
     phase = Literal[(STEP, *ALL_PHASES)]  # type: ignore[valid-type]
     lists: dict[str, Any] = {}
     for part, kind in LISTS.items():
@@ -165,7 +165,8 @@ def _schema() -> type[Any]:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a run's document.
 
-    The schema leaves out lists that are computed from rows, such as ``ratios``.
+    The schema leaves out fields that are computed from other fields, such as ``summary`` and
+    ``ratios``.
     """
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of dpbench"}
     return title | msgspec.json.schema(_schema())
@@ -186,7 +187,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """Decode and check a document. An error names the field that is wrong."""
+    """Decode and check a document, and fill in optional axes. An error says what is wrong."""
     head = msgspec.json.decode(data, type=_Head)
     if head.schema != SCHEMA:
         upgrade = "; upgrade dpbench" if head.schema > SCHEMA else ""

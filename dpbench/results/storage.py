@@ -22,9 +22,9 @@ _FILE = re.compile(r"(\d{4,})_([^\x00-\x1f\x7f-\x9f]+)\.json")
 
 
 def folder_name(device: str | None) -> str:
-    """Return the name of the folder for a device, e.g. ``NVIDIA-H200``.
+    """Return the name of the folder for runs on a device, e.g. ``NVIDIA-H200``.
 
-    None stands for runs that were counted without hardware.
+    Without a device, return the name of the folder for runs that were counted without hardware.
     """
     if not device:
         return LOGICAL
@@ -34,8 +34,9 @@ def folder_name(device: str | None) -> str:
 class Storage:
     """A directory of saved runs.
 
-    It has a folder for each device, and in the folder a file ``0001_NAME.json`` for each run. A
-    number occurs in one folder only, so that it identifies a run.
+    The directory has a folder for each device. The folder has a file, such as ``0001_NAME.json``,
+    for each run. A new run gets a number that no run in any folder has. Two files can have the
+    same number if a file was copied or if the file system has no locks.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -66,7 +67,7 @@ class Storage:
     def find(self, text: str) -> Path:
         """Return the file of the run with this number, path or name.
 
-        If several runs have the name, the newest run is returned.
+        If several runs have the name, the run with the largest number is returned.
         """
         if not re.fullmatch(r"\d{1,18}", text):
             if stat.S_ISREG(mode_of(Path(text))):
@@ -92,14 +93,14 @@ class Storage:
         raise ConfigurationError(f"{where}; dpbench list shows what is saved{nearest}")
 
     def candidates(self, devices: Iterable[str]) -> list[Path]:
-        """Return the files of runs on these devices and of counted runs, the newest first."""
+        """Return the files of runs on these devices or without hardware, the newest first."""
         folders = {LOGICAL, *map(folder_name, devices)}
         return [path for path in reversed(self.paths()) if path.parent.name in folders]
 
     def interrupted(
         self, device: str | None, shard: str | None, name: str | None, skipped: list[str]
     ) -> Path | None:
-        """Find the latest interrupted run that has a case.
+        """Find the latest interrupted run that has a case and fits the arguments.
 
         Args:
             device: the device of the run, or None for runs that were counted without hardware.
@@ -122,7 +123,10 @@ class Storage:
         return None
 
     def allocate(self, name: str, device: str | None, text: str) -> Path:
-        """Create a file with the next free number and this text. No two sessions get one number."""
+        """Create a file with the next free number in its name and this text.
+
+        A lock prevents two sessions from getting the same number, if the file system has locks.
+        """
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ConfigurationError(
                 f"run name {name!r} must be made of letters, digits, '.', '_' and '-'"
@@ -145,7 +149,7 @@ class Storage:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Lock a run's file while a session writes it. The end of the process releases the lock."""
+        """Lock a run's file while a session writes it. If the process ends, so does the lock."""
         lock = _lock(path)
         try:
             with locked(lock, wait=False):
@@ -159,7 +163,7 @@ class Storage:
 
 
 def is_being_written(path: Path) -> bool:
-    """Return True if a session is writing a run's file and this user can see its lock."""
+    """Return True if a session is writing a run's file and this user can see the lock."""
     try:
         with locked(_lock(path), wait=False) if _lock(path).exists() else nullcontext():
             return False
@@ -182,7 +186,7 @@ def _name(path: Path) -> str:
 def readable(
     paths: Iterable[Path], load: Callable[[Path], Run], skipped: list[str]
 ) -> Iterator[Run]:
-    """Yield the runs that can be read, and add a message on each other file to ``skipped``."""
+    """Yield the runs that can be read, and add a message on each unreadable file to ``skipped``."""
     for path in paths:
         try:
             yield load(path)
@@ -199,14 +203,15 @@ def latest_passed_run(
     asked: Collection[tuple[Subject, str]],
     notes: list[str],
 ) -> Run | None:
-    """Return the latest complete run whose limits all passed, or None.
+    """Return the latest complete run that failed no limit and fits the arguments, or None.
 
     Args:
         newest_first: the files of candidates, the newest first.
         sources: pairs (device, instrument). The run must have rows of at least one pair.
-        asked: pairs (case, instrument). If there are any, the run must have at least one of them.
+        asked: pairs (case, instrument). The run must have rows of at least one pair, unless there
+            are no pairs.
         notes: the list to which messages are added: on unreadable files and, if no run is returned,
-            on the latest run that was rejected.
+            on the latest run that fits the arguments but is interrupted or failed a limit.
     """
     skipped, rejected, wanted = list[str](), list[str](), {*asked}
     for run in readable(newest_first, Run.load, skipped):
@@ -225,7 +230,9 @@ def latest_passed_run(
 def check_comparable(
     before: Run, after: Collection[tuple[str, str]], name: str, *, across: bool, option: str
 ) -> None:
-    """Refuse to compare different devices, or runs without a common instrument.
+    """Refuse to compare runs without a common instrument.
+
+    Unless ``across``, also refuse runs if an instrument of both measured on no common device.
 
     Args:
         before: the reference run.

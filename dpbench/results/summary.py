@@ -1,4 +1,4 @@
-"""The summary of a run: every number that is shown, compared or checked against a limit.
+"""The summary of a run, from which tables, charts, comparisons and limits take their numbers.
 
 `dpbench.results.aggregation` combines ranks and steps. This module adds derived metrics: ratios,
 spreads, throughputs, and quotients of measured and logical numbers.
@@ -29,8 +29,8 @@ from dpbench.results.rows import (
 )
 
 IN_CACHE_BYTES = 1e9
-"""If a step moves fewer bytes, much of its data stays in the L2 cache (60 MB on an H200) between
-kernels. Ratios of DRAM bytes then mean nothing."""
+"""If a step moves fewer DRAM bytes than this, much of its data stays in the L2 cache (60 MB on an
+H200) between kernels. Ratios of DRAM bytes then mean nothing."""
 
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
@@ -42,28 +42,29 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
     """Summarise a long table.
 
     Returns:
-        One row per number. The columns are ``case``, the fields of the case, ``instrument``,
-        ``device``, ``phase``, ``metric``, ``unit``, and:
+        One row for each case, device, instrument, phase and metric. The columns include ``case``,
+        the fields of the case, ``instrument``, ``device``, ``phase``, ``metric``, ``unit``, and:
 
-        - ``value``: the mean over the steps, or the median for times and rates. With Poisson
-          batches, times and rates have the mean, too, and peaks have the maximum. Ranks are
-          combined as the metric defines. If some steps of a script lack a phase, such as the
-          optimizer under gradient accumulation, the phase counts as 0 in these steps, so that
-          phases add up to the step. The value is NaN if some steps of a case lack the number, or if
-          a ratio has no baseline.
+        - ``value``: the mean over the steps, or the median for times, rates and shares. With
+          Poisson batches, times, rates and shares have the mean, too, and peaks have the maximum.
+          Ranks are combined as the metric defines. Some steps of a script can lack a phase, such as
+          the optimizer under gradient accumulation. Metrics whose phases add up to the step count
+          as 0 in these steps. If some steps of a case of a grid lack such a metric, the value is
+          NaN. A ratio without a baseline is also NaN.
         - ``kind`` and ``of``: the kind of a derived metric, and its base metric.
         - ``least`` and ``most``: the smallest and the largest value of a step.
         - ``steps``: the number of steps.
-        - ``steps_present``: the number of steps that have the number.
+        - ``steps_present``: the number of steps that have a value.
         - ``ranks``: the number of ranks.
         - ``imbalance``: the largest value of a rank divided by the mean over ranks.
-        - ``ratio``: the value divided by the value of the trainer ``baseline`` in the same cell.
-        - ``spread``: ``(most - least) / value``.
-        - ``logical``: the number that logical counting has for the same case and phase.
+        - ``ratio``: the value divided by the value of the same case with the trainer ``baseline``.
+        - ``spread``: ``(most - least) / value``, or NaN for a single step.
+        - ``logical``: the prediction of logical counting for the same case, phase and metric.
         - ``over_logical``: the value divided by ``logical``.
-        - ``over_one_gpu``: the value divided by the value on one GPU with the same batch.
+        - ``over_one_gpu``: the value divided by the value of the same trainer on one GPU, with the
+          same batch.
         - ``preferred``: true if the base metric comes from the preferred instrument.
-        - ``has_baseline``: true if the baseline was measured in the same cell.
+        - ``has_baseline``: true if the same device has rows of the same case with the baseline.
         - ``in_cache``: true if the step moves so few bytes that ratios of DRAM bytes mean nothing.
         - ``timed_by``: the instrument that measured the time of a throughput.
     """
@@ -100,8 +101,8 @@ def own_values(rows: pd.DataFrame) -> pd.DataFrame:
 def of_one_instrument(rows: pd.DataFrame, preferred: Sequence[str] = ()) -> pd.DataFrame:
     """Keep one row for each case, device, phase and metric.
 
-    If several instruments have the number, the first of ``preferred`` is kept. By default these are
-    the instruments in the metric's definition.
+    If several instruments have the number, the row of the instrument that comes first in
+    ``preferred`` is kept. By default, ``preferred`` has the instruments of the metric's definition.
     """
     order = {name: preferred or instruments_of(name) for name in rows.metric.unique()}
     places = [
@@ -126,7 +127,10 @@ def instruments_of(name: str) -> tuple[str, ...]:
 
 
 def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """Add ``ratio``, and ``ratio_steps``, the smaller number of steps of case and baseline."""
+    """Add ``ratio``, ``baseline`` and ``ratio_steps``.
+
+    ``ratio_steps`` is the smaller of the numbers of steps of the case and of its baseline.
+    """
     cell = rows.assign(case=each_case(rows.case, lambda case: case.cell))
     of_baseline = cell[each_case(rows.case, lambda case: case.trainer == baseline).astype(bool)]
     baseline_steps = lookup(cell, of_baseline.assign(value=of_baseline.steps), NUMBER)
@@ -145,8 +149,8 @@ def divided(values: pd.Series[float], divisors: pd.Series[float]) -> pd.Series[f
 def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
     """Add ``logical`` and ``over_logical`` to rows that hardware measured.
 
-    Logical counting counts the first rank only. A metric that is summed over ranks therefore gets
-    the logical number times the number of GPUs.
+    Logical counting counts the first rank only. If a metric is summed over ranks, ``logical`` is
+    therefore the counted number times the number of GPUs.
     """
     by_hardware = rows.device != NO_HARDWARE
     logical_of = {metric.name: metric.logical for metric in METRICS.values() if metric.logical}
@@ -161,7 +165,7 @@ def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _over_one_gpu(rows: pd.DataFrame) -> pd.Series[float]:
-    """Divide values on several GPUs by the values on one GPU with the same trainer and batch."""
+    """Divide values on several GPUs by values on one GPU with the same trainer and batch."""
     gpus = each_case(rows.case, lambda case: case.gpus)
     several = rows[gpus > 1]
     if several.empty:
@@ -198,10 +202,10 @@ def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
 
 
 def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Make rows of throughputs: the bytes of a step divided by its unprofiled time.
+    """Make rows of throughputs: the bytes of a step divided by the time of an unprofiled step.
 
-    The time comes from the instrument that counted the bytes if it measured one, otherwise from
-    another instrument.
+    The time comes from the instrument that counted the bytes if this instrument measured times,
+    otherwise from another instrument.
     """
     step = rows[rows.phase == STEP]
     times = step[step.metric == "step_time_seconds"].assign(metric="")
@@ -225,7 +229,7 @@ def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _largest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Make a row for each case and phase with the largest spread of its metrics.
+    """Make a row for each case, device and phase with the largest spread of any metric.
 
     Only metrics whose `Metric.spread` is true are considered.
     """

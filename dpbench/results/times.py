@@ -1,9 +1,11 @@
-"""The time breakdown: arithmetic, bytes and idle time of each phase, and of the time privacy adds.
+"""The time breakdown: how arithmetic, bytes and idle time explain the time of a phase.
+
+The same parts explain the time that a private step takes beyond a step of the baseline.
 
 The roofs of the card (`dpbench.results.roofline`) give the least time of a phase for its operations
 and the least time for its DRAM bytes. These two times overlap, so a phase takes at least the longer
-of the two. ``idle`` is the time in which the GPU did nothing. ``left`` is the remaining time, in
-which kernels run slower than the roofs allow.
+of the two. ``idle`` is the time in which the GPU did nothing. ``left`` is the time of the phase
+minus ``idle`` and the longer least time. In this time, kernels run slower than the roofs allow.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ PARTS = ("arithmetic", "bytes", "idle", "left")
 def time_breakdown(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
     """Divide the times of phases and steps, all measured on one card, into parts.
 
-    Logical bytes are not used, because caches can hold some of these bytes, so they bound no time.
+    Logical bytes are not used. Caches can hold some of these bytes, so the time for all of these
+    bytes is no lower bound.
 
     Returns:
-        The table of `apply_roofs` for all phases with a time, and two more columns.
+        The table of `apply_roofs` for all phases and steps with a time, and two more columns.
         ``idle_seconds`` is ``(1 - busy) * seconds``. ``left_seconds`` is the time minus
-        ``idle_seconds`` and ``least_seconds``. It is negative if a bound exceeds the time in which
-        the GPU was busy: then a ceiling is too low, or bytes and time belong to different work.
-        A part is NaN if the numbers that it needs are unknown.
+        ``idle_seconds`` and ``least_seconds``. ``left_seconds`` is negative if ``least_seconds``
+        exceeds the time in which the GPU was busy. Then a ceiling is too low, or bytes and time
+        belong to different work. A part is NaN if a number that it needs is unknown.
     """
     table = phases(summary)
     table = table.assign(bytes=table.bytes.where(table.bytes_are == MEASURED_BYTES))
@@ -45,8 +48,8 @@ def additional(times: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.Data
     """Divide the time by which each step exceeds the baseline's step into parts.
 
     Returns:
-        One row per case and device whose step takes longer than the step of the ``baseline`` in the
-        same cell. ``more_seconds`` is the additional time. For each of `PARTS`, a column such as
+        One row per case and device whose step takes longer than the step of the same case with the
+        ``baseline``. ``more_seconds`` is the additional time. For each of `PARTS`, a column such as
         ``idle_share`` is the additional time of the part, divided by ``more_seconds``. The shares
         of arithmetic and bytes overlap. A share can be negative or above 1.
     """

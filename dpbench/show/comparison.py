@@ -20,10 +20,10 @@ from dpbench.show.groups import title_parts
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, three_digits, written
 
 MOST_LINES = 40
-"""The most lines in a list of numbers that exceeded their limit."""
+"""The most lines in a list of numbers that exceeded a limit."""
 
 HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
-"""The headers of the cells that `change_cells` returns."""
+"""The headers of the columns for which `change_cells` returns texts."""
 
 
 def comparison_tables(
@@ -34,9 +34,10 @@ def comparison_tables(
     shown: Sequence[tuple[str, str]] = (),
     largest_first: bool = False,
 ) -> list[Table]:
-    """Make a table of changes for each cell, instrument and device.
+    """Make a table of changes for each configuration, instrument and device.
 
-    The tables show the main metrics of the step, and every number for which a limit was checked.
+    The tables show the main metrics of the step (or ``shown``), and every number for which a limit
+    was checked.
 
     Args:
         verdict: the changes, and the numbers for which limits were checked.
@@ -85,7 +86,7 @@ def _main_metrics() -> list[str]:
 
 
 def change_cells(row: Mapping[Any, Any]) -> list[str]:
-    """Return the cells of one changed number, in the order of `HEADERS`."""
+    """Return the texts about one changed number, in the order of `HEADERS`."""
     limit = written(row.get("threshold"), lambda limit: str(limit).rpartition(":")[2])
     return [
         str(row["metric"]),
@@ -109,9 +110,10 @@ def regression_text(regressions: Iterable[Mapping[str, Any]]) -> str:
 
 
 def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each number that exceeded its limit, the largest change first.
+    """Return a line for each number that exceeded its limit, the largest relative change first.
 
-    There are at most `MOST_LINES` lines. The last line counts the numbers that have no line.
+    There are at most `MOST_LINES` lines. If more numbers exceeded their limit, the last line counts
+    the numbers that have no line.
     """
     worst = sorted(regressions, key=lambda row: -abs(row["relative"] or math.inf))
     lines = []
@@ -129,7 +131,7 @@ def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
 def grown_text(
     regressions: Iterable[Mapping[str, Any]], memory: Iterable[Mapping[str, Any]] = ()
 ) -> str:
-    """List the largest changes, with one line for each operator, kernel or function.
+    """List the changes of the operators, kernels and functions that changed most, one on each line.
 
     A line is, for example, ``dpsgd clip: aten.clone +85.9 GB, in blocks.*.mlp (model.py:24
     forward)``. Changes of memory come last.
@@ -145,7 +147,7 @@ def grown_text(
 
 
 def change_text(change: Mapping[str, Any]) -> str:
-    """Write an operator or kernel, the change of its bytes, and its module and line if known."""
+    """Write the change of the bytes of an operator, kernel or function, with module and line."""
     sign = "-" if change["bytes"] < 0 else "+"
     module = f", in {change['module']}" if change["module"] else ""
     line = f" ({change['line']})" if change["line"] else ""

@@ -27,7 +27,7 @@ LINE_WIDTH = 40
 """The width in characters at which the name of a source line is wrapped."""
 
 SMALL = 0.01
-"""A source line is shown only if it holds at least this share of the listed memory."""
+"""A source line is shown if it holds at least this share of the memory of all recorded lines."""
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
@@ -35,8 +35,8 @@ STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
     """Make all tables of a run. The last table counts the successful cases of each trainer.
 
-    Below the last table are the reasons of failures and the notes of cases. A note is, for example,
-    an assumption of logical counting where a step depends on values of tensors.
+    Below the last table are the reasons of failures and the notes of cases. For example, a note
+    says what logical counting assumed where a step depends on the values of tensors.
     """
     if not (outcomes := run.outcomes):
         return []
@@ -61,7 +61,10 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
 
 
 def memory_table(outcome: Outcome, top: int) -> Table:
-    """Make a table of the ``top`` source lines that hold most memory at the last step's peak."""
+    """Make a table of the source lines that hold most memory at the peak of the last step.
+
+    The table has at most ``top`` lines.
+    """
     lines = pd.DataFrame(map(asdict, outcome.memory_lines))
     lines["share"] = lines.held_bytes / lines.held_bytes.sum()
     peaks = [row for row in outcome.rows if row.metric == "peak_memory_bytes"]
@@ -79,9 +82,10 @@ def memory_table(outcome: Outcome, top: int) -> Table:
 
 
 def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:
-    """Make the table of a `trainer_summary`, with the reasons of failures and the notes below it.
+    """Make the table of a `trainer_summary`.
 
-    Peak memory that was counted without hardware has a separate column.
+    Below the table are the reasons of failures and the notes. Peak memory that was counted without
+    hardware has a separate column.
     """
     if not summary:
         return Table("Cases by trainer", [], [])

@@ -26,7 +26,8 @@ UNCLEAR_ALONE = ("micro_batches", "activation_checkpointing", "gpus", "compile")
 """Axes whose values, such as ``2`` or ``on``, need the name of the axis in a label."""
 
 WIDE_SPREAD = 0.1
-"""If the spread of a time over its steps exceeds this, the shortest and longest time are shown."""
+"""If the spread of a time over the steps exceeds this, tables show the shortest and longest time
+instead of one time."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Group:
 
     @cached_property
     def shown(self) -> pd.DataFrame:
-        """The rows of the group's phase."""
+        """The rows whose phase is `Group.phase`."""
         return self.frame[self.frame.phase == self.phase]
 
     @cached_property
@@ -62,12 +63,12 @@ class Group:
 
     @cached_property
     def unit(self) -> str:
-        """The unit of bytes in this group's tables: kB, MB or GB."""
+        """The unit of bytes in the group's tables, which fits the largest number: kB, MB or GB."""
         rows = self.shown[(self.shown.unit == "B") & self.shown.kind.isin(["value", "logical"])]
         return byte_unit(rows.value.max()) if len(rows) else "GB"
 
     def texts(self, shown: Metric, phase: str | None = None) -> dict[str, str]:
-        """Return the texts of a column by label. Cases without a number are left out."""
+        """Return the texts of a column by label, without cases that lack the number."""
         numbers = self.numbers.get((phase or self.phase, shown.name), {})
         return {label: self._written(shown, *number) for label, number in numbers.items()}
 
@@ -143,14 +144,14 @@ def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 def titled(
     rows: pd.DataFrame, shared: Sequence[str] = CONFIGURATION
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Group rows by axes and device, and yield the title and the rows of each group."""
+    """Group rows by the axes ``shared`` and the device. Yield the title and rows of each group."""
     keys = [*shared, "device"]
     for values, group in rows.groupby(keys, sort=False):
         yield title_of(dict(zip(keys, values, strict=True))), group
 
 
 def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
-    """Yield the groups of a summary. The view sets the order of the cases in a group."""
+    """Yield the groups of a summary, with cases in the order of the view."""
     named = [k for name in view.group_by for k in (CONFIGURATION if name == "cell" else [name])]
     keys = list(dict.fromkeys([*(name for name in named if name != "device"), "device"]))
     always = ("trainer", "batch_size", "seq_len")
@@ -170,7 +171,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
     rows = rows.assign(label=[" ".join(filter(None, names)) for names in zip(*parts, strict=True)])
     for values, group in rows.groupby(keys, sort=False):
         shared = dict(zip(keys, values, strict=True))
-        # An axis with one value is named in the title instead of each label.
+        # The title names the axes that are in no label. Each of them has one value in the summary.
         shared |= {a: group[a].iloc[0] for a in AXES if a not in (*keys, *labels)}
         group = group.drop_duplicates(["label", "phase", "metric"])
         phase = str(shared.get("phase", STEP))
@@ -187,7 +188,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
 
 
 def title_of(shared: Mapping[str, Any]) -> str:
-    """Make a title from the shared axes, tests, phase and device of rows."""
+    """Make a title from the axes, tests, phase and device that rows share."""
     parts = title_parts(shared)
     return ", ".join([*parts, shared["device"] or "unknown device"])
 

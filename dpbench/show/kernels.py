@@ -24,13 +24,14 @@ NAME_WIDTH = 24
 def kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Table]:
     """Make a table of a case's kernels and a table of their categories, most DRAM bytes first.
 
-    There are no tables if the case was not profiled kernel by kernel. Shares are of the step's DRAM
-    bytes if these were measured for the whole step, otherwise of the bytes of all kernels.
+    There are no tables if the case was not profiled kernel by kernel. A share is relative to the
+    DRAM bytes of the whole step. If these bytes were not measured, a share is relative to the DRAM
+    bytes of all profiled kernels.
 
     Args:
         outcome: the outcome of the case.
-        summary: the summary of its run.
-        top: the number of kernels to show. All categories are shown.
+        summary: the summary of the run.
+        top: the most lines in the table of kernels. All categories are shown.
     """
     if not (counts := outcome.kernels):
         return []
@@ -90,7 +91,7 @@ def _notes(
 
 
 def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
-    """Make a roofline table for each cell and kind of bytes.
+    """Make a roofline table for each configuration, device and kind of bytes.
 
     Args:
         table: the result of `dpbench.results.roofline.apply_roofs`.
@@ -119,7 +120,7 @@ ROOFLINE_COLUMNS: dict[str, Shown] = {
     "time\nms": ("seconds", step_milliseconds),
     "% of\nroof": ("share", "{:.0%}".format),
 }
-"""The columns of a roofline table. The last two have numbers only if the phase was timed."""
+"""The columns of a roofline table. The last two columns have numbers only for timed phases."""
 
 
 def phase_lines(
@@ -129,9 +130,10 @@ def phase_lines(
     columns: Mapping[str, Shown],
     notes: Iterable[str],
 ) -> Table:
-    """Make a table with a line for the step of each trainer, and below it lines for its phases.
+    """Make a table with a line for the step of each trainer, followed by a line for each phase.
 
-    A phase is shown if its weight is at least `SHOWN_SHARE` of the largest weight for some trainer.
+    A phase is shown if its weight, for some trainer, is at least the largest weight in the table
+    times `SHOWN_SHARE`.
     """
     large = rows.phase[weights >= SHOWN_SHARE * weights.max()]
     lines = rows[rows.phase.isin([*large, STEP])]
@@ -141,7 +143,7 @@ def phase_lines(
 
 
 def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield a note on launch-bound phases, and a note on trainers without busy shares."""
+    """Yield a note if phases are launch-bound, and a note on trainers without busy shares."""
     if (rows.busy < LAUNCH_BOUND).any():
         yield (
             f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time. The "
@@ -156,7 +158,7 @@ def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def roofs_in_words(roofs: Roofs, precisions: Iterable[str]) -> str:
-    """Write a card's bandwidth, its peak arithmetic at some precisions, and the ridge points."""
+    """Write a card's bandwidth, and its peak arithmetic and `Roofs.ridge` at some precisions."""
     peaks = [
         f"{roofs.flops[name] / 1e12:.4g} TFLOP/s at {name}, which are equal bounds at "
         f"{roofs.ridge(name):.1f} FLOP/B"

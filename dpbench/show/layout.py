@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WIDTH = 80
-"""The width of a line in characters, unless the terminal reports its own width."""
+"""The width of a line in characters if no terminal reports a width."""
 
 ABSENT = "-"
-"""The text of a number that was not measured."""
+"""The text of an unknown number."""
 
 Shown = tuple[str, Callable[[Any], str]]
 """A column of a table: its name in a frame, and the function that writes its values."""
@@ -36,7 +36,7 @@ class Table:
         headers: the headers of the columns.
         cells: the texts of each line.
         notes: the notes below the table.
-        exact: the values behind the texts, or an empty list.
+        exact: the values that ``cells`` shows as texts, or an empty list.
     """
 
     title: str
@@ -71,7 +71,7 @@ class Table:
         ]
 
     def as_text(self, width: int = WIDTH) -> str:
-        """Write the table as text. Columns that do not fit into the width are written below."""
+        """Write the table as text. Columns that do not fit into the width follow further below."""
         blocks = [self._render(block, "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
         lines = [_fill(self.title, width), "", "\n\n".join(blocks), *notes]
@@ -79,14 +79,17 @@ class Table:
 
     def as_markdown(self) -> str:
         """Write the table as a heading, a table of GitHub's Markdown, and notes."""
-        # Line breaks in a cell only make a long name fit a terminal.
+        # Line breaks are removed, because they only make a long name fit a terminal.
         cells = [[escaped(cell.replace("\n", "")) for cell in line] for line in self.cells]
         plain = Table("", list(map(escaped, self.headers)), cells)
         body = plain._render(range(len(self.headers)), "github")
         return "\n\n".join([f"### {escaped(self.title)}", body, *map(escaped, self.notes)])
 
     def _blocks(self, width: int) -> Iterator[list[int]]:
-        """Yield blocks of columns that fit into the width. Each block has the first column."""
+        """Yield blocks of columns that fit into the width. Each block begins with the first column.
+
+        A block of only two columns can be wider.
+        """
         block = [0]
         for index in range(1, len(self.headers)):
             lines = self._render([*block, index], "simple").splitlines()
@@ -133,17 +136,17 @@ def milliseconds(seconds: float) -> str:
 def step_milliseconds(seconds: float) -> str:
     """Write seconds as milliseconds, with one digit after the point.
 
-    A time below 0.1 ms has three significant digits instead.
+    A time below 0.1 ms has up to three significant digits instead.
     """
     return f"{seconds * 1e3:.1f}" if abs(seconds) >= 1e-4 else f"{seconds * 1e3:.3g}"
 
 
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
-"""The size of each unit, in bytes."""
+"""The units of bytes, each with its size in bytes."""
 
 
 def byte_unit(largest: float) -> str:
-    """Return the unit in which to write numbers of bytes whose maximum is ``largest``."""
+    """Return the unit for numbers of bytes of which ``largest`` is the maximum."""
     return "kB" if largest < 1e6 else "MB" if largest < 1e9 else "GB"
 
 
@@ -153,7 +156,10 @@ def gigabytes(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Write a number with at least three significant digits, without an exponent from 0.0001 on."""
+    """Write a number that is not negative, with three significant digits or more.
+
+    Below 0.1, zeros at the end are left out. Positive numbers below 0.0001 have an exponent.
+    """
     if value < 0.1:
         return f"{value:.3g}"
     digits = 1 if value >= 10 else 2 if value >= 1 else 4

@@ -1,8 +1,8 @@
 """Outputs: functions that turn runs into the content of a file.
 
 An output is a function of runs and `TableOptions` that returns text or bytes. `OUTPUTS` has an
-output for each file extension. A session writes one run. ``dpbench show`` can write several runs to
-one file, which some outputs refuse.
+output for each supported file extension. A session writes one run to a file. ``dpbench show`` can
+write several runs to one file, but some outputs refuse several runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions)
     """Write runs to a file. If the output fails, the file does not change.
 
     Raises:
-        ConfigurationError: the file cannot be written, or the output failed.
+        ConfigurationError: the file cannot be written, or an output from outside dpbench failed.
     """
     output: Output = OUTPUTS[kind]
     try:
@@ -44,7 +44,7 @@ def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions)
 
 
 def json_document(runs: Sequence[Run], view: TableOptions) -> str:
-    """Return the saved document of one run. Several runs are refused."""
+    """Return the document of one run as JSON text. Several runs are refused."""
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
         raise ConfigurationError(f"a JSON file can have one run only, not {names}: name one run")
@@ -52,7 +52,7 @@ def json_document(runs: Sequence[Run], view: TableOptions) -> str:
 
 
 def markdown_tables(runs: Sequence[Run], view: TableOptions) -> str:
-    """Return the tables of each run. An interrupted run has a line that counts missing cases."""
+    """Return the tables of each run. For an interrupted run, a line counts the missing cases."""
     from dpbench.show.export import summary_tables
     from dpbench.show.layout import as_markdown
 
@@ -73,9 +73,9 @@ def labels_text(labels: Mapping[str, str]) -> str:
 def csv_rows(runs: Sequence[Run], view: TableOptions) -> str:
     """Return the long table as CSV, with exact numbers and each trainer's labels.
 
-    The long table has no ratios, because each of its lines is about one step, and ratios are
-    computed over all steps. A text that a spreadsheet would run as a formula begins with an
-    apostrophe, as OWASP's "CSV Injection" advises.
+    The long table has no ratios, because a ratio is computed over all steps, and each row is about
+    one step. An apostrophe is put before a text that a spreadsheet would run as a formula, as
+    OWASP's "CSV Injection" advises.
     """
     import pandas as pd
 

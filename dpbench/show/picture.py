@@ -1,4 +1,4 @@
-"""A picture of a step's ratios as SVG, drawn without a browser."""
+"""A picture in SVG of the ratios of a step to the baseline, drawn without a browser."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WIDTH = 9.0
 """The width of a picture in inches. An inch is 72 units of the SVG."""
 
 ROW, FRAME = 0.17, 1.15
-"""The height of a bar, and the height of a panel's title and axis together, in inches."""
+"""The height of a bar, and the total height of the title and the axis of a panel, in inches."""
 
 TEXT, LINE = "#010203", "#040506"
-"""Placeholders of colours. They are replaced by the colours of `STYLE`."""
+"""Placeholders for the colours of text and lines. The SVG has the colours of `STYLE` instead."""
 
 STYLE = """<style>
 :root { --text: #1b1f24; --line: #9aa1aa; }
@@ -51,7 +51,7 @@ SETTINGS: Any = {
 def svg(runs: Sequence[Run], view: TableOptions) -> str:
     """Draw ratios to the baseline. This is the output for ``.svg``.
 
-    The same runs give the same text with the same version of Matplotlib. The picture has colours
+    With one version of Matplotlib, the same runs always give the same text. The picture has colours
     for light pages and for dark pages.
     """
     named = labelled((run.name, run.document) for run in runs)
@@ -63,7 +63,7 @@ def svg(runs: Sequence[Run], view: TableOptions) -> str:
 
 
 def _drawn(chart: Chart) -> Figure:
-    """Draw the panels of a chart, two in a row, below its title and legend."""
+    """Draw the panels of a chart, at most two in a row, between its title and its legend."""
     panels = [*chart.panels.items()]
     columns = min(len(panels), 2)
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
@@ -90,7 +90,7 @@ def _names(figure: Any) -> list[str]:
 
 
 def _draw(axes: Axes, title: str, figure: Any) -> None:
-    """Draw the bars of a panel, and their texts."""
+    """Draw the bars of a panel, with a text at the end of each bar."""
     layout, names = figure["layout"], _names(figure)
     bars = [trace for trace in figure["data"] if trace["type"] == "bar"]
     height = 0.75 / len(bars)

@@ -1,4 +1,4 @@
-"""Tables of the recordings of the PyTorch profiler and of Nsight Systems."""
+"""Tables of what the PyTorch profiler and Nsight Systems recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpbench.show.kernels import wrapped
 from dpbench.show.layout import Shown, Table, as_text, gigabytes, milliseconds
 
 PROFILER, TIMELINE = "PyTorch profiler", "Nsight Systems"
-"""The values of `Metric.table` for the two tools."""
+"""The values of `Metric.table` for metrics of the two tools."""
 
 WAITED = (
     "Exposed: time in collectives while the rank ran nothing else. Waited: time in collectives "
@@ -31,7 +31,7 @@ REPORT_WIDTH = 120
 
 
 def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
-    """Make the tables of all cases that a profiler recorded, by phase and by rank.
+    """Make the tables by phase and the tables by rank of all cases that a profiler recorded.
 
     Args:
         summary: the summary of the run, for the tables by phase.
@@ -48,7 +48,7 @@ def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
 
 
 def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
-    """Yield a table of the time of each rank in collectives, for each case with several ranks."""
+    """Yield a table by rank for each case with recorded collectives on several ranks."""
     steps = frame[frame.phase == STEP]
     spent = frame[(frame.metric == "communication_seconds") & (frame.phase != STEP)]
     without_rank, without_phase = ([c for c in IDENTITY if c != lost] for lost in ("rank", "phase"))
@@ -122,7 +122,7 @@ def timeline_tables(
 
     Args:
         usages: the metrics of each phase and step, as a timeline's ``usages`` returns them.
-        statistics: the CSV text of each report by name, or nothing if nsys cannot be used.
+        statistics: the CSV text of each report by name, or empty if nsys cannot be used.
         title: the beginning of each table's title.
     """
     frame = pd.DataFrame(usages)

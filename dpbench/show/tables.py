@@ -18,11 +18,11 @@ from dpbench.show.layout import Table
 from dpbench.show.view import TableOptions, column, shown_by_default
 
 SHOWN_SHARE = 1e-3
-"""A phase is shown if it has more than this share of the largest value of a phase or step."""
+"""A phase is shown if its value exceeds this share of the largest value of any phase or step."""
 
 EVEN_SHARE = 0.05
-"""Ranks differ if the largest value exceeds the mean over ranks by more than this share. A phase is
-ignored if its value is at most this share of the largest value."""
+"""A note names ranks that differ: their largest value exceeds their mean by more than this share. A
+phase is ignored if its value is at most this share of the largest value of any phase or step."""
 
 BUSY_OF = (
     "Busy: the time in which the GPU did anything, as a share of the time of the step or phase "
@@ -47,7 +47,7 @@ def tables(
 ) -> list[Table]:
     """Make the tables of a summary: the tables of each group, then counters by ncu's own names.
 
-    If the view names columns, each group has only one table, with these columns.
+    If the view names columns, each group has only one table, which has these columns.
 
     Args:
         summary: the summary of a run.
@@ -87,9 +87,10 @@ def tables(
 def _columns(group: Group, view: TableOptions) -> list[Metric]:
     """Return the columns of a group's first table.
 
-    Requested columns are returned, unless all of them are empty. Otherwise these are the default
-    columns, with ratios first. If the view groups by phase or the group has no bytes, default
-    columns without a number are left out, and the order is kept.
+    Columns that the user requested are returned, or no columns if all of them are empty. Without
+    a request, the default columns are returned, with ratios first. If the view groups by
+    phase or the group has no bytes, default columns without a number are left out, and ratios do
+    not come first.
     """
     logical = bool((group.shown.device == NO_HARDWARE).any())
     chosen = view.columns or shown_by_default(logical=logical)
@@ -101,15 +102,15 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
         return list(chosen) if filled else []
     if "phase" in view.group_by or not any(c.unit == "B" and c.adds_up for c in filled):
         return filled
-    # An empty column is shown only if its metric is usually known. Some chips and instruments have
-    # no busy shares or metrics from outside dpbench, and a single rank sends nothing.
+    # An empty column is shown only if its metric is usually known. Busy shares and metrics from
+    # outside dpbench are unknown on some chips or to some instruments. A single rank sends nothing.
     usual = METRICS.built_in - {BUSY, "collective_bytes"}
     kept = [c for c in chosen if c in filled or (c.of or c.name) in usual]
     return sorted(kept, key=lambda shown: shown.kind != "ratio")
 
 
 def _header(shown: Metric, view: TableOptions) -> str:
-    """Return a column's header. The header of a ratio names the baseline unless it is standard."""
+    """Return a column's header. The header of a ratio names a baseline other than `standard`."""
     if view.baseline == BASELINE_TRAINER:
         return shown.heading
     return shown.heading.replace(STANDARD, f"÷ {view.baseline}")
@@ -158,7 +159,7 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
 
 
 def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
-    """Compare steps with steps of the same trainer and the same batch on one GPU."""
+    """Make a table of steps divided by steps of the same trainer and batch on one GPU."""
     values = [each for each in columns if each.kind == "value"]
     texts = {c.heading: group.texts(column(derived_name(c.name, "over_one_gpu"))) for c in values}
     notes = [OF_ONE_RANK] if (group.frame.device == NO_HARDWARE).any() else []
@@ -166,7 +167,7 @@ def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
 
 
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """Yield a note for each label that differs between the trainers of a table."""
+    """Yield a note for each label of trainers that differs between the trainers of a table."""
     rows = group.shown
     shown = dict(zip(rows.case, rows.label, strict=True))
     labels: dict[str, dict[str, list[str]]] = {}
@@ -191,7 +192,7 @@ def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
-    """Yield, for each column, the case and phase in which ranks differ most."""
+    """Yield, for each column in which ranks differ, the case and phase that differ most."""
     for shown in (each for each in columns if each.kind == "value"):
         rows = group.frame[group.frame.metric == shown.name]
         rows = rows[rows.value > EVEN_SHARE * rows.value.max()]
@@ -238,7 +239,8 @@ def _busy_table(group: Group) -> list[Table]:
 def against_logical(group: Group) -> list[Table]:
     """Make a table of measured DRAM bytes divided by logical bytes, for cases that have both.
 
-    A line has the bytes of the step, and the quotients of each phase and of the step.
+    A line has the measured and the logical bytes of the step, and the quotients of each phase and
+    of the step.
     """
     dram, over = column("dram_bytes"), column("dram_over_logical")
     phases = (*_phases_shown(group, "dram_bytes"), STEP)

@@ -27,7 +27,7 @@ TIME_COLUMNS: dict[str, Shown] = {
     "left\nms": ("left_seconds", _tenths),
     "bound": ("bound", str),
 }
-"""The columns of a phase, with its time and the parts of that time."""
+"""The columns of a table of phases: the time and its parts."""
 
 ADDED_COLUMNS: dict[str, Shown] = {
     "more\nms": ("more_seconds", _tenths),
@@ -54,11 +54,13 @@ ABOUT_SHARES = (
 
 
 def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAINER) -> list[Table]:
-    """Make two tables for each cell: the times of phases, and the time that privacy adds.
+    """Make a table of the times of phases for each configuration and device.
+
+    If a step takes longer than the baseline's step, a second table breaks down the additional time.
 
     Args:
         times: the result of `dpbench.results.times.time_breakdown`.
-        roofs: the roofs that were used for it.
+        roofs: the roofs with which ``times`` was computed.
         baseline: the trainer with which steps are compared.
     """
     tables: list[Table] = []
@@ -75,7 +77,7 @@ def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAI
 
 
 def lacking(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield notes on missing numbers, on how to get them, and on bounds that are too high."""
+    """Yield notes on missing numbers and how to get them, and on bounds that are too high."""
     steps = rows[rows.phase == STEP]
     no_ceiling = steps.arithmetic_seconds.isna() & steps.flops.notna()
     for missing, what, by in (

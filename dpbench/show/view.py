@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def columns() -> dict[str, Metric]:
-    """Return all columns by name, except counters by ncu's own names, which only `column` finds."""
+    """Return all columns by name, without the metrics that only the tables of profilers show.
+
+    Counters by ncu's own names are left out, too, but `column` finds them.
+    """
     return {name: each for name, each in METRICS.every().items() if not each.table}
 
 
@@ -40,7 +43,7 @@ def column(name: str) -> Metric:
 def shown_by_default(*, logical: bool) -> list[Metric]:
     """Return the default columns of logical counting, or of hardware counters and times.
 
-    Metrics that a project adds are always among them.
+    Metrics that a project adds are in both, if they are shown by default.
     """
     shown = [metric for metric in METRICS.every().values() if "value" in metric.shown]
     return [
@@ -58,7 +61,7 @@ def usual_columns() -> list[Metric]:
 
 
 NAME = "name"
-"""The value of ``sort`` that orders lines by their first column."""
+"""The value of ``sort`` that orders the lines of a table by the text in their first column."""
 
 OF_TESTS = ("name", "fullname", "func", "fullfunc", "param")
 PARAM = "param:"
@@ -78,13 +81,13 @@ class TableOptions:
 
     Args:
         columns: the columns of the tables. If empty, tables have the columns of `shown_by_default`,
-            and tables of phases, throughputs and counters are shown, too.
+            and tables of phases, throughputs and other counters are shown, too.
         sort: the order of lines: the name of a column, an axis, or `NAME`.
         group_by: the labels by which cases are grouped into tables. The cases of a table always
             have the same device, too.
         top: the most kernels, operators and source lines in a table.
-        expected: the expected range of the ratio of each metric. The defaults are for ratios to the
-            standard trainer.
+        expected: for each metric, the expected range of its ratio. The defaults are for ratios to
+            the standard trainer.
         baseline: the trainer that ratios divide by.
         ceilings: the measured roofs of the card. If None, uses the roofs that dpbench has.
     """
@@ -116,7 +119,7 @@ class TableOptions:
         return cls(chosen, asked.sort, labels, asked.top, expected, baseline)
 
     def under_tests(self, summary: pd.DataFrame, outcomes: Iterable[Outcome]) -> pd.DataFrame:
-        """Add a column for each label of tests to a summary.
+        """Add a column to a summary for each requested label of tests.
 
         If several tests requested a case, the rows of the case are repeated for each test.
         """

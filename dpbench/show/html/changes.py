@@ -29,7 +29,7 @@ class Changes:
     Args:
         title: the names of the two runs.
         grown: the operators and kernels whose bytes changed most.
-        steps: the numbers of steps in both runs.
+        steps: tables that compare the metrics of whole steps.
         differences: other differences, such as versions, settings, code and machine.
     """
 
@@ -40,7 +40,7 @@ class Changes:
 
 
 def changes(runs: Sequence[Run]) -> list[Changes]:
-    """Return the changes from the first run to each run that shares a number with the first."""
+    """Return the changes from the first run to each other run with numbers of the same cases."""
     return [found for after in runs[1:] if (found := _changes(runs[0], after))]
 
 
@@ -54,7 +54,7 @@ def _changes(before: Run, after: Run) -> Changes | None:
 
 
 def _grown(before: Run, after: Run) -> Table:
-    """List operators and kernels of cases that both runs have, the largest change first."""
+    """List the operators and kernels that changed most in the cases of both runs."""
     frames = [frame for frame in _by_case(before, after) if len(frame)]
     found = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"change": []})
     found = found.sort_values("change", key=abs, ascending=False, kind="stable")

@@ -1,4 +1,4 @@
-"""The charts of bytes, memory and busy time."""
+"""The charts of ratios, times, bytes, memory and busy time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IN_CACHE = (
 
 
 def ratios(data: PageData) -> Chart | None:
-    """Draw bytes, time and peak memory of a step as multiples of the baseline's numbers.
+    """Draw the bytes, time and peak memory of a step as ratios to the baseline.
 
     This is the main result of the page.
     """
@@ -90,7 +90,7 @@ def step_times(data: PageData) -> Chart | None:
 def phases(data: PageData) -> Chart | None:
     """Draw bytes by trainer, stacked by phase, with a panel for each cell of the grid.
 
-    A phase is left out if it has at most `SHOWN_SHARE` of the step's bytes in every case. A failed
+    A phase is left out if it has at most `SHOWN_SHARE` of the step's bytes in all cases. A failed
     case without bytes has the name of its error instead of a bar.
     """
     step = data.step_bytes(data.basis)
@@ -128,7 +128,7 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
 
 
 def _about_ratios(data: PageData) -> Iterator[str]:
-    """Yield the notes on the ratios of the page's bytes."""
+    """Yield the notes on the bytes of the page and their ratios."""
     baseline, step = data.baseline, data.step_bytes(data.basis)
     yield f"At the end of a bar: GB of the whole step, and the ratio to the step of {baseline}."
     limits = data.expected.get(step.metric.iloc[0])
@@ -157,7 +157,7 @@ def memory(data: PageData) -> Chart | None:
 def busy(data: PageData) -> Chart | None:
     """Draw the share of each phase's time in which the GPU was busy, if this was measured.
 
-    A phase is left out if it has at most `SHOWN_SHARE` of the step's GPU cycles.
+    A phase of a case is left out if it has at most `SHOWN_SHARE` of the GPU cycles of the step.
     """
     summary, keys = data.summary, [*KEYS, "phase"]
     elapsed = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value

@@ -20,21 +20,21 @@ from dpbench.results.summary import with_logical
 from dpbench.show.groups import in_order, title_parts
 
 MEASURED, COUNTED = "measured", "counted"
-"""The values of the column ``basis``: a number was measured, or counted without hardware. A chart
-of bytes has only one basis."""
+"""The values of the column ``basis``: a number was measured, or was counted without hardware. Most
+charts of bytes show only numbers with the basis `PageData.basis`."""
 
 BYTES = {MEASURED: "dram_bytes", COUNTED: "logical_bytes"}
-"""The metric of the page's bytes, for each basis."""
+"""The metric that charts of bytes show, for each basis."""
 
 CASE = ["batch_size", "seq_len", "title", "trainer"]
-"""The columns that identify a case in a chart. The title names the values of all other axes."""
+"""The columns that identify a case in a chart. The title names the values of the other axes."""
 
 KEYS = ["run", "device", "basis", *CASE]
 """The columns that identify a case on the page."""
 
 
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
-    """Make runs from documents and their names. A repeated name gets a number."""
+    """Make runs from documents and their names. A number is added to a repeated name."""
     runs: list[Run] = []
     for name, document in documents:
         place = 1 + sum(run.path == Path(name) for run in runs)
@@ -48,7 +48,7 @@ class PageData:
 
     Args:
         runs: the runs of the page.
-        expected: the expected range of the ratio of each metric to the standard trainer.
+        expected: for each metric, the expected range of its ratio to the baseline.
         ceilings: the measured roofs of the card. If None, uses the roofs that dpbench has.
     """
 
@@ -58,15 +58,15 @@ class PageData:
 
     @cached_property
     def baseline(self) -> str:
-        """The name of the trainer that ratios divide by. If runs differ, all names are joined."""
+        """The trainer that ratios divide by. Different baselines of several runs are joined."""
         return " or ".join(dict.fromkeys(run.baseline for run in self.runs))
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """The values and ratios of the summaries of all runs, sorted by `in_order`.
+        """The values and ratios of preferred instruments in all runs, run by run.
 
-        There are three more columns: ``run``, the name of the run; ``basis``, `MEASURED` or
-        `COUNTED`; and ``title``, the configuration.
+        The rows of a run are in the order of `in_order`. There are three more columns: ``run``, the
+        name of the run; ``basis``, `MEASURED` or `COUNTED`; and ``title``, the configuration.
         """
         runs = [run for run in self.runs if not run.frame.empty] or self.runs[:1]
         parts = []
@@ -82,7 +82,7 @@ class PageData:
     def failed(self) -> pd.DataFrame:
         """The cases that failed, with ``error``, and with ``run`` and ``title`` as in `summary`.
 
-        ``device`` is the device that measured other cases of the same run.
+        ``device`` is the first device of other cases of the same run, or empty if there is none.
         """
         rows = [
             {**o.case.columns, **vars(o), "run": run.name}
@@ -102,7 +102,7 @@ class PageData:
 
     @property
     def bytes_name(self) -> str:
-        """The name of the page's bytes in titles and on axes."""
+        """The name of the bytes in titles and on axes: DRAM or logical."""
         return METRICS[BYTES[self.basis]].short_header
 
     def step_bytes(self, basis: str) -> pd.DataFrame:
@@ -111,13 +111,13 @@ class PageData:
 
     @cached_property
     def ratios(self) -> pd.DataFrame:
-        """The rows with the bytes of whole steps that have a ratio, without the baseline's rows."""
+        """The rows of `step_bytes` that have a ratio, without the rows of the baseline."""
         rows = self.step_bytes(self.basis)
         return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
 
     @cached_property
     def beside_logical(self) -> pd.DataFrame:
-        """The measured bytes of each step, with the logical bytes of the same case.
+        """The measured bytes of each case's step, if logical bytes of the same case are known.
 
         If several runs counted the logical bytes of a case, the number of the first run is used.
         """
@@ -127,7 +127,7 @@ class PageData:
 
     @cached_property
     def peaks(self) -> pd.DataFrame:
-        """The peak memory of each case, with the same basis as the page's bytes."""
+        """The peak memory of each case, with the basis of the charts of bytes."""
         rows = self.summary[self.summary.metric == "peak_memory_bytes"]
         rows = rows[(rows.phase == STEP) & (rows.basis == self.basis)]
         return rows.drop_duplicates(KEYS)
@@ -151,12 +151,16 @@ def _basis(summary: pd.DataFrame) -> str:
 
 
 def _with_page_basis(summary: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with the same basis as the page's bytes."""
+    """Return the rows with the basis of the charts of bytes."""
     return summary[summary.basis == _basis(summary)]
 
 
 def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
-    """Return the title of each row's configuration, without batch size and sequence length."""
+    """Return the title of each row's configuration, without batch size and sequence length.
+
+    The title names the device if charts have several devices. It names the run if several runs have
+    the same case.
+    """
     axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
     parts = [", ".join(title_parts(row)) or SCRIPT for row in rows[axes].to_dict("records")]
     title = pd.Series(parts, index=rows.index, dtype=object)

@@ -25,7 +25,7 @@ NAMES: Mapping[str, Shown] = {
     "sequence": ("seq_len", lambda length: str(length or ABSENT)),
     "trainer": ("trainer", str),
 }
-"""The columns that name a case. A script has a batch size only if the user names it."""
+"""The columns that name a case. A script has a batch size only if the user gives one."""
 
 UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "GB": (1e9, gigabytes),
@@ -36,10 +36,11 @@ UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
 """The units of bars. Each unit has its size and the function that writes a value."""
 
 ROW, BAR, CHARACTER = 30, 13, 7
-"""The heights of a stacked bar and of a grouped bar, and the width of a character, in pixels."""
+"""The height of a line of stacked bars, the height of a grouped bar, and the width of a character,
+in pixels."""
 
 LONGEST_NUMBER = 6
-"""The most characters of a number at the end of a bar."""
+"""The most characters of a number at the end of a bar, for the margin of the chart."""
 
 END_OF_BAR = {"textposition": "outside", "cliponaxis": False, "constraintext": "none"}
 """Plotly's options that put a number at the end of a bar."""
@@ -73,8 +74,8 @@ class Chart:
 
     Args:
         id: the identifier of the section.
-        basis: the origin of the numbers, e.g. that hardware counters measured them.
-        table: the numbers. If there are none, the notes of the table say why.
+        basis: the origin of the numbers, e.g. "measured by hardware counters".
+        table: the numbers. If there are no numbers, the notes of the table say why.
         panels: plotly's figures by title. The page adds the settings that all figures share.
         colours: the colours of the legend by name.
     """
@@ -112,11 +113,11 @@ def bar_chart(
         unit: the unit of the bars, a key of `UNITS`.
         columns: columns of the table in addition to the bars.
         notes: the notes below the table.
-        stacked: whether the bars of a trainer are drawn one after the other on one line.
+        stacked: whether the bars of a trainer are drawn end to end on one line.
         line: the value at which a dashed line is drawn, or None.
     """
     size, write = UNITS[unit]
-    # The label of a case without bars begins at 0, so the margin need not be as wide as the label.
+    # The label of a case without bars begins at 0 and fits into the panel, so it needs no margin.
     longest = max(map(len, rows.label[rows.end.notna()]), default=0)
     layout: Json = {
         "margin": {"r": 12 + CHARACTER * (longest if stacked else max(longest, LONGEST_NUMBER))},
@@ -144,7 +145,7 @@ def bar_chart(
 
 
 def _names(names: list[str], height: int) -> Json:
-    """Make the axis with the names of trainers. A trainer's line has this height in pixels."""
+    """Make the axis with the names of trainers. ``height`` is for one trainer, in pixels."""
     shown = [plain(name) for name in names]
     axis: Json = {"type": "category", "categoryarray": names, "tickvals": names, "ticktext": shown}
     return {"height": 58 + height * len(names), "yaxis": {**axis, "autorange": "reversed"}}
@@ -153,7 +154,7 @@ def _names(names: list[str], height: int) -> Json:
 def _bars(
     rows: pd.DataFrame, colours: Mapping[str, str], unit: str, stacked: bool
 ) -> Iterator[Json]:
-    """Yield the bars of each colour, with numbers unless they are stacked, and then the labels."""
+    """Yield the bars of each colour, then the labels. Stacked bars have no numbers."""
     size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)
@@ -191,7 +192,7 @@ def cells(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def plain(text: str, longest: int = LONGEST) -> str:
-    """Shorten a name, and escape tags and entities so that plotly shows the name unchanged."""
+    """Shorten a name, and escape HTML in it so that plotly shows the characters unchanged."""
     shown = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return html.escape(shown, quote=False)
 

@@ -14,7 +14,7 @@ from dpbench.show.html.figures import NEUTRAL, PHASE_COLOURS, Chart, Json, plain
 from dpbench.show.layout import Shown, Table, gigabytes
 
 SMALLEST = 0.002
-"""A box is drawn if its share of the step's bytes is larger than this."""
+"""A box is drawn if its share of the bytes of the step is larger than this."""
 
 OUTSIDE_MODULES = "outside of modules"
 
@@ -57,7 +57,11 @@ def flames(data: PageData) -> Chart | None:
 
 
 def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], int]:
-    """Return the bytes of each box by its path: () for the step, (phase,), (phase, module), …."""
+    """Return the bytes of each box by its path.
+
+    The path of the step is ``()``. Below are ``(phase,)``, ``(phase, module)`` and so on, down to
+    the source line. Boxes that are too small to draw are left out.
+    """
     boxes: dict[tuple[str, ...], int] = defaultdict(int)
     for each in operators:
         place = each.phase, each.module or OUTSIDE_MODULES, each.operator, each.line

@@ -33,7 +33,7 @@ from dpbench.show.profile import recorded_tables
 from dpbench.show.view import TableOptions, column, usual_columns
 
 MOST = 20
-"""The most kernels in a table."""
+"""The most lines in a table of kernels."""
 
 NEEDS_LOGICAL = (
     "The page has no roofline and no comparison with logical bytes, because no run counted the "
@@ -55,7 +55,7 @@ def render(data: PageData) -> str:
     """Return the page as HTML.
 
     Names and other text from runs are escaped. The content security policy of the page lets a
-    browser run only the two scripts of the page, and lets it fetch nothing.
+    browser run only the two scripts of the page, and forbids requests to other addresses.
     """
     runs = data.runs
     return _template().render(
@@ -119,7 +119,8 @@ def headline(data: PageData) -> list[str]:
 def trainers(runs: Sequence[Run]) -> Table:
     """Make the table of successful and failed cases of each trainer.
 
-    Its notes have the reasons of failures, and the labels of trainers, such as ``clips flat``.
+    The notes of the table are the reasons of failures, and the labels of trainers, such as ``clips
+    flat``.
     """
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
@@ -152,7 +153,7 @@ def steps(data: PageData) -> Table:
 
 
 def recorded(runs: Sequence[Run]) -> list[Table]:
-    """Make the tables of profilers and of kernels, the same tables as in a terminal."""
+    """Make the tables of profilers and of kernels, as a terminal shows them."""
     return [
         replace(table, title=f"{run.name}: {table.title}" if len(runs) > 1 else table.title)
         for run in runs
@@ -164,7 +165,7 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
 
 
 def every_row(runs: Sequence[Run]) -> Table:
-    """Make the table of all rows. A column with a single value is in the caption instead."""
+    """Make the table of all rows. The caption has the columns whose values are all the same."""
     frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
     names = ["run", *COLUMNS]
     same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]

@@ -40,7 +40,7 @@ def sent(data: PageData) -> Chart | None:
 
 
 def waits(data: PageData) -> Chart | None:
-    """Draw the time that each rank was in collectives, if a profiler recorded this time."""
+    """Draw the time of each rank in collectives, if a profiler recorded this time."""
     frames = [run.frame.assign(run=run.name) for run in data.runs]
     rows = pd.concat(frames, ignore_index=True)
     rows = rows[(rows.metric == "communication_seconds") & (rows.phase == STEP)]

@@ -32,7 +32,7 @@ from dpbench.show.times import ABOUT_SHARES, ADDED_COLUMNS, HOW_TO_READ, TIME_CO
 
 
 def roofline(data: PageData) -> Chart | None:
-    """Draw the share of its roof that each phase reaches on the card that ran the phase."""
+    """Draw which share of its roof each phase reaches on the card that ran the phase."""
     table, notes = _combine_runs(data, _roofline_of)
     basis = (
         "DRAM bytes by hardware counters, times of unprofiled steps, floating-point operations "
@@ -85,8 +85,9 @@ def _combine_runs(
     counted without hardware.
 
     Returns:
-        The phases that take more than `SHOWN_SHARE` of their step's time, in order, with the titles
-        of their cells; and notes on the roofs of devices and on devices without known roofs.
+        The steps, and the phases that take more than `SHOWN_SHARE` of the time of their step, in
+        order, with the title of each configuration; and notes on the roofs of devices and on
+        devices without known roofs.
     """
     tables, errors, roof_notes = [], [], []
     all_rows = pd.concat([run.summary for run in data.runs], ignore_index=True)
@@ -158,7 +159,7 @@ def time(data: PageData) -> Chart | None:
 def _time_of(
     summary: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None
 ) -> PhasesAndRoofs | None:
-    """Return the time breakdown of steps that have a measured time and measured DRAM bytes."""
+    """Return the time breakdown, or None if the device measured no step times or no DRAM bytes."""
     measured = {*summary[summary.device == device].metric}
     if not {"step_time_seconds", "dram_read_bytes"} <= measured:
         return None
