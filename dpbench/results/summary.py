@@ -160,7 +160,7 @@ def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
     logical = lookup(rows.assign(metric=logical_metric), counted, on)
     summed = [name for name, metric in METRICS.items() if metric.over("rank") == "sum"]
     gpus = each_case(rows.case, lambda case: case.gpus)
-    logical *= gpus.where(rows.metric.isin(summed), 1)
+    logical *= gpus.clip(lower=1).where(rows.metric.isin(summed), 1)  # 0 GPUs: a script
     return rows.assign(logical=logical, over_logical=divided(rows.value, logical))
 
 

@@ -83,8 +83,7 @@ class TrainerBase(ABC):
     in_graphs = False
     """Whether the trainer tries to run its steps as CUDA graphs on a GPU."""
     replays = False
-    """Whether the last step that tried to use CUDA graphs replayed them. In a replay, Python does
-    not call the model."""
+    """Whether the last step replayed CUDA graphs, so that Python did not call the model."""
     compiles: bool = True
     """Whether the model and the loss can be compiled."""
     noises: tuple[str, ...] = ("independent",)

@@ -150,7 +150,7 @@ class FusedTrainer(BookKeepingTrainer):
         graphs = self.trained[0].is_cuda and _get_current_dispatch_mode() is None
         graphs = graphs and not (self.parallel == "fsdp2" and self.micro_batches > 1)
         if not graphs:
-            self._is_first = False
+            self._is_first = self.replays = False
             return super().train_step(batch)
         self.begin_step()
         parts = [part for _, part in self.parts(batch)]  # raises if the batch size is wrong

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dpbench.core.case import AXES, Case
 from dpbench.core.files import write_text
 from dpbench.core.gpu import Gpu
+from dpbench.core.subject import Script
 from dpbench.results.conditions import environment
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import (
@@ -253,6 +254,23 @@ def test_document_has_measured_over_logical() -> None:
         "dram_write_bytes": (2e9, 1.5),
         "dram_bytes": (4e9, 2.0),
     }
+
+
+def test_a_script_of_no_case_is_measured_over_its_own_count() -> None:
+    script = Script("train")
+    measured = [replace(row, case=script) for row in ok().rows if row.metric == "dram_read_bytes"]
+    counted = [
+        replace(
+            row, instrument="logical", device=NO_HARDWARE, metric="logical_read_bytes", value=2e9
+        )
+        for row in measured
+    ]
+    outcomes = [
+        Outcome(script, tuple(rows), 1.0, instruments=(rows[0].instrument,))
+        for rows in (measured, counted)
+    ]
+    [found] = saved(*outcomes)["measured_over_logical"]
+    assert (found["logical"], found["over_logical"]) == (2e9, 2.5)
 
 
 @pytest.mark.parametrize("outcomes", [[], [failed()]])
