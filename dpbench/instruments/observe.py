@@ -103,6 +103,10 @@ def observe(
     chosen, case = instrument, Script(name)
     if isinstance(chosen, str):
         [chosen] = choose([chosen], Settings(), "step")
+    elif not chosen.measures("step"):
+        raise ConfigurationError(
+            f"the instrument {chosen.name} cannot measure a step: choose timing, cupti or logical"
+        )
     recorder = chosen.recorder(case, steps)
     finder = StepFinder(recorder, skip=skip, by_hand=True)
     with closing(recorder), closing(finder):

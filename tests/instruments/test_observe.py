@@ -15,6 +15,7 @@ from torch import nn
 from dpbench import observe
 from dpbench.core.errors import ConfigurationError
 from dpbench.instruments.logical.recorder import LogicalRecorder, NothingCounted
+from dpbench.instruments.nsys.nsys import Nsys
 
 
 def step_of(*, private: bool) -> Callable[[], None]:
@@ -136,6 +137,7 @@ def test_steps_in_which_pytorch_did_nothing_are_no_zeros() -> None:
     [
         ({"instrument": "x"}, "choose from timing, ncu"),
         ({"instrument": "nsys"}, "nsys cannot measure a step: choose timing"),
+        ({"instrument": Nsys("nsys")}, "nsys cannot measure a step: choose timing"),
         ({"steps": 0}, "but skip is 0 and steps is 0"),
         ({"skip": -1}, "but skip is -1 and steps is None"),
     ],
