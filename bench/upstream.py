@@ -172,7 +172,7 @@ def measure_layers() -> dict[str, Any]:
 
 
 def measure_norms() -> dict[str, Any]:
-    """Return the largest norms of updates of ghost and fast gradient clipping, by type and offset."""
+    """Return the largest update norms of ghost and fast gradient clipping, by type and offset."""
     page: dict[str, Any] = {}
     exec(blocks("norms", "python")[0], page)
     found = {}
