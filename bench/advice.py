@@ -1,9 +1,9 @@
-"""Compare `dpbench advise` with every step that was timed on an H200 and published.
+"""Compare `dpbench advise` with the published steps that were timed on one H200.
 
     python -m bench.advice
 
 prints predicted and measured times of each case, and the method that is named for each cell.
-Counting takes minutes. Methods that dpbench no longer has in their measured form are left out.
+Counting takes minutes. Cases whose names dpbench no longer knows are left out.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dpbench.results.rows import STEP
 from dpbench.results.summary import of_one_instrument
 
 WITHIN = 0.25
-"""Largest relative error of a predicted time for a step that is not launch-bound."""
+"""Largest relative error of a predicted time that counts as good."""
 
 CLOSE = 0.05
-"""Largest share by which the named method may be slower than the best method."""
+"""Share by which the named method may be slower than the best method and still count as good."""
 
 
 def measured() -> pd.DataFrame:
-    """Return the case of each timed step, and the medians over files of its time and busy share."""
+    """Return each timed case, with its time and busy share. Each is the median over files."""
     parts = []
     for path in sorted(RESULTS.glob("h200-*.json")):
         rows = run(path).summary
@@ -45,14 +45,14 @@ def measured() -> pd.DataFrame:
 
 
 def resolved(case: Case) -> Case | None:
-    """Return the case with the classes that it names, or None if a class no longer exists."""
+    """Return the case with short names, or None if a class that it names no longer exists."""
     with suppress(ConfigurationError):
         return resolve(case)
     return None
 
 
 def compared() -> pd.DataFrame:
-    """Add to `measured` the predicted seconds, predicted ÷ measured (``share``) and the cell."""
+    """Add to `measured` the cell, trainer, predicted seconds and predicted ÷ measured (share)."""
     steps = measured()
     cases: Any = [*map(resolved, steps.case)]
     steps = steps.assign(case=cases).dropna(subset=["case"])
@@ -73,15 +73,15 @@ def _footprint(case: Case) -> Footprint:
 
 
 def near(steps: pd.DataFrame) -> pd.Series[bool]:
-    """Return True for each step whose time is predicted well; leave out launch-bound steps."""
+    """Return for each step that is not launch-bound whether its time is predicted well."""
     steady = steps[steps.busy >= LAUNCH_BOUND]
     return (steady.share - 1).abs() <= WITHIN
 
 
 def named(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the named and the best method, and the ratio of their times, for each cell.
+    """Return for each cell the named method, the fastest method, and the ratio of their times.
 
-    A cell with fewer than two private methods is left out.
+    A cell in which fewer than two private methods were measured is left out.
     """
     private = steps[steps.trainer != BASELINE_TRAINER]
     lines = []
@@ -95,7 +95,7 @@ def named(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def main() -> None:
-    """Print both tables, and how many predictions and choices are good."""
+    """Print both tables, and the shares of predictions and of named methods that are good."""
     steps = compared()
     names = [re.sub(r"hf-[a-z-]+,|hidden_size.*heads=4,", "", case.id) for case in steps.case]
     choices = named(steps)

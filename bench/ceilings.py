@@ -3,8 +3,8 @@
     python bench/ceilings.py > ceilings.json
 
 times a copy far larger than the L2 cache, and a large matrix product at each precision. Meanwhile
-no other dpbench process measures on this GPU. ``dpbench show --roofline FILE`` uses the file as
-roofs in place of those in the data sheet; ``dpbench show --time FILE`` reads it too.
+no other dpbench process measures on this GPU. With ``dpbench show --roofline FILE`` or ``--time
+FILE``, the measured numbers replace the numbers of the data sheet.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
-    "fp16": torch.float16,  # of fp16-amp
+    "fp16": torch.float16,  # for cases at fp16-amp
 }
-"""Types of the matrices by precision."""
+"""Dtypes of the matrices by precision."""
 
 
 def measure_ceilings(
@@ -44,13 +44,13 @@ def measure_ceilings(
 
     Args:
         device: ``auto``, ``cuda`` or ``cpu``.
-        copy_bytes: size of the buffer to copy, at most a quarter of the free memory. The default is
-            32 times the largest known L2 cache (126 MB).
-        matrix: side of the square matrices. The default is large enough for every card.
-        seconds: least duration of each measurement, which is the median of several runs.
+        copy_bytes: size of the buffer to copy. On a GPU, at most a quarter of the free memory is
+            used. The default is about 32 times the largest known L2 cache (126 MB).
+        matrix: number of rows and of columns of the matrices.
+        seconds: least total time of the repetitions of each measurement. The result is a median.
 
     Returns:
-        A document of which `dpbench.results.roofline.read_ceilings` makes roofs.
+        The part ``ceilings`` of a file that `dpbench.results.roofline.read_ceilings` reads.
     """
     target = pick_device(device)
     card = gpu.visible_gpus()[0] if target.type == "cuda" else None
@@ -75,7 +75,7 @@ def _copy(size: int, device: torch.device, seconds: float) -> float:
 
 
 def _product(precision: str, device: torch.device, side: int, seconds: float) -> float:
-    """Return the FLOP/s of a square matrix product; a multiply-add is two operations."""
+    """Return the FLOP/s of a product of square matrices. A multiply-add is two operations."""
     dtype = DTYPES[precision]
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    # The run has no rows, because no case was measured.
+    # A saved run without rows, because no case was measured
     print(json.dumps({"schema": SCHEMA, "rows": [], "ceilings": measured}, indent=1))
     return 0
 

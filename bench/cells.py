@@ -1,4 +1,4 @@
-"""Numbers and layout that the modules with the documents' tables share."""
+"""Numbers and layout of tables, for the modules that make the tables of the documents."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tabulate import tabulate
 from bench.runs import value
 
 TABLES: dict[str, Callable[..., str]] = {}
-"""Functions that return a table in Markdown, by the name that a page uses."""
+"""Functions that return a table in Markdown, by name. Pages name these functions."""
 
 
 class Place(NamedTuple):
-    """A file of results, with the cell (batch size × sequence length) and precision to read."""
+    """A file of results, and a cell (batch size × sequence length) and a precision in the file."""
 
     file: str
     cell: str = ""
@@ -31,12 +31,12 @@ class Place(NamedTuple):
 
 
 def by_length(files: str, precisions: Sequence[str] = ("fp32", "bf16")) -> list[Place]:
-    """Return the places 8 × 256 and 8 × 1024 of the files ``FILES-LENGTH``, for each precision."""
+    """Return, per precision, a `Place` for 8 × 256 and for 8 × 1024, in files ``FILES-LENGTH``."""
     return [Place(f"{files}-{n}", f"8x{n}", p) for p in precisions for n in (256, 1024)]
 
 
 def table(function: Callable[..., str]) -> Callable[..., str]:
-    """Add a function to `TABLES`."""
+    """Register a function in `TABLES`."""
     TABLES[function.__name__] = function
     return function
 
@@ -53,7 +53,7 @@ def joined(numbers: Iterable[float], digits: int = 2) -> str:
 
 
 Metric = Callable[..., float]
-"""A function of a place, a trainer and a phase (by default ``step``) that returns one number."""
+"""A function that returns a number for a `Place`, a trainer and a phase (``step`` by default)."""
 
 
 def metric(name: str, scale: float = 1.0) -> Metric:
@@ -77,10 +77,10 @@ def ratio(metric: Metric, place: Place, trainer: str, to: str = "standard") -> f
 
 
 def cost(place: Place, trainer: str, to: str = "standard") -> str:
-    """Return time, DRAM bytes and peak memory of a trainer, divided by those of the trainer ``to``.
+    """Return time, DRAM bytes and peak memory of a trainer ÷ those of the trainer ``to``.
 
-    For the trainer ``to`` itself the numbers are in ms, GB and GB. If a number was not measured,
-    the text is "-".
+    For the trainer ``to`` itself, the numbers are not divided, and are in ms, GB and GB. If a
+    number was not measured, the text is "-".
     """
     try:
         if trainer == to:
@@ -96,13 +96,13 @@ def by_trainer(
     corner: str = "time, bytes, memory",
     cell: Callable[[Place, str], str] = cost,
 ) -> str:
-    """Return a table with a row for each trainer, standard first, and a column for each place."""
+    """Return a table with a row for each trainer, standard first, and a column for each `Place`."""
     rows = [[t, *(cell(place, t) for place in places.values())] for t in ("standard", *trainers)]
     rows[0][0] = "standard: ms, GB, GB"
     return markdown([corner, *places], rows)
 
 
 def by_place(places: Mapping[str, Place], trainers: Sequence[str]) -> str:
-    """Return a table with a row for each place and a column for each trainer, standard first."""
+    """Return a table with a row for each `Place` and a column for each trainer, standard first."""
     rows = [[name, *(cost(p, t) for t in ("standard", *trainers))] for name, p in places.items()]
     return markdown(["time, bytes, memory", "standard: ms, GB, GB", *trainers], rows)

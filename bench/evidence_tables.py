@@ -1,4 +1,4 @@
-"""Tables of the documents about diffs to Opacus, other people's code, and files of results."""
+"""Make the documents' tables about diffs to Opacus, other libraries, and files of results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def saved_by(place: Place, before: str, after: str) -> list[str]:
 
 @table
 def changes(*pages: str) -> str:
-    """Return the bytes and times that changes to Opacus save at 8 × 256 and fp32."""
+    """Return the bytes and times that changes to Opacus save at 8 × 256 and fp32, by page."""
     place, rows = Place("opacus-changes"), []
     for page in pages:
         _, before, after = CHANGES[page]
@@ -54,7 +54,7 @@ def diff(page: str, *trainers: str) -> str:
 
 @table
 def diff_measured(before: str, after: str) -> str:
-    """Return the DRAM GB of a step of a trainer, and of the trainer that makes a change."""
+    """Return the DRAM GB of a step for the trainers ``before`` and ``after`` a change."""
     places = [Place("opacus-changes", precision=precision) for precision in ("fp32", "bf16")]
     numbers = [f"{gb(place, trainer):.1f}" for place in places for trainer in (before, after)]
     return markdown(WITH_DIFF, [[before, *numbers]])
@@ -62,7 +62,7 @@ def diff_measured(before: str, after: str) -> str:
 
 @table
 def saved() -> str:
-    """Return the logical GB that each diff saves."""
+    """Return the logical GB that each diff saves in a step."""
     rows = []
     for page, (what, trainer, _) in CHANGES.items():
         before, after = (printed("upstream.txt", name, trainer) for name in ("Opacus", page))
@@ -73,7 +73,7 @@ def saved() -> str:
 
 @table
 def diff_ranks(*pages: str) -> str:
-    """Return what `bench/upstream_ranks.py` printed for Opacus and for diffs under FSDP2."""
+    """Return the numbers that `bench/upstream_ranks.py` printed for Opacus and for diffs."""
     rows = []
     for page in ("Opacus", *pages):
         update, sent, noise, alike, passed, failed = printed("upstream-ranks.txt", page)
@@ -82,12 +82,12 @@ def diff_ranks(*pages: str) -> str:
     return markdown(heads, rows)
 
 
-# --- other people's code, and files ---------------------------------------------------------------
+# --- other libraries, and files -------------------------------------------------------------------
 
 
 @table
 def peers() -> str:
-    """Return the logical bytes of other people's trainers."""
+    """Return the logical bytes of trainers of other libraries, of Opacus and of dpbench."""
     names = ("dpsgd", "backpack", "dpsgd_ghost", "fastdp", "fastdp:origin_params=embedding")
     rows = []
     for trainer in ("standard", *names, "book_keeping", "fused"):
@@ -102,7 +102,7 @@ def peers() -> str:
 
 @table
 def peers_measured() -> str:
-    """Return the cost of other people's private training on an H200."""
+    """Return the cost of private training by other libraries on an H200."""
     places = {place.shown: place for place in by_length("peers", ("tf32", "bf16"))}
     names = ("fastdp", "fastdp:origin_params=embedding", "fused", JAX)
     return by_trainer(places, names, cell=lambda p, t: jax_cost(p) if t == JAX else cost(p, t))
@@ -112,7 +112,7 @@ JAX = "jax-privacy"
 
 
 def jax_cost(place: Place) -> str:
-    """Return time and DRAM bytes of a step of jax-privacy ÷ standard; memory is not measured."""
+    """Return time and DRAM bytes of a step of jax-privacy ÷ standard. Memory was not measured."""
     if place.precision != "tf32":
         return "-"
     text = (RESULTS / f"h200-jax-{place.cell.partition('x')[2]}.txt").read_text("utf-8")
@@ -126,7 +126,7 @@ def jax_cost(place: Place) -> str:
 
 @table
 def evidence() -> str:
-    """Return the files of docs/results and the commands that make them."""
+    """Return the files of docs/results, and the command that made each file."""
     kinds = tomllib.loads((RESULTS / "evidence.toml").read_text(encoding="utf-8"))
     files = {file_of(name): f"dpbench run {o} --json …" for name, o in kinds["measured"].items()}
     files |= kinds["counted"] | kinds["printed"] | kinds["recorded"]

@@ -1,12 +1,12 @@
 """Measure the runs behind the documents, in several calls if necessary.
 
     python -m bench.measure --list            # print the command of each file
-    python -m bench.measure --minutes 9       # continue where the last call stopped
-    python -m bench.measure methods-tf32      # measure only these files
+    python -m bench.measure --minutes 9       # stop after 9 minutes; the next call continues
+    python -m bench.measure methods-tf32      # measure only this file
 
-``docs/results/evidence.toml`` lists the files. After these minutes a call interrupts the current
-run, which keeps its complete cases, and ends. The next call resumes that run. The checkout must be
-clean, and nothing else may run on the machine.
+``docs/results/evidence.toml`` lists the files. When the minutes are over, a call interrupts its
+current run, which keeps the complete cases, and ends. The next call resumes this run. The checkout
+must be clean, and nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLAN: dict[str, str] = tomllib.loads((RESULTS / "evidence.toml").read_text("utf-
 
 
 def command(name: str, options: str, into: Path) -> list[str]:
-    """Return the command that measures a file, or resumes an interrupted measurement of it."""
+    """Return the command that measures a file or resumes its interrupted measurement."""
     kept = ["--save", name, "--resume", "--storage", str(into / "runs")]
     return [
         *(sys.executable, "-m", "dpbench", "run", *shlex.split(options)),
@@ -38,12 +38,12 @@ def command(name: str, options: str, into: Path) -> list[str]:
 
 
 def is_complete(file: Path) -> bool:
-    """Return True if a file exists and no case is missing from it."""
+    """Return True if a file exists and its session is complete."""
     return file.exists() and json.loads(file.read_bytes())["session"]["status"] == "complete"
 
 
 def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
-    """Measure until the time is over; return the names of files that are not complete."""
+    """Measure files until the time is over. Return the names of files that are not complete."""
     end = time.monotonic() + seconds
     for name, options in plan.items():
         if is_complete(into / file_of(name)) or time.monotonic() >= end:
@@ -58,7 +58,7 @@ def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
 
 
 def main() -> int:
-    """Measure, or list the commands."""
+    """Measure the files, or list the commands."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="measure only these files")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after this (default 9)")

@@ -1,4 +1,4 @@
-"""Tables of the documents about several GPUs: cost, bytes sent, and time in collectives."""
+"""Make the documents' tables about several GPUs: cost, bytes sent, and time in collectives."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dpbench.results.rows import STEP
 
 SENT = "collective_bytes"
 COUNTED_RANKS = "counted-ranks"
-"""The run in which one rank of several was counted."""
+"""Name of the run in which one rank of several ranks was counted."""
 
 payload = metric("nvlink_payload_sent_bytes")
-"""Bytes of a message that a rank sends, by NVML."""
+"""Bytes of messages that a rank sends, without headers, counted by NVML."""
 
 packets = metric("nvlink_sent_bytes")
-"""Bytes that a rank sends with headers and replies, by CUPTI."""
+"""Bytes that a rank sends, with headers and replies, counted by CUPTI."""
 
 
 PLACES = {
@@ -29,7 +29,7 @@ PLACES = {
         for precision in ("fp32", "bf16")
     ],
 }
-"""Places on two GPUs, by table. The batch size of a cell includes both ranks."""
+"""Results on two GPUs, by table. The batch size in a cell is that of both ranks together."""
 
 TRAINERS = {
     "ddp": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
@@ -41,7 +41,7 @@ TRAINERS = {
 
 
 def head(place: Place) -> str:
-    """Return the heading of the column for a place."""
+    """Return the heading of the column for a `Place`."""
     if place.file.startswith("h100"):
         return f"{'FSDP2' if 'fsdp2' in place.file else 'DDP'}, {place.precision}"
     return f"4 × {place.cell.partition('x')[2]} a rank, {place.precision}"
@@ -49,7 +49,7 @@ def head(place: Place) -> str:
 
 @table
 def ranks_measured(parallel: str, *trainers: str) -> str:
-    """Return time, DRAM bytes of both ranks, peak memory of one rank, and busy share."""
+    """Return the slower rank's time, both ranks' DRAM bytes, the larger peak memory, busy share."""
 
     def shown(place: Place, trainer: str) -> str:
         numbers = cost(place, trainer)
@@ -103,7 +103,7 @@ def ranks_apart() -> str:
 
 @table
 def ranks(parallel: str, *trainers: str) -> str:
-    """Return counted GB that a rank sends, its number of collectives, and GB moved for noise."""
+    """Return the counted GB that a rank sends, its number of collectives, and its GB for noise."""
     rows = []
     standard = value(COUNTED_RANKS, SENT, trainer="standard", parallel=parallel, gpus=64)
     for trainer in trainers:

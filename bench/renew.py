@@ -54,7 +54,7 @@ def renewed(text: str) -> str:
 
 
 def outdated(pages: list[Path], *, write: bool) -> list[Path]:
-    """Return the pages with tables that differ from the runs; with ``write``, renew them."""
+    """Return the pages whose tables differ from the runs. With ``write``, renew these pages."""
     texts = {page: page.read_text(encoding="utf-8") for page in pages}
     found = {page: new for page, text in texts.items() if (new := renewed(text)) != text}
     if write:
@@ -64,15 +64,15 @@ def outdated(pages: list[Path], *, write: bool) -> list[Path]:
 
 
 def committed_runs() -> list[Path]:
-    """Return the files of runs below docs, and the file of counts that tests compare."""
+    """Return the files of runs in docs and its folders, and the file that test_bounds.py reads."""
     files = (*(ROOT / "docs").glob("**/*.json"), BOUNDS)
     return [file for file in files if '"rows": [' in file.read_text("utf-8")]
 
 
 def shortened(text: str) -> str:
-    """Remove from a run the lists that follow from its rows, and axes at their defaults.
+    """Remove from a run the lists that can be computed from its rows, and axes at their defaults.
 
-    The file becomes about half as long, and contains the same run.
+    The text becomes about half as long, and describes the same run.
     """
     document = {name: part for name, part in json.loads(text).items() if name not in DERIVED}
     for part in ("cases", *LISTS):
@@ -84,7 +84,7 @@ def shortened(text: str) -> str:
 
 
 def picture() -> str:
-    """Return the README's picture as SVG; its bars have the numbers of the first table."""
+    """Return the README's picture as SVG. Its bars show the numbers of README's first table."""
     from dpbench.show.picture import svg  # needs Matplotlib
 
     whole = run(path_of(PICTURED))
@@ -93,7 +93,7 @@ def picture() -> str:
 
 
 def main() -> int:
-    """Renew the documents and committed runs, or check the documents."""
+    """Renew the documents, the schema and the committed runs, or only check the documents."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check

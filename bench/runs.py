@@ -3,7 +3,8 @@
 A file is named without ``h200-`` and without its ending: ``"methods-256"`` is
 ``docs/results/h200-methods-256.json``. Axes choose rows of a file: ``cell="8x256"`` (batch size ×
 sequence length), ``precision="bf16"``, or any column of dpbench's summary. They must choose exactly
-one number. A number of counted steps is their mean, and a time is the median of the timed steps.
+one number. A count is the mean over the counted steps, and a time is the median over the timed
+steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LAYERS = 24
 
 
 def file_of(name: str) -> str:
-    """Return the file name of a measured run; only ``h100-…`` was not measured on an H200."""
+    """Return the file name of a run, whose name begins with ``h100-`` if an H100 measured it."""
     return f"{name}.json" if name.startswith("h100-") else f"h200-{name}.json"
 
 
@@ -40,7 +41,7 @@ def path_of(name: str) -> Path:
 
 @cache
 def run(path: Path) -> Run:
-    """Return a run, which is read only once."""
+    """Return the run in a file. Each file is read only once."""
     return Run.load(path)
 
 
@@ -73,7 +74,7 @@ def _cells(rows: pd.DataFrame) -> pd.Series[str]:
 
 @cache
 def value(file: str, metric: str, phase: str = STEP, **axes: object) -> float:
-    """Return one number in base units.
+    """Return one number in base units, such as bytes or seconds.
 
     Raises:
         LookupError: the axes choose no number, or several.
@@ -85,13 +86,13 @@ def value(file: str, metric: str, phase: str = STEP, **axes: object) -> float:
 
 
 def of_rank(file: str, metric: str, rank: int, phase: str = STEP, **axes: object) -> float:
-    """Return one number of one rank in base units, the median of its steps."""
+    """Return one number of one rank in base units. It is the median over the steps."""
     axes = {"metric": metric, "phase": phase, "rank": rank, **axes}
     return float(chosen(run(path_of(file)).frame, f"row in {file}", **axes).value.median())
 
 
 def collectives(file: str, **axes: object) -> int:
-    """Return how many times a rank sends in a step."""
+    """Return the number of collectives in which a rank sends bytes in a step."""
     counts = pd.DataFrame(run(path_of(file)).document["operators"])
     counts = counts[counts.collective_bytes > 0]
     return int(chosen(counts, f"collective in {file}", **axes).calls.sum())
@@ -107,7 +108,10 @@ def _operators() -> pd.DataFrame:
 
 @cache
 def counted(column: str, trainer: str, cell: str) -> float:
-    """Return ``bytes`` or ``flops`` of a step of ``1b`` at fp32, which are affine in its layers."""
+    """Return ``bytes`` or ``flops`` of a step of ``1b`` at fp32.
+
+    They grow by an equal amount with each layer, so two models with fewer layers are enough.
+    """
     one, two = (
         float(chosen(_operators(), BOUNDS.name, **axes)[column].sum())
         for axes in ({"trainer": trainer, "cell": cell, "layers": layers} for layers in (1, 2))
@@ -116,7 +120,7 @@ def counted(column: str, trainer: str, cell: str) -> float:
 
 
 def printed(file: str, *start: str) -> list[float]:
-    """Return the numbers of the one line of a printed file that begins with these words."""
+    """Return the numbers in the line that begins with these words, in a file of printed text."""
     lines = [line.split() for line in (RESULTS / file).read_text(encoding="utf-8").splitlines()]
     found = [line[len(start) :] for line in lines if line[: len(start)] == [*start]]
     if len(found) != 1:

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs. They add pages of the top folder and of the Python API, and adapt links."""
+"""Hooks for MkDocs. They add top-level pages and a page of the Python API, and adapt links."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Link to the repository that GitHub builds, or to the guide's placeholder ``YOU/dpbench``."""
+    """Set the links to the repository: in GitHub Actions its own name, else ``YOU/dpbench``."""
     config.repo_name = os.environ.get("GITHUB_REPOSITORY", "YOU/dpbench")
     config.repo_url = f"https://github.com/{config.repo_name}"
     owner, _, name = config.repo_name.partition("/")
@@ -79,7 +79,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links lead to pages of the site or to files of the repository."""
+    """Change links so that they lead to pages of the site or to files of the repository."""
     here = PurePosixPath(TOP.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
 
     def linked(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Tables of the documents about the cost of methods, and about how far to trust these numbers."""
+"""Make the documents' tables about the cost of methods, and about how far to trust numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 OPACUS = ("standard", *PRIVATE)
 OWN = ("lean", "ghost_lean", "micro_batch", "book_keeping", "fused")
 WORDS = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
-"""Names that tables show for files of docs/results and for pages of docs/upstream."""
+"""Names that tables show, by file of docs/results or page of docs/upstream."""
 MODELS: dict[str, str] = WORDS["models"]
 TUNING: dict[str, str] = WORDS["tuning"]
 
@@ -66,7 +66,7 @@ def by_cell(corner: str, shown: Callable[[Place], str]) -> str:
 def step(*trainers: str) -> str:
     """Return DRAM bytes, time and peak memory of a step of 8 × 256, at fp32 / bf16.
 
-    The column of the standard trainer has absolute numbers. Those of other trainers have ratios.
+    The column of the standard trainer has absolute numbers. Columns of other trainers have ratios.
     """
     places = METHODS[0], METHODS[2]
     units = {gb: ("DRAM bytes", "GB", 1), ms: ("time", "ms", 0), peak: ("peak memory", "GB", 1)}
@@ -102,13 +102,13 @@ def phases() -> str:
 
 @table
 def ghost() -> str:
-    """Return ghost clipping ÷ flat clipping for every place in which both were measured."""
+    """Return the cost of ghost clipping ÷ flat clipping, for each of `PLACES`."""
     return by_cell("time, bytes, memory", lambda place: cost(place, "dpsgd_ghost", to="dpsgd"))
 
 
 @table
 def time() -> str:
-    """Return how much longer private steps take than a standard step, and three shares of this."""
+    """Return how much longer private steps take than a standard step, and three shares of it."""
     roofs = json.loads(path_of("ceilings").read_text(encoding="utf-8"))["ceilings"]
 
     def shown(place: Place, trainer: str) -> str:
@@ -144,7 +144,7 @@ def tuning() -> str:
 
 @table
 def correlated() -> str:
-    """Return the cost of correlated noise at 8 × 256 by number of bands, and of each band more."""
+    """Return the cost of correlated noise at 8 × 256, by number of bands and per further band."""
     bands = (1, 2, 4, 8, 16, 32)
     methods = (("fused", "drawn again", 32), ("lean", "stored", 16), ("dpsgd", "stored", 8))
     rows = []
@@ -182,9 +182,9 @@ def measured() -> str:
 
 @table
 def sessions() -> str:
-    """Return how far bytes and times differ between sessions, and bytes between CUPTI and ncu.
+    """Return the differences of bytes and times between sessions, and of bytes between tools.
 
-    Each number is the largest among Opacus's trainers and standard training.
+    The tools are CUPTI and ncu. Each number is the largest for any of `OPACUS`.
     """
 
     def shown(place: Place) -> str:
@@ -204,7 +204,7 @@ def sessions() -> str:
 
 
 def seen(metric: Metric, place: Place, trainer: str) -> dict[str, float]:
-    """Return a metric of one case by the session that measured it."""
+    """Return one metric of one case, by the session that measured it."""
     found = {}
     for file in SESSIONS:
         with suppress(LookupError):
@@ -213,6 +213,6 @@ def seen(metric: Metric, place: Place, trainer: str) -> dict[str, float]:
 
 
 def spread(of_trainers: Iterable[dict[str, float]]) -> float | None:
-    """Return the largest relative spread between sessions, (max - min) / min, of any trainer."""
+    """Return the largest relative spread over sessions, (max - min) / min, of any trainer."""
     values = ([*found.values()] for found in of_trainers)
     return max((max(of) / min(of) - 1 for of in values if len(of) > 1), default=None)

@@ -1,26 +1,27 @@
-"""Apply the changes to Opacus that `docs/upstream` proposes to copies of it, and try each copy.
+"""Apply each change that `docs/upstream` proposes to a copy of Opacus, and try the copies.
 
     python bench/upstream.py kept unused
 
-takes the diffs from ``docs/upstream/kept.md`` and ``unused.md``. For flat and ghost clipping it
-prints how far three updates with noise are from those of the installed Opacus, relative to their
-norm, and the logical GB of a step of the 1b model at 8 x 256. Other options:
+takes the diffs from ``docs/upstream/kept.md`` and ``unused.md``. For flat and for ghost clipping it
+compares three steps with noise with those of the installed Opacus, and prints the relative
+difference of the total update. It also prints the logical GB of a step of the 1b model at 8 x 256.
+Other options:
 
     python bench/upstream.py --tests
     python bench/upstream.py --gradients
     python bench/upstream.py --layers
     python bench/upstream.py --norms
 
-- ``--tests`` runs the tests in Opacus's wheel on each copy, except those of its accountants. It
-  prints how many tests fail that pass with the installed Opacus. ``--gradients`` runs only tests
-  that read gradients.
-- ``--layers`` counts single layers, those of the grid `opacus-layers` at its smallest batch. It
-  prints by how many percent bytes and peaks of memory change.
-- ``--norms`` prints the largest norm of an update that ``update`` of ``docs/upstream/norms.md``
-  returns, over three shapes and three seeds.
+- ``--tests`` runs the tests in Opacus's wheel on each copy, except the tests of Opacus's
+  accountants. It prints how many tests fail that pass with the installed Opacus.
+- ``--gradients`` runs only the tests in `READ_GRADIENTS`.
+- ``--layers`` counts the single layers of the grid `opacus-layers` at the smallest batch. It prints
+  by how many percent bytes and peaks of memory change.
+- ``--norms`` calls the function ``update`` of ``docs/upstream/norms.md`` for three shapes and three
+  seeds, and prints the largest norm, by type and offset.
 
-Opacus's tests import torchvision for random images and three models. Without torchvision, tests
-that train such a model fail on each copy, and with the installed Opacus too.
+Opacus's tests import torchvision for random images and three models. Without torchvision, some
+tests fail with every copy, and with the installed Opacus too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ READ_GRADIENTS = (
     "opacus/tests/grad_sample_hooks_fast_gradient_clipping_test.py",
     "opacus/tests/grad_sample_module_test.py",
 )
-"""Tests of Opacus that read gradients, their norms or their sums."""
+"""Tests of Opacus that read per-sample gradients, norms of gradients or sums of gradients."""
 
 CONFTEST = """
 from hypothesis import settings
@@ -73,19 +74,19 @@ settings.load_profile("few")
 
 
 def names() -> list[str]:
-    """Return the names of the pages that have a diff."""
+    """Return the names of the pages of docs/upstream that have a diff."""
     pages = sorted(PAGES.glob("*.md"))
     return [page.stem for page in pages if "```diff" in page.read_text(encoding="utf-8")]
 
 
 def blocks(name: str, language: str) -> list[str]:
-    """Return the fenced blocks of a page that are in a language."""
+    """Return the fenced blocks in a language, such as ``diff``, on a page of docs/upstream."""
     page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
 
 
 def patched(name: str, folder: Path) -> None:
-    """Copy the installed Opacus into a folder and apply the diffs of a page; no diffs for ``""``.
+    """Copy the installed Opacus into a folder and apply the diffs of a page. ``""`` has no diffs.
 
     Raises:
         CalledProcessError: a diff does not apply.
@@ -101,7 +102,7 @@ def patched(name: str, folder: Path) -> None:
 
 
 def with_copy(name: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process that imports a patched copy of Opacus, and capture its output."""
+    """Run Python in a process that imports a patched copy of Opacus, and return its output."""
     with TemporaryDirectory() as folder:
         patched(name, Path(folder))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
@@ -115,13 +116,13 @@ def with_copy(name: str, *words: str, **options: Any) -> subprocess.CompletedPro
 
 
 def measured(name: str, what: str, script: str = __file__) -> dict[str, Any]:
-    """Run a script with ``--here`` in a process with a patched copy, and return what it prints."""
+    """Run a script with ``--here`` and a patched copy, and return the JSON that it prints last."""
     done = with_copy(name, script, "--here", what, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def trained(case: Case, **options: Any) -> tuple[TrainerBase, torch.Tensor]:
-    """Train three steps on a CPU; return the trainer and the change of its parameters."""
+    """Take three steps on a CPU. Return the trainer and the total change of the parameters."""
     warnings.simplefilter("ignore")
     trainer, batches = build(
         case, pick_device("cpu"), 3, learning_rate=1.0, max_grad_norm=0.3, **options
@@ -142,7 +143,7 @@ def difference(original: Sequence[float], changed: Sequence[float]) -> float:
 
 
 def measure_updates() -> dict[str, Any]:
-    """Return an update and the logical bytes at fp32 and bf16, by trainer."""
+    """Return the update of three steps and the logical bytes at fp32 and bf16, by trainer."""
     from tests.logical.layers import count_by_layers
 
     found = {}
@@ -158,7 +159,7 @@ def measure_updates() -> dict[str, Any]:
 
 
 def measure_layers() -> dict[str, Any]:
-    """Return bytes and peak of memory by trainer and layer."""
+    """Return the logical bytes and the peak memory of a step, by trainer and layer."""
     grid = Grid.named("opacus-layers")
     found = {}
     for case in grid.with_axes(batch_size=grid.values("batch_size")[:1]).cases():
@@ -171,7 +172,7 @@ def measure_layers() -> dict[str, Any]:
 
 
 def measure_norms() -> dict[str, Any]:
-    """Return the largest norms of an update by ghost and fast gradient clipping, by offset."""
+    """Return the largest update norms of ghost and fast gradient clipping, by type and offset."""
     page: dict[str, Any] = {}
     exec(blocks("norms", "python")[0], page)
     found = {}
@@ -188,11 +189,11 @@ def measure_norms() -> dict[str, Any]:
     return found
 
 
-# --- what is printed ------------------------------------------------------------------------------
+# --- printing -------------------------------------------------------------------------------------
 
 
 def print_updates(given: Sequence[str]) -> None:
-    """Print how far updates differ from those of the installed Opacus, and the GB of a step."""
+    """Print the relative difference from the installed Opacus's updates, and the GB of a step."""
     original = measured("", "updates")
     print(f"{'change':14}{'trainer':14}{'update differs by':>18}{'fp32 GB':>10}{'bf16 GB':>10}")
     for name in ["", *given]:
@@ -204,7 +205,7 @@ def print_updates(given: Sequence[str]) -> None:
 
 
 def print_layers(given: Sequence[str]) -> None:
-    """Print by how many percent each change moves bytes and peaks of single layers."""
+    """Print by how many percent bytes and peak memory of single layers differ with each change."""
     original = measured("", "layers")
     trainers, layers = (dict.fromkeys(part) for part in zip(*map(str.split, original), strict=True))
     print(f"{'% of':48}" + "".join(f"{layer:>13}" for layer in layers))
@@ -219,7 +220,7 @@ def print_layers(given: Sequence[str]) -> None:
 
 
 def print_norms() -> None:
-    """Print the norms of updates without noise by type and offset; the threshold is 1."""
+    """Print the norms of updates without noise, by dtype and offset. The threshold is 1."""
     original, changed = (measured(name, "norms") for name in ("", "norms"))
     print(f"{'type, offset':20}{'ghost':>12}{'fgc':>12}{'ghost with it':>16}{'fgc with it':>14}")
     for key, (ghost, fgc) in original.items():
@@ -245,7 +246,7 @@ def opacus_tests(name: str, tests: Sequence[str]) -> dict[str, str]:
             capture_output=True,
             text=True,
         )
-        if done.returncode not in (0, 1):  # 1: a test failed
+        if done.returncode not in (0, 1):  # 0: all passed, 1: a test failed
             raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}")
         cases = list(ElementTree.parse(Path(folder) / "tests.xml").iter("testcase"))
     outcomes = ("failure", "error", "skipped")
@@ -258,7 +259,7 @@ def opacus_tests(name: str, tests: Sequence[str]) -> dict[str, str]:
 
 
 def print_tests(given: Sequence[str], tests: Sequence[str]) -> int:
-    """Print outcomes of Opacus's tests by change; return how many tests fail only with a change."""
+    """Print outcomes of Opacus's tests by change. Return how many tests fail only with a change."""
     print(f"{'change':14}{'passed':>8}{'skipped':>9}{'failed':>8}{'of them only with it':>22}")
     original = opacus_tests("", tests)
     lost = 0
@@ -275,7 +276,7 @@ def print_tests(given: Sequence[str], tests: Sequence[str]) -> int:
 
 
 def parsed(about: str, *flags: str) -> argparse.Namespace:
-    """Read the command line; `measured` sets ``--here``."""
+    """Read the command line. Only `measured` sets the option ``--here``."""
     parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     parser.add_argument("name", nargs="*", help="page of docs/upstream; all pages by default")
     for flag in flags:

@@ -1,11 +1,11 @@
-"""Apply the changes to Opacus under FSDP2 that `docs/upstream` proposes to copies, and try them.
+"""Apply each change that `docs/upstream` proposes for FSDP2 to a copy of Opacus, and try it.
 
     python bench/upstream_ranks.py reductions shards
 
-prints for Opacus's ghost clipping, with the diff of each page and without a diff:
+prints for Opacus's ghost clipping, without a diff and with the diff of each page:
 
-- how far three updates without noise, over two ranks of gloo, are from those of the installed
-  Opacus, relative to their norm;
+- the relative difference of the update of three steps, without noise and over two ranks of gloo,
+  from the update with the installed Opacus;
 - the GB that one rank of 64 sends in a step of the 1b model at 4 x 256 a rank, and the GB that it
   moves in the phase ``noise``;
 - the correlation of the noise in the shards of two ranks whose generators have the same seed;
@@ -37,7 +37,7 @@ RANKS = 2
 
 
 def train(rank: int, folder: str) -> None:
-    """Train without noise; rank 0 writes the update and `noise_correlation` to a file."""
+    """Train without noise. Rank 0 writes the update and `noise_correlation` to a file."""
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     case = Case(TRAINER, 4, 12, model_size="tiny", parallel="fsdp2", gpus=RANKS)
@@ -50,7 +50,7 @@ def train(rank: int, folder: str) -> None:
 
 
 def noise_correlation(optimizer: Any) -> float:
-    """Return the correlation of the noise in the ranks' shards, if all ranks have one seed."""
+    """Return the correlation of the noise in two ranks' shards, with the same seed in all ranks."""
     torch.manual_seed(0)
     largest = max(optimizer.params, key=torch.numel)
     with implicit_replication():
@@ -62,7 +62,7 @@ def noise_correlation(optimizer: Any) -> float:
 
 
 def measure_ranks() -> dict[str, Any]:
-    """Return what `train` writes, and counted bytes, with the Opacus that this process imports."""
+    """Return the numbers that `train` writes, and counted bytes, with this process's Opacus."""
     with TemporaryDirectory() as folder:
         multiprocessing.spawn(train, args=(folder,), nprocs=RANKS)
         found = json.loads((Path(folder) / "found.json").read_text())
@@ -75,7 +75,7 @@ def measure_ranks() -> dict[str, Any]:
 
 
 def tried(name: str) -> dict[str, Any]:
-    """Return what `measure_ranks` returns with a patched copy, and the verdicts of verify."""
+    """Return the numbers of `measure_ranks` with a patched copy, and the verdicts of verify."""
     verify = f"-m dpbench verify --trainer {TRAINER} --device cpu --parallel fsdp2 --gpus {RANKS}"
     verified = with_copy(name, *verify.split())
     verdicts = re.findall(r"^.{32,40}?  +(ok|FAILED)\b", verified.stdout, re.M)

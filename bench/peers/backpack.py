@@ -1,8 +1,8 @@
 """A trainer that clips the per-sample gradients of BackPACK (https://backpack.pt).
 
 BackPACK has rules for linear, embedding, convolutional, recurrent and batch norm layers. The rule
-for layer norms in this file follows BackPACK's documentation. BackPACK does not clip, add noise or
-update.
+for layer norms in this file follows BackPACK's documentation. BackPACK only computes gradients.
+dpbench clips them, adds noise and updates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dpbench.training.phases import phase
 
 
 class LayerNormGradients(FirstOrderModuleExtension):
-    """Rule for each example's gradients of a layer norm's parameters, ``[B, …]``."""
+    """Rule that computes the per-sample gradients of a layer norm's parameters, ``[B, …]``."""
 
     def __init__(self) -> None:
         super().__init__(params=["weight", "bias"])
@@ -42,7 +42,7 @@ def by_example(g: Tensor, layer: Any) -> Tensor:
 
 
 class BackPACKTrainer(ClippedSumTrainer):
-    """Flat clipping of per-sample gradients that BackPACK keeps in ``grad_batch``.
+    """DP-SGD with flat clipping of the per-sample gradients that BackPACK stores in ``grad_batch``.
 
     The arguments are those of `TrainerBase`.
 
@@ -52,7 +52,7 @@ class BackPACKTrainer(ClippedSumTrainer):
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        for layer in model.modules():  # not the model, whose layer `output` BackPACK would replace
+        for layer in model.modules():  # BackPACK would replace a model's layer `output`
             if any(True for _ in layer.parameters(recurse=False)):
                 extend(layer)
         self.per_sample = BatchGrad()
@@ -64,7 +64,7 @@ class BackPACKTrainer(ClippedSumTrainer):
             with phase("forward"):
                 loss = self.mean_loss(self.model, part)
             with phase("backward"), backpack(self.per_sample):
-                (loss * self.part_size).backward()  # the sum gives each example's own gradient
+                (loss * self.part_size).backward()  # undo the mean's division
             losses.append(loss.detach())
             with phase("clip"), torch.no_grad():
                 self.clip()

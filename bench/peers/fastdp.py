@@ -1,8 +1,8 @@
 """A trainer that uses fastDP (https://github.com/awslabs/fast-differential-privacy).
 
-fastDP's hooks clip when backward reaches the model's first layer, and add the noise with the first
-micro-batch: Bu et al., "Differentially Private Optimization on Large Foundation Models" (2022),
-https://arxiv.org/abs/2210.00038.
+fastDP's hooks clip when backward reaches the model's first layer. In the first micro-batch of a
+step they also add the noise. The method is that of Bu et al., "Differentially Private Optimization
+on Large Foundation Models" (2022), https://arxiv.org/abs/2210.00038.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpbench.training.base import Batch, TrainerBase, mean_of
 from dpbench.training.phases import phase
 
 CLIPS = {"all-layer": "flat", "param-wise": "per layer"}
-"""Value of the label ``clips`` by fastDP's clipping style."""
+"""Values of the label ``clips``, by fastDP's clipping style."""
 
 
 class FastDPTrainer(TrainerBase):
@@ -29,8 +29,8 @@ class FastDPTrainer(TrainerBase):
         clipping_style: ``all-layer`` or ``param-wise`` of fastDP.
         clipping_fn: ``Abadi`` clips. fastDP's default, ``automatic``, divides each gradient by its
             norm and uses 1 as the threshold.
-        origin_params: a part of parameters' names; only these parameters get an ordinary gradient.
-            By default all parameters do. An embedding without an ordinary gradient is not trained.
+        origin_params: text that parameters' names contain. Only these parameters get an ordinary
+            gradient. By default all parameters do. If an embedding gets none, it is not trained.
         options: options of `TrainerBase`.
     """
 

@@ -4,8 +4,8 @@
 
     python -m bench.peers.jax_transformer --instrument cupti --batch-size 8 --seq-len 256
 
-`JaxPrivacyTrainer` trains the built-in model by such a step, so that ``dpbench verify`` can check
-it. Do not measure this trainer: it copies the parameters in every step.
+`JaxPrivacyTrainer` trains the built-in model by `PrivateSteps`, so that ``dpbench verify`` can
+check these steps. Do not measure this trainer: it copies the parameters in every step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dpbench.core.model_size import ModelSize
 from dpbench.training.base import Batch, TrainerBase
 
 Parameters: TypeAlias = Mapping[str, jax.Array]
-"""Parameters of `SimpleBigModel` by name."""
+"""Parameters of `SimpleBigModel`, by name."""
 
 
 def mean_loss(
@@ -66,7 +66,7 @@ class PrivateSteps:
     """DP-SGD whose step is one compiled program.
 
     Args:
-        model: the built-in model, whose parameters are copied.
+        model: the built-in model. Its parameters are copied to JAX.
         batch_size: examples in every batch.
         learning_rate: learning rate of SGD.
         noise_multiplier: standard deviation of the noise ÷ ``max_grad_norm``.
@@ -119,8 +119,8 @@ class JaxPrivacyTrainer(TrainerBase):
     """A trainer that takes steps of `PrivateSteps`. The arguments are those of `TrainerBase`.
 
     Raises:
-        ConfigurationError: the model is not built in, or the case asks for an optimizer other than
-            SGD or for autocast.
+        ConfigurationError: the model is not the built-in model, or the case requests autocast or an
+            optimizer other than SGD.
     """
 
     labels: ClassVar[Mapping[str, str]] = {"clips": "flat", "noise": "in the compiled step"}
@@ -153,7 +153,7 @@ def in_jax(tensor: Tensor) -> jax.Array:
 
 
 def main() -> None:
-    """Print the rows that an instrument records of `PrivateSteps`."""
+    """Measure `PrivateSteps` with an instrument, and print the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--instrument", default="timing")
     parser.add_argument("--model-size", default="1b", type=ModelSize.parse)
