@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import tempfile
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -196,9 +196,12 @@ def links(settings: Settings) -> Iterator[Diagnosis]:
     case = Case(MESSAGE, 2 * MESSAGE_EXAMPLES, 1, "tiny", parallel="ddp", gpus=2)
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     record = instrument.start(case).record()
-    finding = judge_message(
-        *(rank["counted"][0].get(MESSAGE_PHASE, {}) for rank in record["ranks"])
-    )
+    sender, receiver = (rank["counted"][0] for rank in record["ranks"])
+    # NCCL sends the first 0.1 GB before the receiver is in the phase.
+    received = Counter[str]()
+    for values in receiver.values():
+        received.update(values)
+    finding = judge_message(sender.get(MESSAGE_PHASE, {}), received)
     why = "".join(f"; {note}" for note in record["notes"])
     yield replace(finding, detail=f"{finding.detail}{why}")
 

@@ -62,7 +62,10 @@ def test_the_table_has_each_source_and_says_which_are_not_judged() -> None:
 
 
 def found_by(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str], *ranks: dict[str, float]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    notes: list[str],
+    *ranks: dict[str, dict[str, float]],
 ) -> list[Diagnosis]:
     """What is found where a case's process counts this in its ranks."""
     for module in (checks, gpu):
@@ -70,7 +73,7 @@ def found_by(
         monkeypatch.setattr(module, "visible_gpus", lambda cards=cards: cards)
     record: Any = {
         "notes": notes,
-        "ranks": [{"counted": [{MESSAGE_PHASE: each}]} for each in ranks],
+        "ranks": [{"counted": [each]} for each in ranks],
     }
     says = f"from dpbench.child.messages import report_result; report_result(**{record!r})"
     monkeypatch.setattr(sys, "executable", str(program(folder / "step", says)))
@@ -82,15 +85,25 @@ def test_the_first_rank_is_the_one_that_sends(
     first: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = [{SENT: SIZE, RECEIVED: 0.0}, {SENT: 0.0, RECEIVED: SIZE}]
-    [found] = found_by(tmp_path, monkeypatch, [], ranks[first], ranks[1 - first])
+    by_phase = [{MESSAGE_PHASE: ranks[first]}, {MESSAGE_PHASE: ranks[1 - first]}]
+    [found] = found_by(tmp_path, monkeypatch, [], *by_phase)
     assert found.status == status
+
+
+def test_bytes_that_arrive_before_the_receiver_is_in_the_phase_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = {"outside": {RECEIVED: 0.1 * SIZE}, MESSAGE_PHASE: {RECEIVED: 0.9 * SIZE}}
+    [found] = found_by(tmp_path, monkeypatch, [], {MESSAGE_PHASE: {SENT: SIZE}}, receiver)
+    assert found.status == OK
 
 
 def test_where_nvml_refuses_the_rest_is_shown_and_the_line_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = "NVLink's payload is not counted: NVML says 'Not Supported' of GPU-0"
-    [found] = found_by(tmp_path, monkeypatch, [why], {"pcie_write_bytes": 1.1 * SIZE}, {})
+    sender = {MESSAGE_PHASE: {"pcie_write_bytes": 1.1 * SIZE}}
+    [found] = found_by(tmp_path, monkeypatch, [why], sender, {})
     assert found.status == WARNING
     assert found.detail.endswith(f"pcie_write_bytes 1.18 GB; {why}")
 
