@@ -23,8 +23,8 @@ def failure_message(
         return ""
     if finder.turns.turns_taken and not finder.steps:
         return (
-            f"the script ended after {finder.turns.turns_taken} turns of its optimizers, before "
-            f"all its optimizers had stepped: let it take more than {MOST_TURNS} turns"
+            f"the script ended before each of its optimizers had stepped once (they took turns "
+            f"{finder.turns.turns_taken} times): let it run for more than {MOST_TURNS} turns"
         )
     if finder.steps:
         enough = max(0, finder.steps - (recorder.wanted or 0))

@@ -146,7 +146,12 @@ class Bisection:
                     f"{name}  {self.candidates.describe(name)}" for name in (*between, bad.name)
                 ]
                 _say(
-                    "\n".join(["\nall others were skipped, so the first bad one is one of:", *rest])
+                    "\n".join(
+                        [
+                            "\nthe first bad one is one of these; all but the last were skipped:",
+                            *rest,
+                        ]
+                    )
                 )
                 return 2
             # Neighbours of a skipped commit often fail for the same reason: look farther each time.

@@ -132,7 +132,7 @@ def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.Argum
     parser = argparse.ArgumentParser(
         prog="dpbench",
         description="Measure how many bytes differentially private training moves.",
-        epilog="`pytest -m gpu --ncu` measures the same with assertions.",
+        epilog="`pytest -m gpu --ncu` measures the same cases in tests, which can fail.",
     )
     parser.add_argument("--version", action="version", version=f"dpbench {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")

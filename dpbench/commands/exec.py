@@ -251,7 +251,7 @@ def _script_runs(
     name = options.name or (program[0] if options.module else path)
     if name == BASELINE_TRAINER:
         raise ConfigurationError(
-            f"{name!r} is the name of the baseline of ratios: give another --name"
+            f"the name {name!r} is reserved for the baseline of ratios: choose another with --name"
         )
     case = Script(name, options.batch_size)
     scripts = [

@@ -82,7 +82,7 @@ class Settings:
         "the directory of .ncu-rep reports and logs", Path("ncu_reports"), metavar="DIR"
     )
     kernels: bool = option_fields.option(
-        "also profile each kernel, in another process that takes tens of ms for each kernel",
+        "also profile each kernel, in another process; each kernel takes tens of ms",
         False,
         pytest="--ncu-kernels",
     )
@@ -127,7 +127,10 @@ class Settings:
         metavar="RATIO:LOW-HIGH",
     )
     top: int = option_fields.option(
-        "the number of kernels in a table", 10, pytest="--ncu-kernels-top", metavar="N"
+        "the number of kernels or source lines in a table",
+        10,
+        pytest="--ncu-kernels-top",
+        metavar="N",
     )
 
     # what is written
@@ -288,7 +291,7 @@ class Settings:
                     f"to renew the reference run, omit {self.option('compare')}"
                 )
         if self.of_pytest and self.profiles_kernels and not self.measures:
-            raise ConfigurationError("--ncu-kernels requires --ncu: add --ncu")
+            raise ConfigurationError("--ncu-kernels requires an instrument: add --ncu or --cupti")
         check_distinct_files({option: path for option, (_, path) in self.files.items()})
         for _, path in self.files.values():
             check_writable_file(path)

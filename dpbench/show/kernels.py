@@ -152,8 +152,8 @@ def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
     timed = rows[(rows.phase == STEP) & rows.seconds.notna()]
     if unknown := [*dict.fromkeys(timed[timed.busy.isna()].trainer)]:
         yield (
-            f"It is unknown how busy the GPU was with {', '.join(unknown)}, so some phases may be "
-            f"launch-bound. --instrument cupti measures it."
+            f"How busy the GPU was with {', '.join(unknown)} was not measured, so launch-bound "
+            f"phases are not marked. --instrument cupti measures it."
         )
 
 

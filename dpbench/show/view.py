@@ -105,7 +105,8 @@ class TableOptions:
         """Make options from the settings of a command line, in which commas separate names."""
         if asked.top < 1:
             raise ConfigurationError(
-                f"the number of kernels in a table must be at least 1, not {asked.top}"
+                f"the number of kernels or source lines in a table must be at least 1, "
+                f"not {asked.top}"
             )
         labels = listed_names(asked.group_by) or ("cell",)
         for label in labels:

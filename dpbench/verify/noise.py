@@ -128,7 +128,7 @@ def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
         values = joined_noise(group, name)
         distance, chance = _distance(values[:: -(-values.numel() // DISTRIBUTION_ELEMENTS)], eps)
         where = f" ({run})" * bool(run)
-        message = f"its distribution is off the normal one by {distance:.2g}{where}"
+        message = f"the distribution differs from the normal one by {distance:.2g}{where}"
         found.append(Comparison(chance, name, message, f"{distance:.2g}"))
         sizes, n = values.abs(), values.numel()
         for beyond in TAILS:

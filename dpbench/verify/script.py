@@ -74,7 +74,7 @@ class StepChecks(Calls):
         self.bypassed = ""  # class of an optimizer that steps in place of a private optimizer
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
         self.known: dict[str, ParameterHistory] = {}
-        # Parameters that an optimizer has but no called module, and whether they had a gradient:
+        # Parameters of an optimizer but of no called module, and whether each had a gradient:
         self.unowned: dict[int, tuple[Tensor, bool]] = {}
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
@@ -299,7 +299,7 @@ class StepChecks(Calls):
             why = "σ is 0" if self._private else "no optimizer of Opacus steps"
             return Check("noise" if self._private else "clipping and noise", NOT_JUDGED, "", why)
         wrong = [
-            f"the noise's deviation is {got:.4g}, but σC is {expected:.4g}"
+            f"the noise has the standard deviation {got:.4g}, but σC is {expected:.4g}"
             for got, expected, number in self.noise
             if abs(got / expected - 1) > DEVIATIONS / (2 * number) ** 0.5
         ]

@@ -94,7 +94,7 @@ def test_no_commit_is_named_if_it_may_be_one_of_those_skipped(
     assert main(["bisect", LIMIT, f"{commits[0]}..main", "--", *repository.writes]) == 2
     out = capsys.readouterr().out
     assert "first bad:" not in out
-    rest = out.partition("all others were skipped, so the first bad one is one of:\n")[2]
+    rest = out.partition("the first bad one is one of these; all but the last were skipped:\n")[2]
     assert {line.split()[0] for line in rest.splitlines()} == {*commits[2:5]}
 
 

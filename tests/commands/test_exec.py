@@ -287,7 +287,10 @@ def test_what_was_counted_until_the_end_is_kept_however_it_comes(
             "nsys cannot measure a script: choose timing",
         ),
         (["--steps=0", "training.py"], "--skip is 3 and --steps is 0"),
-        (["--name=standard", "training.py"], "'standard' is the name of the baseline of ratios"),
+        (
+            ["--name=standard", "training.py"],
+            "the name 'standard' is reserved for the baseline of ratios",
+        ),
         (["--baseline=7", "training.py"], "no run number 0007"),
     ],
     ids=str,

@@ -244,7 +244,7 @@ def test_faults_are_seen_beside_the_rounding_of_16_bits(precision: str) -> None:
     [
         ("HalfTheNoise", "noise: deviation", "0.5"),
         ("OneParameterWithoutNoise", "noise: deviation", "final_norm.bias: no noise"),
-        ("UniformNoise", "noise: distribution", "off the normal one by"),
+        ("UniformNoise", "noise: distribution", "differs from the normal one by"),
         ("NoiseOfRows", "noise: elements", "head.weight: the noise repeats after 64 elements"),
         (
             "NoiseOfParameters",
