@@ -38,7 +38,7 @@ class AlternatingOptimizers:
         # Number of turns at whose end all awaited optimizers had stepped in this training step.
         self._turns_since_all = 0
         self._extra_turns = 0  # expected number of turns after all optimizers have stepped
-        # Optimizers of each turn that belongs to the training step before the current one.
+        # For each turn that was found to belong to the previous training step, its optimizers.
         self._late_turns: list[WeakSet[Any]] = []
         self._first_began = True  # whether `_first` stepped in the first turn
         self._all_stepped = False  # whether all awaited optimizers have stepped
@@ -72,7 +72,7 @@ class AlternatingOptimizers:
 
     @property
     def is_complete_round(self) -> bool:
-        """True if exactly the awaited optimizers stepped, and `_first` in the first turn."""
+        """True if exactly the awaited optimizers stepped, with `_first` in the first turn."""
         return self._first_began and self._all_stepped and self._only_awaited
 
     def begin_step(self) -> int:

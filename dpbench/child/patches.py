@@ -44,7 +44,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {
     "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
     "fastDP.privacy_engine": {"PrivacyEngine._create_noisy_clipped_gradient": "noise"},
 }
-"""Phases of functions, by the names of their modules and of the functions."""
+"""Phases of functions, by the name of a module and the path of a function in this module."""
 
 OPACUS = {
     "clip_and_accumulate": "clip",

@@ -78,7 +78,8 @@ class Recorder(PhaseListener):
         hears_warmup: whether the recorder also observes a case's warm-up steps.
         calls: receives the calls that the training loop makes.
         more: further entries of a script's record.
-        wait: whether `rows` waits for the GPU. If not, `rows` uses the steps that the GPU finished.
+        wait: whether `rows` waits for the GPU. If not, `rows` uses only steps that the GPU has
+            finished.
         operators: the operators of the last step, if the recorder counts operators.
         memory_lines: the lines that hold memory at the peak, if the recorder counts memory.
         notes: assumptions behind the rows.
@@ -133,7 +134,7 @@ class Recorder(PhaseListener):
 
     @abstractmethod
     def rows(self, case: Subject) -> list[Measurement]:
-        """Return the rows of the completed steps. It is only called after the first step."""
+        """Return the rows of the completed steps. Call this only after a step was observed."""
 
     def outcome(self, case: Subject) -> Outcome:
         """Return the outcome of the observed steps."""

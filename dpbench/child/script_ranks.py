@@ -1,8 +1,8 @@
 """Collects the measurements of a script that runs in several ranks.
 
 ``torchrun`` starts the ranks, and each rank runs ``dpbench exec`` and records its own steps. Rank 0
-collects the rows of all ranks. They are sent in files, because the script may have destroyed its
-process group.
+collects the rows of all ranks. Ranks send their rows in files, because the script may have
+destroyed its process group.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Rank:
     def gather(self, own: Outcome) -> Outcome:
         """Return the joint outcome of all ranks, in which each row names its rank.
 
-        If ranks failed, the outcome has no rows, and the error of the rank that probably failed
-        first.
+        If ranks failed, the outcome has no rows. Its error is the error of the rank that probably
+        failed first.
         """
         deadline = time.monotonic() + (CAUSE_SECONDS if own.error else PATIENCE_SECONDS)
         every = [own, *(self._of(number, own, deadline) for number in range(1, self.ranks))]

@@ -54,7 +54,7 @@ ANSWER_SECONDS = 60.0  # limit for the server's imports, which take about 5 s
 
 
 class ForkedProcess:
-    """A process that the server has forked, with the needed methods of `subprocess.Popen`."""
+    """A process that the server has forked, with the used methods of `subprocess.Popen`."""
 
     stdout = None
 
@@ -101,7 +101,7 @@ class ForkServer:
         atexit.register(self.close)
 
     def fork(self, command: Sequence[str], options: Mapping[str, Any]) -> ForkedProcess | None:
-        """Run a command of ``dpbench`` as a fork, as the function `fork` describes."""
+        """Start a command as a fork, or return None if it must be a new process. See `fork`."""
         environment = options["env"]
         names = {*environment, *self._environment}
         differ = {n for n in names if environment.get(n) != self._environment.get(n)}
@@ -140,7 +140,7 @@ def environment_of_cases() -> dict[str, str]:
 
 @cache
 def fork_server() -> ForkServer | None:
-    """Return the server, or None if it cannot start. The first call starts it."""
+    """Return the server, or None if it cannot start. The first call starts the server."""
     with suppress(OSError):
         return ForkServer(environment_of_cases())
     return None
@@ -171,7 +171,7 @@ def import_packages() -> None:
 
     Raise an error if an import opened a GPU or left threads running.
     """
-    gc.disable()  # garbage collection takes a quarter of the import time and frees almost nothing
+    gc.disable()  # garbage collection would slow the imports down and free little
     postpone("opacus")
     for name in IMPORTED_MODULES:
         import_module(name)
@@ -193,7 +193,7 @@ def postpone(name: str) -> None:
     """Postpone running a package's ``__init__`` until an attribute of the package is first used.
 
     Modules of the package can be imported before that. Opacus's ``__init__`` imports SciPy for its
-    accountants. SciPy takes a quarter of all import time, and no trainer of dpbench needs it.
+    accountants. Importing SciPy is slow, and no trainer of dpbench needs SciPy.
     """
     if name in sys.modules or (spec := find_spec(name)) is None or spec.loader is None:
         return
@@ -209,7 +209,7 @@ def postpone(name: str) -> None:
 
 
 def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket, int, int]:
-    """Fork for each request, until all clients have closed. Only forks return.
+    """Fork for each request, until no client is left. Only the forks return from this function.
 
     Returns:
         The request, the client's socket, and the descriptors of the output and of the pipe that

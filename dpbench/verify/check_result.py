@@ -18,7 +18,7 @@ class Check:
     Attributes:
         name: the check's name.
         verdict: `OK`, `FAILED` or `NOT_JUDGED`.
-        worst: the parameter with the largest error; may be empty.
+        worst: the name of the parameter with the largest error; empty if no parameter is named.
         error_text: the result in a few words, such as the size of the largest error, or the reason
             why nothing was judged.
         wrong: one sentence for each failure.
@@ -39,6 +39,7 @@ class Check:
     def passed(self) -> bool:
         """True if ``wrong`` is empty.
 
-        So a check that was not judged has passed, unless an earlier failure prevented the judging.
+        A check that was not judged also counts as passed, unless an earlier failure prevented the
+        judging.
         """
         return not self.wrong

@@ -141,7 +141,7 @@ def hook_owners(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable the modules' per-sample hooks. Then restore hooks, buffers and random states."""
+    """Disable per-sample hooks. At the end, restore the hooks, buffers and random states."""
     devices = {p.device for m in modules for p in m.parameters() if p.device.type == "cuda"}
     with ExitStack() as undo, torch.random.fork_rng(devices), torch.enable_grad():
         for module in modules:

@@ -67,7 +67,7 @@ def _verify_rank(device: str, other_process: Sequence[Gradients], case: Case) ->
 def verify_here(
     case: Case, device: str, other_process: Sequence[Gradients] = (), *, processes: bool = False
 ) -> list[Check]:
-    """Check a case in this process. Every rank must call this, because steps are collective.
+    """Check a case in this process. Every rank must call this, because ranks step together.
 
     Gradients are compared with the gradients of the joint batch of all ranks. Only rank 0 judges
     the noise.
