@@ -38,7 +38,7 @@ WORKLOAD = "a workload is a subclass of dpbench.Workload; set its parameters wit
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device named ``auto``, ``cpu`` or ``cuda``."""
+    """Return the device for ``cpu``, ``cuda`` or ``auto``, which is a GPU if one is visible."""
     if name == "auto":
         name = "cuda" if gpu.visible_gpus() else "cpu"
     if name == "cuda" and not (torch.backends.cuda.is_built() and gpu.visible_gpus()):

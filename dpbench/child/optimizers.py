@@ -5,7 +5,7 @@ one turn in a training step. GANs and actor-critic methods train several models 
 train one model several times in a training step. Batches do not mark the end of such a step,
 because each turn may fetch its own batch. So a training step begins with a turn of the optimizer
 that stepped first in the loop, and lasts until all optimizers have stepped. Further turns of other
-optimizers belong to the same training step. The number of further turns is known from earlier
+optimizers belong to the same training step. The number of further turns is learned from earlier
 training steps.
 """
 

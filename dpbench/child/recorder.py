@@ -67,7 +67,7 @@ class Calls:
 class Recorder(PhaseListener):
     """Observes a number of steps of any training loop.
 
-    A subclass overrides `rows`. It also overrides either `listener`, or some of the methods
+    A subclass overrides `rows`. A subclass also overrides either `listener`, or some of the methods
     `start_step`, `switch` and `end_step`. Such a method also calls the base class's method.
 
     Args:

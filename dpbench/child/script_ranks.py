@@ -22,11 +22,13 @@ from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
 
 PATIENCE_SECONDS = 60.0
-"""Most seconds that rank 0 waits for other ranks' files after the script has ended in rank 0."""
+"""Largest number of seconds that rank 0 waits for other ranks' files after the script has ended in
+rank 0."""
 
 CAUSE_SECONDS = 3.0
-"""Most seconds that rank 0 waits for other ranks' files after the script has failed in rank 0. The
-script may have failed because another rank failed. A rank that timed out also waits this long."""
+"""Largest number of seconds that rank 0 waits for other ranks' files after the script has failed in
+rank 0. The script may have failed because another rank failed. A rank that timed out also waits
+this long."""
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ class StepFinder:
         """Return True if a call of a module is a forward or an evaluation.
 
         The loop itself must call the module, and the module must have parameters. Most modules that
-        compute a loss have none.
+        compute a loss have no parameters.
         """
         return (
             not (self._closed or self._in_backward)

@@ -203,7 +203,7 @@ class Bisection:
         return {str(name): value for name, value in number.items()}
 
     def _followed_value(self, run: Run) -> float:
-        """Return the followed number of a run.
+        """Return a run's value of the number that the search follows.
 
         Raises:
             DpbenchError: the run lacks the number, or the limit cannot be checked.

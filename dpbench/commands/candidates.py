@@ -85,7 +85,7 @@ class Commits:
 
 
 class Releases:
-    """The released versions of a package in ``NAME==LOW..HIGH``, installed in a folder."""
+    """The released versions of a package in ``NAME==LOW..HIGH``. They are installed in a folder."""
 
     def __init__(self, text: str, folder: Path) -> None:
         try:

@@ -43,7 +43,7 @@ from dpbench.show.comparison import amount
 from dpbench.show.layout import ABSENT, Table
 
 DEFAULT_METRICS = ("dram_bytes", "logical_bytes", "step_time_seconds")
-"""Candidates for the default metric. The first candidate that a run has is taken."""
+"""Candidates for the default metric. The default is the first candidate that a run contains."""
 
 VERDICTS = {False: ABSENT, True: "changed", None: "ambiguous"}
 

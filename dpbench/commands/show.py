@@ -165,7 +165,7 @@ def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
 def _tables(
     runs: Sequence[Run], options: argparse.Namespace, view: TableOptions
 ) -> Iterator[Table]:
-    """Return the tables of --roofline or --time, or else of runs, timelines and reports."""
+    """Return the tables that --roofline or --time requests, else all tables of the named files."""
     if options.roofline is not None and options.time is not None:
         raise ConfigurationError("--roofline and --time show different tables: choose one of them")
     if options.roofline is not None:

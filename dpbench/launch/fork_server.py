@@ -83,7 +83,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The fork server of this process. The server ends when this process ends or calls `close`."""
+    """The server that forks for this process. It ends when this process ends or calls `close`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
@@ -133,7 +133,7 @@ class ForkServer:
 
 
 def environment_of_cases() -> dict[str, str]:
-    """Return the environment for a case's process: this process's, without pytest's variables."""
+    """Return the environment of this process, without pytest's variables, for a case's process."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return inherited | child_environment()
 
@@ -264,7 +264,7 @@ def main() -> NoReturn:
         os.dup2(nothing.fileno(), 0)
     import_packages()
     request, channel, output, guard = next_request(requests)
-    apply_request(request)  # after an error nothing is sent, and the client starts a new process
+    apply_request(request)  # if this raises, nothing is sent, and the client starts a new process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     case = os.fork()
     with suppress(OSError):  # both processes call setpgid; the second call may fail

@@ -4,13 +4,12 @@ The bounds hold for any number of elements n:
 
 - A mean square q of n standard normals: exp(-n/2 (q - 1 - ln q)), for q > 1 and for q < 1
   (Chernoff).
-- A correlation r of n standard normals with a vector that does not depend on them: (1 -
-r²)^((n-1)/2) for both signs together. This bounds the
-  share of a unit sphere that is at least |r| away from the equatorial plane.
+- A correlation r of n standard normals with a vector that does not depend on them:
+  (1 - r²)^((n-1)/2) for both signs together. This bounds the share of a unit sphere that is at
+  least |r| away from the equatorial plane.
 - k of n events that each have the probability p: exp(-n KL(k/n, p)), for k > np and for k < np
-(Chernoff). This bound also holds for negatively associated events (Dubhashi and Ranjan, "Balls and
-bins", 1998), such as
-  narrow gaps between sorted values.
+  (Chernoff). This bound also holds for negatively associated events (Dubhashi and Ranjan, "Balls
+  and bins", 1998), such as narrow gaps between sorted values.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
         odd = first[: len(one)] // shift % 2 == 1
         for some in (odd, ~odd):
             yield f"after {shift} elements", *_correlation(one[some], other[some])
-    total = torch.arange(2 * size - 1, device=noise.device)  # i + j, if i mirrors j
+    total = torch.arange(2 * size - 1, device=noise.device)  # i + j of a mirrored pair (i, j)
     mirrored = torch.fft.irfft(spectrum.square())[: len(total)]
     middle = (total % 2 == 0) * noise[total // 2].square()
     begin = (total - size + 1).clamp(min=0)

@@ -65,7 +65,7 @@ class ParameterHistory:
 
 
 class StepChecks(Calls):
-    """Records the calls of each step, and compares gradients with a loop over examples."""
+    """Records the calls of each step, and checks gradients with a loop over examples."""
 
     def __init__(self) -> None:
         self.steps = 0

@@ -231,11 +231,11 @@ class Verification:
 
     @property
     def judges_noise(self) -> bool:
-        """True if this process judges the noise. Of several ranks, only rank 0 judges."""
+        """True if this process judges the noise. If there are several ranks, only rank 0 does."""
         return rank_and_ranks()[0] == 0
 
     def draw_all(self, other_process: Sequence[Gradients]) -> list[Draw]:
-        """Collect the noise of runs with each batching and several values of σ.
+        """Collect the noise of runs for each `Batching` with several noise multipliers σ.
 
         With σ = `SIGMA`, the clipping threshold is `THRESHOLD`. With `SMALL_SIGMA`, it is below all
         norms. With `FRACTIONAL_SIGMA`, it is above all norms.

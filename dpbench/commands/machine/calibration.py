@@ -54,7 +54,7 @@ TOLERANCE = 0.01
 """Largest allowed difference between counted and known bytes, relative to the size of the work."""
 
 WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 1, 0)}
-"""By phase: the name of the work, and how often its data is read and written."""
+"""For each phase, the name of the work, and how often the work reads and writes the data."""
 
 IDLE_PHASE = "noise"
 """Phase in which the GPU is idle."""
@@ -79,7 +79,7 @@ BOTH = ("l2_served_bytes",)
 
 
 def work_that_fits() -> Case:
-    """Return the largest work whose source and copy fit into half of the free memory.
+    """Return a case with the largest work whose source and copy fit into half of the free memory.
 
     The number of examples is at least `SMALLEST` and at most `LARGEST`. If the free memory is
     unknown, the number is `DRAM_SIZED`.

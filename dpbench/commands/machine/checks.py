@@ -219,7 +219,7 @@ CHECKS: tuple[Check, ...] = (
     cupti,
     links,
 )
-"""The checks. Each check follows the checks on which it depends."""
+"""All checks, in the order in which they run. A check follows the checks on which it depends."""
 
 
 def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Diagnosis]:
