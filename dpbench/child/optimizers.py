@@ -45,7 +45,7 @@ class AlternatingOptimizers:
         self._only_awaited = True  # whether only awaited optimizers stepped
 
     def add(self, optimizer: Any) -> None:
-        """Note that an optimizer has stepped."""
+        """Record that an optimizer has stepped in the current turn."""
         self.stepped.add(optimizer)
         self._stepped_now.append(ref(optimizer))
         self._all_stepped = self.awaited <= self.stepped

@@ -115,7 +115,7 @@ class Recorder(PhaseListener):
 
     @cached_property
     def listener(self) -> PhaseListener:
-        """Listener to phases. It is made when the first step begins and the device is known."""
+        """Receiver of steps and phases, made when the first step begins and the device is known."""
         return NullListener()
 
     def start_step(self) -> None:

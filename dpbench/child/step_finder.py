@@ -48,7 +48,7 @@ class StepFinder:
         evaluations: number of calls of modules with gradients disabled, in observed steps.
         failure: the error that ended the recording, if any. Afterwards the recorder is not called.
         notes: notes for readers of the measured numbers.
-        turns: the optimizers that take turns.
+        turns: the optimizers and their turns in the training step, see `AlternatingOptimizers`.
         inside: whether the loop is inside a module's call, a backward or the fetching of a batch,
             where no step begins.
         undo: undoes the wrapping of functions when the finder is closed.

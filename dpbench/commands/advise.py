@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dpbench.show.layout import Table
 
 DEFAULT_CARD = "h200"
-"""Default card if this machine has no GPU that dpbench knows."""
+"""Card to advise for, if neither the options nor the run nor this machine has a known card."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

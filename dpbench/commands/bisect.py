@@ -115,7 +115,7 @@ class Trial:
 
 @dataclass
 class Bisection:
-    """The search for the first commit or version that exceeds a limit."""
+    """The search for the first commit or version at which a number exceeds a limit."""
 
     candidates: Commits | Releases
     limit: Limit
@@ -220,7 +220,7 @@ class Bisection:
         return mean_interval(trial.values if self.limit.varies else trial.values[:1] * 2)
 
     def _verdict(self, trial: Trial) -> bool | None:
-        """Return True if a trial exceeds the limit, or None if this stays ambiguous.
+        """Return True if a trial's number exceeds the limit, or None if this stays ambiguous.
 
         While the verdict is ambiguous, the command is repeated, at most ``repeats`` times. At the
         end, the verdict is printed.

@@ -242,7 +242,7 @@ def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> No
 def _script_runs(
     options: argparse.Namespace, settings: Settings, instruments: Sequence[Instrument]
 ) -> tuple[Script, list[ScriptRun]]:
-    """Return the script as a subject, and its run for each instrument."""
+    """Return the script as the subject to measure, and a run of the script for each instrument."""
     program = options.module or options.program
     if not program:
         raise ConfigurationError("name a script, or a module with -m, before its options")

@@ -49,7 +49,7 @@ IMPORTED_MODULES = (
     "pynvml",
 )
 
-MESSAGE_BYTES = 1 << 17  # less than the 200 KB that a socket takes at once
+MESSAGE_BYTES = 1 << 17  # less than a socket accepts at once, which is about 200 KB
 ANSWER_SECONDS = 60.0  # limit for the server's imports, which take about 5 s
 
 
@@ -83,7 +83,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The server that forks for this process. It ends when this process ends or calls `close`."""
+    """The server that starts forks for this process. It ends with this process or by `close`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)

@@ -128,7 +128,7 @@ class ProcessGroup:
             self._ended = True
 
     def _signal(self, number: int) -> bool:
-        """Send a signal to the group, or none if ``number`` is 0.
+        """Send a signal to the group. If ``number`` is 0, send nothing.
 
         Return True if the group still has processes.
         """

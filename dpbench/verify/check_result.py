@@ -32,7 +32,7 @@ class Check:
 
     @classmethod
     def judged(cls, name: str, wrong: Sequence[str], worst: str, error_text: str) -> Check:
-        """Make a check that is failed if ``wrong`` has entries, and ok otherwise."""
+        """Make a check whose verdict is `FAILED` if ``wrong`` has entries, and `OK` otherwise."""
         return cls(name, FAILED if wrong else OK, worst, error_text, wrong)
 
     @property

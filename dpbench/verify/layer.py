@@ -39,8 +39,8 @@ NEGLIGIBLE = 1e-9
 """Factor by which `_tokens_alike` scales the gradients of all examples of a batch except the
 first."""
 TRIES = 8
-"""Number of batches in `_tokens_alike`. Rounding makes about half of the norms too small, and only
-a norm that is too small makes a clipped gradient too large."""
+"""Number of batches in `_tokens_alike`. Rounding makes some norms too large and others too small,
+and only a norm that is too small makes a clipped gradient too large."""
 SLACK = 0.1
 """Share of C/B by which `_not_finite` allows an example to exceed C/B, because the gradients of the
 other examples have rounding errors. C is the clipping threshold and B the batch size."""

@@ -150,7 +150,7 @@ def pair_correlations(draws: Sequence[Draw]) -> Comparisons:
 def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
     """Find, for each vector, the earlier vector with the least likely correlation.
 
-    ``named`` has a parameter, a step and a vector in each entry.
+    Each entry of ``named`` contains the name of a parameter, the name of a step and a vector.
     """
     if not named:
         return [], 0

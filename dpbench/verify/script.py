@@ -325,7 +325,7 @@ def _shape(tensors: Sequence[Tensor]) -> str:
 
 
 def _scale(seen: Gradients, wanted: Gradients) -> float:
-    """Return the factor s for which s × ``wanted`` is closest to ``seen``."""
+    """Return the factor s for which s times ``wanted`` is closest to ``seen``."""
     squares = sum(float(each.square().sum()) for each in wanted.values())
     return sum(float((seen[name] * each).sum()) for name, each in wanted.items()) / squares
 

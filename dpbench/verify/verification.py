@@ -57,8 +57,8 @@ KEPT_NOISE = 2**16
 """Largest number of noise elements of each parameter that are kept if σ < `SIGMA`."""
 DATA_SHARE = 1e-3
 """Largest allowed change of a buffer by one example, as a share of the change by noise. In a buffer
-that is computed only from noisy parameters, such as a moving average, the share is below
-1/SIGMA."""
+that is computed only from noisy parameters, such as a moving average, the share is usually below
+1/`SIGMA`."""
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ MESSAGE_EXAMPLES = 64
 """Size of the message, in units of `EXAMPLE_BYTES` (1.07 GB in total)."""
 
 SENDER_NOT_JUDGED = ("nvlink_sent_bytes", "pcie_write_bytes")
-"""Metrics of the sender that are not judged. They include packet headers, and the message takes
-either NVLink or PCIe, not both."""
+"""Metrics of the sender that are not judged. Both include packet headers, and the message takes
+only one of the two ways, NVLink or PCIe."""
 
 READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
 WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
