@@ -38,7 +38,7 @@ WORKLOAD = "a workload is a subclass of dpbench.Workload; set its parameters wit
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device named ``auto``, ``cpu`` or ``cuda``."""
+    """Return the device for ``cpu``, ``cuda`` or ``auto``, which is a GPU if one is visible."""
     if name == "auto":
         name = "cuda" if gpu.visible_gpus() else "cpu"
     if name == "cuda" and not (torch.backends.cuda.is_built() and gpu.visible_gpus()):
@@ -69,8 +69,8 @@ def build(
         case: the case.
         device: where the model and the batches are allocated.
         num_batches: number of batches.
-        sampled: number of last batches whose sizes are sampled by `batch_sizes`. Earlier batches
-            have the case's batch size.
+        sampled: number of batches at the end whose sizes are sampled by `batch_sizes`. Earlier
+            batches have the case's batch size.
         seed: seed of PyTorch's default random number generators.
         alone: whether this process trains whole batches alone, even in a process group.
         **options: further arguments of the trainer's constructor.
@@ -149,10 +149,11 @@ def batch_sizes(case: Case, number: int) -> list[int]:
 
     If examples are drawn independently from a large dataset, their number is Poisson distributed
     (Le Cam, "An Approximation Theorem for the Poisson Binomial Distribution", 1960). From this
-    distribution, 999 sizes per batch are drawn with a fixed seed, and sorted. Each run of 999
-    sorted sizes is replaced by its median. So the mean of the medians is close to the
-    distribution's mean. A single batch has about the median of the distribution. The medians are
-    returned in random order.
+    distribution, 999 sizes per batch are drawn with a fixed seed, and sorted. The sorted sizes are
+    divided into groups of 999 consecutive sizes, one group per batch, and each group is replaced by
+    its median. So the mean of the medians is close to the distribution's mean. If there is only one
+    batch, its size is about the median of the distribution. The medians are returned in random
+    order.
     """
     if case.sampling == "fixed":
         return [case.batch_size] * number
@@ -213,8 +214,8 @@ def workload_of(case: Case) -> Workload:
 def check_parameters(case: Case) -> None:
     """Raise if a built-in trainer, workload or optimizer refuses its parameters' values.
 
-    A trainer or optimizer with parameters is built once, for a layer with two parameters. A user's
-    class may need a larger model, so this function does not check its parameters.
+    A trainer or optimizer with parameters is built once, for a linear layer with a weight and a
+    bias. A user's class may need a larger model, so this function does not check its parameters.
     """
     if case.set and WORKLOADS.is_builtin(case.workload):
         workload_of(case)
@@ -227,7 +228,7 @@ def check_parameters(case: Case) -> None:
         if parted(name)[1] and registry.is_builtin(name):
             try:
                 registry[name](**arguments)
-            except ValueError as error:  # an optimizer raises this error
+            except ValueError as error:  # PyTorch's optimizers raise this error
                 raise ConfigurationError(f"{axis} {name}: {error}") from error
 
 

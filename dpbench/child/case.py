@@ -1,7 +1,7 @@
 """Builds a case in the measured process, warms up, and runs the observed steps.
 
-The measured process runs the command ``dpbench step`` (`dpbench.commands.step`), or is a fork that
-calls the same function.
+The measured process runs the command ``dpbench step`` (`dpbench.commands.step`), as a new process
+or as a fork (`dpbench.launch.fork_server`).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _compilations() -> int:
 
 
 def peak_memory() -> int:
-    """Return the peak of bytes in use on this GPU since the allocator's peak was reset.
+    """Return the largest number of bytes in use on this GPU since the peak was last reset.
 
     The result is the allocator's peak plus the free memory in the pools of CUDA graphs. A graph's
     replay uses this memory without allocating it.
@@ -215,8 +215,8 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
     """Lock the GPU against other dpbench processes, and free its memory at the end.
 
     Yields:
-        The seconds that this process spends in each activity, as phases of one step. The step lasts
-        from the request for the GPU to the GPU's release.
+        A `PhaseTimes` with one step, whose phases are the activities of this process. The step
+        lasts from the request for the GPU to the GPU's release.
     """
     # Slow imports run before the GPU is locked, so that others can use the GPU meanwhile.
     import_named(case)

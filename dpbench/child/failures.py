@@ -57,4 +57,4 @@ class ScriptInterrupted(CaseFailed):
 
 
 class CaseRefused(InstrumentError):
-    """A case that no machine can run, because of an unknown name or incompatible options."""
+    """A case that was refused, for example because of an unknown name or incompatible options."""

@@ -25,10 +25,10 @@ FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 def where_stuck(stack: str) -> tuple[bool, str]:
-    """Return True if a rank waited for other ranks in a collective, and the line where it was.
+    """Return whether a rank waited for other ranks in a collective, and where the rank was.
 
     The stack is empty if the rank was not asked for its stack, or was ended before it wrote the
-    stack. Such a rank counts as waiting.
+    stack. A rank without a stack counts as waiting.
     """
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:

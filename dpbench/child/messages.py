@@ -19,8 +19,8 @@ from dpbench.core.names import parameters_text, read_parameters
 from dpbench.core.parameters import arguments
 
 WAITING, MEASURING = "waiting for", "measuring"
-"""Keys of status records: the process waits for the GPU's lock, or holds the lock. A record without
-these keys is a result."""
+"""Keys of status records, which say that the process waits for the GPU's lock or holds the lock. A
+record without these keys is a result."""
 
 LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
 """Matches the errors of a rank that failed because another rank had ended."""

@@ -5,7 +5,7 @@ one turn in a training step. GANs and actor-critic methods train several models 
 train one model several times in a training step. Batches do not mark the end of such a step,
 because each turn may fetch its own batch. So a training step begins with a turn of the optimizer
 that stepped first in the loop, and lasts until all optimizers have stepped. Further turns of other
-optimizers belong to the same training step. The number of further turns is known from earlier
+optimizers belong to the same training step. The number of further turns is learned from earlier
 training steps.
 """
 
@@ -38,14 +38,14 @@ class AlternatingOptimizers:
         # Number of turns at whose end all awaited optimizers had stepped in this training step.
         self._turns_since_all = 0
         self._extra_turns = 0  # expected number of turns after all optimizers have stepped
-        # Optimizers of each turn that belongs to the training step before the current one.
+        # For each turn that was found to belong to the previous training step, its optimizers.
         self._late_turns: list[WeakSet[Any]] = []
         self._first_began = True  # whether `_first` stepped in the first turn
         self._all_stepped = False  # whether all awaited optimizers have stepped
         self._only_awaited = True  # whether only awaited optimizers stepped
 
     def add(self, optimizer: Any) -> None:
-        """Note that an optimizer has stepped."""
+        """Record that an optimizer has stepped in the current turn."""
         self.stepped.add(optimizer)
         self._stepped_now.append(ref(optimizer))
         self._all_stepped = self.awaited <= self.stepped
@@ -72,7 +72,7 @@ class AlternatingOptimizers:
 
     @property
     def is_complete_round(self) -> bool:
-        """True if exactly the awaited optimizers stepped, and `_first` in the first turn."""
+        """True if exactly the awaited optimizers stepped, with `_first` in the first turn."""
         return self._first_began and self._all_stepped and self._only_awaited
 
     def begin_step(self) -> int:

@@ -44,7 +44,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {
     "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
     "fastDP.privacy_engine": {"PrivacyEngine._create_noisy_clipped_gradient": "noise"},
 }
-"""Phases of functions, by the names of their modules and of the functions."""
+"""Phases of functions, by the name of a module and the path of a function in this module."""
 
 OPACUS = {
     "clip_and_accumulate": "clip",
@@ -64,7 +64,7 @@ BEGIN_STEPS = ("backward", OUTSIDE)
 """Phases of calls that may begin a step: a backward, and the fetching of a batch."""
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""Module of PyTorch's compiler that can be told to skip functions."""
+"""Module of PyTorch's compiler whose function `skip_code` excludes code from compilation."""
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes a function, and returns a wrapper that reports the function's calls to a `StepFinder`."""
@@ -178,7 +178,7 @@ class _Watching:
         return called
 
     def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the call of modules. A call inside another module's call is only passed on."""
+        """Wrap the call of modules. A call inside another module's call is not reported."""
         finder, compiles = self.finder, is_compiling()
 
         def called(module: Any, /, *args: Any, **options: Any) -> Any:

@@ -67,7 +67,7 @@ class Calls:
 class Recorder(PhaseListener):
     """Observes a number of steps of any training loop.
 
-    A subclass overrides `rows`. It also overrides either `listener`, or some of the methods
+    A subclass overrides `rows`. A subclass also overrides either `listener`, or some of the methods
     `start_step`, `switch` and `end_step`. Such a method also calls the base class's method.
 
     Args:
@@ -78,7 +78,8 @@ class Recorder(PhaseListener):
         hears_warmup: whether the recorder also observes a case's warm-up steps.
         calls: receives the calls that the training loop makes.
         more: further entries of a script's record.
-        wait: whether `rows` waits for the GPU. If not, `rows` uses the steps that the GPU finished.
+        wait: whether `rows` waits for the GPU. If not, `rows` uses only steps that the GPU has
+            finished.
         operators: the operators of the last step, if the recorder counts operators.
         memory_lines: the lines that hold memory at the peak, if the recorder counts memory.
         notes: assumptions behind the rows.
@@ -114,7 +115,7 @@ class Recorder(PhaseListener):
 
     @cached_property
     def listener(self) -> PhaseListener:
-        """Listener to phases. It is made when the first step begins and the device is known."""
+        """Receiver of steps and phases, made when the first step begins and the device is known."""
         return NullListener()
 
     def start_step(self) -> None:
@@ -133,7 +134,7 @@ class Recorder(PhaseListener):
 
     @abstractmethod
     def rows(self, case: Subject) -> list[Measurement]:
-        """Return the rows of the completed steps. It is only called after the first step."""
+        """Return the rows of the completed steps. Call this only after a step was observed."""
 
     def outcome(self, case: Subject) -> Outcome:
         """Return the outcome of the observed steps."""

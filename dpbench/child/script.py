@@ -74,7 +74,7 @@ def run(task: Task, script: Program, records: str) -> tuple[int | str | None, bo
             print_error(error)
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             raised = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-        if os.getpid() != process:  # this is a fork of the script, and the parent owns resources
+        if os.getpid() != process:  # a fork of the script; the parent releases the resources
             held.pop_all()
             if isinstance(code, str):
                 print(code, file=sys.stderr)

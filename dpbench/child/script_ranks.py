@@ -1,8 +1,8 @@
 """Collects the measurements of a script that runs in several ranks.
 
 ``torchrun`` starts the ranks, and each rank runs ``dpbench exec`` and records its own steps. Rank 0
-collects the rows of all ranks. They are sent in files, because the script may have destroyed its
-process group.
+collects the rows of all ranks. Ranks send their rows in files, because the script may have
+destroyed its process group.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
 
 PATIENCE_SECONDS = 60.0
-"""Most seconds that rank 0 waits for other ranks' files after the script has ended in rank 0."""
+"""Largest number of seconds that rank 0 waits for other ranks' files after the script has ended in
+rank 0."""
 
 CAUSE_SECONDS = 3.0
-"""Most seconds that rank 0 waits for other ranks' files after the script has failed in rank 0. The
-script may have failed because another rank failed. A rank that timed out also waits this long."""
+"""Largest number of seconds that rank 0 waits for other ranks' files after the script has failed in
+rank 0. The script may have failed because another rank failed. A rank that timed out also waits
+this long."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class Rank:
     def gather(self, own: Outcome) -> Outcome:
         """Return the joint outcome of all ranks, in which each row names its rank.
 
-        If ranks failed, the outcome has no rows, and the error of the rank that probably failed
-        first.
+        If ranks failed, the outcome has no rows. Its error is the error of the rank that probably
+        failed first.
         """
         deadline = time.monotonic() + (CAUSE_SECONDS if own.error else PATIENCE_SECONDS)
         every = [own, *(self._of(number, own, deadline) for number in range(1, self.ranks))]

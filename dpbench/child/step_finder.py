@@ -45,10 +45,10 @@ class StepFinder:
 
     Attributes:
         steps: number of ended steps.
-        evaluations: number of modules' calls without gradients in observed steps.
+        evaluations: number of calls of modules with gradients disabled, in observed steps.
         failure: the error that ended the recording, if any. Afterwards the recorder is not called.
         notes: notes for readers of the measured numbers.
-        turns: the optimizers that take turns.
+        turns: the optimizers and their turns in the training step, see `AlternatingOptimizers`.
         inside: whether the loop is inside a module's call, a backward or the fetching of a batch,
             where no step begins.
         undo: undoes the wrapping of functions when the finder is closed.
@@ -152,7 +152,7 @@ class StepFinder:
     def _maybe_begin_step(self) -> None:
         """End the last step if it is complete, and begin the next step if none is under way.
 
-        It does nothing in inference mode, where recorders must not begin or end: the end of
+        Nothing happens in inference mode, where recorders must not begin or end: the end of
         inference mode restores the dispatch modes that were active before it.
         """
         import torch
@@ -182,7 +182,7 @@ class StepFinder:
     # --- phases ------------------------------------------------------------------------------
 
     def _is_loop_thread(self) -> bool:
-        """Return True in the loop's thread, and during backward in every thread."""
+        """Return True in the loop's thread or during backward, unless the finder is closed."""
         return not self._closed and (threading.get_ident() == self._thread or self._in_backward)
 
     @contextmanager
@@ -223,7 +223,7 @@ class StepFinder:
         """Return True if a call of a module is a forward or an evaluation.
 
         The loop itself must call the module, and the module must have parameters. Most modules that
-        compute a loss have none.
+        compute a loss have no parameters.
         """
         return (
             not (self._closed or self._in_backward)
@@ -268,7 +268,7 @@ class StepFinder:
             return None
         again = optimizer in self.turns.stepped or not self._begun
         if again and not (self._updating or self._in_backward):
-            # The loop called nothing since the last update: a closure will call the model.
+            # The loop has called nothing since the last update, so a closure may call the model.
             self._maybe_begin_step()
         within = self.within("optimizer")
         within.__enter__()

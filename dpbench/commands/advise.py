@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dpbench.show.layout import Table
 
 DEFAULT_CARD = "h200"
-"""Default card if this machine has no GPU that dpbench knows."""
+"""Card to advise for, if neither the options nor the run nor this machine has a known card."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the advice. The exit code is 1 if a method that --trainer names cannot be counted."""
+    """Print the advice. Return 1 if a trainer that --trainer names cannot be counted, else 0."""
     from dpbench.advice.memory import parse_memory
     from dpbench.results.roofline import find_card
     from dpbench.show.layout import as_text, terminal_width
@@ -119,9 +119,10 @@ def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | 
 
 
 def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
-    """Return the trainers of each cell of the run that matches the options.
+    """Return the trainers in each cell of a run, for the cases that match the options.
 
-    The key of a cell is the case of the cell's baseline.
+    A cell is a group of cases that differ only in the trainer. The key of a cell is the case of the
+    baseline trainer.
     """
     axes = [axis for axis in AXES if axis != "set"]
     chosen = {axis: value for axis in axes if (value := getattr(options, axis, None)) is not None}

@@ -54,7 +54,7 @@ JSON = "{json}"
 """Placeholder for the run's file in a command."""
 
 VERDICTS = {False: "good", True: "bad", None: "ambiguous"}
-"""Verdicts, by whether a trial exceeds the limit. None means that this is undecided."""
+"""Words for the verdicts on a trial: True if it exceeds the limit, None if this is undecided."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure both ends, and halve the range between the ends until one commit is left."""
+    """Measure both ends of the range, and search the range for the first bad commit or version."""
     limit, command = Limit.parse(options.limit), with_json(options.words)
     if bool(options.commits) == bool(options.package):
         raise ConfigurationError("name either commits as GOOD..BAD, or a --package")
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 def with_json(words: Sequence[str]) -> list[str]:
     """Return the command, with ``--json {json}`` added if ``{json}`` is missing.
 
-    It can be added only to ``dpbench run`` and ``dpbench exec``.
+    ``--json`` can be added only to ``dpbench run`` and ``dpbench exec``.
     """
     if any(JSON in word for word in words):
         return [*words]
@@ -105,7 +105,7 @@ def with_json(words: Sequence[str]) -> list[str]:
 
 @dataclass
 class Trial:
-    """A commit or version, its runs, and the value of the followed number in each run."""
+    """A commit or version, its runs, and each run's value of the number that the search follows."""
 
     name: str
     place: Place
@@ -115,7 +115,7 @@ class Trial:
 
 @dataclass
 class Bisection:
-    """The search for the first commit or version that exceeds a limit."""
+    """The search for the first commit or version at which a number exceeds a limit."""
 
     candidates: Commits | Releases
     limit: Limit
@@ -154,7 +154,8 @@ class Bisection:
                     )
                 )
                 return 2
-            # Neighbours of a skipped commit often fail for the same reason: look farther each time.
+            # Neighbours of a skipped commit often fail for the same reason, so each skip looks
+            # farther away.
             name = left[(len(between) - len(left)) ** 2 % len(left)]
             try:
                 with self.candidates.place(name) as place:
@@ -192,13 +193,14 @@ class Bisection:
     def _number_to_follow(self, good: Run, bad: Run) -> dict[str, Any]:
         """Return the number to follow, as a row with its metric, phase, case and instrument.
 
-        Of the numbers that exceed the limit in ``bad``, it is the one with the largest relative
-        change. If no number exceeds the limit, all numbers are considered.
+        It is the number with the largest relative change among the numbers that exceed the limit in
+        ``bad``. If no number exceeds the limit, it is the number with the largest relative change
+        of all.
         """
         verdict = Gate(good, bad).check_limits([self.limit])
         if verdict.judged.empty:
             raise ConfigurationError("; ".join(map(str, verdict.unjudged)))
-        change = verdict.judged.relative.astype(float).abs().fillna(math.inf)  # from 0
+        change = verdict.judged.relative.astype(float).abs().fillna(math.inf)  # inf if it was 0
         judged = verdict.judged.assign(most=change).sort_values(["regressed", "most"])
         number = judged.to_dict("records")[-1]
         self.case = subject_from(number)
@@ -206,7 +208,7 @@ class Bisection:
         return {str(name): value for name, value in number.items()}
 
     def _followed_value(self, run: Run) -> float:
-        """Return the followed number of a run.
+        """Return a run's value of the number that the search follows.
 
         Raises:
             DpbenchError: the run lacks the number, or the limit cannot be checked.
@@ -223,7 +225,7 @@ class Bisection:
         return mean_interval(trial.values if self.limit.varies else trial.values[:1] * 2)
 
     def _verdict(self, trial: Trial) -> bool | None:
-        """Return True if a trial exceeds the limit, or None if this stays ambiguous.
+        """Return True if a trial's number exceeds the limit, or None if this stays ambiguous.
 
         While the verdict is ambiguous, the command is repeated, at most ``repeats`` times. At the
         end, the verdict is printed.

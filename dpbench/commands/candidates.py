@@ -67,7 +67,7 @@ class Commits:
     def between(self, good: Sequence[str], bad: str) -> list[str]:
         """Return the commits between the ``good`` commits and ``bad``, in the best order to try.
 
-        These commits are the ancestors of ``bad`` that no ``good`` commit contains.
+        These commits are the ancestors of ``bad`` that are not in the history of a ``good`` commit.
         """
         lines = git_output("rev-list", "--bisect-all", bad, "--not", *good).splitlines()
         return [commit for commit in (line.split()[0] for line in lines) if commit != bad]
@@ -85,7 +85,7 @@ class Commits:
 
 
 class Releases:
-    """The released versions of a package in ``NAME==LOW..HIGH``, installed in a folder."""
+    """The released versions of a package in ``NAME==LOW..HIGH``. They are installed in a folder."""
 
     def __init__(self, text: str, folder: Path) -> None:
         try:
@@ -109,7 +109,7 @@ class Releases:
         return [self._names[place] for place in places]
 
     def describe(self, name: str) -> str:
-        """Return the packages that were installed with a version but not with the good version."""
+        """Return the packages that pip installed for this version but not for the good version."""
         known = [] if name == self.good else self._needed[self.good]
         return " ".join(n for n in self._needed.get(name, ()) if n not in known) or "as installed"
 

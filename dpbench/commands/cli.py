@@ -122,7 +122,7 @@ def _ending_signals_as_ctrl_c() -> Iterator[None]:
 def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of all commands, or of one command.
 
-    Only the module of this one command is imported.
+    If one command is named, only the module of this command is imported.
 
     Args:
         command: the command's name, or "" for all commands.
@@ -180,6 +180,6 @@ def _declare_instrument_options(parser: argparse.ArgumentParser, words: Sequence
 
 
 def _module_docstring(command: str) -> str:
-    """Return the docstring of a command's module. Importing the module might import pandas."""
+    """Return the docstring of a command's module without importing it, which can be slow."""
     source = Path(__file__).with_name(f"{command}.py")
     return ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""

@@ -24,7 +24,7 @@ REFUSED = ("shard", "autosave", "compare", "compare_fail")
 """Options of ``dpbench run`` that --cluster refuses."""
 
 MINUTES = 24 * 60
-"""Default time limit of a job. Submitit's own default is 5 minutes."""
+"""Default time limit of a job, in minutes. Submitit's own default is 5 minutes."""
 
 PLAN = "asked.json"
 """A file in --cluster-dir with the grid, settings and environment of the shards."""
@@ -154,7 +154,7 @@ def _submit(
 
 
 def _parameters(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse parameters of submitit, ``NAME=VALUE``. A value of only digits becomes a number."""
+    """Parse parameters of submitit, ``NAME=VALUE``. A value with only digits becomes a number."""
     given: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -185,7 +185,7 @@ def _complete(path: Path) -> bool:
 def _job_settings(
     settings: Settings, shard: str | None = None, file: Path | None = None
 ) -> Settings:
-    """Return the settings of a job, which measures a shard and writes only its file."""
+    """Return the settings of a job. The job measures a shard and writes only the shard's file."""
     unwritten: dict[str, Any] = dict.fromkeys(("markdown", "csv", "html", "save"))
     unwritten |= {"output": (), "resume": False}
     return replace(settings, shard=shard, json=file, **unwritten)

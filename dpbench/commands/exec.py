@@ -242,7 +242,7 @@ def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> No
 def _script_runs(
     options: argparse.Namespace, settings: Settings, instruments: Sequence[Instrument]
 ) -> tuple[Script, list[ScriptRun]]:
-    """Return the script as a subject, and its run for each instrument."""
+    """Return the script as the subject to measure, and a run of the script for each instrument."""
     program = options.module or options.program
     if not program:
         raise ConfigurationError("name a script, or a module with -m, before its options")
@@ -274,7 +274,7 @@ def _script_runs(
 def _standards(
     named: str, run: Run, case: Script, sources: Sequence[tuple[str, str]]
 ) -> list[Outcome]:
-    """Return the outcomes of a saved run's script, with only the rows of ``sources``.
+    """Return the outcomes of a saved run's script, with only the rows from ``sources``.
 
     Args:
         named: the value of --baseline.
@@ -331,7 +331,7 @@ def _size_notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _baseline_notes(baseline: Run, here: Run) -> Iterator[str]:
-    """Yield notes: the baseline's run, and other differences from this run than the script."""
+    """Yield notes that name the baseline's run and how it differs, apart from its script."""
     yield f"baseline: {baseline.name}, {baseline.path}"
     differences = [
         difference

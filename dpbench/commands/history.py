@@ -43,7 +43,7 @@ from dpbench.show.comparison import amount
 from dpbench.show.layout import ABSENT, Table
 
 DEFAULT_METRICS = ("dram_bytes", "logical_bytes", "step_time_seconds")
-"""Candidates for the default metric. The first candidate that a run has is taken."""
+"""Candidates for the default metric. The default is the first candidate that a run contains."""
 
 VERDICTS = {False: ABSENT, True: "changed", None: "ambiguous"}
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a table for each case."""
+    """Print a table for each case, device and instrument."""
     if bool(options.commits) != bool(options.file):
         raise ConfigurationError(
             "--commits needs --file, and --file needs --commits: name both or neither"
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _saved(options: argparse.Namespace, skipped: list[str]) -> Iterator[tuple[Run, list[str]]]:
-    """Yield the saved runs in the order of their numbers, with the labels of their lines."""
+    """Yield the saved runs in the order of their numbers, with the first cells of their lines."""
     for run in readable(Storage(options.storage).paths(), Run.load, skipped):
         number, _, name = run.name.partition("_")
         yield run, [number, name, str(run.session.get("started", ""))[:16].replace("T", " ")]
@@ -127,7 +127,7 @@ def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tupl
 
 
 def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Limit) -> Table:
-    """Make the table of one case, with the differences between its runs as notes."""
+    """Make the table of one case, device and instrument, with notes on differences between runs."""
     cells, notes = list[list[str]](), list[str]()
     level, before, most = rows[0], entries[rows[0]["run"]][0], max(row["value"] for row in rows)
     for row in rows:
@@ -146,7 +146,7 @@ def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Lim
 
 
 def _verdict(limit: Limit, *pair: tuple[float, float]) -> bool | None:
-    """Return True if a number changed by more than a limit, or None if only some of its steps did.
+    """Return True if a number changed by more than a limit, or None if its spread leaves that open.
 
     Args:
         limit: the limit.

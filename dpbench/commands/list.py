@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for each run."""
+    """Print a line for each saved run."""
     runs, skipped = Storage(options.storage).listing()
     for line in skipped:
         print(printable(f"dpbench list: {line}"), file=sys.stderr)

@@ -78,14 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the cases. The exit code is 1 if a case failed or exceeds a limit."""
+    """Measure the cases. The exit code is 1 if a case failed or a number exceeds a limit."""
     if options.cluster:
         return cluster.run(options, measure_grid)
     return measure_grid(Settings.read(options))
 
 
 def measure_grid(settings: Settings) -> int:
-    """Measure the cases of the settings. The exit code is 1 if a case failed or exceeds a limit."""
+    """Measure the settings' cases. Return 1 if a case failed or a number exceeds a limit."""
     from dpbench.runner import check_named
 
     cases = settings.chosen_grid().cases()

@@ -26,7 +26,7 @@ class ScriptChecks(Instrument):
         )
 
     def start(self, case: Subject) -> PendingMeasurement:
-        raise NotImplementedError  # it checks only scripts
+        raise NotImplementedError  # this instrument checks only scripts
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         from dpbench.verify.recorder import CheckingRecorder

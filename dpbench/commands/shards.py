@@ -64,8 +64,9 @@ def merge_runs(runs: Sequence[Run]) -> tuple[Run, list[str]]:
 
     Returns:
         The merged run, and notes. The status of the merged run is complete or interrupted. If some
-        of the runs are shards, the status is interrupted if an instrument lacks a case of the
-        shards' grid. Otherwise, the status is interrupted if one of the runs is not complete.
+        of the runs are shards, the merged run is complete if no instrument lacks a case of the
+        shards' grid. If no run is a shard, the merged run is complete if all of the runs are
+        complete.
 
     Raises:
         ConfigurationError: the runs differ in GPU model, versions, code, settings or baseline, the

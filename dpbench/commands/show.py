@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
 def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
     """Return the requested view.
 
-    Ratios to another baseline than the standard trainer have no default ranges.
+    If the baseline is not the standard trainer, there are no default ranges of expected ratios.
     """
     baselines = {run.baseline for run in runs} - {BASELINE_TRAINER}
     ceilings = read_ceilings(Path(options.time)) if options.time else None
@@ -165,7 +165,7 @@ def _view(options: argparse.Namespace, runs: Sequence[Run]) -> TableOptions:
 def _tables(
     runs: Sequence[Run], options: argparse.Namespace, view: TableOptions
 ) -> Iterator[Table]:
-    """Return the tables of --roofline or --time, or else of runs, timelines and reports."""
+    """Return the tables that --roofline or --time requests, else all tables of the named files."""
     if options.roofline is not None and options.time is not None:
         raise ConfigurationError("--roofline and --time show different tables: choose one of them")
     if options.roofline is not None:
@@ -198,10 +198,11 @@ def _joined_summary(runs: Sequence[Run], options: argparse.Namespace) -> pd.Data
 
 
 def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Table]:
-    """Yield the tables of phases under the roofs of a card.
+    """Yield tables that compare phases with the roofs of a card.
 
-    The option --roofline names a file with roofs or a card. By default, the card is the measured
-    card, else a GPU of this machine.
+    A roof is the largest rate at which a card moves bytes or computes. The option --roofline names
+    a card, or a file with roofs. By default, the card is the measured card, else a GPU of this
+    machine.
     """
     summary = _joined_summary(runs, options)
     measured_on = sorted(set(summary[summary.device != NO_HARDWARE].device))
@@ -216,7 +217,7 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
 
 
 def _times(runs: Sequence[Run], options: argparse.Namespace, view: TableOptions) -> Iterator[Table]:
-    """Yield the time breakdown of the runs' cases, by device."""
+    """Yield tables of how steps divide into arithmetic, bytes and idling, for each device."""
     summary = _joined_summary(runs, options)
     counted = summary.device == NO_HARDWARE
     if not (timed := summary.metric == "step_time_seconds").any():
@@ -256,7 +257,7 @@ def _report_tables(
 
 
 def _run_from_reports(reports: Sequence[Path], phase: str | None = None) -> Run:
-    """Join reports into one run. It has the ranges, and the kernels of ``phase`` or of all phases.
+    """Join reports into one run, with the ranges, and the kernels of ``phase`` or of all phases.
 
     If the folder above a report of kernels has a report of ranges of the same name, both are read
     (see `dpbench.instruments.ncu`).

@@ -76,7 +76,7 @@ ERRORS_FOR_PARENT: dict[type[Exception], type[Exception]] = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Take the steps, and print their record or the error."""
+    """Take the steps, and report their record or the error."""
     task = Task.read(options.task) if options.task else _task(options)
     case, instrument = task.case, task.instrument
     assert isinstance(case, Case)
@@ -132,7 +132,7 @@ def _task(options: argparse.Namespace) -> Task:
 
 
 def _report(case: Case, record: Mapping[str, Any], directory: Path) -> None:
-    """Write the report of a case. A rank that the user started writes none."""
+    """Write the report of a profiled case, unless the user started this process as a rank."""
     ranks = record.get("ranks", [record])
     if len(ranks) == case.gpus:
         rows = [

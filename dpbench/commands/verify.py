@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_checks(case: Case, device: str, *, processes: bool = False) -> list[Check]:
-    """Run the checks. Convert other errors to a `DpbenchError` that names the trainer."""
+    """Run the checks. Convert unexpected errors to a `DpbenchError` that names the trainer."""
     from dpbench.child.build import pick_device
     from dpbench.training.refusals import CannotTrain
     from dpbench.verify.trainer_checks import verify  # imports torch

@@ -52,9 +52,10 @@ class CaseProcess(PendingMeasurement):
     Args:
         task: the case and the instrument.
         before: the command of a profiler that starts ``dpbench step``; empty by default.
-        log: the log file. If None or not writable, a temporary file that `cancel` deletes.
+        log: the log file. If it is None or cannot be written, the log is a temporary file that
+            `cancel` deletes.
         timeout: limit in seconds for the measurement, from the time when the process has its GPU.
-            The same limit applies to the imports before that, and to waiting for each process that
+            The same limit applies, separately, to the imports and to the wait for each process that
             holds the GPU.
         read: a function that makes rows from the result.
     """
@@ -124,7 +125,7 @@ class CaseProcess(PendingMeasurement):
         lines = log_lines(self.log)
         record, code = result_of(read_records(self.records)), self.group.process.returncode
         error = record.get("error")
-        if timeout_message:  # the error's message has the ranks' positions
+        if timeout_message:  # the error's message says where each rank was
             where = f": {error['message']}" if error else ""
             raise CaseTimedOut(f"{timeout_message}{where}", log=self.log)
         if record and not error and not code:

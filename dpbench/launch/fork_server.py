@@ -49,12 +49,12 @@ IMPORTED_MODULES = (
     "pynvml",
 )
 
-MESSAGE_BYTES = 1 << 17  # less than the 200 KB that a socket takes at once
+MESSAGE_BYTES = 1 << 17  # less than a socket accepts at once, which is about 200 KB
 ANSWER_SECONDS = 60.0  # limit for the server's imports, which take about 5 s
 
 
 class ForkedProcess:
-    """A process that the server has forked, with the needed methods of `subprocess.Popen`."""
+    """A process that the server has forked, with the used methods of `subprocess.Popen`."""
 
     stdout = None
 
@@ -83,7 +83,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The fork server of this process. The server ends when this process ends or calls `close`."""
+    """The server that starts forks for this process. It ends with this process or by `close`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
@@ -101,7 +101,7 @@ class ForkServer:
         atexit.register(self.close)
 
     def fork(self, command: Sequence[str], options: Mapping[str, Any]) -> ForkedProcess | None:
-        """Run a command of ``dpbench`` as a fork, as the function `fork` describes."""
+        """Start a command as a fork, or return None if it must be a new process. See `fork`."""
         environment = options["env"]
         names = {*environment, *self._environment}
         differ = {n for n in names if environment.get(n) != self._environment.get(n)}
@@ -133,14 +133,14 @@ class ForkServer:
 
 
 def environment_of_cases() -> dict[str, str]:
-    """Return the environment for a case's process: this process's, without pytest's variables."""
+    """Return the environment of this process, without pytest's variables, for a case's process."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return inherited | child_environment()
 
 
 @cache
 def fork_server() -> ForkServer | None:
-    """Return the server, or None if it cannot start. The first call starts it."""
+    """Return the server, or None if it cannot start. The first call starts the server."""
     with suppress(OSError):
         return ForkServer(environment_of_cases())
     return None
@@ -171,7 +171,7 @@ def import_packages() -> None:
 
     Raise an error if an import opened a GPU or left threads running.
     """
-    gc.disable()  # garbage collection takes a quarter of the import time and frees almost nothing
+    gc.disable()  # garbage collection would slow the imports down and free little
     postpone("opacus")
     for name in IMPORTED_MODULES:
         import_module(name)
@@ -193,7 +193,7 @@ def postpone(name: str) -> None:
     """Postpone running a package's ``__init__`` until an attribute of the package is first used.
 
     Modules of the package can be imported before that. Opacus's ``__init__`` imports SciPy for its
-    accountants. SciPy takes a quarter of all import time, and no trainer of dpbench needs it.
+    accountants. Importing SciPy is slow, and no trainer of dpbench needs SciPy.
     """
     if name in sys.modules or (spec := find_spec(name)) is None or spec.loader is None:
         return
@@ -209,7 +209,7 @@ def postpone(name: str) -> None:
 
 
 def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket, int, int]:
-    """Fork for each request, until all clients have closed. Only forks return.
+    """Fork for each request, until no client is left. Only the forks return from this function.
 
     Returns:
         The request, the client's socket, and the descriptors of the output and of the pipe that
@@ -264,7 +264,7 @@ def main() -> NoReturn:
         os.dup2(nothing.fileno(), 0)
     import_packages()
     request, channel, output, guard = next_request(requests)
-    apply_request(request)  # after an error nothing is sent, and the client starts a new process
+    apply_request(request)  # if this raises, nothing is sent, and the client starts a new process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     case = os.fork()
     with suppress(OSError):  # both processes call setpgid; the second call may fail

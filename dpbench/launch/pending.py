@@ -11,7 +11,7 @@ from dpbench.results.rows import Measurement
 
 
 class PendingMeasurement(ABC):
-    """A measurement in progress, in this or another process. `rows` sets the attributes.
+    """A measurement in progress, in this or another process. The method `rows` sets the attributes.
 
     Attributes:
         operators: the counts of each operator.

@@ -25,14 +25,14 @@ read -r group || exit
 read -r ended && exit
 kill -s TERM -- "-$group" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$group"
 """
-"""A shell script that reads the number of a process group and waits for a second line. If the input
+"""A shell script that reads the id of a process group and waits for a second line. If the input
 ends first, the parent has died, e.g. by ``kill -9``, and the script ends the group.
 ``PR_SET_PDEATHSIG`` would reach only direct children, but ncu starts further processes."""
 
 
 STARTER = 'echo $$ >&0; exec "$@" </dev/null'
-"""A shell script that sends its own process number to the guard and then becomes the program. The
-guard then knows the number even if the parent is interrupted while the program starts."""
+"""A shell script that sends its own process id to the guard and then becomes the program. So the
+guard knows the id even if the parent is interrupted while the program starts."""
 
 
 def cores() -> int:
@@ -104,12 +104,12 @@ class ProcessGroup:
         return code
 
     def request_stacks(self) -> None:
-        """Ask the ranks to write their stacks, and wait a moment for that."""
+        """Ask the ranks to write their stacks, and give them `STACKS_SECONDS` to do so."""
         self._signal(signal.Signals[STACK_SIGNAL])
         time.sleep(STACKS_SECONDS)
 
     def end(self) -> None:
-        """End the group with SIGTERM, and after `GRACE_SECONDS` or Ctrl-C with SIGKILL."""
+        """End the group with SIGTERM. After `GRACE_SECONDS`, or on Ctrl-C, send SIGKILL."""
         if self._ended:
             return
         if self.process.stdout:
@@ -128,7 +128,7 @@ class ProcessGroup:
             self._ended = True
 
     def _signal(self, number: int) -> bool:
-        """Send a signal to the group, or none if ``number`` is 0.
+        """Send a signal to the group. If ``number`` is 0, send nothing.
 
         Return True if the group still has processes.
         """
@@ -163,7 +163,7 @@ def run(command: Sequence[str], *, timeout: float | None, **options: Any) -> tup
 
 @cache
 def version_of(path: str) -> str:
-    """Return the version of an ``ncu`` or ``nsys``, e.g. ``2025.3.1``, or ``unknown``."""
+    """Return the version of an ``ncu`` or ``nsys`` program, e.g. ``2025.3.1``, or ``unknown``."""
     code, answer = run([path, "--version"], timeout=ANSWER_SECONDS)
     match = None if code else re.search(r"[Vv]ersion (\d+\.\d+\.\d+)", answer)
     return match[1] if match else "unknown"  # the program may hang, or be for another machine

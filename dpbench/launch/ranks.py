@@ -36,7 +36,7 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory
 
 POLL_LIMIT_SECONDS = 2.0
-"""Time within which the launcher surely notices a dead rank. It polls ten times a second."""
+"""Time in which the launcher should notice a dead rank. The launcher polls ten times a second."""
 
 Record = dict[str, Any]
 Work = Callable[[Case], Record]
@@ -51,7 +51,7 @@ def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
 
     Returns:
         The record of rank 0, whose entry ``ranks`` contains the records of all ranks. If the user
-        started this process as a rank, only the record of this rank.
+        started this process as a rank, the result is only the record of this rank.
 
     Raises:
         ConfigurationError: the GPUs are too few, a library for collectives is missing, or a rank

@@ -1,4 +1,4 @@
-"""Checks that a trainer clips and adds noise, without trusting its code.
+"""Checks that a trainer clips and adds noise, without trusting the trainer's code.
 
 Start reading in `trainer_checks`.
 """

@@ -18,7 +18,7 @@ class Check:
     Attributes:
         name: the check's name.
         verdict: `OK`, `FAILED` or `NOT_JUDGED`.
-        worst: the parameter with the largest error; may be empty.
+        worst: the name of the parameter with the largest error; empty if no parameter is named.
         error_text: the result in a few words, such as the size of the largest error, or the reason
             why nothing was judged.
         wrong: one sentence for each failure.
@@ -32,13 +32,14 @@ class Check:
 
     @classmethod
     def judged(cls, name: str, wrong: Sequence[str], worst: str, error_text: str) -> Check:
-        """Make a check that is failed if ``wrong`` has entries, and ok otherwise."""
+        """Make a check whose verdict is `FAILED` if ``wrong`` has entries, and `OK` otherwise."""
         return cls(name, FAILED if wrong else OK, worst, error_text, wrong)
 
     @property
     def passed(self) -> bool:
         """True if ``wrong`` is empty.
 
-        So a check that was not judged has passed, unless an earlier failure prevented the judging.
+        A check that was not judged also counts as passed, unless an earlier failure prevented the
+        judging.
         """
         return not self.wrong

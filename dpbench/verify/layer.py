@@ -1,8 +1,8 @@
 """Checks a trainer on one linear layer, with chosen inputs and output gradients.
 
-Examples of a workload have ordinary gradients. On this layer, the contributions of an example's
-tokens to its norm can also cancel, and norms can overflow or be NaN. Steps are cheap, so many can
-be taken. Other kinds of layers are not checked.
+The batches of a workload need not contain difficult examples. Here, the chosen values make the
+contributions of an example's tokens to the example's norm cancel, or make norms overflow or become
+NaN. Layers of other kinds are not checked in this way.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from dpbench.workloads.base import Workload
 
 OUT_FEATURES = 32
 NOISE_STEPS = 240
-"""Number of noisy steps. They have half a million elements of noise, and some must exceed 4σ."""
+"""Number of noisy steps. Together they have half a million elements of noise. In so many elements,
+some must be more than 4 standard deviations from zero."""
 NOISE_THRESHOLD = 1e-8
 """Clipping threshold of the noisy steps, as a share of `Verification.below_all`. It is so small
 that an unclipped gradient is visible in the noise."""
 SHAPES = ((2, 64), (128, 32), (16, 256))
-"""Tokens and input features of an example. The first pair is for the noise and for `_not_finite`,
-the other pairs are for `_tokens_alike`."""
+"""Pairs of an example's number of tokens and number of input features. The first pair is for the
+noise and for `_not_finite`, the other pairs are for `_tokens_alike`."""
 NEGLIGIBLE = 1e-9
-"""Factor that makes the gradients of the other examples negligible in `_tokens_alike`."""
+"""Factor by which `_tokens_alike` scales the gradients of all examples of a batch except the
+first."""
 TRIES = 8
-"""Number of batches in `_tokens_alike`. Rounding makes about half of the norms too small, and only
-a norm that is too small shows an error."""
+"""Number of batches in `_tokens_alike`. Rounding makes some norms too large and others too small,
+and only a norm that is too small makes a clipped gradient too large."""
 SLACK = 0.1
-"""Largest allowed rounding error of the other examples' gradients in a step, as a share of C/B, the
-clipping threshold divided by the batch size."""
+"""Share of C/B by which `_not_finite` allows an example to exceed C/B, because the gradients of the
+other examples have rounding errors. C is the clipping threshold and B the batch size."""
 NOT_FINITE = (math.nan, math.inf, 1e30)
-"""Values that replace one input or output gradient. The square of 1e30 overflows float32."""
+"""Values that replace one element of the inputs or of the output gradients. The square of 1e30
+overflows float32."""
 
 
 class LinearLayer(Workload):
@@ -122,11 +125,12 @@ def layer_case(case: Case, length: int, width: int) -> Case:
 
 
 def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
-    """Check clipping of an example whose tokens share an offset.
+    """Check clipping of an example if a large number, the offset, is added to all its inputs.
 
-    The example's output gradients sum to zero, so they cancel the offset. A ghost norm, which is a
-    sum of products over pairs of tokens, then has large terms of both signs. Because of rounding,
-    the sum can have any value, even a negative value.
+    The example's output gradients sum to zero over its tokens, so the offset does not change the
+    gradient of the weight. Ghost clipping computes a squared norm as a sum of products over pairs
+    of tokens. The offset makes these products large, and some of them negative. So rounding can
+    make their sum much too small, or even negative.
     """
     precise = layers[0].case.precision == "fp32"
     offset, off = (1e4, 1e-3) if precise else (100.0, torch.finfo(torch.bfloat16).eps)
@@ -147,10 +151,10 @@ def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
 
 
 def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool) -> Batch:
-    """Make a batch of one example whose tokens share an offset, and of negligible examples.
+    """Make a batch of examples with an offset, in which only the first has large gradients.
 
-    The example's output gradients sum to zero over all tokens. If ``paired``, the output gradients
-    of tokens 1 and 2, of tokens 3 and 4, and so on, each sum to about zero.
+    The output gradients of an example sum to zero over all tokens. If ``paired``, the output
+    gradients of tokens 1 and 2, of tokens 3 and 4, and so on, each sum to about zero.
     """
     inputs, gradients = next(iter(workload_of(layer.case).batches(1)))
     if paired:
@@ -162,10 +166,11 @@ def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool)
 
 
 def _not_finite(name: str, layer: Verification) -> Check:
-    """Check that an example whose norm is not finite moves finite parameters by at most C/B.
+    """Check that an example whose norm is not finite moves no finite parameter too far.
 
-    C/B is the clipping threshold divided by the batch size. The trainer may refuse the example,
-    leave the example out, clip its gradient, or make parameters not finite.
+    All elements of parameters that stay finite may together move by at most C/B, the clipping
+    threshold divided by the batch size. The trainer may refuse the example, leave the example out,
+    clip its gradient, or make parameters not finite.
     """
     if layer.case.gpus > 1:
         return Check(

@@ -1,10 +1,10 @@
-"""Tests that noise, divided by σC/B, is standard normal and independent of all other noise.
+"""Tests that noise, divided by σC/B, is standard normal and independent of other noise.
 
 σ is the noise multiplier, C the clipping threshold and B the batch size. A test makes one or more
 comparisons. Each comparison bounds the probability that correct noise gives a result at least as
-extreme (see `noise_bounds`). All tests together share the probability `FALSE_ALARM`, and a test
-divides its share equally among its comparisons (Bonferroni). The test fails if the bound of a
-comparison is below the share of the comparison.
+extreme (see `noise_bounds`). The probability `FALSE_ALARM` is divided equally among the tests, and
+each test's share equally among the test's comparisons (Bonferroni). A test fails if the bound of
+any of its comparisons is below the share of that comparison.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ TAILS = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0)
 EXACT_SLACK = 1e-6
 """Values of a draw are searched for repeats only if `Draw.slack` is below this number."""
 KNOWN_SLACK = 0.1
-"""The distribution and the independence of noise are tested only if `Draw.slack` is below this
-number. The standard deviation, and the component along the clipped gradient, are always tested."""
+"""The distribution and the independence of noise are tested only with draws whose `Draw.slack` is
+below this number. The standard deviation, and the component along the clipped gradient, are tested
+with all draws."""
 
 
 def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterator[Check]:
@@ -55,8 +56,8 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
     Args:
         draws: the noise of the steps of one or more runs.
         dtype: the parameters' dtype, to which noise is rounded.
-        runs: the things whose noise is compared, such as "parameters, steps, runs". This text
-            becomes part of a check's name.
+        runs: a list of what is compared, such as "parameters, steps, runs", for the name of a
+            check.
     """
     whole = [draw for draw in draws if len(draw.noise) == len(draws[0].noise)]
     full = [draw for draw in whole if draw.slack < KNOWN_SLACK]
@@ -79,8 +80,8 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
 def _check(name: str, found: Sequence[Comparison], number: int) -> Check:
     """Make a check that fails if any comparison is too unlikely.
 
-    The check names each wrong parameter once. A failure of all parameters together is named only
-    if it is the first failure.
+    ``number`` is the number of the test's comparisons. The check names each wrong parameter once. A
+    failure of all parameters together is named only if it is the first failure.
     """
     limit = math.log(FALSE_ALARM / TESTS / max(number, 1))
     wrong: dict[str, str] = {}
@@ -158,7 +159,7 @@ def _distance(values: Tensor, eps: float) -> tuple[float, float]:
 
 
 def _along_gradients(draws: Sequence[Draw]) -> Comparisons:
-    """Test that the noise has no unusual component along the clipped gradient."""
+    """Test that the noise has no improbably large component along the clipped gradient."""
     found = []
     for (run, name), group in _groups(draws).items():
         if run and (known := [draw for draw in group if name in draw.along]):

@@ -4,11 +4,12 @@ The bounds hold for any number of elements n:
 
 - A mean square q of n standard normals: exp(-n/2 (q - 1 - ln q)), for q > 1 and for q < 1
   (Chernoff).
-- A correlation r with any other vector: (1 - r²)^((n-1)/2) for both signs together. This bounds the
-  share of a unit sphere that is at least |r| away from the equatorial plane.
-- k of n events of probability p: exp(-n KL(k/n, p)), for k > np and for k < np (Chernoff). It
-  also holds for negatively associated events (Dubhashi and Ranjan, "Balls and bins", 1998), such as
-  narrow gaps between sorted values.
+- A correlation r of n standard normals with a vector that does not depend on them:
+  (1 - r²)^((n-1)/2) for both signs together. This bounds the share of a unit sphere that is at
+  least |r| away from the equatorial plane.
+- k of n events that each have the probability p: exp(-n KL(k/n, p)), for k > np and for k < np
+  (Chernoff). This bound also holds for negatively associated events (Dubhashi and Ranjan, "Balls
+  and bins", 1998), such as narrow gaps between sorted values.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Comparison:
 
 
 Comparisons = tuple[list[Comparison], int]
-"""Comparisons of a test, among them the least likely, and the number of all comparisons."""
+"""Some comparisons of a test, including the least likely, and the number of all its comparisons."""
 
 
 def log_chance_of_mean_square(q: float, n: int) -> float:

@@ -1,9 +1,9 @@
-"""Tests that find noise that repeats, between elements, parameters, steps, runs and processes.
+"""Tests that find noise that repeats in other elements, parameters, steps, runs and processes.
 
 Three kinds of repeats cannot be found. The first is noise that repeats only after the last step.
-The second is 16-bit noise whose elements repeat in another order. The third is a few elements that
-are sums of other elements: `repeated_values` finds only equal values, and a correlation is too
-unlikely only in many elements.
+The second is 16-bit noise whose elements repeat in another order. The third is noise in which only
+a few elements are sums of other elements. `repeated_values` finds only equal values, and a
+correlation of so few elements is not unlikely enough to fail.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEQUENCE_ELEMENTS = 2**20
 """Largest number of elements of all steps in a row that `shift_correlations` searches."""
 
 FEWEST_CORRELATED = 8
-"""Smallest number of elements whose correlation a Fourier transform gives accurately."""
+"""Smallest number of correlated pairs that `worst_repeat` considers."""
 
 SAME_VALUE = 2**-20
 """Largest relative difference between two float32 roundings of the same drawn value."""
@@ -43,7 +43,7 @@ of x is erf(|x|/√2). The slope of the rank times |x| is at most 0.484, so a re
 
 
 def repeated_values(draws: Sequence[Draw]) -> Comparisons:
-    """Find values that repeat in any order and with any sign, by tiny gaps between sorted ranks."""
+    """Find values that repeat in any order and with any sign, as tiny gaps between sorted ranks."""
     groups = [(name, draws, "") for draw in draws[:1] for name in ("", *draw.noise)]
     groups += [("", [draw], f" in {draw.step_name}") for draw in draws]
     found = []
@@ -61,9 +61,9 @@ def repeated_values(draws: Sequence[Draw]) -> Comparisons:
 def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
     """Correlate noise with shifted and mirrored copies of the same noise.
 
-    The noise of the first step of each run, and of all steps in a row, is correlated. In the first
-    step of the first run, each parameter is also correlated alone, so that a fault in a single
-    parameter is easier to find.
+    The noise of each run's first step is correlated with its own copies, and so is the sequence of
+    the noise of all steps. In the first step of the first run, each parameter is also correlated
+    alone, so that a fault in a single parameter is easier to find.
     """
     firsts = [draw for draw in draws if draw.step == 1]
     pieces = [(n, each.double(), d.step_name) for d in firsts[:1] for n, each in d.noise.items()]
@@ -116,7 +116,7 @@ def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
         odd = first[: len(one)] // shift % 2 == 1
         for some in (odd, ~odd):
             yield f"after {shift} elements", *_correlation(one[some], other[some])
-    total = torch.arange(2 * size - 1, device=noise.device)  # i + j, if i mirrors j
+    total = torch.arange(2 * size - 1, device=noise.device)  # i + j of a mirrored pair (i, j)
     mirrored = torch.fft.irfft(spectrum.square())[: len(total)]
     middle = (total % 2 == 0) * noise[total // 2].square()
     begin = (total - size + 1).clamp(min=0)
@@ -150,14 +150,14 @@ def pair_correlations(draws: Sequence[Draw]) -> Comparisons:
 def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
     """Find, for each vector, the earlier vector with the least likely correlation.
 
-    ``named`` has a parameter, a step and a vector in each entry.
+    Each entry of ``named`` contains the name of a parameter, the name of a step and a vector.
     """
     if not named:
         return [], 0
     rows = pad_sequence([noise.double() for *_, noise in named], batch_first=True)
     sizes = torch.tensor([len(noise) for *_, noise in named], device=rows.device)
     present = (torch.arange(rows.shape[1], device=rows.device) < sizes[:, None]).to(rows.dtype)
-    squares = rows.square() @ present.T  # [i, j]: of row i, cut to the length of row j
+    squares = rows.square() @ present.T  # [i, j]: squares of row i up to the length of row j
     r = (rows @ rows.T / (squares * squares.T).sqrt()).nan_to_num().tril(-1)
     n = torch.minimum(sizes[:, None], sizes)
     worst, others = log_chance_of_correlation(r, n).min(1)

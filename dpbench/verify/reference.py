@@ -21,7 +21,7 @@ CLIPS = ("flat", "per layer")
 threshold C. ``per layer`` clips the gradient of each of n parameters to C/√n."""
 
 NEGLIGIBLE = 1e-6
-"""A gradient whose norm is below this share of the largest norm is only rounding error. An example
+"""A gradient whose norm is below this share of the largest norm counts as rounding error. One case
 is the gradient of the bias of attention keys, which is 0 without rounding."""
 
 
@@ -36,7 +36,7 @@ class Examples:
     expected: int | None = None
 
     def chosen(self, kept: slice | Tensor, expected: int | None = None) -> Examples:
-        """Return the gradients of the examples ``kept``, with another ``expected``."""
+        """Return the gradients of the examples that ``kept`` selects, with a new ``expected``."""
         chosen = {name: gradient[kept] for name, gradient in self.gradients.items()}
         return Examples(chosen, expected)
 
@@ -79,9 +79,9 @@ class Examples:
 
     @cached_property
     def float32_error(self) -> float:
-        """The largest relative error of a per-sample gradient's norm, if PyTorch uses float32.
+        """The largest relative error if PyTorch computes norms of per-sample gradients in float32.
 
-        A CPU adds the squares one by one, so the error for 2.4 million elements is 2e-5.
+        Float32 sums of millions of squares have relative errors of about 1e-5 or more.
         """
         rounded = torch.stack([g.reshape(len(g), -1).norm(2, dim=1) for g in self._each], dim=1)
         return float((rounded - self.norms).abs().div(self.norms).nan_to_num(posinf=0.0).max())
@@ -148,7 +148,8 @@ class Examples:
             name: the parameter.
             seen: the wrong gradient.
             known: the factors of known means, by description.
-            near: the largest relative difference between a gradient and the multiple of a mean.
+            near: the largest relative difference at which a gradient counts as a multiple of a
+                mean.
         """
         if not seen.isfinite().all():
             return "not finite"
@@ -168,7 +169,7 @@ class Examples:
 def thresholds(batches: Sequence[Examples], clips: str) -> tuple[float, float, float]:
     """Return clipping thresholds that about half, all and none of the norms exceed.
 
-    Norms that are negligible (see `NEGLIGIBLE`) are left out.
+    Negligible norms (see `NEGLIGIBLE`) are ignored.
     """
     norms = torch.cat([examples.norms for examples in batches])
     share = norms.shape[1] ** 0.5
@@ -187,8 +188,7 @@ def distances(seen: Gradients, wanted: Gradients, sizes: Mapping[str, float]) ->
     """Return the relative error of each parameter's gradient. An error of NaN becomes infinite.
 
     Errors are divided by the norm of the wanted gradient. But if no loss depends on a parameter,
-    the error is divided by 1 % of the largest norm in ``sizes``. Rounding errors are about 1e-5 of
-    this divisor.
+    the error is divided by 1 % of the largest norm in ``sizes``.
     """
     largest = max(sizes.values())
     found = {}

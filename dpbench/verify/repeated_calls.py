@@ -2,8 +2,8 @@
 
 The recorded calls of the script's modules are repeated for one example after another. The backward
 pass of each repeated call starts from a recorded gradient: the gradient of the loss with respect to
-the example's part of the outputs. So the loss itself need not be known. It is only assumed to be a
-mean or a sum over examples.
+the example's part of the outputs. So the loss function need not be known. It is assumed that the
+loss is a mean or a sum over examples.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def hook_owners(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable the modules' per-sample hooks. Then restore hooks, buffers and random states."""
+    """Disable per-sample hooks. At the end, restore the hooks, buffers and random states."""
     devices = {p.device for m in modules for p in m.parameters() if p.device.type == "cuda"}
     with ExitStack() as undo, torch.random.fork_rng(devices), torch.enable_grad():
         for module in modules:

@@ -1,8 +1,9 @@
 """Checks the steps of a script against a loop over the examples of its batches.
 
 While a step runs, the calls of the script's modules are recorded, with the gradients of the loss
-with respect to the calls' outputs. When an optimizer begins to step, its gradients are compared
-with gradients that are computed by repeating the calls for each example (see `repeated_calls`).
+with respect to the calls' outputs. When an optimizer begins to step, the gradients of its
+parameters are compared with gradients that are computed by repeating the calls for each example
+(see `repeated_calls`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class ParameterHistory:
         trained: whether the parameter requires gradients.
         has_optimizer: whether an optimizer that steps contains the parameter.
         had_gradient: whether an optimizer stepped with a gradient other than zero.
-        should_move: whether such a gradient was more than rounding, with a learning rate above 0.
+        should_move: whether an optimizer stepped with a learning rate above 0 and a gradient that
+            was larger than rounding errors.
         moved: whether the value differed from ``start`` at the end of a step.
     """
 
@@ -63,7 +65,7 @@ class ParameterHistory:
 
 
 class StepChecks(Calls):
-    """Records the calls of each step, and compares gradients with a loop over examples."""
+    """Records the calls of each step, and checks gradients with a loop over examples."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -74,13 +76,14 @@ class StepChecks(Calls):
         self.bypassed = ""  # class of an optimizer that steps in place of a private optimizer
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
         self.known: dict[str, ParameterHistory] = {}
-        # Parameters of an optimizer but of no called module, and whether each had a gradient:
+        # Parameters that belong to an optimizer but to no called module, and whether they had a
+        # gradient:
         self.unowned: dict[int, tuple[Tensor, bool]] = {}
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
         self._since = 0  # backward passes since the latest call of the private optimizer
-        self._in_last_part = 0  # backward passes between the latest two such calls
+        self._in_last_part = 0  # backward passes between that optimizer's latest two calls
         self._private: dict[int, Any] = {}  # Opacus's optimizers, by the optimizer they wrap
         self._threshold: float | list[float] = 0.0
         self._before: dict[int, Gradients] = {}  # gradients at each optimizer's last step
@@ -210,7 +213,7 @@ class StepChecks(Calls):
             raise NotChecked("no loss depends on the optimizer's parameters")
         seen = {n: (torch.zeros_like(p) if p.grad is None else p.grad) for n, p in trained.items()}
         total, scale, known = len(examples.norms), 1.0, dict[str, Tensor]()
-        if private is None:  # expect the sum over passes of the mean over each pass
+        if private is None:  # expect the sum of the passes' mean gradients
             shares = [g.norms.new_full(g.norms.shape, total / len(g.norms)) for g in groups]
             wanted = examples.mean(torch.cat(shares))
             scale = _scale(seen, wanted)
@@ -322,7 +325,7 @@ def _shape(tensors: Sequence[Tensor]) -> str:
 
 
 def _scale(seen: Gradients, wanted: Gradients) -> float:
-    """Return the factor s for which s × ``wanted`` is closest to ``seen``."""
+    """Return the factor s for which s times ``wanted`` is closest to ``seen``."""
     squares = sum(float(each.square().sum()) for each in wanted.values())
     return sum(float((seen[name] * each).sum()) for name, each in wanted.items()) / squares
 

@@ -228,10 +228,10 @@ def _average_in(state: Mapping[str, Any]) -> Tensor | None:
 def _gradients_from_averages(
     optimizer: torch.optim.Optimizer, trained: Parameters
 ) -> dict[str, Tensor]:
-    """Compute a step's gradients from moving averages that began at zero.
+    """Compute the gradients of one step from an optimizer's moving averages that began at zero.
 
-    Return an empty dict if the optimizer has no such averages, or if its options make that
-    impossible.
+    Return an empty dict if the optimizer has no such averages, or if its options, such as coupled
+    weight decay, do not allow the computation.
     """
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     found = {}

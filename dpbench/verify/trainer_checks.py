@@ -29,7 +29,7 @@ from dpbench.verify.trained_model import TrainedModel
 from dpbench.verify.verification import SIGMA, STEPS, THRESHOLD, Verification, noisy_steps
 
 CHOSEN_BY_VERIFY = ("learning_rate", "noise_multiplier", "max_grad_norm")
-"""Parameters of every trainer whose values the checks choose."""
+"""Parameters of trainers that the checks set, so the trainer's name must not contain them."""
 
 OTHER_PROCESS_SEED = 1000
 """Seed of the run in the other process. This process uses the seeds 1, 20 000, 3, 40 000, …"""
@@ -67,7 +67,7 @@ def _verify_rank(device: str, other_process: Sequence[Gradients], case: Case) ->
 def verify_here(
     case: Case, device: str, other_process: Sequence[Gradients] = (), *, processes: bool = False
 ) -> list[Check]:
-    """Check a case in this process. Every rank must call this, because steps are collective.
+    """Check a case in this process. Every rank must call this, because ranks step together.
 
     Gradients are compared with the gradients of the joint batch of all ranks. Only rank 0 judges
     the noise.

@@ -22,7 +22,7 @@ from dpbench.verify.trained_model import ONE_PROCESS, TrainedModel
 from dpbench.workloads.base import Batch
 
 STEPS = 2
-"""Number of steps of most runs."""
+"""Usual number of steps in one run of a trainer."""
 FIRST_RUN_STEPS = 8
 """Number of steps of the first run, enough to find noise that repeats every few steps. The first
 run of a large model has `STEPS` steps."""
@@ -33,12 +33,14 @@ TOLERANCE = 1e-5
 """Largest allowed relative error of a parameter's gradient at fp32. `Verification._tolerance`
 allows more if PyTorch's float32 norms have larger errors."""
 SIGMA = 1e4
-"""Noise multiplier σ of most noise checks. With this σ, the gradient is negligible."""
+"""Noise multiplier σ of most noise checks. With this σ, the gradient is negligible compared with
+the noise."""
 SMALL_SIGMA, FRACTIONAL_SIGMA = 0.05, 1.6
-"""Two more noise multipliers, which are not whole numbers. With `SMALL_SIGMA`, the gradient is
-not negligible."""
+"""Two more noise multipliers, which are not whole numbers. With `SMALL_SIGMA`, the gradient is not
+negligible compared with the noise."""
 ROUNDED_SIGMA = 1e-12
-"""Noise multiplier whose noise is negligible. It finds trainers that do not clip if σ > 0."""
+"""Noise multiplier whose noise is negligible. It is not 0, to find trainers that clip only if σ =
+0."""
 THRESHOLD = 0.7
 """Clipping threshold C of the runs with σ = `SIGMA`, except on a linear layer. The threshold is not
 1, so noise that is scaled by C², or not by C, has a wrong standard deviation."""
@@ -47,7 +49,7 @@ LOW_THRESHOLD = 1e-3
 unclipped gradients stand out from the noise."""
 MIN_NOISE = 128
 """Smallest number of noise elements of each parameter in a run with σ = `SIGMA`. Two such runs are
-enough to find noise of twice the correct standard deviation."""
+enough to detect noise that has twice the correct standard deviation."""
 SEED_STRIDE = 10_000
 """Factor between a run's number and its seed, if the number is even. `build` derives a seed for
 each rank from an even seed. The factor keeps the derived seeds larger than all odd seeds."""
@@ -55,8 +57,8 @@ KEPT_NOISE = 2**16
 """Largest number of noise elements of each parameter that are kept if σ < `SIGMA`."""
 DATA_SHARE = 1e-3
 """Largest allowed change of a buffer by one example, as a share of the change by noise. In a buffer
-that is computed only from noisy parameters, such as a moving average, the share is below
-1/SIGMA."""
+that is computed only from noisy parameters, such as a moving average, the share is usually below
+1/`SIGMA`."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,8 @@ class Verification:
             other_process: noisy steps of another process. Their noise must not occur in this
                 process.
         """
-        # Noisy steps come first, as in the other process. So noise that repeats has the same
-        # position.
+        # Noisy steps come first, as in the other process. So noise that repeats in both processes
+        # has the same position in both.
         draws = self.draw_all(other_process)
         yield Check.judged("reference", [], "", self.model.reference)
         yield self.gradient(", half clipped", self.batchings[0], self.half, 0.0)
@@ -229,11 +231,11 @@ class Verification:
 
     @property
     def judges_noise(self) -> bool:
-        """True if this process judges the noise. Of several ranks, only rank 0 judges."""
+        """True if this process judges the noise. If there are several ranks, only rank 0 does."""
         return rank_and_ranks()[0] == 0
 
     def draw_all(self, other_process: Sequence[Gradients]) -> list[Draw]:
-        """Collect the noise of runs with each batching and several values of σ.
+        """Collect the noise of runs for each `Batching` with several noise multipliers σ.
 
         With σ = `SIGMA`, the clipping threshold is `THRESHOLD`. With `SMALL_SIGMA`, it is below all
         norms. With `FRACTIONAL_SIGMA`, it is above all norms.
@@ -277,12 +279,12 @@ class Verification:
         threshold: float,
         steps: Iterable[Gradients],
     ) -> Iterator[Draw]:
-        """Yield the noise of each step: its update minus the clipped gradients, divided by σC/B.
+        """Yield each step's noise: the update minus the mean clipped gradient, divided by σC/B.
 
         σ is the noise multiplier, C the clipping threshold and B the batch size.
 
         If noise is correlated over steps, the contribution of earlier steps is subtracted as well.
-        The result is the noise that each step has newly drawn.
+        The result is then only the noise that the step itself has drawn.
         """
         scale = batching.case.batch_size / (sigma * threshold)
         slack = self.tolerance(batching.label, self.below_all) * scale * threshold
@@ -338,7 +340,7 @@ def noisy_steps(
     """Yield the updates of steps with noise.
 
     With σ = `SIGMA`, steps are added until the steps together have `MIN_NOISE` elements of every
-    parameter. An added step yields only the parameters that have fewer elements themselves.
+    parameter. An added step yields only parameters with fewer than `MIN_NOISE` elements.
     """
     sizes = {name: model.start[name].numel() for name in model.trained}
     number = max(steps, -(-MIN_NOISE // min(sizes.values())) if sigma == SIGMA else 0)

@@ -54,7 +54,7 @@ TOLERANCE = 0.01
 """Largest allowed difference between counted and known bytes, relative to the size of the work."""
 
 WORK = {"forward": ("copy", 1, 1), "backward": ("fill", 0, 1), "clip": ("read", 1, 0)}
-"""By phase: the name of the work, and how often its data is read and written."""
+"""For each phase, the name of the work, and how often the work reads and writes the data."""
 
 IDLE_PHASE = "noise"
 """Phase in which the GPU is idle."""
@@ -68,8 +68,8 @@ MESSAGE_EXAMPLES = 64
 """Size of the message, in units of `EXAMPLE_BYTES` (1.07 GB in total)."""
 
 SENDER_NOT_JUDGED = ("nvlink_sent_bytes", "pcie_write_bytes")
-"""Metrics of the sender that are not judged. They include packet headers, and the message takes
-either NVLink or PCIe, not both."""
+"""Metrics of the sender that are not judged. Both include packet headers, and the message takes
+only one of the two ways, NVLink or PCIe."""
 
 READ = ("dram_read_bytes", "l2_sm_read_bytes", "global_load_bytes")
 WRITTEN = ("dram_write_bytes", "l2_sm_write_bytes", "global_store_bytes")
@@ -79,7 +79,7 @@ BOTH = ("l2_served_bytes",)
 
 
 def work_that_fits() -> Case:
-    """Return the largest work whose source and copy fit into half of the free memory.
+    """Return a case with the largest work whose source and copy fit into half of the free memory.
 
     The number of examples is at least `SMALLEST` and at most `LARGEST`. If the free memory is
     unknown, the number is `DRAM_SIZED`.

@@ -116,7 +116,7 @@ def torch(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def ncu(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that Nsight Compute is installed, and that ncu-report is not older."""
+    """Check that Nsight Compute is installed, and that the package ncu-report is not older."""
     path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
@@ -197,7 +197,7 @@ def links(settings: Settings) -> Iterator[Diagnosis]:
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     record = instrument.start(case).record()
     sender, receiver = (rank["counted"][0] for rank in record["ranks"])
-    # NCCL sends the first 0.1 GB before the receiver is in the phase.
+    # NCCL may send part of the message before the receiver enters the phase, so all phases count.
     received = Counter[str]()
     for values in receiver.values():
         received.update(values)
@@ -219,7 +219,7 @@ CHECKS: tuple[Check, ...] = (
     cupti,
     links,
 )
-"""The checks. Each check follows the checks on which it depends."""
+"""All checks, in the order in which they run. A check follows the checks on which it depends."""
 
 
 def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> Iterator[Diagnosis]:
