@@ -159,9 +159,10 @@ class Library:
         return parameters
 
     def initialize(self) -> None:
-        """Initialize the profiler in this process, unless it is initialized.
+        """Initialize the profiler in this process, unless the profiler is already initialized.
 
-        If this raises an error, do not call other functions that need the GPU. They may crash.
+        If this raises an error, do not call other functions that need the GPU, because
+        these functions may crash.
         """
         if not self._initialized:
             self.call("Profiler_Initialize")

@@ -21,10 +21,10 @@ from torch._ops import OpOverload
 MAX_QUESTIONS = 10_000
 """Largest number of values that a source line may read in a step, or while a model is built.
 
-A line that reads more values is assumed to be in an endless loop.
+A line that reads more values raises an error, because it is probably in an endless loop.
 """
 
-TRUE_ANSWERS = 100  # per source line while a model is built, before False and True alternate
+TRUE_ANSWERS = 100  # while a model is built, times that a line reads True at first
 NOT_USER_CODE = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
 """Path prefixes of the files of PyTorch and of this folder, and of code without a file."""
 

@@ -1,4 +1,4 @@
-"""The instrument ``nsys`` measures how busy the GPU is by phase, with Nsight Systems.
+"""The instrument ``nsys`` measures how long the GPU is busy in each phase, with Nsight Systems.
 
 ``nsys profile`` records a case, and ``nsys export`` converts the report to an SQLite file. The
 module `timeline` reads busy time and launches by phase from the SQLite file. For ``dpbench show``,
@@ -100,7 +100,7 @@ class Nsys(InProcessInstrument):
         """
         return [
             *(self.path, "profile"),
-            "--trace=cuda,nvtx",  # with osrt, a tiny case wrote 2.2 GB
+            "--trace=cuda,nvtx",  # tracing osrt too can add gigabytes to a report
             *("--sample=none", "--cpuctxsw=none"),
             "--cuda-graph-trace=node",
             *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
@@ -137,10 +137,10 @@ class Nsys(InProcessInstrument):
 
 
 def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
-    """Read the timeline of a report or an SQLite file, and run ``nsys stats`` on it.
+    """Read the timeline and the statistics of a report or of an SQLite file.
 
-    Reading a report needs the program nsys. If nsys is missing, the statistics of an SQLite file
-    are empty.
+    The program nsys reads reports and computes the statistics. If nsys is missing, the statistics
+    of an SQLite file are empty, and reading a report raises an error.
     """
     from dpbench.instruments.nsys.timeline import read_timeline
 
