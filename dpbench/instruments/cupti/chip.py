@@ -276,7 +276,7 @@ def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = Fals
 
 
 def describe(library: Library, name: str) -> str:
-    """Return a text that lists a chip's metrics, and the counters and steps of each."""
+    """Return a text with a chip's metrics, their counters and the steps that count them."""
     chip = Chip(library, name)
     metrics = chosen(chip, peers=True)
     common = counters(metric for metric in metrics if metric.name in ALWAYS)

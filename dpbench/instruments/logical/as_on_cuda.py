@@ -26,8 +26,8 @@ Autocast
     in float32. Of the operators that CUDA casts, the operators in `LOWER` run in the 16-bit dtype,
     and the operators in none of this module's lists run in float32. Operators that the CPU also
     runs in 16 bits keep PyTorch's own cast, which casts each weight once per autocast region. A
-    gradient scaler never skips a step, because tensors without values cannot overflow. The lists
-    come from ``aten/src/ATen/autocast_mode.h`` of PyTorch.
+    gradient scaler never skips an optimizer step, because gradients without values cannot overflow.
+    The lists come from ``aten/src/ATen/autocast_mode.h`` of PyTorch.
 Transformers (Hugging Face)
     The library creates no mask if attention accepts ``is_causal``. With a fake tensor the library
     assumes that the model is traced, and creates a mask. `untraced` prevents this mask.
@@ -189,7 +189,7 @@ CUDA_REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
 }
-"""Functions that run the operators of CUDA, by the operator that the function replaces."""
+"""Functions that run the same operators as CUDA, by the operator that each function replaces."""
 
 
 def _refuse_compiled(callback: Any) -> Any:

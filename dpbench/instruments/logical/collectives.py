@@ -47,7 +47,7 @@ SEND_NOTHING = re.compile(
 
 
 def sent_bytes(name: str, given: Mapping[str, Any], out: Any) -> int:
-    """Return the bytes that this rank sends in a call.
+    """Return how many bytes this rank sends to other ranks in a call of an operator.
 
     Args:
         name: name of the operator, with its namespace.

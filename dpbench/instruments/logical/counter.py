@@ -128,7 +128,10 @@ class OperatorCounter(TorchDispatchMode):
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
-        """Counts of each operator by phase, module and source line. The most bytes come first."""
+        """Counts of each operator by phase, module and source line.
+
+        Operators that move the most bytes come first.
+        """
         totals: dict[tuple[str, str, Place], Counter[str]] = defaultdict(Counter)
         for (phase, name, each, place), times in self.calls.items():
             total = totals[phase, name, place]

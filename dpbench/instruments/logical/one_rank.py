@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 BUCKET = 25 * 1024**2
-"""Size in bytes at which a DDP bucket is full. The first bucket is full at a smaller size."""
+"""Size in bytes at which a DDP bucket is full. The first bucket is full at 1 MiB."""
 
 WITHOUT_EFFECT = {"device_ids", "output_device", "dim"}
 """Arguments of DDP that do not change the counted bytes."""

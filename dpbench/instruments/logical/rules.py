@@ -227,7 +227,7 @@ def drop_masked_gradients(
 def bytes_moved(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> tuple[int, int]:
-    """Return the bytes that a call with the result ``out`` must read, and the bytes to write."""
+    """Return how many bytes a call with result ``out`` must read, and how many it must write."""
     if is_free(func):
         return 0, 0
     given = arguments_of(func, args, kwargs)

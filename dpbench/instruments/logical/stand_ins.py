@@ -24,7 +24,8 @@ MAX_QUESTIONS = 10_000
 A line that reads more values raises an error, because it is probably in an endless loop.
 """
 
-TRUE_ANSWERS = 100  # while a model is built, times that a line reads True at first
+# While a model is built, a source line reads True this many times, then False and True in turn.
+TRUE_ANSWERS = 100
 NOT_USER_CODE = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
 """Path prefixes of the files of PyTorch and of this folder, and of code without a file."""
 
