@@ -75,8 +75,8 @@ class Chip:
     def host(self, counters: Iterable[str] = ()) -> Iterator[int]:
         """Create CUPTI's host object for these counters, and free it at the end of the block.
 
-        The availability image is ignored for link counters. In a virtual machine the image may
-        lack NVLink's counters, although the counters can be read.
+        The image of the permitted counters is ignored for link counters. In a virtual machine it
+        may lack NVLink's counters, although the counters can be read.
         """
         linked = any(counter.startswith(LINK_PREFIXES) for counter in counters)
         image = None if linked else self._availability

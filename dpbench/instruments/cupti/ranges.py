@@ -94,7 +94,7 @@ class StepCounter:
         self._step: Ranges = []
         self._counted: list[ByPhase] = []  # values of the steps that were read from CUPTI
         self._unread: list[Ranges] = []
-        """Ranges of the steps that ended after CUPTI was started."""
+        """Ranges of the ended steps whose counters were not yet read from CUPTI."""
 
     def start_step(self) -> None:
         configuration, self._by_phase = self._plan[len(self._counted) + len(self._unread)]

@@ -19,8 +19,8 @@ Attention (``scaled_dot_product_attention``)
     kernel in backward, as under torch.compile.
 Optimizers and clipping
     Optimizers and PyTorch's gradient clipping use ``foreach`` operators by default, as on CUDA.
-    These operators change the peak memory of Adam, and clipping by value makes two passes over the
-    gradients.
+    With these operators, Adam has another peak memory than with a loop over the parameters, and
+    clipping by value makes two passes over the gradients.
 Autocast
     CUDA and the CPU cast the arguments of different operators. For example, CUDA runs layer norms
     in float32. Of the operators that CUDA casts, the operators in `LOWER` run in the 16-bit dtype,
@@ -306,4 +306,4 @@ def _make_scaler(self: GradScaler, device: str = "cuda", *args: Any, **named: An
 
 
 def _step(self: GradScaler, optimizer: Any, state: object, *args: Any, **named: Any) -> Any:
-    return optimizer.step(*args, **named)  # does not check for overflow
+    return optimizer.step(*args, **named)  # the replaced method would first check for overflow

@@ -62,7 +62,7 @@ Values are kept only if the constant is created while a model is built, or betwe
 """
 _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
-"""Operators that create constants which models need, such as the rates of stochastic depth."""
+"""Operators that create constants of a model, such as the rates of stochastic depth."""
 
 NAMESPACES_WITHOUT_WORK = ("prim", "profiler")
 """Namespaces of operators that move no data, for example ``prim::device``."""

@@ -282,7 +282,7 @@ def untouched_torch() -> Iterator[None]:
         stack.enter_context(patch.object(fake_tensor.log, "disabled", True))
         if torch.get_default_device().type != "cpu":  # a default device slows each operator
             stack.enter_context(torch.device("cpu"))
-        # Opacus's fast gradient clipping deep-copies gradients. The copy reads their addresses.
+        # Opacus's fast gradient clipping deep-copies gradients, which reads addresses of gradients.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         # Opacus registers full backward hooks on embeddings, whose inputs need no gradients.
         warnings.filterwarnings("ignore", "Full backward hook is firing")

@@ -76,8 +76,8 @@ class Memo:
         Args:
             value: the argument.
             inputs: list to which the tensors in the argument are appended.
-            storages: numbers of the storages that occurred so far, because tensors may share a
-                storage.
+            storages: number of each storage that occurred so far. Tensors that share a storage get
+                the same number.
 
         Raises:
             TypeError: calls with this argument cannot be remembered.

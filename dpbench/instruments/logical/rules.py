@@ -183,7 +183,7 @@ Other scatters read the elements only if ``accumulate`` is True or ``reduce`` is
 """
 
 KNOWN = ("aten", "dpbench", "fsdp", *BETWEEN_RANKS)
-"""Namespaces whose rules were compared with the code of their kernels.
+"""Namespaces of operators whose rules were compared with the code of their kernels.
 
 Operators of other namespaces follow the general rule. Reports name these operators.
 """

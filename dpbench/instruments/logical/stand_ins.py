@@ -39,8 +39,8 @@ class AssumedValues:
 
     While a model is built, loops must end. For example, ``nn.init.trunc_normal_`` draws numbers
     until no number is out of bounds. Therefore, after a source line has read True `TRUE_ANSWERS`
-    times, the line reads False and True alternately. In a step, all values of a dtype are the same.
-    A line that reads more than `MAX_QUESTIONS` values raises an error.
+    times, the line reads False and True alternately. In a step, all assumed values of a dtype are
+    equal. A line that reads more than `MAX_QUESTIONS` values raises an error.
 
     Attributes:
         asked: number of values that each source line has read since the last step began.

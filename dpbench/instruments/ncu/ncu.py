@@ -241,7 +241,7 @@ class NcuKernels(Ncu):
 
     name: ClassVar[str] = "ncu_kernels"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
-    replay: ClassVar[str] = "kernel"  # takes tens of milliseconds per kernel
+    replay: ClassVar[str] = "kernel"  # this replay mode takes tens of milliseconds per kernel
     folder: ClassVar[str] = KERNELS
 
     metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics, metadata=OF_PARENT)
@@ -261,7 +261,7 @@ class NcuKernels(Ncu):
             record = self.record_of(process)
             path = self.describe_report(case, process.log)
             # Use a new process, because NVIDIA's library never frees the 0.35 MB that it allocates
-            # per kernel. A step of the 1b model needs 2 GB.
+            # per kernel. For a step of the 1b model, the library allocates 2 GB.
             with ProcessPoolExecutor(1, get_context("spawn")) as reader:
                 report = reader.submit(read_kernels, path).result()
         except (NothingProfiled, ReportUnreadable):

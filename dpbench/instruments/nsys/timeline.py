@@ -101,7 +101,10 @@ class Timeline:
 
     @property
     def whole_steps(self) -> list[Range]:
-        """The `STEP` ranges. Without marked ranges, a range from the first to the last activity."""
+        """The `STEP` ranges.
+
+        If the file contains no marked ranges, this list has one range, which covers all activities.
+        """
         if self.ranges:
             return [each for each in self.ranges if each.phase == STEP]
         return [Range(0, STEP, int(self.busy[0, 0]), int(self.busy[-1, 1]))]
@@ -146,7 +149,7 @@ def read_timeline(path: Path, named: Path | None = None) -> Timeline:
 
 
 class _Export:
-    """An open SQLite file. The table ``StringIds`` exists in every file that nsys exports."""
+    """An open SQLite file that nsys exported. The table ``StringIds`` exists in each such file."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database

@@ -273,7 +273,7 @@ class _Busy:
         self._before = [0.0, *accumulate(self._lengths)]
 
     def between(self, start: float, end: float) -> float:
-        """Return the length of the union between two times."""
+        """Return the length of the part of the union that lies between two times."""
         return self._until(end) - self._until(start)
 
     def _until(self, when: float) -> float:
