@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Instrument(ABC):
     """A way to measure training steps.
 
-    Subclasses are small frozen dataclasses. If a subclass belongs to another package, its fields
-    become command-line options.
+    Subclasses are small frozen dataclasses. If a subclass belongs to another package, the fields
+    of the subclass become command-line options.
 
     Attributes:
         name: value of the column ``instrument`` in the rows.

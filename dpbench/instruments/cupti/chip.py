@@ -1,6 +1,6 @@
 """Finds the chip of a GPU, the counters of a chip, and how many passes the counters need.
 
-Only `chip_of` needs a GPU.
+In this module, only `chip_of` needs a GPU.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ _OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)
 LINKS = tuple(metric.name for metric in _OWN if metric.counters[0].startswith(LINK_PREFIXES))
 """Metrics of NVLink and PCIe.
 
-Metrics of links need a separate pass. By default they are counted only if the process sees
+Metrics of links need a separate pass. By default, these metrics are counted only if the
+process sees
 several GPUs.
 """
 

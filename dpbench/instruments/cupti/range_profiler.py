@@ -20,14 +20,14 @@ for 1024 ranges takes 1 s and 1.1 GB.
 
 
 class RangeProfiler:
-    """CUPTI's range profiler on one CUDA context.
+    """CUPTI's range profiler, which counts the work in one CUDA context.
 
-    The profiler counts all work in the context, in any thread or stream. `start` can be called
+    The counts include the work of all threads and streams. `start` can be called
     again after `stop`. `push` and `pop` do not wait for the GPU, so synchronize the GPU before
     each call. A range does not include the time of these calls.
 
-    A context has one profiler at a time. A profiler has one configuration of one pass, because
-    counters of a second configuration would have no value.
+    A context can have only one profiler at a time. A profiler has one configuration of one pass,
+    because counters of a second configuration would have no value.
     """
 
     def __init__(

@@ -47,7 +47,8 @@ class StepCounter:
 
     A round is counted by phase or as a whole. If a round is counted by phase, the GPU is
     synchronized at the start and end of each phase, so the CPU cannot run ahead. Therefore times
-    and busy shares by phase only show how the time of a step is divided. Nothing is synchronized
+    and busy shares by phase show how the time of a step is divided, but not how long a phase takes
+    when the CPU runs ahead. Nothing is synchronized
     within a step that is counted as a whole.
 
     If the process sees several GPUs, NVML's counters of NVLink are read at the start and end of

@@ -61,7 +61,8 @@ class CuptiRecorder(Recorder):
             self._target = Target.of_torch()
             self.notes = [self._target.note] if self._target.note else []
             rounds = [*[True] * by_phase, *[False] * whole]
-            # A counted step may have more ranges than a timed step, for example more micro-batches.
+            # A counted step may have more ranges than a timed step, for example in more
+            # micro-batches.
             most = max(2 * self.timing.listener.ranges, 0 if self.alike else MAX_RANGES)
             self.listener = self._counter = StepCounter(self.names, self._target, rounds, most)
             self.held.callback(self._counter.close)

@@ -43,7 +43,7 @@ BY_ROOT = re.compile("::(gather|scatter)_$")
 SEND_NOTHING = re.compile(
     "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
 )
-"""The five patterns match operator names. PyTorch has several names for most collectives."""
+"""Each of the five patterns matches the names of operators that send bytes in the same way."""
 
 
 def sent_bytes(name: str, given: Mapping[str, Any], out: Any) -> int:

@@ -16,7 +16,8 @@ Recurrent layers
 Attention and operators of other libraries
     PyTorch's formulas and the formulas that are registered with `torch.utils.flop_counter` apply.
 
-`lacks_formula` finds operators that may multiply but have no formula. Notes name these operators.
+`lacks_formula` finds operators that may multiply but have no formula. The notes of a run
+name these operators if the step runs them.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ T = TypeVar("T")
 STEADY = 1e-3
 """A step is steady if it changes the live bytes by at most this fraction of the bytes before.
 
-The ratio is not 0, because Opacus keeps a few kilobytes of norms after the first step.
+The fraction is not 0, because Opacus keeps a few kilobytes of norms after the first step.
 """
 
 MOST_STEPS = 3

@@ -57,8 +57,8 @@ class Memo:
     ) -> tuple[Effect, Inputs | None]:
         """Return the stored effect of a call, and the tensors in its arguments.
 
-        A new call gets an empty effect. If the call cannot be remembered, the second value is
-        None.
+        For a new call, the fields of the effect are None. If the call cannot be remembered, the
+        second value is None.
         """
         if not is_memoizable(func):
             return Effect(), None
@@ -115,7 +115,7 @@ def is_memoizable(func: OpOverload) -> bool:
 def result_maker(out: Any, inputs: Inputs) -> ResultMaker | None:
     """Return a function that creates a result like ``out`` for an equal call.
 
-    Returns None if such a function cannot be made.
+    Returns None for results that no such function can create, such as complex tensors.
     """
     if isinstance(out, (list, tuple)):
         kind, parts = type(out), [part for each in out if (part := result_maker(each, inputs))]

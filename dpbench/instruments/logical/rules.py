@@ -103,7 +103,7 @@ FREE = names(
     """
 )
 """Operators that move no tensor data. This set omits views, because the schema
-of an operator shows whether it is a view."""
+of an operator shows whether the operator is a view."""
 
 OVERWRITERS = names(
     """
@@ -288,7 +288,7 @@ def _byte_caps(name: str, given: Mapping[str, Any], out: Any) -> ByteCaps:
         own = sum(region_of(tensor)[1] for tensor in given["all_gather_inputs"])
         return ByteCaps({"all_gather_output": 0}, {"all_gather_output": own})
     if name in ("c10d::broadcast_", "c10d::reduce_"):
-        # The root of a broadcast writes nothing. In a reduction, only the root writes.
+        # The root of a broadcast writes nothing. In a reduction to one rank, only the root writes.
         if is_root(given) == (name == "c10d::broadcast_"):
             return ByteCaps(writes={"tensors": 0})
         return ByteCaps({"tensors": 0} if name == "c10d::broadcast_" else {})

@@ -1,7 +1,7 @@
 """Reads ``.ncu-rep`` files, which contain ranges or kernels.
 
-Reading a report needs neither a GPU nor the program ncu. NVIDIA's library calls one range or one
-kernel launch an action. For each action the library takes 0.8 ms, and allocates 0.35 MB that it
+Reading a report needs neither a GPU nor the program ncu. In NVIDIA's library, an action is one
+range or one kernel launch. For each action the library takes 0.8 ms, and allocates 0.35 MB that it
 never frees.
 """
 
@@ -52,7 +52,7 @@ class ReportUnreadable(InstrumentError):
 
 
 class ForeignReport(InstrumentError):
-    """A report was not made by dpbench, or is of the wrong kind (kernels or ranges)."""
+    """A report was not made by dpbench, or contains kernels instead of ranges or the reverse."""
 
     remedy = "pass a complete report that `pytest --ncu` or `dpbench run` has written"
 

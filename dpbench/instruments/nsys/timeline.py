@@ -26,7 +26,7 @@ from dpbench.child.messages import NVTX_DOMAIN
 from dpbench.results.rows import STEP
 
 START_END_RANGE = 60
-"""Value of ``NvtxStartEndRange`` in ``ENUM_NSYS_EVENT_TYPE``."""
+"""Value of the column ``eventType`` for start/end ranges (``NvtxStartEndRange``)."""
 
 DEVICE_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 """Names of the tables of GPU activities, without the prefix ``CUPTI_ACTIVITY_KIND_``."""
@@ -93,7 +93,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> NDArray[np.int64]:
-        """Starts and ends of the ``n`` disjoint spans in which the GPU was busy, as ``[n, 2]``."""
+        """Array ``[n, 2]`` of the starts and ends of the ``n`` spans in which the GPU was busy."""
         starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
         ends = np.maximum.accumulate(ends)
         idle_before = np.append(True, starts[1:] > ends[:-1])

@@ -27,7 +27,7 @@ from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, Schedul
 
 @dataclass(frozen=True)
 class ProfilerOptions:
-    """Options of the PyTorch profiler."""
+    """Command-line options of the instrument ``torch_profiler``."""
 
     profile_dir: Path = option(
         "directory for files of the PyTorch profiler; each case has a folder in it",

@@ -75,7 +75,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded trace, by step and phase.
+    """The contents of a trace, by step and phase.
 
     Memory is the number of bytes that PyTorch has allocated on the measured device. The growth of
     a phase is the largest memory within the phase minus the memory at the start of the step. The
@@ -264,7 +264,7 @@ def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 class _Busy:
-    """The union of several spans."""
+    """The union of several time spans, whose length between two times can be computed."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         apart = [*_uncovered(sorted(spans))]
