@@ -43,7 +43,8 @@ BY_ROOT = re.compile("::(gather|scatter)_$")
 SEND_NOTHING = re.compile(
     "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
 )
-"""Each of the five patterns matches the names of operators that send bytes in the same way."""
+"""The five patterns match the names of operators, because PyTorch has several names for most
+collectives."""
 
 
 def sent_bytes(name: str, given: Mapping[str, Any], out: Any) -> int:

@@ -52,7 +52,7 @@ class ReportUnreadable(InstrumentError):
 
 
 class ForeignReport(InstrumentError):
-    """A report was not made by dpbench, or contains kernels instead of ranges or the reverse."""
+    """A report was not made by dpbench, or does not contain the needed kind of actions."""
 
     remedy = "pass a complete report that `pytest --ncu` or `dpbench run` has written"
 
