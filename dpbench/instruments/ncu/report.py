@@ -52,7 +52,7 @@ class ReportUnreadable(InstrumentError):
 
 
 class ForeignReport(InstrumentError):
-    """A report was not made by dpbench, or does not contain the needed kind of actions."""
+    """A report was not made by dpbench, or does not contain the required ranges or kernels."""
 
     remedy = "pass a complete report that `pytest --ncu` or `dpbench run` has written"
 
