@@ -23,7 +23,7 @@ ON_GPU = ("timing", "ncu")
 def choose(names: Iterable[str], settings: Settings, subject: str = "case") -> list[Instrument]:
     """Build each of the named instruments once, from the session's settings.
 
-    If the settings request counts of each kernel, ``ncu_kernels`` is also built.
+    If the settings request separate counts for each kernel, ``ncu_kernels`` is also built.
 
     Args:
         names: names of instruments; duplicates are ignored.
@@ -55,9 +55,9 @@ def declare_built_in(add: Callable[..., object], *names: str, of_pytest: bool = 
     """Declare the options of the built-in instruments.
 
     Args:
-        add: adds one option to a parser.
+        add: function that adds one option to a parser.
         names: names of the options to declare. If empty, all options are declared.
-        of_pytest: whether to declare options of pytest, not of a command.
+        of_pytest: True to declare options of pytest, False to declare options of a command.
     """
     for options in _options():
         declare_own(add, options, *names, of_pytest=of_pytest)
@@ -78,8 +78,8 @@ def declare_outside(
     Args:
         group: creates an option group with a title and a description, and returns the function
             that adds an option to the group.
-        words: the command line. Instruments that it names as ``module:Class`` need no entry
-            point.
+        words: the command line. An instrument that the command line names as ``module:Class``
+            needs no entry point.
         option: the command-line option whose values are names of instruments.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -93,7 +93,7 @@ def declare_outside(
             continue
         try:
             instrument = _class(name)
-        except Exception:  # a session must run without broken packages that it does not use
+        except Exception:  # a broken package must not stop sessions that do not use it
             continue
         add = group(f"instrument {name}", (instrument.__doc__ or "").partition("\n")[0])
         try:

@@ -24,14 +24,14 @@ from dpbench.results.rows import Measurement
 
 @dataclass(frozen=True)
 class InProcessInstrument(Instrument):
-    """An instrument that runs ``dpbench step`` with a `recorder` in each rank.
+    """An instrument that measures a case in a new process, with a `recorder` for each rank.
 
     Attributes:
         leaves_files: whether the instrument writes files in addition to a log.
         directory: directory of logs and reports.
         device: ``cuda`` or ``cpu``.
-        steps: numbers of warm-up and active steps.
-        timeout: limit in seconds for a case, as in `CaseProcess`.
+        steps: number of warm-up steps and number of measured (active) steps.
+        timeout: time limit of a case in seconds (see `CaseProcess`).
     """
 
     by_rank: ClassVar[bool] = True
@@ -59,7 +59,7 @@ class InProcessInstrument(Instrument):
             check_writable(self.directory)
 
     def check_script(self) -> None:
-        """Do nothing, because the recorder of a script writes no files."""
+        """Do nothing. Instruments that write files for a script override this method."""
 
     @abstractmethod
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder: ...
@@ -71,7 +71,7 @@ class InProcessInstrument(Instrument):
         return (self.directory / case.report_path).with_suffix(f".{self.name}.log")
 
     def profiler_command(self, case: Subject) -> list[str]:
-        """Return the command line of the profiler that starts the case; [] without a profiler."""
+        """Return the command line of the profiler that runs the case, or [] without a profiler."""
         return []
 
     def start(self, case: Case) -> CaseProcess:
@@ -90,7 +90,7 @@ class InProcessInstrument(Instrument):
         ]
 
     def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> Iterable[Measurement]:
-        """Return the rows from the record of one rank."""
+        """Make rows from the record of one rank."""
         outcome = Outcome.from_json(record["outcome"])
         process.operators = process.operators or outcome.operators  # keep the counts of rank 0
         process.notes = [*dict.fromkeys((*process.notes, *outcome.notes))]

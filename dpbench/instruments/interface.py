@@ -1,4 +1,4 @@
-"""The base classes `Instrument` and `InstrumentWrapper`."""
+"""Base class of all instruments, and base class of instruments that wrap another instrument."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 class Instrument(ABC):
     """A way to measure training steps.
 
-    Subclasses are small frozen dataclasses. In other packages, the fields of a subclass are its
-    options.
+    Subclasses are small frozen dataclasses. If a subclass belongs to another package, the fields
+    of the subclass become command-line options.
 
     Attributes:
         name: value of the column ``instrument`` in the rows.
-        hardware: whether the measured numbers depend on the machine. Logical counts do not.
+        hardware: whether the measured numbers depend on the machine. Times depend on the machine,
+            but logical counts do not.
         needs_gpu: whether the instrument works only on a GPU.
         by_rank: whether the instrument can measure a case or script of several ranks.
         subjects: kinds of subjects that the instrument can measure: ``case``, ``script`` or
-            ``step``. Measuring a script or a step needs a `recorder`.
+            ``step``. To measure a script or a step, the subclass must also define `recorder`.
         options: dataclass of the command-line options. Only built-in instruments set this
             attribute.
     """
@@ -67,9 +68,9 @@ class Instrument(ABC):
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Versions of the tools, other than torch, on which the numbers depend.
+        """Versions of the tools, other than torch, on which the measured numbers depend.
 
-        A saved run contains the versions of its instruments' tools.
+        A saved run contains these versions.
         """
         return {}
 
@@ -115,7 +116,7 @@ class Instrument(ABC):
         self.check()
 
     def before_script(self, case: Subject) -> list[str]:
-        """Return the command line of the profiler that starts the script; [] without a profiler."""
+        """Return the command line of the profiler that runs the script, or [] without one."""
         return []
 
     def script_rows(self, case: Subject, record: Mapping[str, Any]) -> list[Measurement]:

@@ -86,8 +86,9 @@ def observe(
         name: the name of the loop in the report.
         skip: number of steps to ignore at the beginning.
         steps: number of steps to count. If None, ``cupti`` counts 5 steps, and other instruments
-            count all steps. ``cupti`` needs at least three times as many steps: steps to time,
-            steps to count by phase, and steps to count as a whole.
+            count all steps. With ``cupti``, the loop must run at least three times as many steps,
+            because ``cupti`` first times steps, then counts steps by phase, and then counts whole
+            steps.
 
     Examples:
         >>> with observe("timing", skip=3, steps=5) as seen:  # doctest: +SKIP

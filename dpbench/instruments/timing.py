@@ -80,7 +80,7 @@ class TimingRecorder(Recorder):
 
 
 def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
-    """Return the rows of step time by phase, samples per second and peak memory.
+    """Return rows of the time of each phase and step, samples per second and peak memory.
 
     A run on the CPU has no row of peak memory. ``record`` is the record of a `TimingRecorder`.
     """
@@ -90,7 +90,7 @@ def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
-        # For a script, `case.gpus` is 0, and `case.batch_size` is 0 if it is unknown.
+        # For a script, `case.gpus` is 0, and `case.batch_size` is 0 if the size is unknown.
         if case.batch_size and not sizes:
             ranks = case.gpus or int(os.environ.get("WORLD_SIZE", 1))
             values.append((STEP, "samples_per_second", case.batch_size / ranks / total, repeat))

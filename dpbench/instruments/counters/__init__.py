@@ -1,1 +1,1 @@
-"""Errors, options and metrics of hardware counters. The instruments ncu and cupti share them."""
+"""Errors, options and metrics of hardware counters, which the instruments ncu and cupti share."""

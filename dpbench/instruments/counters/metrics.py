@@ -28,9 +28,11 @@ def available(
 ) -> dict[str, Metric]:
     """Return the metrics whose counters exist, by name.
 
-    A metric may have general counters, and other counters for some chips. Each returned metric
-    has the first of these sets of counters that exists. A metric without general counters needs the
-    counters that are defined for this chip, because counters of another chip have another meaning.
+    A metric may have general counters, and other counters for some chips. If the
+    general counters exist, the returned metric uses the general counters. Otherwise the returned
+    metric uses the counters of the first chip whose counters all exist. A metric without
+    general counters needs the counters that are defined for this chip, because counters of another
+    chip may exist with another meaning.
 
     Args:
         are_there: returns True if all of the named counters exist.

@@ -1,6 +1,6 @@
 """Finds the chip of a GPU, the counters of a chip, and how many passes the counters need.
 
-Only `chip_of` needs a GPU.
+In this module, only `chip_of` needs a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Image = ctypes.Array[c_uint8]
 LINK_PREFIXES = ("nvlrx__", "nvltx__", "pcie__")
 """Prefixes of the names of link counters.
 
-Link counters count data on NVLink or PCIe. On a GPU without the link, its counters have no value.
+Link counters count data on NVLink or PCIe. On a GPU without such a link, the counters of
+the link have no value.
 """
 
 BUSY_SECONDS = 10.0
@@ -74,8 +75,8 @@ class Chip:
     def host(self, counters: Iterable[str] = ()) -> Iterator[int]:
         """Create CUPTI's host object for these counters, and free it at the end of the block.
 
-        The availability image is ignored for link counters. In a virtual machine the image lacks
-        NVLink's counters, although they can be read.
+        The image of the permitted counters is ignored for link counters. In a virtual machine it
+        may lack NVLink's counters, although the counters can be read.
         """
         linked = any(counter.startswith(LINK_PREFIXES) for counter in counters)
         image = None if linked else self._availability
@@ -119,7 +120,7 @@ class Chip:
 
         A group also contains the counters in ``common`` if they fit in the same pass. If several
         groups are needed, link counters form separate groups at the end. Link counters seldom fit
-        with other counters, and each attempt takes 3 ms.
+        in one pass with other counters, and each attempt takes milliseconds.
         """
         counters = list(counters)
         if self._fit_one_pass(counters):
@@ -246,14 +247,15 @@ _OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)
 LINKS = tuple(metric.name for metric in _OWN if metric.counters[0].startswith(LINK_PREFIXES))
 """Metrics of NVLink and PCIe.
 
-Metrics of links need a separate pass. By default they are counted only if the process sees
+Metrics of links need a separate pass. By default, these metrics are counted only if the
+process sees
 several GPUs.
 """
 
 BASIC = (*ALWAYS, *(metric.name for metric in _OWN if metric.name not in LINKS))
 """Metrics for DRAM bytes, time and busy shares.
 
-All of the built-in metrics fit in one pass on the five tested chips, from GA100 to GB202.
+The built-in metrics of this set fit in one pass on five tested chips, from GA100 to GB202.
 """
 
 
@@ -275,7 +277,7 @@ def chosen(chip: Chip, names: Iterable[str] | None = None, *, peers: bool = Fals
 
 
 def describe(library: Library, name: str) -> str:
-    """Return a text that lists a chip's metrics, with the counters and the steps of each metric."""
+    """Return a text with a chip's metrics, their counters and the steps that count them."""
     chip = Chip(library, name)
     metrics = chosen(chip, peers=True)
     common = counters(metric for metric in metrics if metric.name in ALWAYS)

@@ -1,4 +1,4 @@
-"""The instrument ``cupti`` measures bytes, busy shares, step time and peak memory.
+"""The instrument ``cupti`` measures bytes, step time, peak memory and how busy the GPU is.
 
 CUPTI reads hardware counters in the process that trains, so no other process is needed.
 """
@@ -27,8 +27,9 @@ class Cupti(InProcessInstrument):
     """An instrument that times steps without counters, and then counts other steps.
 
     Attributes:
-        names: names of metrics to count in addition to DRAM bytes, time and busy shares. If
-            empty, all metrics of the chip are counted.
+        names: names of metrics to count in addition to DRAM bytes, time and busy shares (fractions
+            of the time in which a part of the GPU works). If empty, all metrics of the chip are
+            counted.
     """
 
     name: ClassVar[str] = NAME

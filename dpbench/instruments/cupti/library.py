@@ -130,7 +130,8 @@ class Library:
         if not hasattr(functions, "cuptiRangeProfilerEnable"):
             raise CuptiUnusable(f"{path} has no range profiler")
         if driver.version() is None and hasattr(functions, "cuptiProfilerHostGetSinglePassSets"):
-            # Without a driver, CUPTI 13.2 crashes in its first function. Newer versions return 999.
+            # Without a driver, CUPTI 13.2 crashes in the first call. Newer versions return code
+            # 999.
             raise ProfilerNotLoaded(
                 f"{path} belongs to CUDA 13.2 or newer and needs a driver, but none is installed"
             )
@@ -159,9 +160,10 @@ class Library:
         return parameters
 
     def initialize(self) -> None:
-        """Initialize the profiler in this process, unless it is initialized.
+        """Initialize the profiler in this process, unless the profiler is already initialized.
 
-        If this raises an error, do not call other functions that need the GPU. They may crash.
+        If this raises an error, do not call other functions that need the GPU, because
+        these functions may crash.
         """
         if not self._initialized:
             self.call("Profiler_Initialize")

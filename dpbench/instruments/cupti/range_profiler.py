@@ -20,15 +20,14 @@ for 1024 ranges takes 1 s and 1.1 GB.
 
 
 class RangeProfiler:
-    """CUPTI's range profiler on one CUDA context.
+    """CUPTI's range profiler, which counts the work in one CUDA context.
 
-    The profiler counts all work in the context, in any thread or stream. `start` can be called
+    The counts include the work of all threads and streams. `start` can be called
     again after `stop`. `push` and `pop` do not wait for the GPU, so synchronize the GPU before
-    each call. A call takes 0.01 ms, or 0.4 ms with counters of the SMs. A range does not include
-    the time of these calls.
+    each call. A range does not include the time of these calls.
 
-    A context has one profiler at a time. A profiler has one configuration of one pass, because
-    new counters would have no value after a second ``SetConfig``.
+    A context can have only one profiler at a time. A profiler has one configuration of one pass,
+    because counters of a second configuration would have no value.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class RangeProfiler:
         """Begin a range. The name of the range is its number, counted from 0."""
         if len(self._names) == self._max_ranges:
             raise RangesLost(f"a step has more than {self._max_ranges} ranges")
-        self._names.append(str(len(self._names)).encode())  # CUPTI reads the pointer until stop
+        self._names.append(str(len(self._names)).encode())  # CUPTI reads the name until `stop`
         self._call("PushRange", pRangeName=self._names[-1])
         self._open = True
 

@@ -28,7 +28,8 @@ The allowed difference is this part of the largest DRAM bytes plus `CACHE_BYTES`
 CACHE_BYTES = 128e6
 """Absolute part of the allowed difference between the DRAM bytes of equal steps.
 
-The L2 cache may keep bytes from one step to the next. The largest L2 cache to date has 126 MB.
+The L2 cache may keep bytes from one step to the next. This number is about the
+size of the largest L2 caches of GPUs.
 """
 
 ByPhase = dict[str, dict[str, float]]
@@ -46,15 +47,16 @@ class StepCounter:
 
     A round is counted by phase or as a whole. If a round is counted by phase, the GPU is
     synchronized at the start and end of each phase, so the CPU cannot run ahead. Therefore times
-    and busy shares by phase only show how the time of a step is divided. Nothing is synchronized
+    and busy shares by phase show how the time of a step is divided, but not how long a phase takes
+    when the CPU runs ahead. Nothing is synchronized
     within a step that is counted as a whole.
 
     If the process sees several GPUs, NVML's counters of NVLink are read at the start and end of
-    each range. A rank may receive bytes before the phase or step that needs the bytes, because a
-    rank that is ahead fills NCCL's buffers (48 MiB between two H100s).
+    each range. A rank may receive bytes before the phase or step that needs the bytes, because
+    another rank that is ahead already sends data into NCCL's buffers.
 
-    Starting CUPTI takes 0.2 s. Therefore CUPTI keeps counting between two steps if the second
-    step is counted as a whole with the same counters.
+    Starting CUPTI takes about 0.2 s on an H200. Therefore CUPTI keeps counting between two steps if
+    the second step is counted as a whole with the same counters.
 
     Args:
         names: names of metrics to count in addition to DRAM bytes, time and busy shares. If None,
@@ -84,7 +86,8 @@ class StepCounter:
             configurations = [
                 opened.enter_context(closing(Configuration(self.chip, group))) for group in groups
             ]
-            # Steps of one configuration are consecutive, because a new one restarts CUPTI.
+            # Steps of one configuration are consecutive, because a new configuration restarts
+            # CUPTI.
             self._plan = [(c, by_phase) for c in configurations for by_phase in rounds]
             self._profiler = self._open(configurations[0])
             self._configurations = opened.pop_all()
@@ -92,7 +95,7 @@ class StepCounter:
         self._step: Ranges = []
         self._counted: list[ByPhase] = []  # values of the steps that were read from CUPTI
         self._unread: list[Ranges] = []
-        """Ranges of the steps that ended after CUPTI was started."""
+        """Ranges of the ended steps whose counters were not yet read from CUPTI."""
 
     def start_step(self) -> None:
         configuration, self._by_phase = self._plan[len(self._counted) + len(self._unread)]
@@ -100,7 +103,7 @@ class StepCounter:
             self._profiler.close()
             self._profiler = self._open(configuration)
         self._target.synchronize()
-        self._crossed = self._target.payload()  # before CUPTI starts, as other ranks may send
+        self._crossed = self._target.payload()  # other ranks may send while CUPTI starts
         if not self._unread:
             self._profiler.start()
         self._step = []
@@ -136,7 +139,7 @@ class StepCounter:
     def _end(self) -> None:
         self._target.synchronize()
         self._profiler.pop()
-        # The next phase starts with this value, so that all bytes count in exactly one phase.
+        # The next phase starts with this value, so that each byte counts in exactly one phase.
         before, self._crossed = self._crossed, self._target.payload()
         self._step[-1][1].update({name: n - before[name] for name, n in self._crossed.items()})
 
@@ -200,11 +203,11 @@ def count_ranges(
     max_ranges: int = MAX_RANGES,
     target: Target | None = None,
 ) -> Iterator[ByPhase]:
-    """Count the work of the GPU in a block of PyTorch code, by ``phase()`` and as a whole.
+    """Count the work of the GPU in each ``phase()`` of a block of code, and in the whole block.
 
     By default, the GPU is synchronized at the start and end of each phase. Run the block once
-    before you count it, so that one-time work is not counted. No other process may use the GPU,
-    because DRAM counters include the work of all processes.
+    before you count the block, so that one-time work is not counted. No other process may use the
+    GPU, because DRAM counters include the work of all processes.
 
     Args:
         metrics: names of metrics to count in addition to DRAM bytes, time and busy shares. All

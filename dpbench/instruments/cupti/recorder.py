@@ -34,7 +34,7 @@ class CuptiRecorder(Recorder):
         names: names of metrics to count in addition to DRAM bytes, time and busy shares. If None,
             all metrics of the chip are counted.
         alike: whether all steps are equal, as in a case. If True, each pass counts one step by
-            phase, and three whole steps if the steps are short, otherwise one.
+            phase, and then three whole steps if a step is short, or one whole step otherwise.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class CuptiRecorder(Recorder):
             self._target = Target.of_torch()
             self.notes = [self._target.note] if self._target.note else []
             rounds = [*[True] * by_phase, *[False] * whole]
-            # With gradient accumulation, a private trainer has 8 ranges in each micro-batch.
+            # A counted step may have more ranges than a timed step, for example in more
+            # micro-batches.
             most = max(2 * self.timing.listener.ranges, 0 if self.alike else MAX_RANGES)
             self.listener = self._counter = StepCounter(self.names, self._target, rounds, most)
             self.held.callback(self._counter.close)

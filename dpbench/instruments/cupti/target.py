@@ -1,6 +1,7 @@
 """The GPU whose work is counted, and NVML's counters of its NVLink payload.
 
-NVML counts the payload of packets without their headers, in KiB. These counters need no profiler.
+NVML is NVIDIA's library for managing GPUs. NVML counts the payload of packets in KiB, without the
+headers of the packets. These counters need no profiler.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FIELDS = {
     SENT: nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
     RECEIVED: nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
 }
-"""NVML's field for each metric, in KiB since the driver was loaded."""
+"""NVML's field for each metric. A field counts KiB since the driver was loaded."""
 
 ALL_LINKS = 0xFFFFFFFF
 """Scope of an NVML field that selects the sum over all links of a GPU."""

@@ -1,30 +1,33 @@
 """Makes PyTorch choose the same operators for fake ``cpu`` tensors as for CUDA tensors.
 
-`as_on_cuda` changes the parts of PyTorch that affect bytes, and restores these parts afterwards.
+`as_on_cuda` changes the parts of PyTorch that affect counted bytes, and restores these parts
+afterwards.
 
 Dropout
     CUDA runs one operator, ``native_dropout``, which stores a mask of one byte per element.
 RMSNorm
-    CUDA runs one operator, ``_fused_rms_norm``, which stores one reciprocal root per row. If weight
-    and input have different dtypes, or the input is complex, CUDA runs several operators instead.
+    CUDA runs one operator, ``_fused_rms_norm``, which stores one number per row for backward. If
+    weight and input have different dtypes, or the input is complex, CUDA runs several operators
+    instead.
 Attention (``scaled_dot_product_attention``)
     CUDA's flash kernel supports half precision, heads of at most 256 elements, and fewer key heads
     than query heads. The flash kernel supports no mask, and values must be as wide as keys. The
     memory-efficient kernel also supports single precision, masks and other widths, but needs as
-    many key heads as query heads. The two
-    kernels store no dropout mask, because backward draws the same random numbers again. If neither
-    kernel supports the arguments, attention is decomposed, as on CUDA. ``flex_attention`` is one
-    kernel in forward and one kernel in backward, as under torch.compile.
+    many key heads as query heads. The two kernels store no dropout mask, because backward draws the
+    same random numbers again. If neither kernel supports the arguments, attention is decomposed
+    into several operators, as on CUDA. ``flex_attention`` counts as one kernel in forward and one
+    kernel in backward, as under torch.compile.
 Optimizers and clipping
-    The default is ``foreach``, as on CUDA. This default changes the peak memory of Adam, and
-    clipping by value needs two passes over the gradients.
+    Optimizers and PyTorch's gradient clipping use ``foreach`` operators by default, as on CUDA.
+    With these operators, Adam has another peak memory than with a loop over the parameters, and
+    clipping by value makes two passes over the gradients.
 Autocast
     CUDA and the CPU cast the arguments of different operators. For example, CUDA runs layer norms
-    in float32. The operators in CUDA's lists run in the 16-bit dtype if `LOWER`
-    contains these operators, and in float32 if no list in this module contains these operators.
-    Operators that the CPU also runs in 16 bits keep PyTorch's own cast, which casts each weight
-    once per autocast region. A gradient scaler never skips a step. The lists come from
-    ``aten/src/ATen/autocast_mode.h`` of PyTorch.
+    in float32. Of the operators that CUDA casts, the operators in `LOWER` run in the 16-bit dtype,
+    and the operators in none of this module's lists run in float32. Operators that the CPU also
+    runs in 16 bits keep PyTorch's own cast, which casts each weight once per autocast region. A
+    gradient scaler never skips an optimizer step, because gradients without values cannot overflow.
+    The lists come from ``aten/src/ATen/autocast_mode.h`` of PyTorch.
 Transformers (Hugging Face)
     The library creates no mask if attention accepts ``is_causal``. With a fake tensor the library
     assumes that the model is traced, and creates a mask. `untraced` prevents this mask.
@@ -104,8 +107,8 @@ def as_on_cuda() -> Iterator[None]:
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value, create=True))
         _cast_as_on_cuda(library)
-        # PyTorch caches cast weights until the outermost autocast region ends. Outer regions are
-        # left within the block, so that the cache is cleared.
+        # PyTorch caches cast weights until the outermost autocast region ends. Regions around the
+        # block are hidden within the block, so that the cache is cleared.
         around = torch.autocast_increment_nesting() - 1
         for _ in range(around + 1):
             torch.autocast_decrement_nesting()
@@ -186,7 +189,7 @@ CUDA_REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
 }
-"""Replacements of operators for which CUDA and the CPU choose other operators."""
+"""Functions that run the same operators as CUDA, by the operator that each function replaces."""
 
 
 def _refuse_compiled(callback: Any) -> Any:
@@ -229,7 +232,7 @@ The tuple contains values of the arguments for which this overload has no defaul
 """
 
 _SOFTMAX = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log_softmax}
-"""Softmax operators, and operators that read float16 and return float32.
+"""For each softmax operator, the operator that reads float16 and returns float32.
 
 A bfloat16 argument is first cast to float32.
 """
@@ -259,7 +262,7 @@ def _is_cast(value: Any) -> bool:
 def _in_float32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator with ``dtype=float32``.
 
-    If the caller passed a dtype, or autocast does not cast the argument, this changes nothing.
+    If the caller passed a dtype, or autocast does not cast the argument, the call is unchanged.
     """
     told = kwargs.get("dtype") or (operator in _SOFTMAX and args[2:])
     if told or not _is_cast(args[0]):
@@ -303,4 +306,4 @@ def _make_scaler(self: GradScaler, device: str = "cuda", *args: Any, **named: An
 
 
 def _step(self: GradScaler, optimizer: Any, state: object, *args: Any, **named: Any) -> Any:
-    return optimizer.step(*args, **named)  # does not check for overflow
+    return optimizer.step(*args, **named)  # the replaced method would first check for overflow

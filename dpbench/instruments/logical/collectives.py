@@ -1,6 +1,7 @@
 """Computes how many bytes one rank sends in a collective, from the operator and its arguments.
 
-The bytes do not depend on values, so a fake process group sends as many bytes as a real group.
+The bytes do not depend on the values of tensors. Therefore the bytes can also be computed for
+PyTorch's fake process group, which moves no data.
 
 The message
     The message of a collective is the larger of its input and its output. The message of an
@@ -10,14 +11,16 @@ Collectives among W ranks
     In an all-gather, reduce-scatter or all-to-all (with equal parts), each rank sends (W - 1)/W of
     the message. In an all-reduce, which is a reduce-scatter and an all-gather, each rank sends
     twice as much. Unless the network itself copies or adds up data, no algorithm lets every rank
-    send less. In a broadcast, each rank sends the message to the next rank, except the last rank
-    before the root. In a reduction to one rank, each rank except the root sends the message. The
-    sources are Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations" (2009), and "Performance reported by NCCL tests" in NVIDIA's nccl-tests.
+    send less. A broadcast is counted as a ring, in which each rank sends the message to the next
+    rank, except the rank before the root. In a reduction to one rank, each rank except the root
+    sends the message. The sources are Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+    for clusters of workstations" (2009), and "Performance reported by NCCL tests" in NVIDIA's
+    nccl-tests.
 
 Other operators
     In a send, the sender sends the message and the receiver sends nothing. In a gather, each rank
-    except the root sends its part. In a scatter, the root sends a part to each other rank.
+    except the root sends its part. In a scatter, the root sends one part to each of the
+    other ranks.
 """
 
 from __future__ import annotations
@@ -40,11 +43,12 @@ BY_ROOT = re.compile("::(gather|scatter)_$")
 SEND_NOTHING = re.compile(
     "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
 )
-"""The five patterns match operator names. PyTorch has several names for most collectives."""
+"""The five patterns match the names of operators, because PyTorch has several names for most
+collectives."""
 
 
 def sent_bytes(name: str, given: Mapping[str, Any], out: Any) -> int:
-    """Return the bytes that this rank sends in a call.
+    """Return how many bytes this rank sends to other ranks in a call of an operator.
 
     Args:
         name: name of the operator, with its namespace.

@@ -21,8 +21,8 @@ class Cost(NamedTuple):
         write_bytes: bytes that the operator writes.
         flops: number of floating-point operations.
         collective_bytes: bytes that this rank sends to other ranks.
-        dtype: dtype of the first floating-point operand. Calls without FLOPs or without such an
-            operand have "".
+        dtype: dtype of the first floating-point operand, or "" if the call has no FLOPs or no
+            floating-point operand.
     """
 
     read_bytes: int
@@ -38,8 +38,8 @@ def cost(
     """Return the cost of a call with the result ``out``.
 
     An operator that takes functions as arguments, such as ``flex_attention``, is counted by the
-    general rule, because torch.compile makes one kernel from the operator. If such an operator
-    has no FLOP formula, an error is raised.
+    general rule of `rules`, because torch.compile makes one kernel from the operator. If the
+    operator has no FLOP formula, an error is raised.
     """
     if isinstance(func, HigherOrderOperator):
         if lacks_formula(func):

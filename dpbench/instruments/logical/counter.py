@@ -2,8 +2,8 @@
 
 `without_data` runs operators on fake tensors. PyTorch's `FakeTensorMode` gives a tensor a shape and
 a dtype but no memory, so a model may need more memory than the machine has. `OperatorCounter` is a
-dispatch mode above `FakeTensorMode` and below autograd. `OperatorCounter` receives the operators
-that PyTorch dispatches in forward, backward and optimizer.
+dispatch mode, which PyTorch calls after autograd and before `FakeTensorMode`. Therefore
+`OperatorCounter` receives the operators of forward, backward and optimizer.
 
 Fake tensors have the device ``cpu``. In a build of PyTorch without CUDA, autograd ends the process
 if it finds a fake ``cuda`` tensor, because the device guard of CUDA is missing. `as_on_cuda` makes
@@ -56,13 +56,13 @@ from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 CONSTANT_ELEMENTS = 1024
-"""Largest number of elements of a constant that has values.
+"""Largest number of elements of a constant whose values are kept.
 
-Only constants that are created while a model is built, or between steps, have values.
+Values are kept only if the constant is created while a model is built, or between steps.
 """
 _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
-"""Operators that create constants which models need, such as the rates of stochastic depth."""
+"""Operators that create constants of a model, such as the rates of stochastic depth."""
 
 NAMESPACES_WITHOUT_WORK = ("prim", "profiler")
 """Namespaces of operators that move no data, for example ``prim::device``."""
@@ -71,7 +71,7 @@ NAMESPACES_WITHOUT_WORK = ("prim", "profiler")
 class OperatorCounter(TorchDispatchMode):
     """A `PhaseListener` that counts the latest step by phase and operator.
 
-    Between steps only live memory is tracked.
+    Between steps, the counter only tracks live memory.
 
     Args:
         fake: the mode that creates fake tensors. If None, operators run on real tensors.
@@ -92,7 +92,7 @@ class OperatorCounter(TorchDispatchMode):
         self._forget()
 
     def _forget(self) -> None:
-        # Number of calls by phase, operator, cost and place.
+        # Number of calls by phase, operator, cost and place (module and source line).
         self.calls = Counter[tuple[str, str, Cost, Place]]()
         self._places = PlaceFinder()
         # For each operator in a phase: live bytes after the first call and after the last call, and
@@ -128,7 +128,10 @@ class OperatorCounter(TorchDispatchMode):
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
-        """Counts of each operator by phase and place, sorted by bytes from most to least."""
+        """Counts of each operator by phase, module and source line.
+
+        Operators that move the most bytes come first.
+        """
         totals: dict[tuple[str, str, Place], Counter[str]] = defaultdict(Counter)
         for (phase, name, each, place), times in self.calls.items():
             total = totals[phase, name, place]
@@ -149,7 +152,7 @@ class OperatorCounter(TorchDispatchMode):
             return NotImplemented  # PyTorch then dispatches the operator on this rank's tensors
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # a fast path, because two thirds of all calls end here
+            return args[0].fake_device  # a fast path, because this call is frequent
         if func.namespace in NAMESPACES_WITHOUT_WORK:
             return func(*args, **kwargs)
         if is_composite(func):  # inference mode does not decompose operators
@@ -184,7 +187,7 @@ class OperatorCounter(TorchDispatchMode):
         try:
             return self._run_or_assume(func, args, kwargs)
         finally:
-            for memo in self._memos:  # otherwise their weak references break `module.to(dtype)`
+            for memo in self._memos:  # otherwise weak references in memos break `module.to(dtype)`
                 if memo:
                     memo.clear()
 
@@ -226,7 +229,7 @@ class OperatorCounter(TorchDispatchMode):
 class RealTensorCounter(OperatorCounter):
     """An `OperatorCounter` for operators that run on tensors with data, on any device.
 
-    PyTorch chooses operators, for example for attention and dropout, for that device.
+    PyTorch chooses the operators of that device, for example for attention and dropout.
     """
 
     memory: ScriptMemory
@@ -299,9 +302,9 @@ def logical_rows(
         case: the case or script.
         operators: the counts of the step.
         phases: the phases of the step.
-        peaks: peak live bytes by phase. If None, no row has peak memory.
+        peaks: peak live bytes by phase. If None, the rows of peak memory are left out.
         repeat: value of the column ``repeat``.
-        largest: bytes of the step's largest tensor. If 0, no row has these bytes.
+        largest: bytes of the step's largest tensor. If 0, the row of these bytes is left out.
     """
     operators = tuple(operators)
     with_others = case.gpus > 1 or (

@@ -1,22 +1,23 @@
 """Computes how many floating-point operations (FLOPs) an operator executes.
 
-Only products count: products of matrices and vectors, convolutions, recurrent layers, attention. A
-multiply-add is two operations, or eight on complex numbers. Elementwise work does not count.
-Causal attention counts as much as full attention.
+Only products are counted: products of matrices and vectors, convolutions, recurrent layers, and
+attention. A multiply-add is two operations, or eight on complex numbers. Elementwise work is not
+counted. The count of causal attention equals the count of attention without a mask.
 
 Convolutions
     The gradients of the input and of the weight each need as many FLOPs as forward, also with
     groups. PyTorch's own formula is not used, because it multiplies the FLOPs of the weight's
-    gradient by the number of groups. ``vmap`` makes a group of each example, so the result would
-    be too large. Multiplications by the zeros of the padding are counted.
+    gradient by the number of groups. ``vmap`` makes a group of each example, so PyTorch's
+    result would be too large. Multiplications by the zeros of the padding are counted.
 Recurrent layers
     Each token is multiplied by each matrix of the layer. Backward executes two products for each
     product of forward: one for the gradient of the input, and one for the gradient of the matrix.
     If the gradients of the matrices are not requested, backward executes only the first product.
-Attention, operators of other libraries
+Attention and operators of other libraries
     PyTorch's formulas and the formulas that are registered with `torch.utils.flop_counter` apply.
 
-`lacks_formula` finds operators that may multiply but have no formula. Notes name these operators.
+`lacks_formula` finds operators that may multiply but have no formula. The notes of a run
+name these operators if the step runs them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MULTIPLIES = re.compile(
     """,
     re.VERBOSE,
 )
-"""Matches names of ATen operators such as products, solvers and Fourier transforms."""
+"""Matches the names of ATen operators that multiply, such as solvers and Fourier transforms."""
 
 Arguments = Mapping[str, Any]
 """Arguments of a call, by name."""

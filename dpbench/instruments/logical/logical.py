@@ -3,11 +3,11 @@
 In a case, the real trainer runs on tensors without data. The module `counter` receives the
 trainer's operators, and `rules` computes how many bytes each operator must move.
 
-Logical bytes are the bytes of executions that keep no data in caches between operators. On an
+Logical bytes assume that no cache keeps data from one operator to the next. On an
 H200, logical bytes and DRAM counters differ by a few percent if tensors are larger than the L2
 cache. Steps with long sequences move more than the logical bytes, because large matrix products
-read operands several times. Steps of tiny models move fewer bytes, because all tensors stay in the
-cache.
+read operands several times. Steps of tiny models move fewer bytes than the logical bytes, because
+all tensors stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STEADY = 1e-3
-"""A step is steady if it changes the live bytes by at most this ratio of the live bytes before.
+"""A step is steady if it changes the live bytes by at most this fraction of the bytes before.
 
-The ratio is not 0, because Opacus keeps a few kilobytes of norms after the first step.
+The fraction is not 0, because Opacus keeps a few kilobytes of norms after the first step.
 """
 
 MOST_STEPS = 3
@@ -64,7 +64,7 @@ class Logical(Instrument):
     """An instrument that counts a step of a case without a GPU, and without allocating tensors.
 
     The instrument counts the first steady step. A step is steady if the live bytes before and
-    after the step are equal, within the ratio `STEADY`. A first step is often not steady, because
+    after the step are equal, up to the fraction `STEADY`. A first step is often not steady, because
     the optimizer allocates state. Steps after the first steady step are assumed to be equal. If
     none of `MOST_STEPS` steps is steady, the last step is counted and a note is added.
 
@@ -77,8 +77,8 @@ class Logical(Instrument):
     tensors are sharded.
 
     A case is counted in a new process if one of its classes is not built in, because foreign code
-    may crash or hang. A new process is also used if this process is in a process group, or if this
-    process has not imported torch and a fork server can start.
+    may crash or hang. A new process is also used if this process is in a process group of
+    ``torch.distributed``, or if this process has not imported torch and a fork server can start.
 
     Attributes:
         timeout: limit in seconds for the new process, as in `CaseProcess`.
@@ -124,9 +124,9 @@ class Logical(Instrument):
     def count(self, case: Case) -> Outcome:
         """Count a case in this process.
 
-        The notes of the outcome list assumed values, among others. Operators of unknown libraries
-        are counted by their schema. The notes list these operators if they move few bytes. Tables
-        list these operators if they move many bytes.
+        The notes of the outcome include assumed values of tensors. Operators of unknown libraries
+        are counted by their schema. The notes list the unknown operators that move few bytes.
+        Tables list the unknown operators that move many bytes.
         """
         from dpbench.child.build import about_sizes, labels_of
         from dpbench.instruments.logical.counter import logical_rows
@@ -282,11 +282,11 @@ def untouched_torch() -> Iterator[None]:
         stack.enter_context(patch.object(fake_tensor.log, "disabled", True))
         if torch.get_default_device().type != "cpu":  # a default device slows each operator
             stack.enter_context(torch.device("cpu"))
-        # Opacus's fast gradient clipping deep-copies gradients. The copy reads their addresses.
+        # Opacus's fast gradient clipping deep-copies gradients, which reads addresses of gradients.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         # Opacus registers full backward hooks on embeddings, whose inputs need no gradients.
         warnings.filterwarnings("ignore", "Full backward hook is firing")
-        # FSDP2 warns about each returned view, but a gather is lost only if the view is modified.
+        # FSDP2 warns about each returned view, but the view matters only if it is modified.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         torch.set_default_dtype(torch.float32)
         yield

@@ -21,7 +21,10 @@ from dpbench.instruments.logical.source_lines import short_path, source_frame
 from dpbench.results.kernels import MemoryLine
 
 Region: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
-"""A memory region: storage, offset in elements, and ``(size, stride)`` of each merged dimension."""
+"""A memory region: storage, offset in elements, and ``(size, stride)`` by merged dimension.
+
+Contiguous dimensions are merged into one dimension.
+"""
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -123,9 +126,10 @@ class ScriptMemory(LiveMemory):
 
     If the script has initialized CUDA before its first counted step, only CUDA tensors are counted,
     otherwise only CPU tensors. Parameters, buffers, gradients and optimizer state are counted if
-    they exist before the first counted step. Any other tensor is counted after an operator has used
-    or made the tensor in a phase of a step, or together with a counted tensor. Therefore a data set
-    that only a data loader reads is not counted.
+    they exist before the first counted step. Any other tensor is counted once an operator in a
+    phase uses or creates the tensor. Outside of all phases, an operator has this effect only if one
+    of its inputs is already counted. Therefore a data set that only a data loader reads is not
+    counted.
     """
 
     def __init__(self) -> None:
@@ -202,7 +206,7 @@ class ScriptMemory(LiveMemory):
         super()._freed(key)
 
     def lines(self) -> tuple[MemoryLine, ...]:
-        """Return the live bytes at the peak of the latest step, by phase and line.
+        """Return the live bytes at the peak of the latest step, by phase and source line.
 
         The lines are sorted from most to least bytes.
         """
@@ -264,5 +268,5 @@ def in_place_variant(func: Any, args: tuple[Any, ...]) -> Any:
         return func
     storage = first.untyped_storage()
     uses = first._use_count(), torch._C._storage_Use_Count(storage._cdata)
-    whole = region_of(first)[1] == storage.nbytes()  # a view without gaps
+    whole = region_of(first)[1] == storage.nbytes()  # the tensor covers its whole storage
     return torch.ops.aten.add_.Tensor if whole and uses == UNSHARED else func

@@ -7,10 +7,10 @@ This module replaces these parts:
 DistributedDataParallel
     The C++ code of DDP reads values of tensors. `Buckets` executes the same copies and collectives.
 Device meshes
-    A mesh needs a real tensor with the numbers of its ranks, so meshes are created outside of the
-    counting modes. Opacus deep-copies some layers. The copies share the mesh.
+    A mesh needs a real tensor with the numbers of its ranks, so fake tensors are switched off while
+    a mesh is created. Opacus deep-copies some layers. The copies share the mesh of the originals.
 DTensors
-    DTensor runs an operator on whole tensors to find the shape of the result. dpbench does not
+    DTensor runs an operator on unsharded tensors to find the shape of the result. dpbench does not
     count the bytes and the memory of this run.
 Python objects
     Gathering Python objects raises an error, because the objects of other ranks do not exist.
@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 BUCKET = 25 * 1024**2
-"""Bytes at which a DDP bucket, except the first bucket, is full."""
+"""Size in bytes at which a DDP bucket is full. The first bucket is full at 1 MiB."""
 
 WITHOUT_EFFECT = {"device_ids", "output_device", "dim"}
 """Arguments of DDP that do not change the counted bytes."""
@@ -112,7 +112,7 @@ class Buckets:
     and copies the gradient back. Gradients fill the buckets in the order in which autograd
     computes the gradients in the first step. The first bucket is full at 1 MiB, other buckets at
     25 MiB. Buckets persist from step to step. Before each forward that synchronizes gradients, the
-    first rank broadcasts its buffers.
+    first rank broadcasts the buffers of its module, such as running statistics.
     """
 
     def __init__(self, replica: DistributedDataParallel) -> None:

@@ -1,4 +1,4 @@
-"""Properties of PyTorch's operators and of their calls."""
+"""Finds properties of PyTorch's operators and their calls, such as names and devices."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class LogicalRecorder(Recorder):
 def freeze_existing_objects() -> Iterator[None]:
     """Make the garbage collector skip existing objects within the block.
 
-    Most existing objects belong to PyTorch. Scanning them would take half of the counting time.
+    Most existing objects belong to PyTorch. Scanning these objects would slow the counting.
     """
     if gc.get_freeze_count():  # other code has frozen objects, which must stay frozen
         yield

@@ -1,4 +1,4 @@
-"""Computes how many bytes an operator must read and write. The rules are stated here.
+"""Computes how many bytes an operator must read and write, with the following rules.
 
 The counts are the bytes of an ideal execution. In an ideal execution, operators run one after
 another, no cache keeps data from one operator to the next, and no operator fetches a byte twice. A
@@ -7,21 +7,22 @@ real GPU moves fewer bytes if an operator finds a tensor in the L2 cache.
 
 The general rule
     Each distinct memory region among the inputs is read once. Each output is written once, and so
-    is each argument that the schema marks as mutated. A region is the set of addressed bytes:
-    ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension counts once. Dimensions with
-    overlapping strides count at most the span that the dimensions cover. In-place operators read
-    and write their target. Each tensor in a list counts (``_foreach_*``, ``cat``).
+    is each argument that the schema marks as mutated. A region is the set of bytes that a tensor
+    addresses, so ``bmm(g, g.mT)`` reads ``g`` once. A stride-0 (expanded) dimension counts as if it
+    had one element. A tensor with overlapping strides counts at most the elements from its first to
+    its last element. In-place operators read and write their target. If an argument is a list of
+    tensors (``_foreach_*``, ``cat``), each tensor in the list is counted.
 
 Free operators
-    Views, ``detach``, ``alias`` and ``_unsafe_view`` only change metadata. Allocation (``empty*``,
-    ``resize_``, ``set_``) writes nothing. An argument that is returned unchanged is not written.
+    Views, ``detach``, ``alias`` and ``_unsafe_view`` only change metadata. ``empty*``,
+    ``resize_`` and ``set_`` write nothing. An argument that is returned unchanged is not written.
 
 Arguments that are not read
     Some operators overwrite their target (``copy_``, ``fill_``, ``zero_``, ``normal_`` …). Such a
     target is not read, because its old content does not matter. ``out=`` arguments are not read.
     Arguments that only determine a shape are not read. Examples are the argument of
-    ``zeros_like`` and the logits in ``nll_loss_backward`` (see `SHAPE_OF_SELF`). The summand of a
-    product with ``beta=0`` is not read.
+    ``zeros_like`` and the logits in ``nll_loss_backward`` (see `SHAPE_OF_SELF`). With ``beta=0``,
+    ``addmm`` and similar operators do not read their summand.
 
 Arguments that are not written
     ``_fused_*`` optimizers without ``grad_scale`` do not write gradients, although their schemas
@@ -29,8 +30,8 @@ Arguments that are not written
 
 Gradients that are not requested
     A gradient that ``output_mask`` excludes is not written. Arguments that only this gradient
-    needs are not read (see `GRADIENT_INPUTS`). For example, the backward of a model's first
-    convolution does not read the weight.
+    needs are not read (see `GRADIENT_INPUTS`). For example, backward of a convolution does
+    not read the weight if the gradient of the input is not requested.
 
 Batch norm
     In training, forward also reads and writes the running statistics, and backward reads the
@@ -39,13 +40,14 @@ Batch norm
 
 Gathers
     ``embedding``, ``index_select``, ``gather`` and indexing read as many bytes of the source as
-    they return, but at most the whole source. A bag of embeddings reads one row per index.
+    they return, but at most the whole source. ``_embedding_bag`` reads one row of
+    the weight per index.
     ``nll_loss_forward`` reads one logit per target.
 
 In-place scatters
     ``scatter_*``, ``index_add_``, ``index_put_`` … write only the elements that the indices select,
-    but at most the whole target. Indices count as distinct, and a mask counts as if it selected all
-    elements. A scatter reads the selected elements only to accumulate. Out-of-place
+    but at most the whole target. Indices are assumed to be distinct, and a mask is assumed to
+    select all elements. A scatter reads the selected elements only if it accumulates. Out-of-place
     scatters return a whole new tensor and follow the general rule. ``embedding_dense_backward``
     also follows the general rule, because it writes the whole weight gradient including zeros.
 
@@ -53,17 +55,20 @@ Fused kernels
     Attention and the kernels of dpbench's trainers (``dpbench::``) follow the general rule. Without
     a mask, the forward of attention reads query, key and value, and writes output and logsumexp.
     The backward reads these five tensors and the output's gradient, and writes the gradients of
-    query, key and value. Dropout within
-    attention moves no bytes, because backward draws the same random numbers again.
+    query, key and value. Dropout within attention moves no bytes, because backward draws the same
+    random numbers again.
 
 Collectives
     A rank reads the data that it sends and writes the data that it receives. If the output of an
-    all-gather already contains this rank's part, this part is not written. ``c10d`` operators
-    except sends write their first argument, whatever their schemas declare. ``c10d`` operators
-    except receives read their first argument if the second argument contains no tensor. FSDP2's
-    copy into a gather writes only this rank's part.
+    all-gather already contains this rank's part, this part is not written. ``c10d`` operators write
+    their first argument, even if the schema does not mark this argument. These operators also read
+    this argument if their second argument contains no tensor. The exceptions are: a send writes
+    nothing, a receive reads nothing, the root of a broadcast only reads, the other ranks of a
+    broadcast only write, and only the root of a reduction to one rank writes.
+    ``fsdp::all_gather_copy_in`` writes only this rank's part of the gathered tensor.
 
-Temporary memory within an operator does not count, because another kernel may not need it.
+Temporary memory within an operator is not counted, because another implementation of the operator
+may not need this memory.
 """
 
 from __future__ import annotations
@@ -97,7 +102,8 @@ FREE = names(
     c10d::barrier _c10d_functional::wait_tensor _c10d_functional::_wrap_tensor_autograd
     """
 )
-"""Operators that move no tensor data. Views are left out, because their schemas mark them."""
+"""Operators that move no tensor data. This set omits views, because the schema
+of an operator shows whether the operator is a view."""
 
 OVERWRITERS = names(
     """
@@ -141,9 +147,10 @@ GRADIENT_INPUTS: Mapping[str, tuple[str, ...]] = {
     "grid_sampler_2d_backward": _SAMPLER,
     "grid_sampler_3d_backward": _SAMPLER,
 }
-"""Arguments that each gradient needs, by operator.
+"""For each operator, the arguments that each of its gradients needs.
 
-The last argument of these operators is ``output_mask``, which selects gradients.
+The gradients have the same order as in ``output_mask``, the last argument of these operators, which
+selects gradients.
 """
 
 RUNNING = ("running_mean", "running_var")
@@ -176,7 +183,7 @@ Other scatters read the elements only if ``accumulate`` is True or ``reduce`` is
 """
 
 KNOWN = ("aten", "dpbench", "fsdp", *BETWEEN_RANKS)
-"""Namespaces whose rules were compared with the code of their kernels.
+"""Namespaces of operators whose rules were compared with the code of their kernels.
 
 Operators of other namespaces follow the general rule. Reports name these operators.
 """
@@ -220,7 +227,7 @@ def drop_masked_gradients(
 def bytes_moved(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> tuple[int, int]:
-    """Return the bytes that a call with the result ``out`` must read, and those it must write."""
+    """Return how many bytes a call with result ``out`` must read, and how many it must write."""
     if is_free(func):
         return 0, 0
     given = arguments_of(func, args, kwargs)
@@ -281,7 +288,7 @@ def _byte_caps(name: str, given: Mapping[str, Any], out: Any) -> ByteCaps:
         own = sum(region_of(tensor)[1] for tensor in given["all_gather_inputs"])
         return ByteCaps({"all_gather_output": 0}, {"all_gather_output": own})
     if name in ("c10d::broadcast_", "c10d::reduce_"):
-        # The root of a broadcast writes nothing. In a reduction, only the root writes.
+        # The root of a broadcast writes nothing. In a reduction to one rank, only the root writes.
         if is_root(given) == (name == "c10d::broadcast_"):
             return ByteCaps(writes={"tensors": 0})
         return ByteCaps({"tensors": 0} if name == "c10d::broadcast_" else {})
@@ -298,7 +305,7 @@ def _byte_caps(name: str, given: Mapping[str, Any], out: Any) -> ByteCaps:
 def _touched_elements(name: str, given: Mapping[str, Any]) -> int:
     """Return the number of target elements that a scatter writes.
 
-    Indices count as distinct, and a mask counts as if it selected all elements.
+    Indices are assumed to be distinct, and a mask is assumed to select all elements.
     """
     target: Tensor = given["self"]
     if name == "index_put_":

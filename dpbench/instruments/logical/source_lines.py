@@ -1,8 +1,8 @@
 """Finds the module and the source line that ran an operator.
 
 Autograd numbers its nodes in the order in which forward creates them (``at::sequence_number`` in
-PyTorch). An operator in backward gets the place of the forward operator that created the node,
-unless user code calls the operator in backward, for example in a hook.
+PyTorch). An operator in backward gets the module and the line of the forward operator that created
+the node, unless user code calls the operator in backward, for example in a hook.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 class PlaceFinder:
-    """Finds the places of the operators of one step."""
+    """Finds the module and the source line of each operator in one step."""
 
     def __init__(self) -> None:
         self._of_nodes: dict[int, Place] = {}
@@ -62,7 +62,7 @@ class PlaceFinder:
         for frame in _outer_frames(sys._getframe(1)):
             if frame.f_code is ENGINE and of_node:
                 break
-            if (module := _module_of(frame)) is not None:  # an empty container is false
+            if (module := _module_of(frame)) is not None:  # an empty `nn.Sequential` is false
                 modules.append(module)
             if source is None and not _is_skipped(frame.f_code.co_filename):
                 source = frame

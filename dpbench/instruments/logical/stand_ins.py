@@ -21,10 +21,11 @@ from torch._ops import OpOverload
 MAX_QUESTIONS = 10_000
 """Largest number of values that a source line may read in a step, or while a model is built.
 
-A line that reads more values is assumed to be in an endless loop.
+A line that reads more values raises an error, because it is probably in an endless loop.
 """
 
-TRUE_ANSWERS = 100  # per source line while a model is built, before False and True alternate
+# While a model is built, a source line reads True this many times, then False and True in turn.
+TRUE_ANSWERS = 100
 NOT_USER_CODE = (*(f"{Path(path).parent}/" for path in (__file__, torch.__file__)), "<")
 """Path prefixes of the files of PyTorch and of this folder, and of code without a file."""
 
@@ -38,8 +39,8 @@ class AssumedValues:
 
     While a model is built, loops must end. For example, ``nn.init.trunc_normal_`` draws numbers
     until no number is out of bounds. Therefore, after a source line has read True `TRUE_ANSWERS`
-    times, the line reads False and True alternately. In a step, all values of a dtype are the same.
-    A line that reads more than `MAX_QUESTIONS` values raises an error.
+    times, the line reads False and True alternately. In a step, all assumed values of a dtype are
+    equal. A line that reads more than `MAX_QUESTIONS` values raises an error.
 
     Attributes:
         asked: number of values that each source line has read since the last step began.

@@ -79,8 +79,8 @@ _MESSAGES: tuple[tuple[str, type[InstrumentError]], ...] = (
 class Ncu(InProcessInstrument):
     """An instrument that runs a case or script under ncu, and reads metrics by phase and step.
 
-    One active step is enough, because DRAM bytes differ by less than 0.2 % between steps. Each
-    additional step takes seconds, and adds 400 bytes per kernel launch to the report.
+    One active step is usually enough, because equal steps move almost the same DRAM bytes. Each
+    additional step takes seconds and makes the report larger.
 
     Attributes:
         replay: replay mode of ncu.
@@ -88,7 +88,7 @@ class Ncu(InProcessInstrument):
         steps: numbers of warm-up and active steps.
         path: path of the program ncu.
         phases: phases to profile; if empty, all phases are profiled.
-        metrics: metrics to count.
+        metrics: metrics to count. The default is all metrics of ncu.
     """
 
     name: ClassVar[str] = "ncu"
@@ -153,7 +153,7 @@ class Ncu(InProcessInstrument):
             *("--replay-mode", self.replay),
             *("--cache-control", "none"),  # flushing caches before a range would change the counts
             *("--clock-control", "none"),
-            *("--import-sass", "no"),  # reports become 60 times smaller
+            *("--import-sass", "no"),  # with machine code, reports would be many times larger
             "--nvtx",
             *(
                 text
@@ -237,11 +237,11 @@ class Ncu(InProcessInstrument):
 
 @dataclass(frozen=True)
 class NcuKernels(Ncu):
-    """An instrument that counts each kernel, with rows that sum the kernels by phase and step."""
+    """An instrument that counts each kernel separately, and adds up the kernels of each phase."""
 
     name: ClassVar[str] = "ncu_kernels"
     subjects: ClassVar[tuple[str, ...]] = ("case",)
-    replay: ClassVar[str] = "kernel"  # takes tens of milliseconds per kernel
+    replay: ClassVar[str] = "kernel"  # this replay mode takes tens of milliseconds per kernel
     folder: ClassVar[str] = KERNELS
 
     metrics: tuple[Metric, ...] = field(default_factory=kernel_metrics, metadata=OF_PARENT)
@@ -261,7 +261,7 @@ class NcuKernels(Ncu):
             record = self.record_of(process)
             path = self.describe_report(case, process.log)
             # Use a new process, because NVIDIA's library never frees the 0.35 MB that it allocates
-            # per kernel. A step of the 1b model needs 2 GB.
+            # per kernel. For a step of the 1b model, the library allocates 2 GB.
             with ProcessPoolExecutor(1, get_context("spawn")) as reader:
                 report = reader.submit(read_kernels, path).result()
         except (NothingProfiled, ReportUnreadable):

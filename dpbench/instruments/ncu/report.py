@@ -1,7 +1,8 @@
 """Reads ``.ncu-rep`` files, which contain ranges or kernels.
 
-Reading a report needs neither a GPU nor the program ncu. An action is one range or one kernel
-launch. For each action NVIDIA's library takes 0.8 ms, and allocates 0.35 MB that it never frees.
+Reading a report needs neither a GPU nor the program ncu. In NVIDIA's library, an action is one
+range or one kernel launch. For each action the library takes 0.8 ms, and allocates 0.35 MB that it
+never frees.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ReportUnreadable(InstrumentError):
 
 
 class ForeignReport(InstrumentError):
-    """A report was not made by dpbench, or is of the wrong kind (kernels or ranges)."""
+    """A report was not made by dpbench, or does not contain the required ranges or kernels."""
 
     remedy = "pass a complete report that `pytest --ncu` or `dpbench run` has written"
 
@@ -251,7 +252,7 @@ class KernelReport:
 
 
 def read_kernels(path: Path) -> KernelReport:
-    """Read a report of kernels of any program. Kernels in no phase get the phase `OUTSIDE`."""
+    """Read a report of kernels of any program. A kernel in no phase gets the phase `OUTSIDE`."""
     if actions := load_actions(path):
         return kernels_of(actions, path)
     raise NothingProfiled(f"{path}: the report contains no kernel")

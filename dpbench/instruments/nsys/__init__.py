@@ -1,1 +1,1 @@
-"""Measures when the GPU is busy, and how many kernels it runs, with Nsight Systems."""
+"""Measures how long the GPU is busy, and how much work is launched, with Nsight Systems."""

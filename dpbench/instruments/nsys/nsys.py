@@ -1,8 +1,8 @@
-"""The instrument ``nsys`` measures how busy the GPU is by phase, with Nsight Systems.
+"""The instrument ``nsys`` measures how long the GPU is busy in each phase, with Nsight Systems.
 
 ``nsys profile`` records a case, and ``nsys export`` converts the report to an SQLite file. The
-module `timeline` reads busy time and launches by phase from the SQLite file. For ``dpbench show``,
-``nsys stats`` adds statistics.
+module `timeline` reads busy time and launches by phase from the SQLite file. ``dpbench show``
+also shows statistics of ``nsys stats``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ STATISTICS = (
     "cuda_api_sum",
     "nvtx_gpu_proj_sum",
 )
-"""Reports of ``nsys stats`` that are shown. ``nsys stats --help-reports`` lists all reports."""
+"""Reports of ``nsys stats`` that ``dpbench show`` shows.
+
+``nsys stats --help-reports`` lists all reports.
+"""
 
 
 class NsysNotFound(InstrumentError):
@@ -100,7 +103,7 @@ class Nsys(InProcessInstrument):
         """
         return [
             *(self.path, "profile"),
-            "--trace=cuda,nvtx",  # with osrt, a tiny case wrote 2.2 GB
+            "--trace=cuda,nvtx",  # also tracing osrt can make a report gigabytes large
             *("--sample=none", "--cpuctxsw=none"),
             "--cuda-graph-trace=node",
             *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
@@ -137,10 +140,10 @@ class Nsys(InProcessInstrument):
 
 
 def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:
-    """Read the timeline of a report or an SQLite file, and run ``nsys stats`` on it.
+    """Read the timeline and the statistics of a report or of an SQLite file.
 
-    Reading a report needs the program nsys. If nsys is missing, the statistics of an SQLite file
-    are empty.
+    The program nsys reads reports and computes the statistics. If nsys is missing, the statistics
+    of an SQLite file are empty, and reading a report raises an error.
     """
     from dpbench.instruments.nsys.timeline import read_timeline
 

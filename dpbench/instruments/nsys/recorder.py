@@ -60,8 +60,9 @@ class PhaseRanges:
 class NsysRecorder(Recorder):
     """Times steps, and then starts the recording of nsys for more steps.
 
-    nsys records one step without ranges, one step by phase, and one or more whole steps. The
-    first recorded step is not used, because starting the recording slows it.
+    nsys records one step without ranges, then one step with ranges of its phases, and then one or
+    more steps with an additional range of the whole step. The first recorded step is not used,
+    because starting the recording slows it.
     """
 
     def __init__(self, timed: int, *, cuda: Any = torch.cuda) -> None:

@@ -4,7 +4,7 @@ Reading a file needs neither a GPU nor Nsight Systems. Times are integer nanosec
 
 NVIDIA's "SQLite Export Schema Reference" describes the tables
 (https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). A file does not contain
-empty tables. Files of older versions lack some columns.
+empty tables. Files of older versions of nsys lack some columns.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dpbench.child.messages import NVTX_DOMAIN
 from dpbench.results.rows import STEP
 
 START_END_RANGE = 60
-"""Value of ``NvtxStartEndRange`` in ``ENUM_NSYS_EVENT_TYPE``."""
+"""Value of the column ``eventType`` for start/end ranges (``NvtxStartEndRange``)."""
 
 DEVICE_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 """Names of the tables of GPU activities, without the prefix ``CUPTI_ACTIVITY_KIND_``."""
 
 PID_BITS = 24
-"""Number of low bits in ``globalPid`` and ``globalTid`` that identify a thread."""
+"""Number of low bits in ``globalPid`` and ``globalTid`` that do not identify the process."""
 
 
 class TimelineUnreadable(InstrumentError):
@@ -93,7 +93,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> NDArray[np.int64]:
-        """Starts and ends of the ``n`` disjoint spans in which the GPU was busy, as ``[n, 2]``."""
+        """Array ``[n, 2]`` of the starts and ends of the ``n`` spans in which the GPU was busy."""
         starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
         ends = np.maximum.accumulate(ends)
         idle_before = np.append(True, starts[1:] > ends[:-1])
@@ -101,13 +101,16 @@ class Timeline:
 
     @property
     def whole_steps(self) -> list[Range]:
-        """The `STEP` ranges. Without marked ranges, a range from the first to the last activity."""
+        """The `STEP` ranges.
+
+        If the file contains no marked ranges, this list has one range, which covers all activities.
+        """
         if self.ranges:
             return [each for each in self.ranges if each.phase == STEP]
         return [Range(0, STEP, int(self.busy[0, 0]), int(self.busy[-1, 1]))]
 
     def usages(self) -> list[dict[str, Any]]:
-        """Return the metrics by ``step`` and ``phase``. Whole steps only have the phase `STEP`."""
+        """Return metrics of each whole step, and of each phase of steps without a `STEP` range."""
         whole = self.whole_steps
         marked = {each.step for each in whole}
         launched = np.sort([each.launched for each in self.activities])
@@ -146,7 +149,7 @@ def read_timeline(path: Path, named: Path | None = None) -> Timeline:
 
 
 class _Export:
-    """An open SQLite file. The table ``StringIds`` exists in every file that nsys exports."""
+    """An open SQLite file that nsys exported. The table ``StringIds`` exists in each such file."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
@@ -173,11 +176,11 @@ class _Export:
         )
 
     def _columns(self, table: str) -> set[str]:
-        """Return the names of a table's columns; empty if the table is missing."""
+        """Return the names of a table's columns, or an empty set if the table is missing."""
         return {row[1] for row in self.database.execute(f"PRAGMA table_info({table})")}
 
     def select(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a table. Missing columns are None, a missing table has no rows."""
+        """Yield the rows of a table. The values of missing columns are None."""
         if having := self._columns(table):
             chosen = ", ".join(f'"{c}"' if c in having else "NULL" for c in columns)
             yield from self.database.execute(f"SELECT {chosen} FROM {table}")
@@ -210,7 +213,7 @@ class _Export:
 
 
 def _key(process_or_thread: int | None, number: int | None) -> tuple[int, int | None]:
-    """Return the process and the correlation number.
+    """Return the number of the process and the correlation number.
 
     A CUDA call and the activity that the call launched have the same key.
     """

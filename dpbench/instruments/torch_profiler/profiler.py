@@ -1,8 +1,8 @@
 """The instrument ``torch_profiler`` measures time, memory and copies by phase and operator.
 
 The case runs in a new process without Nsight Compute. The profile shows which operator launched
-each kernel, and the bytes of copies and memsets. Kernel replay of ncu does not count copies and
-memsets.
+each kernel, and the bytes of copies and memsets. Nsight Compute does not count copies and
+memsets in kernel replay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpbench.instruments.torch_profiler.recorder import ProfileRecorder, Schedul
 
 @dataclass(frozen=True)
 class ProfilerOptions:
-    """Options of the PyTorch profiler."""
+    """Command-line options of the instrument ``torch_profiler``."""
 
     profile_dir: Path = option(
         "directory for files of the PyTorch profiler; each case has a folder in it",

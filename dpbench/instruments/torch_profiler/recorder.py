@@ -103,7 +103,7 @@ class ProfileRecorder(Recorder):
         self._profiler.stop()
 
     def _save(self, profiler: profile) -> None:
-        """Write the trace of a cycle of the profiler, and store sums over the cycle by operator."""
+        """Write the trace of one cycle of steps, and store the sums by operator over the cycle."""
         profiler.export_chrome_trace(str(self.directory / f"trace_{self.cycles}.json.gz"))
         self._by_name, self._by_shape = profiler.key_averages(), profiler.key_averages(True)
         self.cycles += 1
@@ -111,7 +111,7 @@ class ProfileRecorder(Recorder):
     def rows(self, case: Subject) -> list[Measurement]:
         """Return the rows of all traces, and write the operator tables.
 
-        If TensorBoard is installed, this also writes its log.
+        If TensorBoard is installed, a TensorBoard log is also written.
         """
         paths = [self.directory / f"trace_{cycle}.json.gz" for cycle in range(self.cycles)]
         traces = [trace.read(path) for path in paths]
@@ -132,9 +132,9 @@ class ProfileRecorder(Recorder):
 class ScheduledRecorder(ProfileRecorder):
     """Records time, memory and copies of the steps of a case that a schedule selects.
 
-    Each cycle of the schedule writes one trace. On a GPU, one more step writes
-    ``memory_snapshot.pickle``. The snapshot needs a separate step, because recording the stack of
-    each allocation slows the step.
+    Each cycle of the schedule writes one trace. On a GPU, one more step follows the cycles, for
+    which ``memory_snapshot.pickle`` is written. The snapshot needs a separate step, because
+    recording the stack of each allocation slows the step.
     """
 
     hears_warmup = True

@@ -3,7 +3,7 @@
 A trace is a JSON object. The list ``traceEvents`` has Chrome's trace format, with times in
 microseconds. Kernels, copies and memsets have the category ``kernel``, ``gpu_memcpy`` or
 ``gpu_memset``. Each of these events has the same correlation number as the CUDA call that launched
-it.
+the event.
 
 The GPU lags behind the CPU, so a kernel belongs to the phase in which the CPU launched it. Threads
 of autograd launch kernels in the right phase, because the training thread waits for these threads.
@@ -47,7 +47,7 @@ Span = tuple[float, float]  # start and end in µs
 
 
 class TraceUnreadable(InstrumentError):
-    """The trace is missing, truncated, or not a trace."""
+    """The file of a trace is missing, truncated, or contains no trace."""
 
     remedy = "profile the case again"
 
@@ -75,16 +75,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded trace, by step and phase.
+    """The contents of a trace, by step and phase.
 
     Memory is the number of bytes that PyTorch has allocated on the measured device. The growth of
     a phase is the largest memory within the phase minus the memory at the start of the step. The
     growth may be negative.
 
-    The time of a collective lasts from its start in this rank to its end, so it includes waiting
-    for other ranks. If collectives overlap, their common time counts once. A part of this time is
-    exposed if nothing else runs meanwhile. On a GPU, no other kernel, copy or memset runs. On the
-    CPU, no ``aten`` operator runs in a thread without collectives.
+    The time of a collective lasts from its start in this rank to its end, so the time includes
+    waiting for other ranks. If collectives overlap, their common time counts once. A part of this
+    time is exposed if no other work runs meanwhile. On a GPU, other work means copies, memsets, and
+    kernels that are not collectives. On the CPU, other work means ``aten`` operators in threads
+    that run no collectives.
 
     Attributes:
         launches: work on the GPU, in launch order; empty for a run on the CPU.
@@ -112,7 +113,7 @@ def read(path: Path) -> Trace:
     all work belongs to one step.
     """
     was_enabled = gc.isenabled()
-    gc.disable()  # garbage collection would take three quarters of the time
+    gc.disable()  # garbage collection would take most of the time
     try:
         by_category = _events(path)
         timeline, call_of = _Timeline(by_category["user_annotation"]), _calls(by_category)
@@ -252,7 +253,7 @@ def _span(event: Event) -> Span:
 
 
 def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the part of each span that no earlier span covers; this part may be empty.
+    """Yield the part of each span that no earlier span covers. The part may be empty.
 
     The spans must be sorted by start.
     """
@@ -263,7 +264,7 @@ def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 class _Busy:
-    """The union of several spans."""
+    """The union of several time spans, whose length between two times can be computed."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         apart = [*_uncovered(sorted(spans))]
@@ -272,7 +273,7 @@ class _Busy:
         self._before = [0.0, *accumulate(self._lengths)]
 
     def between(self, start: float, end: float) -> float:
-        """Return the length of the union between two times."""
+        """Return the length of the part of the union that lies between two times."""
         return self._until(end) - self._until(start)
 
     def _until(self, when: float) -> float:
@@ -283,7 +284,7 @@ class _Busy:
 
 
 def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[str, Any]:
-    """Return `Trace.memory_before` and `Trace.memory_growth` by name."""
+    """Return the fields ``memory_before`` and ``memory_growth`` of a `Trace`, by name."""
     on_gpu = bool(by_category["kernel"])
     changes = [
         event
@@ -294,7 +295,7 @@ def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[st
     before = [level for _ in timeline.step_starts]
     growth: list[dict[str, int]] = [{} for _ in timeline.step_starts]
     current = 0
-    # The start of a phase counts as a change of 0 bytes. So the memory at the start is included.
+    # The start of a phase is treated as a change of 0 bytes, so that its memory is included.
     for event in sorted([*timeline.phases, *changes], key=lambda event: float(event["ts"])):
         step, phase = timeline.locate(float(event["ts"]))
         if step != current:
