@@ -123,7 +123,7 @@ class Storage:
         return None
 
     def allocate(self, name: str, device: str | None, text: str) -> Path:
-        """Create a file with the next free number in its name and this text.
+        """Create the file of a run from its text. The name begins with the next free number.
 
         A lock prevents two sessions from getting the same number, if the file system has locks.
         """
@@ -149,7 +149,7 @@ class Storage:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Lock a run's file while a session writes it. If the process ends, so does the lock."""
+        """Lock a run's file while a session writes it. The lock ends with the process."""
         lock = _lock(path)
         try:
             with locked(lock, wait=False):
@@ -203,7 +203,7 @@ def latest_passed_run(
     asked: Collection[tuple[Subject, str]],
     notes: list[str],
 ) -> Run | None:
-    """Return the latest complete run that failed no limit and fits the arguments, or None.
+    """Return the latest run that fits the arguments and passed all its limits, or None.
 
     Args:
         newest_first: the files of candidates, the newest first.
@@ -211,7 +211,8 @@ def latest_passed_run(
         asked: pairs (case, instrument). The run must have rows of at least one pair, unless there
             are no pairs.
         notes: the list to which messages are added: on unreadable files and, if no run is returned,
-            on the latest run that fits the arguments but is interrupted or failed a limit.
+            on the latest run that fits the arguments but was interrupted or did not pass all its
+            limits.
     """
     skipped, rejected, wanted = list[str](), list[str](), {*asked}
     for run in readable(newest_first, Run.load, skipped):
@@ -230,9 +231,10 @@ def latest_passed_run(
 def check_comparable(
     before: Run, after: Collection[tuple[str, str]], name: str, *, across: bool, option: str
 ) -> None:
-    """Refuse to compare runs without a common instrument.
+    """Raise an error if two runs have no common instrument.
 
-    Unless ``across``, also refuse runs if an instrument of both measured on no common device.
+    Unless ``across`` is true, also raise an error if an instrument of both runs has no device on
+    which it measured in both runs.
 
     Args:
         before: the reference run.

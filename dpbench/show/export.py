@@ -1,4 +1,4 @@
-"""All tables of a run, and their copy in GitHub's summary of a workflow step."""
+"""All tables of a run, which are also appended to GitHub's summary of a workflow step."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def memory_table(outcome: Outcome, top: int) -> Table:
 
 
 def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:
-    """Make the table of a `trainer_summary`.
+    """Make a table of cases by trainer, from the result of `trainer_summary`.
 
     Below the table are the reasons of failures and the notes. Peak memory that was counted without
     hardware has a separate column.

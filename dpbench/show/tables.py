@@ -21,8 +21,9 @@ SHOWN_SHARE = 1e-3
 """A phase is shown if its value exceeds this share of the largest value of any phase or step."""
 
 EVEN_SHARE = 0.05
-"""A note names ranks that differ: their largest value exceeds their mean by more than this share. A
-phase is ignored if its value is at most this share of the largest value of any phase or step."""
+"""A note names the case in which ranks differ most, if the largest value of a rank exceeds the mean
+over ranks by more than this share. A phase is ignored if its value is at most this share of the
+largest value of any phase or step."""
 
 BUSY_OF = (
     "Busy: the time in which the GPU did anything, as a share of the time of the step or phase "
@@ -45,7 +46,7 @@ AGAINST_LOGICAL = (
 def tables(
     summary: pd.DataFrame, view: TableOptions | None = None, outcomes: Iterable[Outcome] = ()
 ) -> list[Table]:
-    """Make the tables of a summary: the tables of each group, then counters by ncu's own names.
+    """Make the tables of a summary, first of each group, then of counters with ncu's own names.
 
     If the view names columns, each group has only one table, which has these columns.
 
@@ -102,8 +103,8 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
         return list(chosen) if filled else []
     if "phase" in view.group_by or not any(c.unit == "B" and c.adds_up for c in filled):
         return filled
-    # An empty column is shown only if its metric is usually known. Busy shares and metrics from
-    # outside dpbench are unknown on some chips or to some instruments. A single rank sends nothing.
+    # An empty column is shown only if its metric is usually known. Some chips or instruments lack
+    # busy shares and metrics from outside dpbench. A single rank sends no bytes to other ranks.
     usual = METRICS.built_in - {BUSY, "collective_bytes"}
     kept = [c for c in chosen if c in filled or (c.of or c.name) in usual]
     return sorted(kept, key=lambda shown: shown.kind != "ratio")
@@ -159,7 +160,7 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
 
 
 def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
-    """Make a table of steps divided by steps of the same trainer and batch on one GPU."""
+    """Make a table of numbers on several GPUs ÷ numbers on one GPU with the same batch."""
     values = [each for each in columns if each.kind == "value"]
     texts = {c.heading: group.texts(column(derived_name(c.name, "over_one_gpu"))) for c in values}
     notes = [OF_ONE_RANK] if (group.frame.device == NO_HARDWARE).any() else []

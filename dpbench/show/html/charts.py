@@ -22,7 +22,7 @@ COLOUR = PHASE_COLOURS["backward"]
 """The colour of bars that do not represent a phase."""
 
 RATIO_COLOURS = ("#0072B2", "#E69F00", "#8C8C8C")
-"""The colours of bytes, time and memory."""
+"""The colours of bytes, time and memory in the chart of ratios."""
 
 BY_OPERATOR = "counted operator by operator without hardware, not measured"
 

@@ -2,8 +2,8 @@
 
 The colours of phases are by Okabe and Ito (https://jfly.uni-koeln.de/color/). The colours of ranks
 are Paul Tol's "bright" scheme (https://personal.sron.nl/~pault/). Some colours are made lighter or
-darker, for contrast on white and on black. Readers with a common colour blindness can distinguish
-the colours of each scheme.
+darker, for contrast on white and on black. Both schemes were designed for readers with colour
+blindness, too.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _names(names: list[str], height: int) -> Json:
 def _bars(
     rows: pd.DataFrame, colours: Mapping[str, str], unit: str, stacked: bool
 ) -> Iterator[Json]:
-    """Yield the bars of each colour, then the labels. Stacked bars have no numbers."""
+    """Yield the bars of each colour, then the labels. Stacked bars are drawn without numbers."""
     size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)

@@ -165,7 +165,7 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
 
 
 def every_row(runs: Sequence[Run]) -> Table:
-    """Make the table of all rows. The caption has the columns whose values are all the same."""
+    """Make the table of all rows. A column with equal values moves into the caption."""
     frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
     names = ["run", *COLUMNS]
     same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]
