@@ -1,1 +1,1 @@
-"""Results of measurements: rows, ratios, comparisons and saved runs. It never imports torch."""
+"""Results of measurements: rows, ratios, comparisons and saved runs. No module imports torch."""

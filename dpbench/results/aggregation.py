@@ -119,12 +119,12 @@ def _over_ranks(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
-    """Combine rows with equal ``keys``, which have different values of ``column``.
+    """Combine all rows that have equal values in the columns ``keys``.
 
-    ``column`` is ``"rank"`` or ``"repeat"``. Adds ``count``, ``mean``, ``median``, ``sum``, ``min``
-    and ``max``. The definition of the metric chooses which of these columns becomes ``value``. For
-    steps with Poisson batches, the mean is used instead of the median, and the maximum is used for
-    peaks.
+    ``column``, which is ``"rank"`` or ``"repeat"``, is the column in which these rows differ. The
+    new columns are ``count``, ``mean``, ``median``, ``sum``, ``min`` and ``max``. The definition of
+    the metric chooses which of these columns becomes ``value``. For steps with Poisson batches, the
+    mean is used instead of the median, and the maximum is used for peaks.
     """
     reduced = rows.groupby(keys, sort=False, as_index=False).agg(
         **{how: ("value", how) for how in ("count", "mean", "median", "sum", "min", "max")},
@@ -184,12 +184,12 @@ def each_case(cases: pd.Series[Any], function: Callable[[Subject], Any]) -> pd.S
 
 
 def is_poisson(cases: pd.Series[Any]) -> pd.Series[bool]:
-    """Return, for each case, True if its batches are Poisson samples, whose sizes differ."""
+    """Return, for each case, True if batches are Poisson samples, so that their sizes differ."""
     return each_case(cases, samples_poisson).astype(bool)
 
 
 def lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series[float]:
-    """Find the row of ``others`` that equals each row in the columns ``on``, and return its value.
+    """Look up, for each row, the value of the row in ``others`` that has equal columns ``on``.
 
     The value is NaN for a row without an equal row in ``others``.
     """
@@ -201,7 +201,7 @@ def lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series
 
 
 def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
-    """Raise a ValueError if several rows have the same keys. It names the columns that differ."""
+    """Raise ValueError if several rows have the same keys. The message names other columns."""
     duplicates = rows[rows.duplicated(keys, keep=False)]
     if duplicates.empty:
         return

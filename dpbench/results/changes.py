@@ -14,7 +14,7 @@ from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 
 MOST = 5
-"""The most operators, kernels or functions that are listed for one case of a regression."""
+"""The most operators, kernels or functions that are listed for one case that regressed."""
 
 SHARE = 0.02
 """An operator, kernel or function is listed if its bytes changed by more than this share of the
@@ -52,7 +52,7 @@ def largest_changes(
 
 
 def grown_memory(before: Run, after: Run, case: Subject) -> list[dict[str, Any]]:
-    """List the functions whose memory, as it is at the peak of a step, changed most.
+    """List the functions whose memory changed most. Memory is taken at the peak of a step.
 
     The entries have the same fields as in `largest_changes`. The list is empty if one of the runs
     did not record the memory of the case by source line.

@@ -40,10 +40,10 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     Returns:
         One row for each pair, and one row for each number that only one of the runs has. The
         columns include `CHANGES`, where ``before`` or ``after`` is NaN if the run lacks the number.
-        ``shared`` is true if the row's instrument measured the case in both runs, on the same
-        device unless ``across``. ``steps``, ``steps_present`` and ``ranks`` come from the first
-        run's summary. Columns of the second run's summary have the same names with ``_new`` at the
-        end.
+        ``shared`` is true if the row's instrument measured the case in both runs. Without
+        ``across``, the device must also be the same. ``steps``, ``steps_present`` and ``ranks``
+        come from the first run's summary. Columns of the second run's summary have the same names
+        with ``_new`` at the end.
     """
     which = [name for name in (*AXES, *NUMBER[1:]) if not (across and name == "device")]
     keys, measured = [*which, "of", "unit"], [n for n in which if n not in ("metric", "phase")]
@@ -134,7 +134,7 @@ SYNTAX = (
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit: the largest allowed change of one metric.
+    """A limit, which is the largest allowed change of one metric in one phase or the whole step.
 
     Args:
         metric: a metric such as ``dram_bytes``, or a ratio to the baseline such as ``dram_ratio``.
@@ -185,7 +185,7 @@ class Limit:
 
     @cached_property
     def of(self) -> str:
-        """The base metric of the limited ratio. It is empty if the limit is not on a ratio."""
+        """The base metric of the limited ratio, or an empty string if a value is limited."""
         metric = METRICS.find(self.metric)
         return metric.of if metric else ""
 
@@ -220,9 +220,9 @@ class Limit:
     def exceeded_between(self, before: Interval, after: Interval) -> bool | None:
         """Return True if all changes from one interval to the other exceed the limit.
 
-        A change goes from a number in ``before`` to a number in ``after``. True is returned only if
-        the intervals do not overlap, too. False is returned if no change exceeds the limit, and
-        None otherwise.
+        A change goes from a number in ``before`` to a number in ``after``. If the intervals
+        overlap, True is never returned. False is returned if no change exceeds the limit, and None
+        in the remaining cases.
         """
         corners = pd.DataFrame(product(before, after), columns=["before", "after"])
         exceeded = self.exceeded(corners.before, corners.after).regressed

@@ -21,7 +21,7 @@ from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 
 _NOT_SETTINGS = {"directory", "path", "timeout", "active"}
-"""The fields of instruments that do not change the measured numbers."""
+"""The fields of instruments that have no influence on the measured numbers."""
 
 
 def new_run(
@@ -31,7 +31,7 @@ def new_run(
     workers: int = 0,
     shard: str | None = None,
 ) -> Run:
-    """Return a run without cases, for a session that begins with these instruments.
+    """Return a run without cases, for a session that has just begun.
 
     ``shard`` names the part of the grid that the session measures, or is None for the whole grid.
     Values that JSON cannot express are converted to text, as in a saved run.
@@ -140,7 +140,7 @@ def _settings(instrument: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
     if "metrics" in chosen:
         chosen["metrics"] = [metric.name for metric in chosen["metrics"]]
-    if "instrument" in chosen:  # the instrument of a script wraps another instrument
+    if "instrument" in chosen:  # an instrument for scripts wraps another instrument
         chosen = _settings(chosen.pop("instrument")) | chosen
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -158,7 +158,7 @@ def environment(
     tools: Mapping[str, str] | None = None,
     project: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the software and machine of a run. Versions are read without importing packages.
+    """Return the software and machine of a run. No package is imported to read its version.
 
     Args:
         gpu: the name, driver and other properties of the GPU that measured, or None.
@@ -170,7 +170,7 @@ def environment(
     )
     for package in versions:
         with suppress(metadata.PackageNotFoundError):
-            # PyPI's `dpbench` is another project.
+            # The package named `dpbench` on PyPI is another project.
             versions[package] = metadata.version(package.replace("dpbench", "pytest-dpbench"))
     cpu = None  # recorded, because some steps wait for the CPU, whose speed sets their time
     with suppress(OSError):

@@ -2,10 +2,10 @@
 
 A limit is checked for each requested case and instrument if both runs have the number that the
 limit is about. The gate fails if a limit is exceeded. It also fails if a limit could not be checked
-for a requested case, for example because the new run lacks the number. Cases that were not
-requested are only mentioned in a note. Cases that the reference lacks are accepted if
-`Gate.first_run_ok` is true or `Gate.asked` is None. A session uses the gate at its end. ``dpbench
-compare`` and ``dpbench bisect`` use the gate for saved runs.
+for a requested case, for example because the new run lacks the number. A case that was not
+requested has no influence on the result, but a note names the case. Cases that the reference lacks
+are accepted if `Gate.first_run_ok` is true or `Gate.asked` is None. A session uses the gate at its
+end. ``dpbench compare`` and ``dpbench bisect`` use the gate for saved runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ RequestedCases = Collection[tuple[Subject, str]]
 """The cases that a session should measure, each with the name of an instrument."""
 
 MOST_NAMES = 10
-"""The most names that a line lists. Further names are counted instead."""
+"""The most names that a line lists. If there are more names, the line has the number of further
+names."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Verdict:
         regressions: the rows that exceed a limit, as plain JSON types, each with its
             `largest_changes`.
         unjudged: the limits that could not be checked, each with the cases and the reason.
-        notes: cases that were not compared, other differences, and defects of the reference.
+        notes: cases that were not compared, other differences, and why the reference is incomplete
+            or failed.
         memory: the functions of scripts whose memory at the peak changed, see `grown_memory`.
     """
 
@@ -97,7 +99,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gate:
-    """A run and its reference.
+    """A new run and the reference run with which the new run is compared.
 
     Args:
         before: the reference. If there is no reference, this is a run without rows.
@@ -162,8 +164,8 @@ class Gate:
     def _unjudged(self, limit: Limit, about: pd.DataFrame) -> Iterator[Unjudged]:
         """Yield the cases for which a limit could not be checked, grouped by reason.
 
-        If all cases could be checked but the reference has no number for the limit, one entry
-        without cases says so. With `first_run_ok`, this entry is left out if the new run has the
+        If no case is yielded, and the reference has no number for the limit in any case, an entry
+        without cases is yielded. With `first_run_ok`, this entry is left out if the new run has the
         number.
         """
         cases: dict[str, dict[str, None]] = {}
@@ -233,7 +235,8 @@ class Gate:
     def _other_ranks(self, row: Mapping[str, Any]) -> str:
         """Return how the numbers of ranks differ, or an empty string if they are equal.
 
-        Only two runs of a script can differ in ranks, because a case of a grid has a fixed number.
+        The numbers can differ only for a script, because a case of a grid has a fixed number of
+        ranks.
         """
         before, after = row["ranks"], row["ranks_new"]
         if before == after:
@@ -266,8 +269,8 @@ class Gate:
     def _not_counted(self, case: Subject, row: Mapping[str, Any]) -> str:
         """Return a note on uncounted operators that can hide growth, or an empty string.
 
-        Operators that only the new run left out can hide growth. Work in other threads can hide
-        growth even if both runs left it out, and so can floating-point operations.
+        An operator that was counted only in the reference can hide growth. Work in other threads,
+        and operators without counted FLOPs, can hide growth even if neither run counted them.
         """
         if row["device"] != NO_HARDWARE:
             return ""
@@ -284,7 +287,7 @@ class Gate:
         return f"{fresh[0]} in {self.after.name}" if fresh else ""
 
     def _notes(self) -> Iterator[str]:
-        """Yield notes on cases that were not compared, on different conditions and on defects."""
+        """Yield notes on cases that were not compared, different conditions and a failed run."""
         before, after = self.before, self.after
         if before.frame.empty:
             yield f"{before.name} has nothing to compare with yet"
@@ -354,6 +357,6 @@ def _missing(cases: Sequence[tuple[Subject, str]], others: RequestedCases) -> li
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names with commas. After `MOST_NAMES` names, the remaining names are counted."""
+    """Join at most `MOST_NAMES` names with commas, and append the number of further names."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"{', '.join(names[:MOST_NAMES])}{more}"

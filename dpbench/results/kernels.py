@@ -1,4 +1,4 @@
-"""The counts of each operator and of each kernel of a step.
+"""The counts of each operator and of each kernel in a step.
 
 Nsight Compute counts the bytes of kernels by replaying each kernel. These counts leave out copies
 and memsets. Sums over kernels can therefore be smaller than the bytes of a step, so they are
@@ -67,7 +67,7 @@ class OperatorCount(Entry):
 
     @property
     def total_bytes(self) -> int:
-        """Logical bytes read and written."""
+        """The sum of the logical bytes read and written."""
         return self.read_bytes + self.write_bytes
 
 
@@ -81,7 +81,7 @@ class MemoryLine(Entry):
 
 
 def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
-    """Return, for each operator, the share of a step's logical bytes that is a guess.
+    """Return, for each operator, its guessed bytes as a share of a step's logical bytes.
 
     Operators with a share of at most `HEAVY` are left out.
     """
@@ -115,7 +115,7 @@ optimizers launch them."""
 _WRAPPERS = re.compile(
     r"(Unary|AUnary|BUnary|Binary)Functor|gpu_kernel_impl\w*|at_cuda_detail|cuda_cub"
 )
-"""Template arguments that only wrap a more specific name."""
+"""Template arguments that say nothing themselves, because they wrap a more specific name."""
 
 _TELLING = re.compile(
     r"\w*?(Functor\w*|functor|Ops|_kernel\w*|KernelImpl|_cuda\w*|_scalar|Epilogue|Agent)"
@@ -188,7 +188,7 @@ class KernelCount(Entry):
 
     @property
     def dram_bytes(self) -> float:
-        """Bytes read from and written to DRAM."""
+        """The sum of the bytes read from DRAM and the bytes written to DRAM."""
         return self.read_bytes + self.write_bytes
 
     def as_row(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class KernelCount(Entry):
 
 
 def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
-    """Add up the launches of each kernel in each step and phase, and sort by DRAM bytes."""
+    """Add up the launches of each kernel in each step and phase. Sort the sums by DRAM bytes."""
     groups: dict[tuple[Any, ...], list[KernelCount]] = defaultdict(list)
     for launch in launches:
         groups[launch.repeat, launch.phase, launch.name].append(launch)

@@ -1,4 +1,4 @@
-"""Outcomes of cases, and the JSON document of a run."""
+"""The outcomes of cases, and the JSON document that has all outcomes of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 STATUSES = (COMPLETE, INTERRUPTED)
-"""The possible states of a session. A session that has not ended is ``interrupted``."""
+"""The possible states of a session. Until a session ends, its state is ``interrupted``."""
 
 REGRESSED, UNJUDGED = "regressed", "unjudged"
 """The verdicts on a complete session that failed: a limit was exceeded, or could not be checked."""
@@ -41,7 +41,7 @@ case and the instrument of a row determine the outcome."""
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of measuring one case, or the error that prevented it.
+    """The result of measuring one case, or the error that prevented a result.
 
     Args:
         case: the case.
@@ -110,13 +110,13 @@ class Outcome:
 
 
 def merge_duplicates(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Merge outcomes so that each number occurs once.
+    """Merge outcomes of the same case, so that each number occurs once.
 
-    Of several outcomes with the same case and instruments, the first is kept. If the first failed,
-    the first that has rows and did not fail is kept instead. The kept outcome gets the tests and
-    ``extra_info`` of all these outcomes. If outcomes of one case have different but overlapping
-    instruments, only the first rows of each instrument are kept. Operators and memory lines are
-    kept for the first outcome that has operators.
+    Of several outcomes with the same case and instruments, the first is kept. If that outcome
+    failed, the first outcome that has rows and did not fail is kept instead. The kept outcome gets
+    the tests and ``extra_info`` of all these outcomes. If outcomes of one case have different but
+    overlapping instruments, only the first rows of each instrument are kept. Operators and memory
+    lines are kept for the first outcome that has operators.
     """
     merged: dict[Hashable, Outcome] = {}
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""The roofline: whether bandwidth or arithmetic bounds each phase of a step.
+"""The roofline, which tells whether bandwidth or arithmetic bounds each phase of a step.
 
 A phase with F floating-point operations and M bytes takes at least F / peak seconds for its
 operations and M / bandwidth seconds for its bytes. The arithmetic intensity F / M of the phase
@@ -100,7 +100,7 @@ def find_card(name: str) -> Roofs:
 
 
 def _plain(name: str) -> str:
-    """Return the letters and digits of a name in lower case, without "nvidia" and "geforce"."""
+    """Return a name in lower case, without "nvidia", "geforce", spaces and punctuation."""
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
 
 
@@ -157,7 +157,7 @@ def read_ceilings(path: Path) -> Roofs:
 
 MEASURED_BYTES = "measured DRAM bytes"
 COUNTED_BYTES = "logical bytes"
-"""The values of the column ``bytes_are``, which tells the kind of a row's bytes."""
+"""The values of the column ``bytes_are``, which says whether bytes were measured or counted."""
 
 BUSY = "gpu_busy_share"
 
@@ -169,8 +169,8 @@ def intensities(summary: pd.DataFrame) -> pd.DataFrame:
     """Return the table of `phases` for cases whose precision is known.
 
     Raises:
-        ConfigurationError: the precision of no case is known, or a phase or step has no counted
-            operations.
+        ConfigurationError: the precision of no case is known, or the operations of a phase or step
+            were not counted.
     """
     known = summary[summary.precision != ""]
     if known.empty and not summary.empty:
@@ -198,7 +198,7 @@ def phases(summary: pd.DataFrame) -> pd.DataFrame:
     Returns:
         One row per case, device and phase: the case and its fields, ``device``, ``phase``,
         ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` and ``busy``, the
-        share of the time in which the GPU did anything. Unknown numbers are NaN.
+        share of ``seconds`` in which the GPU did anything. Unknown numbers are NaN.
     """
     import pandas as pd
 
@@ -238,8 +238,9 @@ def apply_roofs(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
         for bytes. ``bound`` is ``arithmetic`` or ``bandwidth``, whichever has the longer least
         time. If the busy share is below `LAUNCH_BOUND`, ``bound`` instead says ``launch-bound``
         with this share. ``least_seconds`` is the longer of the two least times. For a step with
-        phases, it is the sum over the phases, because phases run one after the other. ``share`` is
-        ``least_seconds / seconds``, and ``flops_per_second`` is the achieved rate.
+        phases, ``least_seconds`` is the sum over the phases, because phases run one after the
+        other. ``share`` is ``least_seconds / seconds``, and ``flops_per_second`` is the achieved
+        rate.
 
     Raises:
         ConfigurationError: a row was measured on a card that has other roofs.

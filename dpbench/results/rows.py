@@ -81,10 +81,10 @@ NUMBER = ["case", *(c for c in IDENTITY if c not in (*AXES, "rank", "repeat"))]
 ``rank`` and ``repeat`` are not among these columns."""
 
 PLACE = [column for column in NUMBER if column not in ("instrument", "metric")]
-"""The columns of a summary that identify case, device and phase."""
+"""The columns of a summary that identify the case, the device and the phase of a row."""
 
 OF_CASE = [column for column in PLACE if column != "phase"]
-"""The columns of a summary that identify case and device."""
+"""The columns of a summary that identify the case and the device of a row."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
@@ -96,9 +96,9 @@ def checked(
     """Check the rows that an instrument recorded for a case.
 
     If a step lacks a phase that another step or rank has, a row with the value 0 is added for
-    metrics whose phases add up to the step. If a row of such a metric is still missing, a number
-    was lost. No rows are added for a script, because its steps may have different phases. No rows
-    are added either if a row was refused or ``whole`` is false.
+    metrics whose phases add up to the step. After this, a missing row of one of these metrics means
+    that a number was lost. No rows are added for a script, because its steps may have different
+    phases. No rows are added either if a row was refused or ``whole`` is false.
 
     Returns:
         The valid rows with the added rows, and for each refused row the reason.

@@ -210,7 +210,7 @@ class Run:
 
     @cached_property
     def text(self) -> str:
-        """The document as JSON text, as it is saved."""
+        """The document as JSON text, in the form of a saved file."""
         return document_text(self.document)
 
     @cached_property

@@ -115,7 +115,7 @@ class MetricPart(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def _schema() -> type[Any]:
-    """Make the type of a whole document. The classes in `LISTS` define the entries of its lists."""
+    """Make the type of a whole document. The classes in `LISTS` define list entries."""
     phase = Literal[(STEP, *ALL_PHASES)]  # type: ignore[valid-type]
     lists: dict[str, Any] = {}
     for part, kind in LISTS.items():
@@ -178,7 +178,7 @@ class _Head(msgspec.Struct):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn any error during the block into a `ConfigurationError` that names the run's file."""
+    """Turn any error while a run's file is read into a `ConfigurationError` that names the file."""
     try:
         yield
     except Exception as error:

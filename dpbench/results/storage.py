@@ -163,7 +163,7 @@ class Storage:
 
 
 def is_being_written(path: Path) -> bool:
-    """Return True if a session is writing a run's file and this user can see the lock."""
+    """Return True if a session holds the lock of a run's file, as far as this user can see it."""
     try:
         with locked(_lock(path), wait=False) if _lock(path).exists() else nullcontext():
             return False
@@ -203,7 +203,7 @@ def latest_passed_run(
     asked: Collection[tuple[Subject, str]],
     notes: list[str],
 ) -> Run | None:
-    """Return the latest run that fits the arguments and passed all its limits, or None.
+    """Return the latest run that fits the arguments and has the verdict `COMPLETE`, or None.
 
     Args:
         newest_first: the files of candidates, the newest first.
@@ -211,8 +211,7 @@ def latest_passed_run(
         asked: pairs (case, instrument). The run must have rows of at least one pair, unless there
             are no pairs.
         notes: the list to which messages are added: on unreadable files and, if no run is returned,
-            on the latest run that fits the arguments but was interrupted or did not pass all its
-            limits.
+            on the latest run that fits the arguments but has another verdict.
     """
     skipped, rejected, wanted = list[str](), list[str](), {*asked}
     for run in readable(newest_first, Run.load, skipped):
@@ -233,13 +232,13 @@ def check_comparable(
 ) -> None:
     """Raise an error if two runs have no common instrument.
 
-    Unless ``across`` is true, also raise an error if an instrument of both runs has no device on
-    which it measured in both runs.
+    Unless ``across`` is true, an instrument that both runs have must also have measured on the same
+    device in both runs.
 
     Args:
         before: the reference run.
         after: the pairs (device, instrument) of the run to compare with it.
-        name: the name of that run, for the message.
+        name: the name of the run to compare, for the message.
         across: whether the devices may differ.
         option: the option that sets ``across``, for the message.
 

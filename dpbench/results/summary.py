@@ -49,8 +49,8 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
           Poisson batches, times, rates and shares also have the mean, and peaks have the maximum.
           Ranks are combined as the metric defines. Some steps of a script can lack a phase, such as
           the optimizer under gradient accumulation. In these steps, a metric whose phases add up to
-          the step counts as 0. In a case of a grid, such a metric is NaN if a step lacks it. A
-          ratio without a baseline is also NaN.
+          the step counts as 0. If a case is no script and one of its steps lacks the metric, the
+          value is NaN. A ratio without a baseline is also NaN.
         - ``kind``: the kind of a derived metric, such as ``ratio``, or ``value`` for other metrics.
           ``of``: the metric from which a derived metric was computed.
         - ``least`` and ``most``: the smallest and the largest value over the steps.
@@ -115,7 +115,7 @@ def of_one_instrument(rows: pd.DataFrame, preferred: Sequence[str] = ()) -> pd.D
 
 
 def dram_bytes_of_step(rows: pd.DataFrame) -> float | None:
-    """Return the DRAM bytes of a step from hardware counters, or None if they were not counted."""
+    """Return the measured DRAM bytes of a step, or None if no instrument measured DRAM bytes."""
     step = rows[(rows.phase == STEP) & (rows.metric == "dram_bytes")]
     values = of_one_instrument(step).value
     return None if values.empty else float(values.iloc[0])
@@ -203,7 +203,7 @@ def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
 
 
 def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Make rows of throughputs: the bytes of a step divided by the time of an unprofiled step.
+    """Make rows of throughputs: the bytes of a step divided by the time of a step without profiler.
 
     The time comes from the instrument that counted the bytes if this instrument measured times,
     otherwise from another instrument.

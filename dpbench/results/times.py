@@ -1,4 +1,4 @@
-"""The time breakdown: how arithmetic, bytes and idle time explain the time of a phase.
+"""The time breakdown, which explains the time of a phase by arithmetic, bytes and idle time.
 
 The same parts explain the time by which a private step exceeds a step of the baseline.
 
@@ -32,10 +32,11 @@ def time_breakdown(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
 
     Returns:
         The table of `apply_roofs` for all phases and steps with a time, and two more columns.
-        ``idle_seconds`` is ``(1 - busy) * seconds``. ``left_seconds`` is the time minus
-        ``idle_seconds`` and ``least_seconds``. ``left_seconds`` is negative if ``least_seconds``
-        exceeds the time in which the GPU was busy. Then a roof is too low, or the bytes and the
-        time belong to different work. A part is NaN if a number that it needs is unknown.
+        ``idle_seconds`` is ``(1 - busy) * seconds``, the time in which the GPU did nothing.
+        ``left_seconds`` is the time minus ``idle_seconds`` and ``least_seconds``. ``left_seconds``
+        is negative if ``least_seconds`` exceeds the time in which the GPU was busy. Then a roof is
+        too low, or the bytes and the time belong to different work. A part is NaN if a number that
+        it needs is unknown.
     """
     table = phases(summary)
     table = table.assign(bytes=table.bytes.where(table.bytes_are == MEASURED_BYTES))

@@ -38,7 +38,7 @@ class Group:
         title: the beginning of the titles of the group's tables.
         frame: the rows of the cases, in the order of the table's lines. The column ``label`` names
             the case of a row.
-        phase: the phase of the first table. This is `STEP` unless cases are grouped by phase.
+        phase: the phase of the first table. The phase is `STEP` unless cases are grouped by phase.
         first_header: the header of the first column.
     """
 
@@ -121,7 +121,7 @@ _WRITERS: dict[str, Callable[[float], str]] = {
 def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
     """Sort rows by configuration and device, then by trainer in the order of registration.
 
-    Rows that agree in all of these keep their order.
+    Rows with equal configuration, device and trainer keep their order.
     """
     return ordered(summary, [*configuration, "device", "trainer"])
 
@@ -171,7 +171,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
     rows = rows.assign(label=[" ".join(filter(None, names)) for names in zip(*parts, strict=True)])
     for values, group in rows.groupby(keys, sort=False):
         shared = dict(zip(keys, values, strict=True))
-        # The title names the axes that are in no label. Each of them has one value in the summary.
+        # The title also names axes that are in no label, because these axes have one value each.
         shared |= {a: group[a].iloc[0] for a in AXES if a not in (*keys, *labels)}
         group = group.drop_duplicates(["label", "phase", "metric"])
         phase = str(shared.get("phase", STEP))

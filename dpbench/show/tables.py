@@ -48,7 +48,7 @@ def tables(
 ) -> list[Table]:
     """Make the tables of a summary, first of each group, then of counters with ncu's own names.
 
-    If the view names columns, each group has only one table, which has these columns.
+    If the view names columns, each group has just one table, which has the named columns.
 
     Args:
         summary: the summary of a run.
@@ -88,10 +88,10 @@ def tables(
 def _columns(group: Group, view: TableOptions) -> list[Metric]:
     """Return the columns of a group's first table.
 
-    Columns that the user requested are returned, or no columns if all of them are empty. Without
-    a request, the default columns are returned, with ratios first. If the view groups by
-    phase or the group has no bytes, default columns without a number are left out, and ratios do
-    not come first.
+    If the user requested columns, these columns are returned, or no columns if all of them are
+    empty. Without a request, the default columns are returned, with ratios first. If the view
+    groups by phase or the group has no bytes, default columns without a number are left out, and
+    ratios do not come first.
     """
     logical = bool((group.shown.device == NO_HARDWARE).any())
     chosen = view.columns or shown_by_default(logical=logical)
@@ -111,7 +111,7 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
 
 
 def _header(shown: Metric, view: TableOptions) -> str:
-    """Return a column's header. The header of a ratio names a baseline other than `standard`."""
+    """Return a column's header. The header of a ratio names a baseline that is not `standard`."""
     if view.baseline == BASELINE_TRAINER:
         return shown.heading
     return shown.heading.replace(STANDARD, f"÷ {view.baseline}")
@@ -160,7 +160,10 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
 
 
 def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
-    """Make a table of numbers on several GPUs ÷ numbers on one GPU with the same batch."""
+    """Make a table of ratios: a number on several GPUs divided by the number on one GPU.
+
+    Both numbers have the same trainer and the same batch.
+    """
     values = [each for each in columns if each.kind == "value"]
     texts = {c.heading: group.texts(column(derived_name(c.name, "over_one_gpu"))) for c in values}
     notes = [OF_ONE_RANK] if (group.frame.device == NO_HARDWARE).any() else []
@@ -208,7 +211,7 @@ def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
-    """Return the phases in which some case has more than `SHOWN_SHARE` of the largest value."""
+    """Return the phases in which a case exceeds `SHOWN_SHARE` times the metric's largest value."""
     most = _most_by_phase(group, metric)
     return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
@@ -218,7 +221,7 @@ def _most_by_phase(group: Group, metric: str) -> pd.Series[float]:
 
 
 def _phase_table(group: Group, metric: str, name: str, view: TableOptions) -> list[Table]:
-    """Make a table of a metric by case and phase, with ratios to the baseline's phases."""
+    """Make a table of a metric by case and phase, with ratios to the baseline in each phase."""
     columns, most = {}, _most_by_phase(group, metric)
     shown = _phases_shown(group, metric)
     small = [name for name in ALL_PHASES if name not in shown and most.get(name, 0.0) > 0]

@@ -41,7 +41,7 @@ def column(name: str) -> Metric:
 
 
 def shown_by_default(*, logical: bool) -> list[Metric]:
-    """Return the default columns of logical counting, or of hardware counters and times.
+    """Return the default columns for runs that only count, or for runs that measure on hardware.
 
     A metric that a project adds is a default column in both cases, if its definition says so.
     """
@@ -86,8 +86,8 @@ class TableOptions:
         group_by: the labels by which cases are grouped into tables. The cases of a table always
             have the same device, too.
         top: the most kernels, operators and source lines in a table.
-        expected: for each metric, the expected range of its ratio. The defaults are for ratios to
-            the standard trainer.
+        expected: for each metric, the expected range of its ratio. The default ranges are for
+            ratios to the trainer ``standard``.
         baseline: the trainer that ratios divide by.
         ceilings: the measured highest rates (roofs) of the card. If None, uses the roofs that
             dpbench has.

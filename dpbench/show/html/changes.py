@@ -40,7 +40,7 @@ class Changes:
 
 
 def changes(runs: Sequence[Run]) -> list[Changes]:
-    """Return the changes from the first run to each other run that has some of its cases."""
+    """Return the changes from the first run to each later run with numbers of the same cases."""
     return [found for after in runs[1:] if (found := _changes(runs[0], after))]
 
 

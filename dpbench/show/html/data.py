@@ -34,7 +34,7 @@ KEYS = ["run", "device", "basis", *CASE]
 
 
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
-    """Make runs from documents and their names. A number is added to a repeated name."""
+    """Make runs from documents and their names. A name that occurs again gets a number."""
     runs: list[Run] = []
     for name, document in documents:
         place = 1 + sum(run.path == Path(name) for run in runs)
