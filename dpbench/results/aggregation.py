@@ -1,4 +1,4 @@
-"""Aggregation, which combines the numbers of all ranks and steps to one number."""
+"""Aggregation of the long table, which combines the numbers of all ranks and steps."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def _as_shares_of_timed_steps(
     """Convert shares of busy time from profiled steps to steps that run without a profiler.
 
     A share is the time in which the GPU is busy, divided by ``spans``, the time of a profiled step
-    or phase. The GPU is idle when a profiled step or phase starts, so the profiled step or phase
-    waits longer for launches than one without a profiler. The busy time is assumed to be the same.
-    If the time without a profiler was not measured, the share of a phase is kept, and the share of
-    a step becomes NaN.
+    or phase. The GPU is idle when a profiled step or phase starts, and therefore waits longer for
+    launches than without a profiler. The GPU is assumed to be busy for the same time with and
+    without a profiler. If the time without a profiler was not measured, the share of a phase is
+    kept, and the share of a step becomes NaN.
     """
     timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
     medians = timed.groupby(on, sort=False).value.median()

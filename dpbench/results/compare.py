@@ -71,7 +71,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
 def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
     """Return the numbers of a run that can have a limit, without ratios if ``ratios`` is false.
 
-    Ratios of the baseline to itself are left out, because they are always 1.
+    A ratio of the baseline to the baseline is left out, because this ratio is 1.
     """
     rows = run.summary
     is_ratio = (rows.kind == "ratio") & (rows.trainer != rows.baseline) & ratios

@@ -3,9 +3,9 @@
 A limit is checked for each requested case and instrument if both runs have the number that the
 limit is about. The gate fails if a limit is exceeded. It also fails if a limit could not be checked
 for a requested case, for example because the new run lacks the number. A case that was not
-requested has no influence on the result, but a note names the case. Cases that the reference lacks
-are accepted if `Gate.first_run_ok` is true or `Gate.asked` is None. A session uses the gate at its
-end. ``dpbench compare`` and ``dpbench bisect`` use the gate for saved runs.
+requested is not checked, but a note names the case. Cases that the reference lacks are accepted if
+`Gate.first_run_ok` is true or `Gate.asked` is None. A session uses the gate at its end. ``dpbench
+compare`` and ``dpbench bisect`` use the gate for saved runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ names."""
 
 @dataclass(frozen=True)
 class Unjudged:
-    """The cases for which a limit was not checked, and the reason.
+    """The cases for which a limit was not checked, with the reason.
 
     Without cases, the reason is not about single cases: the reference has no number for the limit,
     the baselines differ, or the new run was interrupted.

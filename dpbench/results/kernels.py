@@ -115,7 +115,7 @@ optimizers launch them."""
 _WRAPPERS = re.compile(
     r"(Unary|AUnary|BUnary|Binary)Functor|gpu_kernel_impl\w*|at_cuda_detail|cuda_cub"
 )
-"""Template arguments that say nothing themselves, because they wrap a more specific name."""
+"""Template arguments that only wrap a template argument with a more specific name."""
 
 _TELLING = re.compile(
     r"\w*?(Functor\w*|functor|Ops|_kernel\w*|KernelImpl|_cuda\w*|_scalar|Epilogue|Agent)"

@@ -101,7 +101,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """Invert `as_json`. Fields that an older document lacks get their defaults."""
+        """Invert `as_json`. A field that an older document lacks gets the default value."""
         known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
         known = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()}
         for name, kind in LISTS.items():

@@ -166,12 +166,12 @@ class Run:
 
     @cached_property
     def sources(self) -> tuple[tuple[str, str], ...]:
-        """The sorted pairs (device, instrument) that have rows."""
+        """The pairs (device, instrument) that have rows, in sorted order."""
         return tuple(sorted({(row["device"], row["instrument"]) for row in self.document["rows"]}))
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """The sorted devices that have rows."""
+        """The devices that have rows, in sorted order."""
         in_rows = {device for device, _ in self.sources}
         return tuple(self.document.get("devices", sorted(in_rows)))
 

@@ -208,8 +208,8 @@ def latest_passed_run(
     Args:
         newest_first: the files of candidates, the newest first.
         sources: pairs (device, instrument). The run must have rows of at least one pair.
-        asked: pairs (case, instrument). The run must have rows of at least one pair, unless there
-            are no pairs.
+        asked: pairs (case, instrument). If there are pairs, the run must have rows of at least one
+            pair.
         notes: the list to which messages are added: on unreadable files and, if no run is returned,
             on the latest run that fits the arguments but has another verdict.
     """
@@ -232,8 +232,8 @@ def check_comparable(
 ) -> None:
     """Raise an error if two runs have no common instrument.
 
-    Unless ``across`` is true, an instrument that both runs have must also have measured on the same
-    device in both runs.
+    Unless ``across`` is true, also raise an error if an instrument that both runs have measured on
+    different devices.
 
     Args:
         before: the reference run.

@@ -203,7 +203,7 @@ def _derived(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
 
 
 def _throughputs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Make rows of throughputs: the bytes of a step divided by the time of a step without profiler.
+    """Make rows of throughputs: the bytes of a step divided by the time of an unprofiled step.
 
     The time comes from the instrument that counted the bytes if this instrument measured times,
     otherwise from another instrument.

@@ -27,7 +27,7 @@ LINE_WIDTH = 40
 """The width in characters at which the name of a source line is wrapped."""
 
 SMALL = 0.01
-"""A source line is shown if it holds at least this share of the memory of all recorded lines."""
+"""A source line is shown if at least this share of the recorded memory was allocated there."""
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
@@ -61,7 +61,7 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
 
 
 def memory_table(outcome: Outcome, top: int) -> Table:
-    """Make a table of the source lines that hold most memory at the peak of the last step.
+    """Make a table of the source lines that allocated most of the last step's peak memory.
 
     The table has at most ``top`` lines.
     """

@@ -156,10 +156,10 @@ def gigabytes(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Write a number that is not negative, usually with three significant digits or more.
+    """Write a number that is not negative, with about three significant digits.
 
-    In numbers below 0.1, zeros at the end are left out. Positive numbers below 0.0001 have an
-    exponent.
+    Numbers below 0.1 have three digits at most, without zeros at the end. Positive numbers below
+    0.0001 have an exponent.
     """
     if value < 0.1:
         return f"{value:.3g}"

@@ -186,7 +186,7 @@ def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str
 
 
 def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
-    """Yield the largest spread of each column, with the case and its number of steps."""
+    """Yield the largest spread in each column, with the case and the number of the case's steps."""
     for shown in (each for each in columns if each.spread):
         rows = group.shown[group.shown.metric == derived_name(shown.name, "spread")]
         if len(rows):
@@ -270,7 +270,7 @@ def _throughput_table(group: Group) -> list[Table]:
 
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
-    """Make a table of the counters that were requested by ncu's own names, in ncu's units."""
+    """Make a table of the counters that the user requested by ncu's own names, in ncu's units."""
     own = summary[summary.metric.str.contains("__") & (summary.phase == STEP)]
     cells = [
         [row["case"].id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]

@@ -129,7 +129,7 @@ def trainers(runs: Sequence[Run]) -> Table:
 
 
 def steps(data: PageData) -> Table:
-    """Make the table of whole steps, with separate lines for measured and counted numbers."""
+    """Make the table of whole steps. Measured and counted numbers of a case have separate lines."""
     step = data.summary[data.summary.phase == STEP]
     wide = pivot(step, "metric")
     numbers: dict[str, Shown] = {}

@@ -159,7 +159,7 @@ def time(data: PageData) -> Chart | None:
 def _time_of(
     summary: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None
 ) -> PhasesAndRoofs | None:
-    """Return the time breakdown, or None if the device measured no step times or no DRAM bytes."""
+    """Return the time breakdown, or None if the device has no step times or no DRAM bytes."""
     measured = {*summary[summary.device == device].metric}
     if not {"step_time_seconds", "dram_read_bytes"} <= measured:
         return None
