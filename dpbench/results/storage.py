@@ -232,8 +232,8 @@ def check_comparable(
 ) -> None:
     """Raise an error if two runs have no common instrument.
 
-    Unless ``across`` is true, also raise an error if an instrument that both runs have measured on
-    different devices.
+    Unless ``across`` is true, also raise an error if an instrument occurs in both runs, but on no
+    common device.
 
     Args:
         before: the reference run.
