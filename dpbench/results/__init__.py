@@ -1,1 +1,1 @@
-"""Results of measurements: rows, ratios, comparisons and saved runs. It never imports torch."""
+"""Rows, ratios, comparisons and saved runs. No module of this package imports torch."""

@@ -1,4 +1,4 @@
-"""Aggregation of a long table over ranks and steps. Every summary begins with this step."""
+"""Aggregation of the long table, which combines the numbers of all ranks and steps."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dpbench.core.subject import Script, Subject, samples_poisson, subject_from
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, OWN_COLUMNS, PLACE, STEP
 
 _OF_STEP = [*PLACE, "instrument", "rank", "repeat", "tool"]
-"""The columns that identify a step or a phase, as one instrument measured it on one rank."""
+"""The columns that identify one step, or one phase of a step, for one instrument and one rank."""
 
 
 def aggregate(frame: pd.DataFrame) -> pd.DataFrame:
     """Combine the rows of all ranks and steps of a long table.
 
-    One row remains for each case, device, instrument, phase and metric. Before that, metrics that
-    are sums or shares of other metrics are added. For the columns, see
+    One row remains for each case, device, instrument, phase and metric. Before rows are combined,
+    rows are added for metrics that are sums or shares of other metrics. For the columns, see
     `dpbench.results.summary.summary`.
     """
     return _over_steps(_over_ranks(_with_totals(_by_case(frame))))
 
 
 def _by_case(frame: pd.DataFrame) -> pd.DataFrame:
-    """Replace the fields of cases by one column ``case``, and drop values that are not finite."""
+    """Put the fields of cases into a column ``case``, and drop rows without a finite value."""
     frame = frame[np.isfinite(frame.value.astype(float))]
     axes = [*zip(*(frame[axis] for axis in AXES), strict=True)]
     cases = {each: subject_from(dict(zip(AXES, each, strict=True))) for each in dict.fromkeys(axes)}
@@ -41,7 +41,10 @@ def _by_case(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_totals(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add sums and shares of other metrics to each step or phase that has all these metrics."""
+    """Add rows for metrics that are sums or shares of other metrics.
+
+    A step or phase that lacks one of the other metrics gets no row.
+    """
     totals = [metric for metric in METRICS.behind({*rows.metric}) if metric.parts]
     if not totals:
         return rows
@@ -68,17 +71,19 @@ def _with_totals(rows: pd.DataFrame) -> pd.DataFrame:
 def _as_shares_of_timed_steps(
     shares: pd.Series[float], spans: pd.Series[float], steps: pd.DataFrame, rows: pd.DataFrame
 ) -> pd.Series[float]:
-    """Convert busy shares of counted ranges to busy shares of steps that run without counting.
+    """Convert shares of busy time from profiled steps to steps that run without a profiler.
 
-    The GPU is idle when a counted range starts. The range therefore waits longer for launches than
-    a step without counting, but the GPU is busy for the same time. If the time of a step or phase
-    was not measured, the share of a phase is kept, and the share of a step becomes NaN.
+    A share is the time in which the GPU is busy, divided by ``spans``, the time of a profiled step
+    or phase. The GPU is idle when a profiled step or phase starts, and therefore waits longer for
+    launches than without a profiler. The GPU is assumed to be busy for the same time with and
+    without a profiler. If the time without a profiler was not measured, the share of a phase is
+    kept, and the share of a step becomes NaN.
     """
     timed, on = rows[rows.metric == "step_time_seconds"], [*PLACE, "instrument", "rank"]
     medians = timed.groupby(on, sort=False).value.median()
     times = lookup(steps, medians.reset_index(), on)
     times = times.mask(is_poisson(steps.case), lookup(steps, timed, [*on, "repeat"]))
-    # Busy time and step time come from different steps, so a quotient can be slightly above 1.
+    # Busy time and step time come from different steps, so their quotient can be slightly above 1.
     converted = (shares * spans / times.where(times > 0)).clip(upper=1.0)
     return converted.fillna(shares.where(steps.phase != STEP))
 
@@ -87,9 +92,9 @@ def _over_ranks(rows: pd.DataFrame) -> pd.DataFrame:
     """Combine the ranks of each step, and add ``ranks`` and ``imbalance``.
 
     Raises:
-        ConfigurationError: a measured case lacks a rank, a rank lacks a number of the whole step,
-            or several ranks have a metric that is not registered, so that it is unknown how to
-            combine them.
+        ConfigurationError: a measured case lacks a rank, a rank lacks a number of the whole step
+            that another rank has, or several ranks have a metric that is not registered. The
+            definition of a metric says how to combine ranks.
     """
     if rows["rank"].any():
         rows = _reduced(rows, [*NUMBER, "unit", "repeat"], "rank").rename(
@@ -114,11 +119,12 @@ def _over_ranks(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
-    """Combine rows that differ only in ``column``, which is ``"rank"`` or ``"repeat"``.
+    """Combine all rows that have equal values in the columns ``keys``.
 
-    Adds ``count``, ``mean``, ``median``, ``sum``, ``min`` and ``max``. The definition of the metric
-    chooses which of these columns becomes ``value``. Over steps with Poisson batches, the mean
-    replaces the median, and peaks have the maximum.
+    ``column``, which is ``"rank"`` or ``"repeat"``, is the column in which these rows differ. The
+    new columns are ``count``, ``mean``, ``median``, ``sum``, ``min`` and ``max``. The definition of
+    the metric chooses which of these columns becomes ``value``. For steps with Poisson batches, the
+    mean is used instead of the median, and the maximum is used for peaks.
     """
     reduced = rows.groupby(keys, sort=False, as_index=False).agg(
         **{how: ("value", how) for how in ("count", "mean", "median", "sum", "min", "max")},
@@ -147,8 +153,8 @@ def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
     """Combine the rows of all steps, and add columns such as ``spread`` and ``steps``."""
     _check_unique(rows, [*NUMBER, "repeat"])
     reduced = _reduced(rows, [*NUMBER, "unit"], "repeat").rename(columns={"count": "steps_present"})
-    # Whole steps and phases are compared separately, because some instruments measure whole steps
-    # more often than phases.
+    # The number of steps is found separately for whole steps and for phases, because some
+    # instruments measure whole steps more often than phases.
     like = [*(reduced[c] for c in (*OF_CASE, "instrument", "metric")), reduced.phase == STEP]
     steps = reduced.steps_present.groupby(like, sort=False).transform("max")
     not_summed = [metric.name for metric in METRICS.values() if not metric.adds_up]
@@ -170,7 +176,7 @@ def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def each_case(cases: pd.Series[Any], function: Callable[[Subject], Any]) -> pd.Series[Any]:
-    """Apply a function to each case of a column, but only once to each object in the column."""
+    """Apply a function to each case of a column, with one call for each different object."""
     # Cases are compared by identity, because hashing a case is slow.
     by_identity = {id(case): case for case in cases}
     results = {identity: function(case) for identity, case in by_identity.items()}
@@ -178,14 +184,14 @@ def each_case(cases: pd.Series[Any], function: Callable[[Subject], Any]) -> pd.S
 
 
 def is_poisson(cases: pd.Series[Any]) -> pd.Series[bool]:
-    """Return for each case True if the case has Poisson sampling, so that batch sizes differ."""
+    """Return, for each case, True if batches are Poisson samples, so that their sizes differ."""
     return each_case(cases, samples_poisson).astype(bool)
 
 
 def lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series[float]:
-    """Return for each row the value of the row in ``others`` with equal columns ``on``.
+    """Look up, for each row, the value of the row in ``others`` that has equal columns ``on``.
 
-    Rows without such a row get NaN.
+    The value is NaN for a row without an equal row in ``others``.
     """
     _check_unique(others, on)
     if rows.empty or others.empty:
@@ -195,7 +201,7 @@ def lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series
 
 
 def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
-    """Raise ValueError if several rows have the same keys, and name the columns that differ."""
+    """Raise ValueError if several rows have the same keys. The message names other columns."""
     duplicates = rows[rows.duplicated(keys, keep=False)]
     if duplicates.empty:
         return

@@ -14,15 +14,15 @@ from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 
 MOST = 5
-"""The most operators, kernels or functions that are listed for one case of a regression."""
+"""The most operators, kernels or functions that are listed for one case that regressed."""
 
 SHARE = 0.02
-"""Operators, kernels and functions are listed if the change of their bytes exceeds this share of
-the largest change."""
+"""An operator, kernel or function is listed if its bytes changed by more than this share of the
+largest change in the list."""
 
 WHERE = ["phase", "name", "module"]
 """The columns that identify an operator, kernel or function in both runs. The source line is not
-among these columns, because its number changes when lines above it are edited."""
+among these columns, because an edit higher up in the file changes the number of the line."""
 
 
 def largest_changes(
@@ -52,10 +52,10 @@ def largest_changes(
 
 
 def grown_memory(before: Run, after: Run, case: Subject) -> list[dict[str, Any]]:
-    """List the functions whose memory at the peak of a step changed most.
+    """List the functions whose memory changed most. Memory is taken at the peak of a step.
 
-    The list has the form of `largest_changes`. It is empty if one of the runs did not record the
-    memory of the case by source line.
+    The entries have the same fields as in `largest_changes`. The list is empty if one of the runs
+    did not record the memory of the case by source line.
     """
     return _largest(case, _changes(*(_of_memory(run, case) for run in (before, after))), STEP)
 
@@ -74,7 +74,10 @@ def operator_changes(
 
 
 def kernel_changes(before: Run, after: Run, case: Subject) -> pd.DataFrame:
-    """Compare the DRAM bytes of each kernel, like `operator_changes`, without modules and lines."""
+    """Compare the DRAM bytes of each kernel of a case in two runs, the largest change first.
+
+    The columns are the same as in `operator_changes`, but ``module`` and ``line`` are empty.
+    """
     return _changes(*(_of_kernels(run, case) for run in (before, after)))
 
 
@@ -99,7 +102,7 @@ def _frame(rows: Iterable[tuple[str, str, str, str, float]]) -> pd.DataFrame:
 
 
 def _changes(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """Add up bytes by `WHERE`, and compare the sums.
+    """Add up the bytes with equal values in the columns `WHERE`, and compare the sums.
 
     ``line`` is the source line with the most bytes, taken from the new run if the new run has the
     operator, otherwise from the old run. Modules are ignored unless both runs recorded modules.

@@ -1,4 +1,4 @@
-"""Comparison of the numbers of two runs, and limits on their changes.
+"""Comparison of the numbers of two runs, and limits on the changes of the numbers.
 
 `dpbench.results.gate` applies the limits.
 """
@@ -24,8 +24,8 @@ from dpbench.results.run import Run
 
 CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
 """The columns of a comparison. ``change`` is ``after - before``, and ``relative`` is ``change``
-divided by the absolute value of ``before``. If ``before`` is 0, ``relative`` is 0 without a change
-and NaN with a change."""
+divided by the absolute value of ``before``. If ``before`` is 0, ``relative`` is 0 if ``after`` is
+0, too, and NaN otherwise."""
 
 _LIMITED = ("value", "ratio")
 """The kinds of metrics that can have a limit."""
@@ -40,9 +40,10 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
     Returns:
         One row for each pair, and one row for each number that only one of the runs has. The
         columns include `CHANGES`, where ``before`` or ``after`` is NaN if the run lacks the number.
-        ``shared`` is true if the row's instrument measured the case in both runs, on the same
-        device unless ``across``. ``steps``, ``steps_present`` and ``ranks`` come from the first
-        run's summary. The names of the same columns of the second run end in ``_new``.
+        ``shared`` is true if the row's instrument measured the case in both runs. Without
+        ``across``, the device must also be the same. ``steps``, ``steps_present`` and ``ranks``
+        come from the first run's summary. Columns of the second run's summary have the same names
+        with ``_new`` at the end.
     """
     which = [name for name in (*AXES, *NUMBER[1:]) if not (across and name == "device")]
     keys, measured = [*which, "of", "unit"], [n for n in which if n not in ("metric", "phase")]
@@ -70,7 +71,7 @@ def pairs(before: Run, after: Run, *, across: bool = False) -> pd.DataFrame:
 def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
     """Return the numbers of a run that can have a limit, without ratios if ``ratios`` is false.
 
-    Ratios of the baseline to itself are left out, because they are always 1.
+    A ratio of the baseline to the baseline is left out, because this ratio is 1.
     """
     rows = run.summary
     is_ratio = (rows.kind == "ratio") & (rows.trainer != rows.baseline) & ratios
@@ -118,8 +119,9 @@ VARYING = ("_seconds", "_cycles", "_per_second", "_joules", "_watts", "_share")
 are times, cycles, rates, energy, power and shares."""
 
 STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for 95 % confidence intervals of the mean, for 1, 2, …, 9 degrees of freedom. If two
-such intervals of similar width do not overlap, the means differ with more than 99 % confidence."""
+"""Student's t for 95 % confidence intervals of the mean, for 1, 2, …, 9 degrees of freedom. If the
+intervals of two means have a similar width and do not overlap, the means differ with more than 99 %
+confidence."""
 
 Interval = tuple[float, float]
 """A lower and an upper bound of a number."""
@@ -132,7 +134,7 @@ SYNTAX = (
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit: the largest allowed change of one metric.
+    """A limit, which is the largest allowed change of one metric in one phase or the whole step.
 
     Args:
         metric: a metric such as ``dram_bytes``, or a ratio to the baseline such as ``dram_ratio``.
@@ -183,7 +185,7 @@ class Limit:
 
     @cached_property
     def of(self) -> str:
-        """The base metric of the limited ratio. It is empty if the limit is not on a ratio."""
+        """The base metric of the limited ratio, or an empty string if a value is limited."""
         metric = METRICS.find(self.metric)
         return metric.of if metric else ""
 
@@ -216,10 +218,11 @@ class Limit:
         return allowed.to_frame("limit").assign(regressed=regressed)
 
     def exceeded_between(self, before: Interval, after: Interval) -> bool | None:
-        """Return True if every change from one interval to the other exceeds the limit.
+        """Return True if all changes from one interval to the other exceed the limit.
 
-        Returns False if no change exceeds the limit. Otherwise the change is ambiguous, and None is
-        returned. None is also returned if the intervals overlap and a change exceeds the limit.
+        A change goes from a number in ``before`` to a number in ``after``. If the intervals
+        overlap, True is never returned. False is returned if no change exceeds the limit, and None
+        in the remaining cases.
         """
         corners = pd.DataFrame(product(before, after), columns=["before", "after"])
         exceeded = self.exceeded(corners.before, corners.after).regressed
@@ -247,7 +250,8 @@ def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:
 def mean_interval(values: Sequence[float]) -> Interval:
     """Return the 95 % confidence interval of the mean. A single value has an infinite interval.
 
-    For more than 10 values, the interval is slightly too wide, because `STUDENT` ends there.
+    For more than 10 values, the interval is slightly too wide, because `STUDENT` has no numbers for
+    more than 9 degrees of freedom.
     """
     t = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
     half = t * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf

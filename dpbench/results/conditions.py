@@ -21,7 +21,7 @@ from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 
 _NOT_SETTINGS = {"directory", "path", "timeout", "active"}
-"""The fields of instruments that do not change the measured numbers."""
+"""The fields of instruments that have no influence on the measured numbers."""
 
 
 def new_run(
@@ -31,7 +31,7 @@ def new_run(
     workers: int = 0,
     shard: str | None = None,
 ) -> Run:
-    """Return a run without cases, for a session that begins with these instruments.
+    """Return a run without cases, for a session that has just begun.
 
     ``shard`` names the part of the grid that the session measures, or is None for the whole grid.
     Values that JSON cannot express are converted to text, as in a saved run.
@@ -49,9 +49,10 @@ def new_run(
 
 
 def automatic_name(run: Run) -> str:
-    """Return the default name of a run: commit, ``-dirty`` and the UTC time of its start.
+    """Return the default name of a run: the commit, and the UTC time at which the run started.
 
-    ``-dirty`` means that the code differs from the commit. Without git, the name is only the time.
+    If the code differs from the commit, ``-dirty`` follows the commit. If the commit is unknown,
+    the name is the time alone.
     """
     time = f"{datetime.fromisoformat(run.session['started']).astimezone(UTC):%Y%m%dT%H%M%SZ}"
     if (code := run.environment.get("code")) is None:
@@ -63,7 +64,8 @@ def merge_interrupted(run: Run, session: Run) -> Run:
     """Merge a new session with the interrupted run that it resumes.
 
     Raises:
-        ConfigurationError: the conditions of the two differ, or the run is already complete.
+        ConfigurationError: the conditions of run and session differ, or the run is already
+            complete.
     """
     if run.status != INTERRUPTED:
         raise ConfigurationError(
@@ -97,7 +99,10 @@ def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> l
 
 
 def _conditions_of_all_parts(run: Run) -> dict[str, Any]:
-    """Return the conditions of a run by name. If parts of the run differ, all values are joined."""
+    """Return the conditions of a run by name.
+
+    If the parts of a merged run have different values of a condition, the values are joined.
+    """
     parts = [
         _conditions(part.get("environment", {}), {**run.session, **part}) for part in run.parts
     ]
@@ -129,13 +134,13 @@ def _conditions(environment: Mapping[str, Any], session: Mapping[str, Any]) -> d
 
 
 def _settings(instrument: Any) -> dict[str, Any]:
-    """Return the options of an instrument that can change numbers. Metrics become their names."""
+    """Return the options of an instrument that can change numbers, with names of metrics."""
     # An instrument without options need not be a dataclass.
     options = fields(instrument) if is_dataclass(instrument) else ()
     chosen: dict[str, Any] = {f.name: getattr(instrument, f.name) for f in options}
     if "metrics" in chosen:
         chosen["metrics"] = [metric.name for metric in chosen["metrics"]]
-    if "instrument" in chosen:  # the instrument of a script wraps another instrument
+    if "instrument" in chosen:  # an instrument for scripts wraps another instrument
         chosen = _settings(chosen.pop("instrument")) | chosen
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -153,7 +158,7 @@ def environment(
     tools: Mapping[str, str] | None = None,
     project: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the software and machine of a run. Versions are read without importing packages.
+    """Return the software and machine of a run. No package is imported to read its version.
 
     Args:
         gpu: the name, driver and other properties of the GPU that measured, or None.
@@ -165,9 +170,9 @@ def environment(
     )
     for package in versions:
         with suppress(metadata.PackageNotFoundError):
-            # PyPI's `dpbench` is another project.
+            # The package named `dpbench` on PyPI is another project.
             versions[package] = metadata.version(package.replace("dpbench", "pytest-dpbench"))
-    cpu = None  # recorded, because the CPU's speed determines the time of launch-bound steps
+    cpu = None  # recorded, because some steps wait for the CPU, whose speed sets their time
     with suppress(OSError):
         cpu = re.search(r"^model name\s*:\s*(.*?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)
     return {
@@ -192,7 +197,8 @@ def code_state(project: Path) -> dict[str, Any] | None:
 
     Returns:
         ``commit``; ``dirty``, which is true if there are changes; and ``changes``, the SHA-256
-        digest of the changes, or None without changes. Returns None without git or a commit.
+        digest of the changes, or None without changes. Returns None if git is not installed or the
+        directory has no commit.
     """
     commit = git(project, "rev-parse", "HEAD")
     top = git(project, "rev-parse", "--show-toplevel")

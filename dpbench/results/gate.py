@@ -1,11 +1,11 @@
 """The gate: checks limits on the changes between a reference run and a new run.
 
-A limit is checked for each requested case and instrument whose number both runs have. The gate
-fails if a limit is exceeded. It also fails if a limit could not be checked for a requested case,
-for example because the new run lacks the number. Cases that were not requested are only mentioned
-in a note. Cases that the reference lacks are accepted if `Gate.first_run_ok` is true or
-`Gate.asked` is None. A session uses the gate at its end. ``dpbench compare`` and ``dpbench bisect``
-use the gate for saved runs.
+A limit is checked for each requested case and instrument if both runs have the number that the
+limit is about. The gate fails if a limit is exceeded. It also fails if a limit could not be checked
+for a requested case, for example because the new run lacks the number. A case that was not
+requested is not checked, but a note names the case. Cases that the reference lacks are accepted if
+`Gate.first_run_ok` is true or `Gate.asked` is None. A session uses the gate at its end. ``dpbench
+compare`` and ``dpbench bisect`` use the gate for saved runs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ RequestedCases = Collection[tuple[Subject, str]]
 """The cases that a session should measure, each with the name of an instrument."""
 
 MOST_NAMES = 10
-"""The most names that a line lists. Further names are only counted."""
+"""The most names that a line lists. If there are more names, the line has the number of further
+names."""
 
 
 @dataclass(frozen=True)
 class Unjudged:
-    """The cases for which a limit was not checked, and the reason.
+    """The cases for which a limit was not checked, with the reason.
 
     Without cases, the reason is not about single cases: the reference has no number for the limit,
     the baselines differ, or the new run was interrupted.
@@ -62,9 +63,11 @@ class Verdict:
             the ratio.
         judged: the rows for which limits were checked, with ``limit`` (the allowed change in the
             metric's unit), ``threshold`` (the limit as written) and ``regressed``.
-        regressions: the rows that exceed a limit, as plain JSON types, with `largest_changes`.
+        regressions: the rows that exceed a limit, as plain JSON types, each with its
+            `largest_changes`.
         unjudged: the limits that could not be checked, each with the cases and the reason.
-        notes: cases that were not compared, other differences, and defects of the reference.
+        notes: cases that were not compared, other differences, and why the reference is incomplete
+            or failed.
         memory: the functions of scripts whose memory at the peak changed, see `grown_memory`.
     """
 
@@ -79,7 +82,7 @@ class Verdict:
     def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
         """Merge the verdicts of several limits on the same two runs.
 
-        Regressions and limits that could not be checked occur once.
+        Equal regressions are merged into one, and so are equal entries of ``unjudged``.
         """
         first, *others = verdicts
         if not others:
@@ -96,7 +99,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gate:
-    """A run and its reference.
+    """A new run and the reference run with which the new run is compared.
 
     Args:
         before: the reference. If there is no reference, this is a run without rows.
@@ -161,9 +164,9 @@ class Gate:
     def _unjudged(self, limit: Limit, about: pd.DataFrame) -> Iterator[Unjudged]:
         """Yield the cases for which a limit could not be checked, grouped by reason.
 
-        If no such case was found and the reference has no number for the limit at all, one entry
-        without cases says so. With `first_run_ok`, there is no such entry if the new run
-        has the number.
+        If no case is yielded, and the reference has no number for the limit in any case, an entry
+        without cases is yielded. With `first_run_ok`, this entry is left out if the new run has the
+        number.
         """
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):
@@ -232,7 +235,8 @@ class Gate:
     def _other_ranks(self, row: Mapping[str, Any]) -> str:
         """Return how the numbers of ranks differ, or an empty string if they are equal.
 
-        Only runs of the same script can differ. A case of a grid has a fixed number of ranks.
+        The numbers can differ only for a script, because a case of a grid has a fixed number of
+        ranks.
         """
         before, after = row["ranks"], row["ranks_new"]
         if before == after:
@@ -263,10 +267,10 @@ class Gate:
         )
 
     def _not_counted(self, case: Subject, row: Mapping[str, Any]) -> str:
-        """Return the note on uncounted operators, or an empty string if there is none that matters.
+        """Return a note on uncounted operators that can hide growth, or an empty string.
 
-        Operators that only the new run left out can hide growth. Work in other threads and
-        floating-point operations can hide growth even if both runs left them out.
+        An operator that was counted only in the reference can hide growth. Work in other threads,
+        and operators without counted FLOPs, can hide growth even if neither run counted them.
         """
         if row["device"] != NO_HARDWARE:
             return ""
@@ -283,7 +287,7 @@ class Gate:
         return f"{fresh[0]} in {self.after.name}" if fresh else ""
 
     def _notes(self) -> Iterator[str]:
-        """Yield notes on cases that were not compared, on different conditions and on defects."""
+        """Yield notes on cases that were not compared, different conditions and a failed run."""
         before, after = self.before, self.after
         if before.frame.empty:
             yield f"{before.name} has nothing to compare with yet"
@@ -340,9 +344,10 @@ def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Subject, dict[str, Any]]]:
 
 
 def _missing(cases: Sequence[tuple[Subject, str]], others: RequestedCases) -> list[str]:
-    """List the cases that ``others`` lack.
+    """List the cases that ``others`` lacks.
 
-    If ``others`` have a case by some of its instruments only, the missing instruments are named.
+    If ``others`` has a case with some but not all of its instruments, the missing instruments are
+    named.
     """
     partly, named = {case for case, _ in {*cases} & {*others}}, dict[Subject, list[str]]()
     for case, instrument in cases:
@@ -352,6 +357,6 @@ def _missing(cases: Sequence[tuple[Subject, str]], others: RequestedCases) -> li
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names with commas. Names after the first `MOST_NAMES` are only counted."""
+    """Join at most `MOST_NAMES` names with commas, and append the number of further names."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"{', '.join(names[:MOST_NAMES])}{more}"

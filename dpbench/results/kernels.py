@@ -1,7 +1,8 @@
-"""The counts of each operator and of each kernel of a step.
+"""The counts of each operator and of each kernel in a step.
 
 Nsight Compute counts the bytes of kernels by replaying each kernel. These counts leave out copies
-and memsets. Sums over kernels therefore have metrics of their own.
+and memsets. Sums over kernels can therefore be smaller than the bytes of a step, so they are
+separate metrics.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ HEAVY = 0.01
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a document's list of operators, kernels or memory lines."""
+    """One entry of a list of operators, kernels or memory lines in the document of a run."""
 
     def as_row(self) -> dict[str, Any]:
         """Return the fields as plain JSON types."""
@@ -48,7 +49,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class OperatorCount(Entry):
-    """The calls of one operator in one phase, for one module and one source line."""
+    """The calls of one operator in one phase, for one module and one source line.
+
+    Logical bytes are counted from the sizes of inputs and outputs, without hardware.
+    """
 
     phase: str
     operator: str  # e.g. aten.clone
@@ -56,20 +60,20 @@ class OperatorCount(Entry):
     read_bytes: int  # logical bytes
     write_bytes: int  # logical bytes
     flops: int  # a multiply-add counts as two
-    general_rule: bool = False  # the bytes are a guess from the operator's schema
-    collective_bytes: int = 0  # sent to other ranks
+    general_rule: bool = False  # true if the bytes are a guess from the schema
+    collective_bytes: int = 0  # bytes sent to other ranks
     module: str = ""  # the module whose forward ran the operator, e.g. blocks.*.mlp, or empty
     line: str = ""  # e.g. model.py:24 forward; in backward, the line of the forward operator
 
     @property
     def total_bytes(self) -> int:
-        """Logical bytes read and written."""
+        """The sum of the logical bytes read and written."""
         return self.read_bytes + self.write_bytes
 
 
 @dataclass(frozen=True)
 class MemoryLine(Entry):
-    """Bytes that one source line allocated in one phase and that were live at a step's peak."""
+    """Bytes that one source line allocated in one phase, and that were in use at a step's peak."""
 
     phase: str
     line: str  # e.g. train.py:24 step (AddmmBackward0), or "made before the counted steps"
@@ -77,7 +81,7 @@ class MemoryLine(Entry):
 
 
 def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
-    """Return the share of the step's bytes that is a guess, for each operator.
+    """Return, for each operator, its guessed bytes as a share of a step's logical bytes.
 
     Operators with a share of at most `HEAVY` are left out.
     """
@@ -105,13 +109,13 @@ CATEGORIES: tuple[tuple[str, str], ...] = (
 )
 """Categories of kernels, each with a pattern. A kernel belongs to the first category whose pattern
 occurs in its demangled name, ignoring case. The patterns fit kernels of PyTorch's eager mode as
-Nsight Compute names them. Multi-tensor kernels have the category of optimizers, because
-PyTorch's optimizers launch such kernels."""
+Nsight Compute names them. Multi-tensor kernels are in the category ``optimizer``, because PyTorch's
+optimizers launch them."""
 
 _WRAPPERS = re.compile(
     r"(Unary|AUnary|BUnary|Binary)Functor|gpu_kernel_impl\w*|at_cuda_detail|cuda_cub"
 )
-"""Template arguments that only wrap a more specific name."""
+"""Template arguments that only wrap a template argument with a more specific name."""
 
 _TELLING = re.compile(
     r"\w*?(Functor\w*|functor|Ops|_kernel\w*|KernelImpl|_cuda\w*|_scalar|Epilogue|Agent)"
@@ -131,7 +135,7 @@ def category(name: str) -> str | None:
 
 @cache
 def short_name(name: str) -> str:
-    """Shorten a demangled name to the name of the kernel and, if it is known, of the operation.
+    """Shorten a demangled name to the names of the kernel and, if known, of its operation.
 
     One template argument that names the operation is kept. Other template arguments, the return
     type, parameters and most namespaces are removed. For example, the name::
@@ -168,7 +172,7 @@ ADDED_UP = ("launches", "read_bytes", "write_bytes", "l2_bytes", "seconds")
 class KernelCount(Entry):
     """One launch of a kernel in a phase of a step, or the sum of all launches of the kernel."""
 
-    repeat: int  # number of the step among the active steps, from 0
+    repeat: int  # the index of the step among the measured steps, from 0
     phase: str
     name: str  # demangled, with template arguments and parameters
     launches: int
@@ -184,7 +188,7 @@ class KernelCount(Entry):
 
     @property
     def dram_bytes(self) -> float:
-        """Bytes read from and written to DRAM."""
+        """The sum of the bytes read from DRAM and the bytes written to DRAM."""
         return self.read_bytes + self.write_bytes
 
     def as_row(self) -> dict[str, Any]:
@@ -194,7 +198,7 @@ class KernelCount(Entry):
 
 
 def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
-    """Add up the launches of each kernel in each step and phase, most DRAM bytes first."""
+    """Add up the launches of each kernel in each step and phase. Sort the sums by DRAM bytes."""
     groups: dict[tuple[Any, ...], list[KernelCount]] = defaultdict(list)
     for launch in launches:
         groups[launch.repeat, launch.phase, launch.name].append(launch)
@@ -208,7 +212,7 @@ def fold(launches: Iterable[KernelCount]) -> tuple[KernelCount, ...]:
 def kernel_rows(
     case: Subject, by: str, counts: Iterable[KernelCount], device: str, tool: str, *, whole: bool
 ) -> list[Measurement]:
-    """Add up the counts of kernels to rows of the instrument ``by``.
+    """Add up the counts of kernels, and return the sums as rows of the instrument ``by``.
 
     There is a row for each metric, step and phase. If ``whole`` is true, all kernels of each step
     were counted, so there are also rows for whole steps.
@@ -231,21 +235,21 @@ def kernel_table(
     step_bytes: float | None = None,
     bandwidth: float | None = None,
 ) -> pd.DataFrame:
-    """Add up the counts of kernels by group, as means per step, most DRAM bytes first.
+    """Add up the counts of kernels by group, and divide the sums by the number of steps.
 
     Args:
         counts: the counts; at least one.
-        by: the columns whose values make a group, e.g. ``["category"]``.
+        by: the columns whose values are equal in a group, e.g. ``["category"]``.
         step_bytes: the DRAM bytes of a step, for ``share``. If None, uses the sum over all kernels.
         bandwidth: the bandwidth of the card's memory in B/s, for ``ceiling``.
 
     Returns:
-        A row for each group, indexed by ``by``. The columns are the fields `ADDED_UP` per step;
-        ``dram_bytes``; ``share``, which is ``dram_bytes`` divided by ``step_bytes``; and
-        ``ceiling``, which is ``dram_bytes / seconds`` divided by ``bandwidth``. Without a
-        ``bandwidth``, ``ceiling`` is NaN.
+        A row for each group, indexed by ``by``, most DRAM bytes first. The columns are the fields
+        `ADDED_UP` per step; ``dram_bytes``; ``share``, which is ``dram_bytes`` divided by
+        ``step_bytes``; and ``ceiling``, which is ``dram_bytes / seconds`` divided by ``bandwidth``.
+        Without a ``bandwidth``, ``ceiling`` is NaN.
     """
-    import pandas as pd  # imported here, because processes that only count need not load it
+    import pandas as pd  # imported here, so that measured processes need not load it
 
     frame = pd.DataFrame([count.as_row() for count in counts])
     table = frame.groupby(list(by))[[*ADDED_UP]].sum() / frame.repeat.nunique()

@@ -1,4 +1,4 @@
-"""Outcomes of cases, and the JSON document of a run."""
+"""The outcomes of cases, and the JSON document that has all outcomes of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 STATUSES = (COMPLETE, INTERRUPTED)
-"""The possible states of a session. A session that has not ended is ``interrupted``."""
+"""The possible states of a session. Until a session ends, its state is ``interrupted``."""
 
 REGRESSED, UNJUDGED = "regressed", "unjudged"
 """The verdicts on a complete session that failed: a limit was exceeded, or could not be checked."""
@@ -31,17 +31,17 @@ LISTS: dict[str, type[Measurement] | type[Entry]] = {
     "kernels": KernelCount,
     "memory_lines": MemoryLine,
 }
-"""The fields of `Outcome` that a document keeps as lists of their own, with the class of an entry.
-Each entry repeats the fields of its case."""
+"""The fields of `Outcome` that are top-level lists in a document, with the class of the entries.
+Each entry has the fields of its case, too."""
 
 NUMBERED = ("operators", "kernels", "memory_lines")
-"""The lists whose entries have the index of their outcome. A row has no index. Its instrument tells
-which outcome of the case has the row."""
+"""The lists whose entries contain the index of their outcome. Rows contain no index, because the
+case and the instrument of a row determine the outcome."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of measuring one case, or the error that prevented it.
+    """The result of measuring one case, or the error that prevented a result.
 
     Args:
         case: the case.
@@ -54,7 +54,7 @@ class Outcome:
         instruments: the names of the instruments that should measure the case.
         operators: the counts of each operator.
         kernels: the counts of each kernel.
-        memory_lines: the source lines that hold memory at the peak.
+        memory_lines: the source lines that allocated the memory in use at the peak.
         notes: what logical counting assumed or did not count.
         extra_info: additional values that tests recorded.
         tests: the tests that requested the case, each with its id as ``test`` and its ``params``.
@@ -101,7 +101,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """Invert `as_json`. Fields that an older document lacks get their defaults."""
+        """Invert `as_json`. A field that an older document lacks gets the default value."""
         known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
         known = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()}
         for name, kind in LISTS.items():
@@ -110,13 +110,13 @@ class Outcome:
 
 
 def merge_duplicates(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Merge outcomes so that each number occurs once.
+    """Merge outcomes of the same case, so that each number occurs once.
 
-    Of several outcomes with the same case and instruments, the first is kept. If the first failed,
-    the first that has rows and did not fail is kept instead. The kept outcome gets the tests and
-    ``extra_info`` of all these outcomes. If outcomes of one case have different but overlapping
-    instruments, only the first rows of each instrument, the first operators and the memory lines of
-    the same outcome are kept.
+    Of several outcomes with the same case and instruments, the first is kept. If that outcome
+    failed, the first outcome that has rows and did not fail is kept instead. The kept outcome gets
+    the tests and ``extra_info`` of all these outcomes. If outcomes of one case have different but
+    overlapping instruments, only the first rows of each instrument are kept. Operators and memory
+    lines are kept for the first outcome that has operators.
     """
     merged: dict[Hashable, Outcome] = {}
     for outcome in outcomes:
@@ -199,7 +199,7 @@ def derived(summary: pd.DataFrame) -> dict[str, Any]:
 
 
 def _records(frame: pd.DataFrame) -> list[dict[Hashable, Any]]:
-    """Return rows as plain JSON types with all digits. NaN becomes None."""
+    """Return the rows of a frame as plain JSON types with all digits. NaN becomes None."""
     columns = [[v if v == v else None for v in frame[name].tolist()] for name in frame]
     return [dict(zip(frame, row, strict=True)) for row in zip(*columns, strict=True)]
 

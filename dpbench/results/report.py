@@ -58,13 +58,14 @@ class CaseReport:
     def value(self, metric: str, phase: str = STEP) -> float:
         """Return a metric of the step or of one phase.
 
-        Steps and ranks are combined as in `dpbench.results.summary.summary`. If the metric, such as
-        peak memory, was measured and counted, the measured number is returned. If several of the
-        instruments in `Metric.by` measured it on one device, the first of them is used.
+        Steps and ranks are combined as in `dpbench.results.summary.summary`. If a metric was
+        measured and also counted without hardware, the measured number is returned. If several
+        instruments measured the metric on one device, the one that comes first in `Metric.by` is
+        used.
 
         Raises:
-            ConfigurationError: the metric was not measured, or was measured on several devices or
-                by several other instruments.
+            ConfigurationError: the metric was not measured, was measured on several devices, or was
+                measured by several instruments that are not all in `Metric.by`.
         """
         return float(self._row(metric, phase).value)
 
@@ -89,7 +90,7 @@ class CaseReport:
 
     @property
     def dram_bytes(self) -> float:
-        """Bytes that one step reads from and writes to DRAM, by hardware counters."""
+        """Bytes that one step reads from and writes to DRAM, measured by hardware counters."""
         return self.value("dram_bytes")
 
     @property
@@ -99,7 +100,7 @@ class CaseReport:
 
     @property
     def phases(self) -> pd.DataFrame:
-        """One row per phase, with a column for each metric whose values are not `Timed`."""
+        """A table with a row for each phase, and a column for each metric that is not `Timed`."""
         timed = [name for name, metric in METRICS.items() if isinstance(metric.how, Timed)]
         rows = self.summary[(self.summary.phase != STEP) & ~self.summary.metric.isin(timed)]
         rows = of_one_instrument(rows)

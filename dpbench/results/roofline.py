@@ -1,16 +1,17 @@
-"""The roofline: whether bandwidth or arithmetic bounds each phase of a step.
+"""The roofline, which tells whether bandwidth or arithmetic bounds each phase of a step.
 
 A phase with F floating-point operations and M bytes takes at least F / peak seconds for its
 operations and M / bandwidth seconds for its bytes. The arithmetic intensity F / M of the phase
 decides which of these two bounds is larger (Williams, Waterman and Patterson, "Roofline: an
 insightful visual performance model", CACM 52(4), 2009).
 
-PyTorch's counter counts the operations of matrix products and attention only. The bytes of a case
-are its DRAM bytes if DRAM bytes were measured, and its logical bytes otherwise. No printed table
-mixes the two kinds of bytes.
+Only the operations of products are counted, see `dpbench.instruments.logical.flops`. Products are,
+for example, matrix products, convolutions and attention. The bytes of a case are its DRAM bytes if
+DRAM bytes were measured, and its logical bytes otherwise. No printed table mixes the two kinds of
+bytes.
 
 The roofs of a card are the highest rates of its memory (bandwidth) and of its arithmetic (peak).
-``cards.toml`` has roofs of many cards from NVIDIA's documents, and measured roofs of few cards.
+``cards.toml`` has roofs from NVIDIA's documents, and for some cards also measured roofs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Roofs:
-    """The highest rates that a card can reach."""
+    """The roofs of a card: the highest rates of its memory and of its arithmetic."""
 
     name: str  # the card's name in titles
     devices: tuple[str, ...]  # the card's names in measured rows, from NVML and CUDA
@@ -49,7 +50,10 @@ class Roofs:
     def of(
         cls, devices: Iterable[str], bandwidth: float, flops: Mapping[str, float], source: str
     ) -> Roofs:
-        """Make the roofs of devices. Autocast has the arithmetic roof of its 16-bit products."""
+        """Make the roofs that several devices share.
+
+        The precisions ``bf16-amp`` and ``fp16-amp`` (autocast) get the FLOP/s of bf16 and of fp16.
+        """
         names = tuple(devices)
         known = {name: float(flops[name]) for name in PRODUCTS}
         known |= {f"{name}-amp": float(flops[name]) for name in ("bf16", "fp16") if name in flops}
@@ -64,7 +68,7 @@ def _read_cards() -> Iterator[tuple[str, Roofs]]:
     for key, sheet in _CARDS_TOML["cards"].items():
         sparse = {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
         flops = {name: peak * 1e12 for name, peak in {**sheet["tflops"], **sparse}.items()}
-        flops.setdefault("fp16", flops["bf16"])  # most data sheets have one figure for both
+        flops.setdefault("fp16", flops["bf16"])  # mostly one figure for both in data sheets
         source = _CARDS_TOML["sources"][sheet["source"]]["title"]
         roofs = Roofs.of(sheet["devices"], sheet["bandwidth"] * 1e9, flops, source)
         yield key, replace(roofs, memory=sheet["memory"] * 1e9 if "memory" in sheet else None)
@@ -75,17 +79,17 @@ _CARDS_TOML = tomllib.loads(
 )
 
 CARDS = dict(_read_cards())
-"""The roofs of cards by short name, from NVIDIA's documents. Few programs reach these rates."""
+"""The roofs of cards by short name, from NVIDIA's documents."""
 
 
 def known_roofs(name: str) -> Roofs | None:
-    """Return the card with this short name (``h200``) or device name (``NVIDIA H200``), or None."""
+    """Return the roofs of a card by short name (``h200``) or device name, or None if unknown."""
     named = (c for key, c in CARDS.items() if _plain(name) in map(_plain, (key, *c.devices)))
     return next(named, None)
 
 
 def find_card(name: str) -> Roofs:
-    """Return the card with this name.
+    """Return the roofs of the card with this short name or device name.
 
     Raises:
         ConfigurationError: ``cards.toml`` has no figures of the card.
@@ -96,7 +100,7 @@ def find_card(name: str) -> Roofs:
 
 
 def _plain(name: str) -> str:
-    """Return the letters and digits of a name in lower case, without "nvidia" and "geforce"."""
+    """Return a name in lower case, without "nvidia", "geforce", spaces and punctuation."""
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
 
 
@@ -123,9 +127,10 @@ def find_ceilings(device: str) -> Roofs:
 def reachable(card: Roofs) -> Roofs:
     """Estimate the rates that large copies and matrix products reach on a card.
 
-    Each rate is the rate in the data sheet of the card, times a share. The share is the measured
-    rate of an H200 divided by the rate in the H200's data sheet: 0.89 for the bandwidth, and 0.76,
-    0.72 and 0.68 for arithmetic at fp32, tf32 and bf16. Other precisions have the share of bf16.
+    Each rate in the card's data sheet is multiplied by a share. The share is the rate that was
+    measured on an H200, divided by the rate in the H200's data sheet: 0.89 for the bandwidth, and
+    0.76, 0.72 and 0.68 for arithmetic at fp32, tf32 and bf16. Other precisions have the share of
+    bf16.
     """
     own, reached = CARDS["h200"], _measured_roofs(_CARDS_TOML["ceilings"][0])
     shares = {
@@ -152,7 +157,7 @@ def read_ceilings(path: Path) -> Roofs:
 
 MEASURED_BYTES = "measured DRAM bytes"
 COUNTED_BYTES = "logical bytes"
-"""The values of the column ``bytes_are``, which tells the kind of a row's bytes."""
+"""The values of the column ``bytes_are``, which says whether bytes were measured or counted."""
 
 BUSY = "gpu_busy_share"
 
@@ -164,8 +169,8 @@ def intensities(summary: pd.DataFrame) -> pd.DataFrame:
     """Return the table of `phases` for cases whose precision is known.
 
     Raises:
-        ConfigurationError: the precision of no case is known, or a phase or step has no counted
-            operations.
+        ConfigurationError: the precision of no case is known, or the operations of a phase or step
+            were not counted.
     """
     known = summary[summary.precision != ""]
     if known.empty and not summary.empty:
@@ -187,13 +192,13 @@ def intensities(summary: pd.DataFrame) -> pd.DataFrame:
 def phases(summary: pd.DataFrame) -> pd.DataFrame:
     """Return operations, bytes and time of each phase and of the step.
 
-    Operations are counted without hardware. Times come from an instrument that can measure
-    ``busy`` if one timed the case, because ``busy`` is a share of the time by that instrument.
+    Operations are counted without hardware. If an instrument that can measure ``busy`` timed the
+    case, its times are used, because ``busy`` is a share of these times.
 
     Returns:
         One row per case, device and phase: the case and its fields, ``device``, ``phase``,
         ``flops``, ``bytes``, ``bytes_are``, ``intensity`` (FLOP/B), ``seconds`` and ``busy``, the
-        share of the time in which the GPU did anything. Unknown numbers are NaN.
+        share of ``seconds`` in which the GPU did anything. Unknown numbers are NaN.
     """
     import pandas as pd
 
@@ -225,19 +230,20 @@ def phases(summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def apply_roofs(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
-    """Add the least times that the roofs of one card allow to a table of `phases`.
+    """Add columns to a table of `phases`: the least times that the roofs of one card allow.
 
     Returns:
-        The table with six more columns. A column is NaN if a number or a roof that it needs is
+        The table with six more columns. An entry is NaN if a number or a roof that it needs is
         unknown. ``arithmetic_seconds`` and ``bytes_seconds`` are the least times for operations and
         for bytes. ``bound`` is ``arithmetic`` or ``bandwidth``, whichever has the longer least
         time. If the busy share is below `LAUNCH_BOUND`, ``bound`` instead says ``launch-bound``
         with this share. ``least_seconds`` is the longer of the two least times. For a step with
-        phases, it is the sum over the phases, because phases run one after the other. ``share`` is
-        ``least_seconds / seconds``, and ``flops_per_second`` is the achieved rate.
+        phases, ``least_seconds`` is the sum over the phases, because phases run one after the
+        other. ``share`` is ``least_seconds / seconds``, and ``flops_per_second`` is the achieved
+        rate.
 
     Raises:
-        ConfigurationError: rows were measured on another card.
+        ConfigurationError: a row was measured on a card that has other roofs.
     """
     measured = table[(table.bytes_are == MEASURED_BYTES) | table.seconds.notna()]
     if others := sorted({*measured.device} - {*roofs.devices}):

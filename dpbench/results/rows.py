@@ -36,7 +36,7 @@ class Measurement:
         value: the number, in ``unit``.
         unit: the unit of the metric, e.g. ``B``, ``s`` or ``1``. A counter that was requested by
             ncu's own name has the unit that ncu reports.
-        repeat: the number of the step among the active steps, from 0.
+        repeat: the index of the step among the measured steps, from 0.
         device: the name of the GPU or CPU, or `NO_HARDWARE`.
         tool: the measuring programs with their versions, e.g. ``ncu 2025.3.1``.
         rank: the rank of the measured process in a distributed step, from 0.
@@ -81,10 +81,10 @@ NUMBER = ["case", *(c for c in IDENTITY if c not in (*AXES, "rank", "repeat"))]
 ``rank`` and ``repeat`` are not among these columns."""
 
 PLACE = [column for column in NUMBER if column not in ("instrument", "metric")]
-"""The columns of a summary that identify case, device and phase."""
+"""The columns of a summary that identify the case, the device and the phase of a row."""
 
 OF_CASE = [column for column in PLACE if column != "phase"]
-"""The columns of a summary that identify case and device."""
+"""The columns of a summary that identify the case and the device of a row."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
@@ -96,9 +96,9 @@ def checked(
     """Check the rows that an instrument recorded for a case.
 
     If a step lacks a phase that another step or rank has, a row with the value 0 is added for
-    metrics whose phases add up to the step. For these metrics, a missing row therefore means that a
-    number was lost. No rows are added for a script, because its steps may have different phases.
-    No rows are added either if a row was refused or ``whole`` is false.
+    metrics whose phases add up to the step. After this, a missing row of one of these metrics means
+    that a number was lost. No rows are added for a script, because its steps may have different
+    phases. No rows are added either if a row was refused or ``whole`` is false.
 
     Returns:
         The valid rows with the added rows, and for each refused row the reason.

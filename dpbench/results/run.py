@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A saved session, or one that is still running.
+    """The outcomes and conditions of a session that is saved or still running.
 
     Args:
         path: the path of the run's file. A session without a file has its name instead.
         document: the document, see `dpbench.results.outcome.document`.
         label: a name to use instead of the file's name.
-        measured: the outcomes of a running session. If None, they are read from the document.
+        measured: the outcomes of a running session. If None, outcomes are read from the document.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class Run:
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read and check the file of a saved run, or of ``--dpbench-json``."""
+        """Read and check the file of a saved run, or a file that ``--dpbench-json`` wrote."""
         with naming(path):
             data = read_file(path)
         return cls.parse(data, path)
@@ -73,7 +73,7 @@ class Run:
         environment: Mapping[str, Any] | None = None,
         session: Mapping[str, Any] | None = None,
     ) -> Run:
-        """Make a run from outcomes."""
+        """Make a run from outcomes and from the conditions under which they were measured."""
         merged = tuple(merge_duplicates(outcomes))
         return cls(Path(name), document(merged, environment or {}, session), measured=merged)
 
@@ -81,11 +81,11 @@ class Run:
     def merge(cls, runs: Sequence[Run]) -> Run:
         """Merge an interrupted run and its continuation, or the runs of shards, into one run.
 
-        The outcomes of all runs are merged, see `merge_duplicates`. The duration is the sum over
-        the runs. The merged run is complete if all runs are complete, and regressed if any run is
-        regressed. ``unjudged`` has the entries of all runs. The grid keeps only the axes that have
-        the same values in all runs. Environment and other fields of the session are those of the
-        last run. If environment, settings or grid differ, ``session["parts"]`` records all
+        The outcomes of all runs are merged, see `merge_duplicates`. The duration is the sum of the
+        durations of all runs. The merged run is complete if all runs are complete, and regressed if
+        any run is regressed. ``unjudged`` has the entries of all runs. The grid keeps only the axes
+        that have the same values in all runs. Environment and other fields of the session are those
+        of the last run. If environment, settings or grid differ, ``session["parts"]`` records all
         different combinations of the three.
         """
         every = [part for run in runs for part in run.parts]
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def session(self) -> dict[str, Any]:
-        """The grid, settings, status and duration. Documents of older versions have none."""
+        """The grid, settings, status and duration, or nothing in documents of older versions."""
         return dict(self.document.get("session", {}))
 
     @property
@@ -149,9 +149,10 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """The status. A complete run that failed is instead ``regressed`` or ``unjudged``.
+        """The status, or ``regressed`` or ``unjudged`` if a limit made a complete run fail.
 
-        A run is regressed if a limit was exceeded, and unjudged if a limit could not be checked.
+        A run is regressed if a limit was exceeded. Otherwise, it is unjudged if a limit could not
+        be checked.
         """
         if self.status != COMPLETE:
             return self.status
@@ -165,18 +166,18 @@ class Run:
 
     @cached_property
     def sources(self) -> tuple[tuple[str, str], ...]:
-        """The sorted pairs (device, instrument) that have rows."""
+        """The pairs (device, instrument) that have rows, in sorted order."""
         return tuple(sorted({(row["device"], row["instrument"]) for row in self.document["rows"]}))
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """The sorted devices that have rows."""
+        """The devices that have rows, in sorted order."""
         in_rows = {device for device, _ in self.sources}
         return tuple(self.document.get("devices", sorted(in_rows)))
 
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
-        """The definitions of the run's metrics. Documents of older versions have none."""
+        """The definitions of the run's metrics, or nothing in documents of older versions."""
         return tuple(map(Metric.from_json, self.document.get("metrics", ())))
 
     @cached_property
@@ -209,12 +210,12 @@ class Run:
 
     @cached_property
     def text(self) -> str:
-        """The document as JSON text, as it is saved."""
+        """The document as JSON text, in the form of a saved file."""
         return document_text(self.document)
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """The outcomes in the order of the document. Several can be about the same case."""
+        """The outcomes, in the order of the document. A case can have several outcomes."""
         if self.measured is not None:
             return self.measured
         rows: dict[Subject, dict[str, list[Any]]] = defaultdict(dict)

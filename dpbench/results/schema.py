@@ -27,7 +27,7 @@ _TYPES: dict[str, Any] = {
     "bool": bool,
     "str | None": str | None,
 }
-"""The types of fields by their annotation in the dataclasses of rows, operators and kernels."""
+"""For each annotation in the dataclasses of `LISTS`, the type that the schema has for the field."""
 
 _AXES: list[Any] = []
 """The fields of a case. A document may leave out `OPTIONAL_AXES` that have the default value."""
@@ -45,13 +45,13 @@ class Environment(msgspec.Struct):
 
 
 class Grid(msgspec.Struct):
-    """The grid of a session, of which only the baseline of ratios is checked."""
+    """The grid of a session. Only the field ``baseline`` of the grid is checked."""
 
     baseline: str = ""
 
 
 class Part(msgspec.Struct):
-    """Environment, settings and grid of one of several merged runs."""
+    """The environment, settings and grid of one run that was merged with other runs."""
 
     environment: Environment = msgspec.field(default_factory=Environment)
     settings: dict[str, dict[str, Any]] = {}
@@ -79,7 +79,7 @@ class TestPart(msgspec.Struct):
 
 
 class HowPart(msgspec.Struct):
-    """The aggregation of a metric, see `dpbench.core.metric.Aggregation`."""
+    """The aggregation of a metric's values, see `dpbench.core.metric.Aggregation`."""
 
     kind: Literal[tuple(AGGREGATIONS)]  # type: ignore[valid-type]
     names: list[str] = []
@@ -115,7 +115,7 @@ class MetricPart(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def _schema() -> type[Any]:
-    """Make the type of a whole document. Its lists have entries with the fields of `LISTS`."""
+    """Make the type of a whole document. The classes in `LISTS` define list entries."""
     phase = Literal[(STEP, *ALL_PHASES)]  # type: ignore[valid-type]
     lists: dict[str, Any] = {}
     for part, kind in LISTS.items():
@@ -178,7 +178,7 @@ class _Head(msgspec.Struct):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn any error of reading a document into a `ConfigurationError` that names the file."""
+    """Turn any error while a run's file is read into a `ConfigurationError` that names the file."""
     try:
         yield
     except Exception as error:
@@ -187,7 +187,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """Decode and check a document, and fill in optional axes. An error says what is wrong."""
+    """Decode and check a document, and fill in optional axes that the document leaves out."""
     head = msgspec.json.decode(data, type=_Head)
     if head.schema != SCHEMA:
         upgrade = "; upgrade dpbench" if head.schema > SCHEMA else ""

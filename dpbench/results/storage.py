@@ -123,7 +123,7 @@ class Storage:
         return None
 
     def allocate(self, name: str, device: str | None, text: str) -> Path:
-        """Create a file with the next free number in its name and this text.
+        """Create the file of a run from its text. The name begins with the next free number.
 
         A lock prevents two sessions from getting the same number, if the file system has locks.
         """
@@ -149,7 +149,7 @@ class Storage:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Lock a run's file while a session writes it. If the process ends, so does the lock."""
+        """Lock a run's file while a session writes it. The lock ends with the process."""
         lock = _lock(path)
         try:
             with locked(lock, wait=False):
@@ -163,7 +163,7 @@ class Storage:
 
 
 def is_being_written(path: Path) -> bool:
-    """Return True if a session is writing a run's file and this user can see the lock."""
+    """Return True if a session holds the lock of a run's file, as far as this user can see it."""
     try:
         with locked(_lock(path), wait=False) if _lock(path).exists() else nullcontext():
             return False
@@ -203,15 +203,15 @@ def latest_passed_run(
     asked: Collection[tuple[Subject, str]],
     notes: list[str],
 ) -> Run | None:
-    """Return the latest complete run that failed no limit and fits the arguments, or None.
+    """Return the latest run that fits the arguments and has the verdict `COMPLETE`, or None.
 
     Args:
         newest_first: the files of candidates, the newest first.
         sources: pairs (device, instrument). The run must have rows of at least one pair.
-        asked: pairs (case, instrument). The run must have rows of at least one pair, unless there
-            are no pairs.
+        asked: pairs (case, instrument). If there are pairs, the run must have rows of at least one
+            pair.
         notes: the list to which messages are added: on unreadable files and, if no run is returned,
-            on the latest run that fits the arguments but is interrupted or failed a limit.
+            on the latest run that fits the arguments but has another verdict.
     """
     skipped, rejected, wanted = list[str](), list[str](), {*asked}
     for run in readable(newest_first, Run.load, skipped):
@@ -230,14 +230,15 @@ def latest_passed_run(
 def check_comparable(
     before: Run, after: Collection[tuple[str, str]], name: str, *, across: bool, option: str
 ) -> None:
-    """Refuse to compare runs without a common instrument.
+    """Raise an error if two runs have no common instrument.
 
-    Unless ``across``, also refuse runs if an instrument of both measured on no common device.
+    Unless ``across`` is true, also raise an error if an instrument occurs in both runs, but on no
+    common device.
 
     Args:
         before: the reference run.
         after: the pairs (device, instrument) of the run to compare with it.
-        name: the name of that run, for the message.
+        name: the name of the run to compare, for the message.
         across: whether the devices may differ.
         option: the option that sets ``across``, for the message.
 

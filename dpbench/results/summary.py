@@ -29,8 +29,8 @@ from dpbench.results.rows import (
 )
 
 IN_CACHE_BYTES = 1e9
-"""If a step moves fewer DRAM bytes than this, much of its data stays in the L2 cache (60 MB on an
-H200) between kernels. Ratios of DRAM bytes then mean nothing."""
+"""If a step moves fewer DRAM bytes than this, tables warn about ratios of DRAM bytes: much of the
+data of the step can stay in the L2 cache between kernels."""
 
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
@@ -46,26 +46,27 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
         the fields of the case, ``instrument``, ``device``, ``phase``, ``metric``, ``unit``, and:
 
         - ``value``: the mean over the steps, or the median for times, rates and shares. With
-          Poisson batches, times, rates and shares have the mean, too, and peaks have the maximum.
+          Poisson batches, times, rates and shares also have the mean, and peaks have the maximum.
           Ranks are combined as the metric defines. Some steps of a script can lack a phase, such as
-          the optimizer under gradient accumulation. Metrics whose phases add up to the step count
-          as 0 in these steps. If some steps of a case of a grid lack such a metric, the value is
-          NaN. A ratio without a baseline is also NaN.
-        - ``kind`` and ``of``: the kind of a derived metric, and its base metric.
-        - ``least`` and ``most``: the smallest and the largest value of a step.
+          the optimizer under gradient accumulation. In these steps, a metric whose phases add up to
+          the step counts as 0. If a case is no script and one of its steps lacks the metric, the
+          value is NaN. A ratio without a baseline is also NaN.
+        - ``kind``: the kind of a derived metric, such as ``ratio``, or ``value`` for other metrics.
+          ``of``: the metric from which a derived metric was computed.
+        - ``least`` and ``most``: the smallest and the largest value over the steps.
         - ``steps``: the number of steps.
         - ``steps_present``: the number of steps that have a value.
         - ``ranks``: the number of ranks.
         - ``imbalance``: the largest value of a rank divided by the mean over ranks.
         - ``ratio``: the value divided by the value of the same case with the trainer ``baseline``.
         - ``spread``: ``(most - least) / value``, or NaN for a single step.
-        - ``logical``: the prediction of logical counting for the same case, phase and metric.
+        - ``logical``: the number that was counted without hardware for the same case and phase.
         - ``over_logical``: the value divided by ``logical``.
         - ``over_one_gpu``: the value divided by the value of the same trainer on one GPU, with the
           same batch.
-        - ``preferred``: true if the base metric comes from the preferred instrument.
+        - ``preferred``: true unless another instrument with the same number is preferred.
         - ``has_baseline``: true if the same device has rows of the same case with the baseline.
-        - ``in_cache``: true if the step moves so few bytes that ratios of DRAM bytes mean nothing.
+        - ``in_cache``: true if the step moves fewer DRAM bytes than `IN_CACHE_BYTES`.
         - ``timed_by``: the instrument that measured the time of a throughput.
     """
     rows = with_logical(_with_ratios(aggregate(frame), baseline))
@@ -114,7 +115,7 @@ def of_one_instrument(rows: pd.DataFrame, preferred: Sequence[str] = ()) -> pd.D
 
 
 def dram_bytes_of_step(rows: pd.DataFrame) -> float | None:
-    """Return the DRAM bytes of a step from hardware counters, or None if they were not counted."""
+    """Return the measured DRAM bytes of a step, or None if no instrument measured DRAM bytes."""
     step = rows[(rows.phase == STEP) & (rows.metric == "dram_bytes")]
     values = of_one_instrument(step).value
     return None if values.empty else float(values.iloc[0])
@@ -129,7 +130,7 @@ def instruments_of(name: str) -> tuple[str, ...]:
 def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Add ``ratio``, ``baseline`` and ``ratio_steps``.
 
-    ``ratio_steps`` is the smaller of the numbers of steps of the case and of its baseline.
+    ``ratio_steps`` is the number of steps of the case or, if this is smaller, of its baseline.
     """
     cell = rows.assign(case=each_case(rows.case, lambda case: case.cell))
     of_baseline = cell[each_case(rows.case, lambda case: case.trainer == baseline).astype(bool)]
@@ -149,7 +150,7 @@ def divided(values: pd.Series[float], divisors: pd.Series[float]) -> pd.Series[f
 def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
     """Add ``logical`` and ``over_logical`` to rows that hardware measured.
 
-    Logical counting counts the first rank only. If a metric is summed over ranks, ``logical`` is
+    Logical counting counts only the first rank. If a metric is summed over ranks, ``logical`` is
     therefore the counted number times the number of GPUs.
     """
     by_hardware = rows.device != NO_HARDWARE

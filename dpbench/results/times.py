@@ -1,11 +1,12 @@
-"""The time breakdown: how arithmetic, bytes and idle time explain the time of a phase.
+"""The time breakdown, which explains the time of a phase by arithmetic, bytes and idle time.
 
-The same parts explain the time that a private step takes beyond a step of the baseline.
+The same parts explain the time by which a private step exceeds a step of the baseline.
 
-The roofs of the card (`dpbench.results.roofline`) give the least time of a phase for its operations
-and the least time for its DRAM bytes. These two times overlap, so a phase takes at least the longer
-of the two. ``idle`` is the time in which the GPU did nothing. ``left`` is the time of the phase
-minus ``idle`` and the longer least time. In this time, kernels run slower than the roofs allow.
+The roofs of a card are its highest rates (`dpbench.results.roofline`). They give the least time of
+a phase for its operations and the least time for its DRAM bytes. These two times overlap, so a
+phase takes at least the longer of the two. ``idle`` is the time in which the GPU did nothing.
+``left`` is the time of the phase minus ``idle`` and minus the longer least time, so ``left`` is the
+time that roofs and idle time do not explain.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ PARTS = ("arithmetic", "bytes", "idle", "left")
 def time_breakdown(summary: pd.DataFrame, ceilings: Roofs) -> pd.DataFrame:
     """Divide the times of phases and steps, all measured on one card, into parts.
 
-    Logical bytes are not used. Caches can hold some of these bytes, so the time for all of these
-    bytes is no lower bound.
+    Logical bytes are not used. A cache can hold some of the logical bytes, so the time to move all
+    logical bytes from memory is no lower bound.
 
     Returns:
         The table of `apply_roofs` for all phases and steps with a time, and two more columns.
-        ``idle_seconds`` is ``(1 - busy) * seconds``. ``left_seconds`` is the time minus
-        ``idle_seconds`` and ``least_seconds``. ``left_seconds`` is negative if ``least_seconds``
-        exceeds the time in which the GPU was busy. Then a ceiling is too low, or bytes and time
-        belong to different work. A part is NaN if a number that it needs is unknown.
+        ``idle_seconds`` is ``(1 - busy) * seconds``, the time in which the GPU did nothing.
+        ``left_seconds`` is the time minus ``idle_seconds`` and ``least_seconds``. ``left_seconds``
+        is negative if ``least_seconds`` exceeds the time in which the GPU was busy. Then a roof is
+        too low, or the bytes and the time belong to different work. A part is NaN if a number that
+        it needs is unknown.
     """
     table = phases(summary)
     table = table.assign(bytes=table.bytes.where(table.bytes_are == MEASURED_BYTES))

@@ -86,7 +86,7 @@ def _main_metrics() -> list[str]:
 
 
 def change_cells(row: Mapping[Any, Any]) -> list[str]:
-    """Return the texts about one changed number, in the order of `HEADERS`."""
+    """Return the cells of a line about one changed number, in the order of `HEADERS`."""
     limit = written(row.get("threshold"), lambda limit: str(limit).rpartition(":")[2])
     return [
         str(row["metric"]),
@@ -131,7 +131,7 @@ def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
 def grown_text(
     regressions: Iterable[Mapping[str, Any]], memory: Iterable[Mapping[str, Any]] = ()
 ) -> str:
-    """List the changes of the operators, kernels and functions that changed most, one on each line.
+    """List, one on each line, the largest changes of operators, kernels and functions.
 
     A line is, for example, ``dpsgd clip: aten.clone +85.9 GB, in blocks.*.mlp (model.py:24
     forward)``. Changes of memory come last.
@@ -147,7 +147,7 @@ def grown_text(
 
 
 def change_text(change: Mapping[str, Any]) -> str:
-    """Write the change of the bytes of an operator, kernel or function, with module and line."""
+    """Write by how many bytes an operator, kernel or function changed, with module and line."""
     sign = "-" if change["bytes"] < 0 else "+"
     module = f", in {change['module']}" if change["module"] else ""
     line = f" ({change['line']})" if change["line"] else ""

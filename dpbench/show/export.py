@@ -1,4 +1,4 @@
-"""All tables of a run, and their copy in GitHub's summary of a workflow step."""
+"""All tables of a run, which are also appended to GitHub's summary of a workflow step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINE_WIDTH = 40
 """The width in characters at which the name of a source line is wrapped."""
 
 SMALL = 0.01
-"""A source line is shown if it holds at least this share of the memory of all recorded lines."""
+"""A source line is shown if at least this share of the recorded memory was allocated there."""
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
@@ -61,7 +61,7 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
 
 
 def memory_table(outcome: Outcome, top: int) -> Table:
-    """Make a table of the source lines that hold most memory at the peak of the last step.
+    """Make a table of the source lines that allocated most of the last step's peak memory.
 
     The table has at most ``top`` lines.
     """
@@ -82,7 +82,7 @@ def memory_table(outcome: Outcome, top: int) -> Table:
 
 
 def trainer_table(summary: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> Table:
-    """Make the table of a `trainer_summary`.
+    """Make a table of cases by trainer, from the result of `trainer_summary`.
 
     Below the table are the reasons of failures and the notes. Peak memory that was counted without
     hardware has a separate column.

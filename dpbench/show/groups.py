@@ -1,4 +1,4 @@
-"""Groups of cases that share a table, their order, and the titles of tables."""
+"""The groups of cases that share a table, the order of cases, and the titles of tables."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ UNCLEAR_ALONE = ("micro_batches", "activation_checkpointing", "gpus", "compile")
 """Axes whose values, such as ``2`` or ``on``, need the name of the axis in a label."""
 
 WIDE_SPREAD = 0.1
-"""If the spread of a time over the steps exceeds this, tables show the shortest and longest time
-instead of one time."""
+"""If the longest and the shortest time of a step differ by more than this share of the value,
+tables show both times instead of the value."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Group:
         title: the beginning of the titles of the group's tables.
         frame: the rows of the cases, in the order of the table's lines. The column ``label`` names
             the case of a row.
-        phase: the phase of the first table. This is `STEP` unless cases are grouped by phase.
+        phase: the phase of the first table. The phase is `STEP` unless cases are grouped by phase.
         first_header: the header of the first column.
     """
 
@@ -119,9 +119,9 @@ _WRITERS: dict[str, Callable[[float], str]] = {
 
 
 def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
-    """Sort rows by cell and device, then by trainer in the order of registration.
+    """Sort rows by configuration and device, then by trainer in the order of registration.
 
-    Rows of one trainer keep their order.
+    Rows with equal configuration, device and trainer keep their order.
     """
     return ordered(summary, [*configuration, "device", "trainer"])
 
@@ -151,7 +151,7 @@ def titled(
 
 
 def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
-    """Yield the groups of a summary, with cases in the order of the view."""
+    """Yield the groups of a summary, with cases in the order that the view requests."""
     named = [k for name in view.group_by for k in (CONFIGURATION if name == "cell" else [name])]
     keys = list(dict.fromkeys([*(name for name in named if name != "device"), "device"]))
     always = ("trainer", "batch_size", "seq_len")
@@ -171,7 +171,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
     rows = rows.assign(label=[" ".join(filter(None, names)) for names in zip(*parts, strict=True)])
     for values, group in rows.groupby(keys, sort=False):
         shared = dict(zip(keys, values, strict=True))
-        # The title names the axes that are in no label. Each of them has one value in the summary.
+        # The title also names axes that are in no label, because these axes have one value each.
         shared |= {a: group[a].iloc[0] for a in AXES if a not in (*keys, *labels)}
         group = group.drop_duplicates(["label", "phase", "metric"])
         phase = str(shared.get("phase", STEP))

@@ -1,4 +1,4 @@
-"""Tables of a case's kernels, and tables that compare phases with the roofs of the card."""
+"""Tables of a case's kernels, and tables that compare phases with the highest rates of a card."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME_WIDTH = 24
 
 
 def kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Table]:
-    """Make a table of a case's kernels and a table of their categories, most DRAM bytes first.
+    """Make a table of a case's kernels and a table of their categories, sorted by DRAM bytes.
 
     There are no tables if the case was not profiled kernel by kernel. A share is relative to the
     DRAM bytes of the whole step. If these bytes were not measured, a share is relative to the DRAM
@@ -61,7 +61,7 @@ def kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Tab
 
 
 def wrapped(name: str) -> str:
-    """Break a kernel's name into lines that fit the column."""
+    """Break a kernel's name into lines of at most `NAME_WIDTH` characters."""
     return textwrap.fill(name, NAME_WIDTH, drop_whitespace=False)
 
 
@@ -143,7 +143,7 @@ def phase_lines(
 
 
 def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield a note if phases are launch-bound, and a note on trainers without busy shares."""
+    """Yield a note if a phase is launch-bound, and a note if it is unknown how busy the GPU was."""
     if (rows.busy < LAUNCH_BOUND).any():
         yield (
             f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time. The "

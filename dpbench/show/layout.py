@@ -71,7 +71,7 @@ class Table:
         ]
 
     def as_text(self, width: int = WIDTH) -> str:
-        """Write the table as text. Columns that do not fit into the width follow further below."""
+        """Write the table as text, with columns that do not fit into the width in blocks below."""
         blocks = [self._render(block, "simple") for block in self._blocks(width)]
         notes = [_fill(note, width) for note in self.notes]
         lines = [_fill(self.title, width), "", "\n\n".join(blocks), *notes]
@@ -79,7 +79,7 @@ class Table:
 
     def as_markdown(self) -> str:
         """Write the table as a heading, a table of GitHub's Markdown, and notes."""
-        # Line breaks are removed, because they only make a long name fit a terminal.
+        # Line breaks are removed, because their only use is to make a long name fit a terminal.
         cells = [[escaped(cell.replace("\n", "")) for cell in line] for line in self.cells]
         plain = Table("", list(map(escaped, self.headers)), cells)
         body = plain._render(range(len(self.headers)), "github")
@@ -88,7 +88,7 @@ class Table:
     def _blocks(self, width: int) -> Iterator[list[int]]:
         """Yield blocks of columns that fit into the width. Each block begins with the first column.
 
-        A block of only two columns can be wider.
+        A block of only two columns can be wider than the width.
         """
         block = [0]
         for index in range(1, len(self.headers)):
@@ -156,9 +156,10 @@ def gigabytes(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Write a number that is not negative, with three significant digits or more.
+    """Write a number that is not negative, with about three significant digits.
 
-    Below 0.1, zeros at the end are left out. Positive numbers below 0.0001 have an exponent.
+    Numbers below 0.1 have three digits at most, without zeros at the end. Positive numbers below
+    0.0001 have an exponent.
     """
     if value < 0.1:
         return f"{value:.3g}"

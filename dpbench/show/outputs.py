@@ -25,7 +25,7 @@ Output = Callable[[Sequence[Run], "TableOptions"], str | bytes]
 
 
 def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions) -> None:
-    """Write runs to a file. If the output fails, the file does not change.
+    """Write runs to a file with the output ``kind``. If the output fails, the file stays unchanged.
 
     Raises:
         ConfigurationError: the file cannot be written, or an output from outside dpbench failed.
@@ -44,7 +44,7 @@ def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions)
 
 
 def json_document(runs: Sequence[Run], view: TableOptions) -> str:
-    """Return the document of one run as JSON text. Several runs are refused."""
+    """Return the document of one run as JSON text. Raise an error for several runs."""
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
         raise ConfigurationError(f"a JSON file can have one run only, not {names}: name one run")

@@ -25,7 +25,8 @@ ROW, FRAME = 0.17, 1.15
 """The height of a bar, and the total height of the title and the axis of a panel, in inches."""
 
 TEXT, LINE = "#010203", "#040506"
-"""Placeholders for the colours of text and lines. The SVG has the colours of `STYLE` instead."""
+"""Placeholders for the colours of text and lines, which `_text` replaces with the colours of
+`STYLE`."""
 
 STYLE = """<style>
 :root { --text: #1b1f24; --line: #9aa1aa; }
@@ -63,7 +64,7 @@ def svg(runs: Sequence[Run], view: TableOptions) -> str:
 
 
 def _drawn(chart: Chart) -> Figure:
-    """Draw the panels of a chart, at most two in a row, between its title and its legend."""
+    """Draw the panels of a chart, at most two in a row, with a title above and a legend below."""
     panels = [*chart.panels.items()]
     columns = min(len(panels), 2)
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
@@ -110,7 +111,7 @@ def _draw(axes: Axes, title: str, figure: Any) -> None:
 
 
 def _text(figure: Figure) -> str:
-    """Return the SVG, with a style that adapts its colours to the page."""
+    """Return the SVG, with a style that has colours for light pages and for dark pages."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()

@@ -1,4 +1,4 @@
-"""Tables of what the PyTorch profiler and Nsight Systems recorded."""
+"""Tables of the numbers that the PyTorch profiler and Nsight Systems recorded."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ NO_STATISTICS = (
 def timeline_tables(
     usages: Sequence[dict[str, Any]], statistics: Mapping[str, str], title: str
 ) -> list[Table]:
-    """Make a table of a timeline by phase, and a table for each report of ``nsys stats``.
+    """Make a table of the phases in a timeline, and a table for each report of ``nsys stats``.
 
     Args:
         usages: the metrics of each phase and step, as a timeline's ``usages`` returns them.

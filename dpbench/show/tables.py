@@ -21,8 +21,9 @@ SHOWN_SHARE = 1e-3
 """A phase is shown if its value exceeds this share of the largest value of any phase or step."""
 
 EVEN_SHARE = 0.05
-"""A note names ranks that differ: their largest value exceeds their mean by more than this share. A
-phase is ignored if its value is at most this share of the largest value of any phase or step."""
+"""A note names the case in which ranks differ most, if the largest value of a rank exceeds the mean
+over ranks by more than this share. A phase is ignored if its value is at most this share of the
+largest value of any phase or step."""
 
 BUSY_OF = (
     "Busy: the time in which the GPU did anything, as a share of the time of the step or phase "
@@ -45,9 +46,9 @@ AGAINST_LOGICAL = (
 def tables(
     summary: pd.DataFrame, view: TableOptions | None = None, outcomes: Iterable[Outcome] = ()
 ) -> list[Table]:
-    """Make the tables of a summary: the tables of each group, then counters by ncu's own names.
+    """Make the tables of a summary, first of each group, then of counters with ncu's own names.
 
-    If the view names columns, each group has only one table, which has these columns.
+    If the view names columns, each group has just one table, which has the named columns.
 
     Args:
         summary: the summary of a run.
@@ -87,10 +88,10 @@ def tables(
 def _columns(group: Group, view: TableOptions) -> list[Metric]:
     """Return the columns of a group's first table.
 
-    Columns that the user requested are returned, or no columns if all of them are empty. Without
-    a request, the default columns are returned, with ratios first. If the view groups by
-    phase or the group has no bytes, default columns without a number are left out, and ratios do
-    not come first.
+    If the user requested columns, these columns are returned, or no columns if all of them are
+    empty. Without a request, the default columns are returned, with ratios first. If the view
+    groups by phase or the group has no bytes, default columns without a number are left out, and
+    ratios do not come first.
     """
     logical = bool((group.shown.device == NO_HARDWARE).any())
     chosen = view.columns or shown_by_default(logical=logical)
@@ -102,15 +103,15 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
         return list(chosen) if filled else []
     if "phase" in view.group_by or not any(c.unit == "B" and c.adds_up for c in filled):
         return filled
-    # An empty column is shown only if its metric is usually known. Busy shares and metrics from
-    # outside dpbench are unknown on some chips or to some instruments. A single rank sends nothing.
+    # An empty column is shown only if its metric is usually known. Some chips or instruments lack
+    # busy shares and metrics from outside dpbench. A single rank sends no bytes to other ranks.
     usual = METRICS.built_in - {BUSY, "collective_bytes"}
     kept = [c for c in chosen if c in filled or (c.of or c.name) in usual]
     return sorted(kept, key=lambda shown: shown.kind != "ratio")
 
 
 def _header(shown: Metric, view: TableOptions) -> str:
-    """Return a column's header. The header of a ratio names a baseline other than `standard`."""
+    """Return a column's header. The header of a ratio names a baseline that is not `standard`."""
     if view.baseline == BASELINE_TRAINER:
         return shown.heading
     return shown.heading.replace(STANDARD, f"÷ {view.baseline}")
@@ -159,7 +160,10 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
 
 
 def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
-    """Make a table of steps divided by steps of the same trainer and batch on one GPU."""
+    """Make a table of ratios: a number on several GPUs divided by the number on one GPU.
+
+    Both numbers have the same trainer and the same batch.
+    """
     values = [each for each in columns if each.kind == "value"]
     texts = {c.heading: group.texts(column(derived_name(c.name, "over_one_gpu"))) for c in values}
     notes = [OF_ONE_RANK] if (group.frame.device == NO_HARDWARE).any() else []
@@ -182,7 +186,7 @@ def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str
 
 
 def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:
-    """Yield the largest spread of each column, with the case and its number of steps."""
+    """Yield the largest spread in each column, with the case and the number of the case's steps."""
     for shown in (each for each in columns if each.spread):
         rows = group.shown[group.shown.metric == derived_name(shown.name, "spread")]
         if len(rows):
@@ -207,7 +211,7 @@ def _uneven(group: Group, columns: list[Metric]) -> Iterator[str]:
 
 
 def _phases_shown(group: Group, metric: str) -> list[str]:
-    """Return the phases in which some case has more than `SHOWN_SHARE` of the largest value."""
+    """Return the phases in which a case exceeds `SHOWN_SHARE` times the metric's largest value."""
     most = _most_by_phase(group, metric)
     return [phase for phase in ALL_PHASES if most.get(phase, 0.0) > most.max() * SHOWN_SHARE]
 
@@ -217,7 +221,7 @@ def _most_by_phase(group: Group, metric: str) -> pd.Series[float]:
 
 
 def _phase_table(group: Group, metric: str, name: str, view: TableOptions) -> list[Table]:
-    """Make a table of a metric by case and phase, with ratios to the baseline's phases."""
+    """Make a table of a metric by case and phase, with ratios to the baseline in each phase."""
     columns, most = {}, _most_by_phase(group, metric)
     shown = _phases_shown(group, metric)
     small = [name for name in ALL_PHASES if name not in shown and most.get(name, 0.0) > 0]
@@ -266,7 +270,7 @@ def _throughput_table(group: Group) -> list[Table]:
 
 
 def _other_metrics(summary: pd.DataFrame) -> list[Table]:
-    """Make a table of the counters that were requested by ncu's own names, in ncu's units."""
+    """Make a table of the counters that the user requested by ncu's own names, in ncu's units."""
     own = summary[summary.metric.str.contains("__") & (summary.phase == STEP)]
     cells = [
         [row["case"].id, str(row["metric"]), f"{row['value']:.6g} {row['unit']}"]

@@ -77,7 +77,7 @@ def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAI
 
 
 def lacking(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield notes on missing numbers and how to get them, and on bounds that are too high."""
+    """Yield notes on missing numbers, and on least times that exceed the time of the busy GPU."""
     steps = rows[rows.phase == STEP]
     no_ceiling = steps.arithmetic_seconds.isna() & steps.flops.notna()
     for missing, what, by in (

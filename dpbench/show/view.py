@@ -41,9 +41,9 @@ def column(name: str) -> Metric:
 
 
 def shown_by_default(*, logical: bool) -> list[Metric]:
-    """Return the default columns of logical counting, or of hardware counters and times.
+    """Return the default columns for runs that only count, or for runs that measure on hardware.
 
-    Metrics that a project adds are in both, if they are shown by default.
+    A metric that a project adds is a default column in both cases, if its definition says so.
     """
     shown = [metric for metric in METRICS.every().values() if "value" in metric.shown]
     return [
@@ -86,10 +86,11 @@ class TableOptions:
         group_by: the labels by which cases are grouped into tables. The cases of a table always
             have the same device, too.
         top: the most kernels, operators and source lines in a table.
-        expected: for each metric, the expected range of its ratio. The defaults are for ratios to
-            the standard trainer.
+        expected: for each metric, the expected range of its ratio. The default ranges are for
+            ratios to the trainer ``standard``.
         baseline: the trainer that ratios divide by.
-        ceilings: the measured roofs of the card. If None, uses the roofs that dpbench has.
+        ceilings: the measured highest rates (roofs) of the card. If None, uses the roofs that
+            dpbench has.
     """
 
     columns: tuple[Metric, ...] = ()
@@ -142,7 +143,7 @@ class TableOptions:
 
 
 def label_of(test: Mapping[str, Any], label: str) -> str:
-    """Return the value of a label for a test. Labels mean the same as in pytest-benchmark."""
+    """Return the value of a label for a test. The labels are those of pytest-benchmark."""
     function, bracket, params = str(test["test"]).partition("[")
     name = function.rpartition("::")[2]
     if label.startswith(PARAM):

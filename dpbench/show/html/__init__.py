@@ -1,1 +1,1 @@
-"""The HTML page of runs, which opens offline. It needs the extra ``report``."""
+"""The HTML page of runs, which opens offline. To draw it, install the extra ``report``."""

@@ -40,7 +40,7 @@ class Changes:
 
 
 def changes(runs: Sequence[Run]) -> list[Changes]:
-    """Return the changes from the first run to each other run with numbers of the same cases."""
+    """Return the changes from the first run to each later run with numbers of the same cases."""
     return [found for after in runs[1:] if (found := _changes(runs[0], after))]
 
 
@@ -54,7 +54,7 @@ def _changes(before: Run, after: Run) -> Changes | None:
 
 
 def _grown(before: Run, after: Run) -> Table:
-    """List the operators and kernels that changed most in the cases of both runs."""
+    """List the operators and kernels whose bytes changed most, for cases that both runs have."""
     frames = [frame for frame in _by_case(before, after) if len(frame)]
     found = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"change": []})
     found = found.sort_values("change", key=abs, ascending=False, kind="stable")

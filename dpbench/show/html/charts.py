@@ -22,7 +22,7 @@ COLOUR = PHASE_COLOURS["backward"]
 """The colour of bars that do not represent a phase."""
 
 RATIO_COLOURS = ("#0072B2", "#E69F00", "#8C8C8C")
-"""The colours of bytes, time and memory."""
+"""The colours of bytes, time and memory in the chart of ratios."""
 
 BY_OPERATOR = "counted operator by operator without hardware, not measured"
 
@@ -120,7 +120,7 @@ def phases(data: PageData) -> Chart | None:
 
 
 def _end_of_bar(row: Mapping[Any, Any]) -> str:
-    """Return the text at the end of a bar. A failed case has the name of its error."""
+    """Return the text at the end of a bar. For a failed case, the text is the name of the error."""
     if isinstance(row.get("error"), str):
         return f" failed: {figures.plain(row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"
@@ -128,7 +128,7 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
 
 
 def _about_ratios(data: PageData) -> Iterator[str]:
-    """Yield the notes on the bytes of the page and their ratios."""
+    """Yield the notes on the bytes that the page shows and on the ratios of these bytes."""
     baseline, step = data.baseline, data.step_bytes(data.basis)
     yield f"At the end of a bar: GB of the whole step, and the ratio to the step of {baseline}."
     limits = data.expected.get(step.metric.iloc[0])
@@ -155,7 +155,7 @@ def memory(data: PageData) -> Chart | None:
 
 
 def busy(data: PageData) -> Chart | None:
-    """Draw the share of each phase's time in which the GPU was busy, if this was measured.
+    """Draw the share of each phase's time in which the GPU was busy, if the share was measured.
 
     A phase of a case is left out if it has at most `SHOWN_SHARE` of the GPU cycles of the step.
     """

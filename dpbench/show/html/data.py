@@ -34,7 +34,7 @@ KEYS = ["run", "device", "basis", *CASE]
 
 
 def labelled(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Run]:
-    """Make runs from documents and their names. A number is added to a repeated name."""
+    """Make runs from documents and their names. A name that occurs again gets a number."""
     runs: list[Run] = []
     for name, document in documents:
         place = 1 + sum(run.path == Path(name) for run in runs)
@@ -49,7 +49,8 @@ class PageData:
     Args:
         runs: the runs of the page.
         expected: for each metric, the expected range of its ratio to the baseline.
-        ceilings: the measured roofs of the card. If None, uses the roofs that dpbench has.
+        ceilings: the measured highest rates (roofs) of the card. If None, uses the roofs that
+            dpbench has.
     """
 
     runs: Sequence[Run]
@@ -63,10 +64,11 @@ class PageData:
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """The values and ratios of preferred instruments in all runs, run by run.
+        """The values and ratios of all runs, from one instrument for each number.
 
-        The rows of a run are in the order of `in_order`. There are three more columns: ``run``, the
-        name of the run; ``basis``, `MEASURED` or `COUNTED`; and ``title``, the configuration.
+        The runs come one after the other, each with rows in the order of `in_order`. Three columns
+        are added: ``run``, the name of the run; ``basis``, `MEASURED` or `COUNTED`; and ``title``,
+        the configuration.
         """
         runs = [run for run in self.runs if not run.frame.empty] or self.runs[:1]
         parts = []
@@ -127,7 +129,7 @@ class PageData:
 
     @cached_property
     def peaks(self) -> pd.DataFrame:
-        """The peak memory of each case, with the basis of the charts of bytes."""
+        """The peak memory of each case, measured or counted like the bytes in the charts."""
         rows = self.summary[self.summary.metric == "peak_memory_bytes"]
         rows = rows[(rows.phase == STEP) & (rows.basis == self.basis)]
         return rows.drop_duplicates(KEYS)
@@ -151,7 +153,7 @@ def _basis(summary: pd.DataFrame) -> str:
 
 
 def _with_page_basis(summary: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with the basis of the charts of bytes."""
+    """Return the measured rows, or the counted rows if the charts show counted bytes."""
     return summary[summary.basis == _basis(summary)]
 
 

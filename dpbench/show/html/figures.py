@@ -1,9 +1,9 @@
 """The parts of charts: colours, and panels in plotly's JSON.
 
 The colours of phases are by Okabe and Ito (https://jfly.uni-koeln.de/color/). The colours of ranks
-are Paul Tol's "bright" scheme (https://personal.sron.nl/~pault/). Some colours are made lighter or
-darker, for contrast on white and on black. Readers with a common colour blindness can distinguish
-the colours of each scheme.
+are Paul Tol's "bright" scheme (https://personal.sron.nl/~pault/). Both schemes were designed for
+readers with colour blindness, too. Here, some colours of the schemes are lighter or darker, for
+contrast on white and on black.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "%": (0.01, lambda share: f"{share * 100:.0f}"),
     "×": (1.0, "{:.2f}".format),
 }
-"""The units of bars. Each unit has its size and the function that writes a value."""
+"""The units of bars. Each unit has its size in base units, and the function that writes values."""
 
 ROW, BAR, CHARACTER = 30, 13, 7
 """The height of a line of stacked bars, the height of a grouped bar, and the width of a character,
@@ -154,7 +154,7 @@ def _names(names: list[str], height: int) -> Json:
 def _bars(
     rows: pd.DataFrame, colours: Mapping[str, str], unit: str, stacked: bool
 ) -> Iterator[Json]:
-    """Yield the bars of each colour, then the labels. Stacked bars have no numbers."""
+    """Yield the bars of each colour, then the labels. Stacked bars are drawn without numbers."""
     size, write = UNITS[unit]
     for name, colour in colours.items():
         known = rows.dropna(subset=name)
@@ -198,7 +198,7 @@ def plain(text: str, longest: int = LONGEST) -> str:
 
 
 def lines(*texts: object) -> str:
-    """Return the text of a tooltip with these lines."""
+    """Join lines to the HTML text of a tooltip."""
     return "<br>".join(html.escape(str(text), quote=False) for text in texts)
 
 

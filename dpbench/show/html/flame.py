@@ -57,10 +57,10 @@ def flames(data: PageData) -> Chart | None:
 
 
 def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], int]:
-    """Return the bytes of each box by its path.
+    """Return a dictionary from the path of each box to the bytes of the box.
 
-    The path of the step is ``()``. Below are ``(phase,)``, ``(phase, module)`` and so on, down to
-    the source line. Boxes that are too small to draw are left out.
+    The path of the step is ``()``. Paths below the step are ``(phase,)``, ``(phase, module)`` and
+    so on, down to the source line. Boxes that are too small to draw are left out.
     """
     boxes: dict[tuple[str, ...], int] = defaultdict(int)
     for each in operators:

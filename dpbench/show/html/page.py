@@ -102,7 +102,7 @@ def draw(data: PageData) -> list[Chart]:
 
 
 def headline(data: PageData) -> list[str]:
-    """Write how many cases were measured, were counted without hardware, and failed."""
+    """Write three numbers of cases: measured, counted without hardware, and failed."""
     cases = data.summary.drop_duplicates(["run", "case", "basis"])
     measured = cases[cases.basis == MEASURED]
     counts = {
@@ -129,7 +129,7 @@ def trainers(runs: Sequence[Run]) -> Table:
 
 
 def steps(data: PageData) -> Table:
-    """Make the table of whole steps, with a line for each run, device, basis and case."""
+    """Make the table of whole steps. Measured and counted numbers of a case have separate lines."""
     step = data.summary[data.summary.phase == STEP]
     wide = pivot(step, "metric")
     numbers: dict[str, Shown] = {}
@@ -165,7 +165,7 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
 
 
 def every_row(runs: Sequence[Run]) -> Table:
-    """Make the table of all rows. The caption has the columns whose values are all the same."""
+    """Make the table of all rows. If a column has one value only, the caption has it instead."""
     frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
     names = ["run", *COLUMNS]
     same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]

@@ -1,4 +1,4 @@
-"""The charts that compare phases with the roofs of the card: roofline and time breakdown."""
+"""The roofline and the time breakdown, which compare phases with the highest rates of the card."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dpbench.show.times import ABOUT_SHARES, ADDED_COLUMNS, HOW_TO_READ, TIME_CO
 
 
 def roofline(data: PageData) -> Chart | None:
-    """Draw which share of its roof each phase reaches on the card that ran the phase."""
+    """Draw, for each phase, the least time that the card allows divided by the measured time."""
     table, notes = _combine_runs(data, _roofline_of)
     basis = (
         "DRAM bytes by hardware counters, times of unprofiled steps, floating-point operations "
@@ -67,7 +67,7 @@ PhasesAndRoofs = tuple[pd.DataFrame, Roofs]
 
 
 def _roofline_of(summary: pd.DataFrame, device: str, run: Run) -> PhasesAndRoofs | None:
-    """Compare phases that have counted operations and measured bytes with the roofs of a card."""
+    """Compare phases with the roofs of their card, if operations and DRAM bytes are known."""
     rows = phases(summary[summary.precision != ""]).dropna(subset="flops")
     rows = rows[rows.bytes_are == MEASURED_BYTES]
     if rows.empty:
@@ -85,9 +85,9 @@ def _combine_runs(
     counted without hardware.
 
     Returns:
-        The steps, and the phases that take more than `SHOWN_SHARE` of the time of their step, in
-        order, with the title of each configuration; and notes on the roofs of devices and on
-        devices without known roofs.
+        A table and notes. The table has the steps, and the phases that take more than `SHOWN_SHARE`
+        of the time of their step, with the title of each configuration. The notes have the roofs of
+        devices, and name devices without known roofs.
     """
     tables, errors, roof_notes = [], [], []
     all_rows = pd.concat([run.summary for run in data.runs], ignore_index=True)
@@ -159,7 +159,7 @@ def time(data: PageData) -> Chart | None:
 def _time_of(
     summary: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None
 ) -> PhasesAndRoofs | None:
-    """Return the time breakdown, or None if the device measured no step times or no DRAM bytes."""
+    """Return the time breakdown, or None if the device has no step times or no DRAM bytes."""
     measured = {*summary[summary.device == device].metric}
     if not {"step_time_seconds", "dram_read_bytes"} <= measured:
         return None

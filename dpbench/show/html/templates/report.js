@@ -9,8 +9,8 @@
 
   const isDark = () => !printing && (chosen ? chosen === "dark" : system.matches);
 
-  // The settings that all charts share. Plotly takes the page's own colours, so that only the style
-  // sheet defines what light and dark are.
+  // The settings that all charts share. The colours are read from the page, so that the style sheet
+  // alone defines the colours of the light page and of the dark page.
   const template = () => {
     const style = getComputedStyle(root);
     const colour = (name) => style.getPropertyValue(name).trim();
@@ -69,7 +69,7 @@
     });
   }
 
-  // Sort by the exact values of cells, and numbers by size. Cells without a value come last.
+  // Sort lines by the exact values in a column, numbers by size. Cells without a value come last.
   const valueOf = (cell) => cell.dataset.value ?? cell.textContent;
   const compare = (a, b) => {
     const [x, y] = [Number(a), Number(b)];
