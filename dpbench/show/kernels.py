@@ -102,8 +102,8 @@ def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
         for title, rows in titled(in_order(group)):
             known = {h: c for h, c in ROOFLINE_COLUMNS.items() if rows[c[0]].notna().any()}
             notes = [
-                f"{roofs_in_words(roofs, rows.precision)} FLOP are counted for matrix products and "
-                f"attention only. The least time of a step is the sum of its phases' least times.",
+                f"{roofs_in_words(roofs, rows.precision)} Elementwise operations are not counted. "
+                f"The least time of a step is the sum of its phases' least times.",
                 *launch_bound_notes(rows),
             ]
             name = f"{title}: roofline of {bytes_are}"

@@ -150,7 +150,7 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):
-        yield "WARNING: at this size the data stays in the L2 cache, so DRAM ratios mean nothing."
+        yield "WARNING: at this size much of the data stays in the L2 cache: DRAM ratios mislead."
     idle = rows[(rows.metric == BUSY) & (rows.value < LAUNCH_BOUND)]
     if BUSY in names and group.phase == STEP and len(idle):
         yield (

@@ -27,8 +27,8 @@ RATIO_COLOURS = ("#0072B2", "#E69F00", "#8C8C8C")
 BY_OPERATOR = "counted operator by operator without hardware, not measured"
 
 IN_CACHE = (
-    "Warning: some steps move less than 1 GB. At that size the data stays in the L2 cache, so "
-    "ratios of DRAM bytes mean nothing."
+    "Warning: some steps move less than 1 GB. At that size much of the data stays in the L2 cache, "
+    "so ratios of DRAM bytes mislead."
 )
 
 

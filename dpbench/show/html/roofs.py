@@ -54,8 +54,8 @@ def roofline(data: PageData) -> Chart | None:
         unit="%",
     )
     how_to_read = (
-        "Only operations of matrix products and attention are counted. A phase without such "
-        "operations has no bar. The table also has these phases, each with its roof and its share."
+        "Elementwise operations are not counted. A phase without counted operations has no bar. "
+        "The table also has these phases, each with its roof and its share."
     )
     notes += [how_to_read, *launch_bound_notes(table)]
     columns = _in_one_line({"phase": ("phase", str), **ROOFLINE_COLUMNS})
