@@ -143,7 +143,7 @@ class Session:
 
     @property
     def run(self) -> Run:
-        """The run with all outcomes so far, and with the conditions of `begun` if they are known."""
+        """The run with all outcomes so far. If `begun` is known, its conditions are included."""
         outcomes = tuple(self.store.outcomes())
         if (known := self._run) is None or known.measured != outcomes:
             begun = self.begun if "begun" in vars(self) else None

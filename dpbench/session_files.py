@@ -139,7 +139,7 @@ class RunWriter:
 
 @contextmanager
 def reporting(problem: Callable[[str], object]) -> Iterator[None]:
-    """If the block raises `ConfigurationError` or `OSError`, call ``problem`` with the message."""
+    """Call ``problem`` with the message of a `ConfigurationError` or `OSError` in the block."""
     try:
         yield
     except ConfigurationError as error:
