@@ -181,10 +181,10 @@ def _files_of(case: Subject, instruments: Sequence[Instrument]) -> Iterator[None
     """
     named = [getattr(instrument, "directory", None) for instrument in instruments]
     with ExitStack() as held:
-        # A session that locked a directory twice would wait for itself. Sessions lock directories
-        # in sorted order, so that two sessions never wait for each other.
+        # Each directory is locked once, because a second lock would wait for the first lock.
+        # Sessions lock directories in sorted order, so that two sessions never wait for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
-            with suppress(OSError):  # `InProcessInstrument.check` refuses needed directories
+            with suppress(OSError):  # an instrument's `check` reports it if files are needed
                 directory.mkdir(parents=True, exist_ok=True)
             lock = directory / f".{case.file_name}.lock"
             try:

@@ -40,7 +40,8 @@ class Session:
     and the requests of tests.
 
     Args:
-        plan: pairs of a case and an instrument that will be measured, as far as they are known.
+        plan: pairs of a case and an instrument that measures the case; empty if tests request the
+            cases.
         settings: the session's settings.
         gpu: the GPU on which the session measures; None if it uses no GPU.
         instruments: the instruments of the session; if empty, the instruments in the plan.
@@ -235,7 +236,7 @@ class Session:
         """
 
         def run() -> Run:
-            return self.begun and self.run  # first, `begun` reads the conditions
+            return self.begun and self.run  # without `begun`, the run lacks its conditions
 
         return self.comparison.check_limits(run, complete=complete, passed=passed)
 

@@ -58,7 +58,7 @@ class RunWriter:
         self._error: OSError | None = None
 
     def open(self, device: str | None, begun: Run, session: Mapping[str, Any]) -> Run:
-        """Lock the file of an interrupted run, or of a new run with the next number.
+        """Lock the file of an interrupted run, or create and lock the file of a new run.
 
         Args:
             device: the device on which the run is measured, see `device_of`.

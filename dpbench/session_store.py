@@ -110,7 +110,8 @@ class SessionStore:
         Args:
             case: the case.
             measure: measures the case.
-            by: the names of the instruments. A case has another outcome for other instruments.
+            by: the names of the instruments. For each combination of instruments, a case has a
+                separate outcome.
         """
         # The name is a hash, because ids may contain characters that file names cannot contain.
         name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()

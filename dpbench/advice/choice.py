@@ -65,7 +65,7 @@ def advise(
     memory: float | None = None,
     progress: Callable[[str], object] = lambda trainer: None,
 ) -> Advice:
-    """Count the methods that train a case, predict their times on a card, and choose one.
+    """Count a step of each method, predict its time on a card, and choose a private method.
 
     Args:
         case: the case; its trainer is ignored.
@@ -164,7 +164,8 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
         f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
         f"{best.predicted_ratio:.2f} times a standard step"
     ]
-    # Methods are in ascending order of time, so methods before the best one do not fit.
+    # Methods are in ascending order of predicted time, and `best` is the first that fits.
+    # So the methods before `best` do not fit.
     parts += [f"`{name}` does not fit" for name in private.trainer.iloc[: fitting.index[0] - 1]]
     near = fitting[fitting.predicted_seconds <= best.predicted_seconds * (1 + CLOSE)].iloc[1:]
     if len(near):

@@ -87,7 +87,7 @@ class Footprint:
         return {way: round(number) for way, number in ways.items()}
 
     def totals(self, of_call: Callable[..., Mapping[Key, float]]) -> dict[Key, float]:
-        """Return the sums over all calls of a step of the values that ``of_call`` returns.
+        """Call ``of_call`` for the counted calls of a step, and add up the returned values by key.
 
         Args:
             of_call: receives phase, operator, bytes read, bytes written, operations, bytes sent and
@@ -105,8 +105,8 @@ class Footprint:
 
     def peak(self, batch_size: int) -> tuple[float, str]:
         """Return the peak memory in bytes at a batch size, and the phase of the peak."""
-        # If the transformer was counted with fewer layers, the call with the most live bytes is
-        # ignored, because it can be another call for another number of layers.
+        # If the transformer was counted with fewer layers, live bytes after the call with the most
+        # live bytes are ignored, because the number of layers can decide which call this is.
         seen = 2 if self.first.layers else 3
         live = self._over_batches(
             batch_size,
@@ -145,9 +145,9 @@ class Footprint:
 
 
 def _on_line(points: Sequence[tuple[int, Mapping[Key, float]]], at: int) -> dict[Key, float]:
-    """Return each value at ``at``, on the line through the values of two points.
+    """Return each value at x = ``at``, on the straight line through its values at two points.
 
-    A value that one point lacks is 0 there.
+    If one point lacks a value, the value at this point is 0.
     """
     for x, values in points:
         if x == at:

@@ -21,7 +21,8 @@ OPERATOR_SECONDS = 25e-6
 busy share is below `dpbench.results.roofline.LAUNCH_BOUND`, measured times are 23 to 42 µs."""
 
 KERNEL_SECONDS = 5e-6
-"""Seconds that a kernel is assumed to take beyond its roofline, to start and to fill the GPU."""
+"""Seconds that a kernel is assumed to take in addition to the time of the roofline model. The GPU
+must start the kernel, and is not fully used at the kernel's beginning and end."""
 
 BANDWIDTH_SHARE = 0.8
 """Assumed bandwidth of a kernel, divided by the bandwidth of a copy. In `h200-methods-1024.json`,
@@ -61,7 +62,8 @@ class Seconds:
 def predict(footprint: Footprint, card: Roofs) -> Seconds:
     """Predict the times of a step on a card. The time of collectives is ignored."""
     bands = read_parameters(parted(footprint.case.trainer)[1]).get("bands", 1)
-    draws = int(bands) / (2 if footprint.case.precision == "bf16" else 4)  # for each byte
+    # Random numbers to draw for each byte of a gradient:
+    draws = int(bands) / (2 if footprint.case.precision == "bf16" else 4)
 
     def of_call(
         phase: str, operator: str, read: int, written: int, flops: int, sent: int, dtype: str

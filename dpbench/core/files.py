@@ -16,11 +16,11 @@ from pathlib import Path
 from dpbench.core.errors import ConfigurationError
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Matches control characters except tab and line feed, and characters that change the direction of
-writing."""
+"""Matches control characters (except tab and line feed), line separators, and characters that
+change the direction of writing."""
 
 STANDARD_OUTPUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-"""Paths that mean the standard output of this process."""
+"""Paths of this process's standard output on Linux."""
 
 
 def printable(text: str) -> str:
@@ -122,7 +122,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write a regular file completely or not at all.
 
     Paths for which `is_stream` returns True are written in place. If the path is a link, the target
-    of the link is written. An `OSError` has the path as its file name.
+    of the link is written. If an `OSError` is raised, its ``filename`` is ``path``.
     """
     try:
         if is_stream(path):

@@ -77,7 +77,7 @@ _CHIPS = {
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs that CUDA will number 0, 1, … in a child of this process.
 
-    ``CUDA_VISIBLE_DEVICES`` selects the GPUs. GPUs are sorted by PCI bus, as CUDA does with the
+    ``CUDA_VISIBLE_DEVICES`` selects the GPUs. GPUs are sorted by PCI bus, as in CUDA with the
     variables of `child_environment`. If the user has set ``CUDA_DEVICE_ORDER``, CUDA's order may
     differ. The list is empty if NVML reports an error.
 
@@ -248,7 +248,8 @@ def lock_gpu(
                 break
             except Locked as error:
                 holder = str(error)
-            if holder.endswith("\n") and holder != reported:  # else the text is incomplete
+            # A text without a line break is incomplete.
+            if holder.endswith("\n") and holder != reported:
                 waiting(holder.strip())
                 reported = holder
             time.sleep(POLL_SECONDS)

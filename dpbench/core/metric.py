@@ -75,7 +75,7 @@ class Sum(Aggregation):
 
 @dataclass(frozen=True)
 class Share(Aggregation):
-    """The first metric in ``parts`` divided by the second. Runs that lack one have no quotient."""
+    """The first metric in ``parts`` divided by the second, if a run has both metrics."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "mean"}
     adds_up: ClassVar[bool] = False

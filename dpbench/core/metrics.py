@@ -99,7 +99,7 @@ class Metrics(Mapping[str, Metric]):
         return [m for m in self.values() if m.name in known or (m.parts and known >= {*m.parts})]
 
     def definitions(self, names: Collection[str]) -> list[dict[str, Any]]:
-        """Return the result of `behind` as plain JSON types, so that a run defines its metrics."""
+        """Return the metrics of `behind` as plain JSON types, to save them with a run."""
         return [metric.as_json() for metric in self.behind(names)]
 
     def had_by(self, instrument: str) -> list[Metric]:

@@ -13,8 +13,8 @@ from dpbench.core.errors import ConfigurationError
 Parameter = int | float | bool | str
 
 _PARAMETERS = re.compile(r":(?=[^:=]*=)")
-"""Matches the colon before the parameters of a name, which is the first colon that is followed by
-``=`` without another colon between. In ``mine=package.module:Class:depth=2``, this is the second
+"""Matches the colon before the parameters of a name, which is the first colon with an
+``=`` before the next colon. In ``mine=package.module:Class:depth=2``, this is the second
 colon."""
 
 

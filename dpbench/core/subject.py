@@ -38,7 +38,7 @@ class Script:
 
     @property
     def gpus(self) -> int:
-        """0, because the number of GPUs is unknown."""
+        """Always 0, because dpbench does not know how many GPUs a script uses."""
         return 0
 
     @property

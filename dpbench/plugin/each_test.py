@@ -108,7 +108,7 @@ class EachTest:
         if not (self.session.instruments or self.session.settings.disable):
             pytest.skip(
                 f"needs {NEEDS['ncu']}"
-            )  # a fixture that a test requests while it runs adds no skip mark before
+            )  # the test has no skip mark, because it requested the fixture while it ran
         return self._report(case, fields, self.session.instruments)
 
     def _count(self, case: Case | str | type | StepFunction, **fields: Any) -> CaseReport:

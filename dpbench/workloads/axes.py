@@ -2,9 +2,9 @@
 
 Activation checkpointing recomputes the activations of a block in backward. All trainers use
 PyTorch's reentrant checkpoints. In forward, such a checkpoint runs a block without autograd, and
-Opacus's hooks do nothing. In backward, it runs the block again, with autograd. With
-``use_reentrant=False``, Opacus fails, because its hooks run twice for the forward of a layer and
-once for the backward.
+Opacus's hooks do nothing. In backward, the checkpoint runs the block again, with autograd. With
+``use_reentrant=False``, Opacus fails, because Opacus's hooks run twice for the forward of a layer
+and once for the backward.
 
 A case trains all parameters, the parameters whose name matches a pattern, or low-rank adapters. An
 adapter is a pair of narrow layers whose output is added to the output of a frozen linear layer (Hu
