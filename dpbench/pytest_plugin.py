@@ -1,6 +1,6 @@
-"""The pytest plugin: declares its options and registers its hooks.
+"""The pytest plugin of dpbench, which declares options and registers hooks and fixtures.
 
-Functions import torch and pandas only when they need them, so that ``pytest --help`` loads neither.
+Nothing here imports torch or pandas before a test needs them, so that ``pytest --help`` is fast.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the options of dpbench and of its own instruments."""
+    """Declare the options of dpbench and of its built-in instruments."""
     group = parser.getgroup("dpbench", "I/O cost of differentially private training (dpbench)")
     declare(group.addoption, of_pytest=True)
     declare_built_in(group.addoption, of_pytest=True)
 
 
-@pytest.hookimpl(trylast=True)  # after conftest.py, which may extend sys.path
+@pytest.hookimpl(trylast=True)  # a conftest.py may extend sys.path first
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
     """Declare the options of instruments that are not built in."""
     group = parser.getgroup
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Return the number of workers of ``-n auto``, or None to let xdist choose the number."""
+    """Return the number of workers for ``-n auto``, or None if xdist must choose the number."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:

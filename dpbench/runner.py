@@ -1,4 +1,4 @@
-"""Measures cases with instruments; an error ends one case only."""
+"""Measures cases with instruments. If a case fails, the other cases are still measured."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from dpbench.results.rows import Measurement, checked
 
 
 class RowsRefused(InstrumentError):
-    """An instrument recorded impossible numbers. The possible numbers are kept."""
+    """An instrument recorded impossible numbers. The outcome keeps the other numbers."""
 
 
 MAX_REFUSED = 3
-"""The maximum number of refused rows that an error message names."""
+"""The maximum number of impossible rows that an error message names."""
 
 
 def check_ranks(case: Subject, instruments: Sequence[Instrument]) -> None:
     """Raise `ConfigurationError` if a case of several GPUs cannot be measured.
 
-    The case needs enough GPUs, unless the instruments run without CUDA. Each instrument must
-    support several processes.
+    Each instrument must support several processes. If an instrument runs on CUDA, there must be as
+    many GPUs as the case has.
     """
     if not isinstance(case, Case) or case.gpus < 2:
         return
@@ -52,10 +52,7 @@ def check_ranks(case: Subject, instruments: Sequence[Instrument]) -> None:
 
 
 def check_named(cases: Sequence[Case]) -> None:
-    """Raise `ConfigurationError` for wrong names and parameters in cases.
-
-    The values of parameters are only checked for built-in classes.
-    """
+    """Raise `ConfigurationError` if a case names an unknown class or an invalid parameter."""
     locate(cases)
     if with_values := [c for c in cases if c.set or ":" in f"{c.trainer}{c.optimizer}"]:
         from dpbench.child.build import check_parameters  # loads torch
@@ -65,14 +62,14 @@ def check_named(cases: Sequence[Case]) -> None:
 
 
 def measure(case: Subject, instruments: Sequence[Instrument]) -> Outcome:
-    """Measure a case with each instrument; the outcome contains the error of a failed case."""
+    """Measure a case with each instrument. If the case fails, the outcome contains the error."""
     return Measuring(case, instruments).outcome()
 
 
 def measure_at_once(
     cases: Iterable[Subject], instruments: Sequence[Instrument], number: int
 ) -> Generator[Outcome]:
-    """Yield the outcomes of cases in order, while up to ``number`` cases are measured at once."""
+    """Measure up to ``number`` cases at once, and yield the outcomes in the order of the cases."""
     starts = (partial(Measuring, case, instruments) for case in cases)
     with closing(at_once(starts, number)) as ended:
         for each in ended:
@@ -82,8 +79,8 @@ def measure_at_once(
 class Measuring:
     """A case that instruments have begun to measure.
 
-    The processes of all instruments start at once and take turns on the GPU. So one process can
-    import modules while another process measures.
+    The processes of all instruments start at once and use the GPU one after the other. So one
+    process can import modules while another process measures.
     """
 
     def __init__(self, case: Subject, instruments: Sequence[Instrument]) -> None:
@@ -99,18 +96,19 @@ class Measuring:
             held.enter_context(_files_of(self.case, instruments))
             for instrument in instruments:
                 self._running.append(instrument.start(cast("Case", self.case)))
-                held.callback(
-                    self._running[-1].cancel
-                )  # so that an interrupt ends all measurements
+                held.callback(self._running[-1].cancel)  # an interrupt ends all measurements
             self._held = held.pop_all()
 
     @property
     def runs(self) -> bool:
-        """True while another process measures the case; False if only `outcome` measures it."""
+        """True while a process measures the case.
+
+        False if the measurement happens in this process, in the method `outcome`.
+        """
         return any(isinstance(each, CaseProcess) and each.runs for each in self._running)
 
     def outcome(self) -> Outcome:
-        """Wait for the measurements, and return the outcome with the error of a failure."""
+        """Wait for the measurements and return the outcome, with the error if one failed."""
         seen: dict[str, list[Any]] = {
             "operators": [],
             "kernels": [],
@@ -157,9 +155,10 @@ class Measuring:
 
     @contextmanager
     def _ending_errors(self) -> Iterator[ExitStack]:
-        """Yield a stack, and keep an error of the ``with`` block for the outcome.
+        """Yield an exit stack, and keep an error of the ``with`` block for the outcome.
 
-        The stack ends the measurements when the block ends, unless the block takes its content.
+        When the block ends, the stack ends the measurements that have been pushed onto it, unless
+        the block has taken them with ``pop_all``.
         """
         try:
             with ExitStack() as held:
@@ -176,16 +175,16 @@ class Measuring:
 
 @contextmanager
 def _files_of(case: Subject, instruments: Sequence[Instrument]) -> Iterator[None]:
-    """Lock the reports, logs and profiles of a case against other sessions.
+    """Keep other sessions from writing the reports, logs and profiles of a case in the block.
 
-    Without the lock, another session could replace a report before this session has read it.
+    Otherwise, another session could replace a report before this session has read the report.
     """
     named = [getattr(instrument, "directory", None) for instrument in instruments]
     with ExitStack() as held:
-        # A session that locked a directory twice would wait for itself. Sessions lock directories
-        # in sorted order, so that two sessions never wait for each other.
+        # Each directory is locked once, because a second lock would wait for the first lock.
+        # Sessions lock directories in sorted order, so that two sessions never wait for each other.
         for directory in sorted({path.resolve() for path in named if path is not None}):
-            with suppress(OSError):  # `InProcessInstrument.check` refuses needed directories
+            with suppress(OSError):  # an instrument's `check` reports it if files are needed
                 directory.mkdir(parents=True, exist_ok=True)
             lock = directory / f".{case.file_name}.lock"
             try:

@@ -1,7 +1,8 @@
-"""Sessions: pytest and the commands measure cases, save a run, and compare it with a reference run.
+"""Defines a session, which measures cases, saves a run and compares it with a reference run.
 
 A session measures each case once with the same instruments, even if several processes request the
-case. It writes the run and JSON files after each case, and can resume an interrupted run.
+case. It writes the run and JSON files after each case. A session can continue a run that was
+interrupted.
 """
 
 from __future__ import annotations
@@ -32,21 +33,24 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A session of measurements, with one object in each process.
+    """A session of measurements. Each process of the session has one object.
 
-    The first process begins and finishes the session. Workers of pytest-xdist join with the values
-    that `shared` returns in the first process. All processes share outcomes and requests of tests.
+    The first process begins and finishes the session. Workers of pytest-xdist join the session with
+    the values that `shared` returns in the first process. All processes share the outcomes of cases
+    and the requests of tests.
 
     Args:
-        plan: pairs of a case and an instrument that will be measured, as far as they are known.
+        plan: pairs of a case and an instrument that measures the case; empty if tests request the
+            cases.
         settings: the session's settings.
-        gpu: the GPU on which the session measures, if any.
-        instruments: the instruments of the session; if empty, the plan's instruments.
+        gpu: the GPU on which the session measures; None if it uses no GPU.
+        instruments: the instruments of the session; if empty, the instruments in the plan.
         grid: the session's grid; by default the grid that the settings choose.
         workers: the number of workers of pytest-xdist.
         shared: the values that `shared` returned in the first process; None in the first process.
-        on_environment: called with the description of software and machine when it is first needed.
-        on_document: called with the run's document each time before it is written.
+        on_environment: called with the description of software and machine when this description is
+            first needed.
+        on_document: called with the run's document before each write of the run.
     """
 
     def __init__(
@@ -95,7 +99,8 @@ class Session:
     def begin(self) -> None:
         """Check the outputs and instruments before anything is measured.
 
-        If the settings ask for it, also find the reference run and open the run's file.
+        If the settings request a comparison, also check the reference run. If the settings request
+        a saved run, also open the file of the run.
         """
         for kind, _ in self.settings.files.values():
             OUTPUTS[kind]  # fails if a package is not installed
@@ -120,9 +125,9 @@ class Session:
 
     @cached_property
     def begun(self) -> Run:
-        """The run before this session measures, with the outcomes of a resumed run.
+        """The run at the beginning of this session, with outcomes only if it continues a run.
 
-        It is computed on first use, because this calls git.
+        This property is computed on first use, because computing it calls git.
         """
         from dpbench.results.conditions import environment, new_run
 
@@ -139,7 +144,7 @@ class Session:
 
     @property
     def run(self) -> Run:
-        """The run with all outcomes so far. Its conditions are those of `begun`, if known."""
+        """The run with all outcomes so far. If `begun` is known, its conditions are included."""
         outcomes = tuple(self.store.outcomes())
         if (known := self._run) is None or known.measured != outcomes:
             begun = self.begun if "begun" in vars(self) else None
@@ -159,9 +164,9 @@ class Session:
         }
 
     def measure(self, case: Subject, instruments: Sequence[Instrument] | None = None) -> Outcome:
-        """Return the outcome of a case. Measure the case if no process has done so.
+        """Return the outcome of a case with these instruments, by default all of the session.
 
-        Only outcomes of the same instruments count, by default of the instruments of the session.
+        Measures the case if no process of the session has measured it with the same instruments.
         After a measurement, writes the run and JSON files.
         """
         from dpbench.runner import measure
@@ -179,7 +184,7 @@ class Session:
         return outcome
 
     def write(self, *, complete: bool = False, last: bool = False) -> None:
-        """Write the run and JSON files; the last call also writes all other outputs."""
+        """Write the run and JSON files. If ``last`` is True, also write all other outputs."""
         if not (self.files.wanted(last=last) and self.store.outcomes()):
             return
         with self.store.lock():
@@ -205,7 +210,7 @@ class Session:
         }
 
     def _count_cases(self, outcomes: Sequence[Outcome]) -> int:
-        """Count the cases of the plan and of requests, except requests of running tests.
+        """Count the cases in the plan, and in requests from before a test runs or from hooks.
 
         Without a plan, also counts the measured cases of the grid. Each case counts once.
         """
@@ -231,12 +236,12 @@ class Session:
         """
 
         def run() -> Run:
-            return self.begun and self.run  # `begun` first, so that the run has its conditions
+            return self.begun and self.run  # without `begun`, the run lacks its conditions
 
         return self.comparison.check_limits(run, complete=complete, passed=passed)
 
     def finish(self, *, complete: bool) -> None:
-        """Check the limits if that was not done, write all files, and close the run's file.
+        """Check the limits if they are unchecked, write all files, and close the run's file.
 
         Args:
             complete: True if everything requested has been measured.
@@ -253,7 +258,7 @@ class Session:
         self.files.close()
 
     def summary(self) -> list[Table]:
-        """Return the tables of the session, and the tables of its comparison if there was one."""
+        """Return the tables of the session, and tables of changes after a comparison."""
         from dpbench.show.comparison import comparison_tables
         from dpbench.show.export import summary_tables
 
@@ -268,5 +273,5 @@ class Session:
         return bool(self.problems) or any(outcome.error for outcome in self.store.outcomes())
 
     def close(self) -> None:
-        """Remove the files that the processes shared."""
+        """Remove the directory through which the processes of the session shared outcomes."""
         self.store.close()

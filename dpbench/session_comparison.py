@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Failure(NamedTuple):
-    """The reasons why a test fails: regressions, and limits that could not be checked."""
+    """The reasons why a test fails: values that exceed limits, and limits that were not checked."""
 
     regressions: list[dict[str, Any]]
     unjudged: Sequence[Unjudged] = ()
@@ -34,8 +34,8 @@ class SessionComparison:
         settings: the session's settings.
         store: the outcomes and requests of the session.
         planned: the cases and instruments of the session's plan; empty if tests request the cases.
-        sources: each (device, instrument) that the session can have rows of.
-        files: the writer of the session's own run, with the session's notes and problems.
+        sources: pairs of a device and an instrument, from which the session can have rows.
+        files: the writer of the session's own run, to which notes and problems are added.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class SessionComparison:
         self.settings, self.store, self.files = settings, store, files
         self.planned, self.sources = planned, sources
         self.limits = read_limits(settings.compare_fail)
-        """Limits of the command line. A test's marker can set other limits for this test."""
+        """The limits on the command line. The marker of a test can replace them for the test."""
         self.verdict: Verdict | None = None
-        """The result of the last comparison in `check_limits`; None before a comparison."""
+        """The result of the last call of `check_limits`; None before a comparison."""
         self.judged = 0
         """The number of outcomes at the time of the last comparison."""
 
@@ -62,10 +62,11 @@ class SessionComparison:
         return [*dict.fromkeys([*self.planned, *of_tests])]
 
     def check_reference(self) -> None:
-        """Raise `ConfigurationError` if the session cannot be compared as the settings ask.
+        """Raise `ConfigurationError` if the session cannot be compared as the settings request.
 
-        A run that the user named must have a device and an instrument in common with the session.
-        Limits need a reference run, unless this is the first run.
+        A run that the user named must have been measured on a device and with an instrument that
+        the session uses. With ``--dpbench-compare-across``, the device can be another one. Limits
+        need a reference run, unless the user accepts that this is the first run.
         """
         settings, across = self.settings, self.settings.compare_across
         if settings.compare:
@@ -85,7 +86,7 @@ class SessionComparison:
 
     @cached_property
     def _candidates(self) -> list[Path]:
-        """Files of runs that may be the reference run, the newest first."""
+        """Files of saved runs on the session's devices, the newest run first."""
         devices = {device for device, _ in self.sources}
         paths = Storage(self.settings.storage).candidates(devices)
         return [path for path in paths if path != self.files.path]
@@ -95,8 +96,8 @@ class SessionComparison:
         """The run to compare with.
 
         This is the run that the user names. If the user names no run, this is the latest complete
-        run that passed its limits and has rows of one of `sources`. It must also have one of the
-        requested cases, if any are known. Without such a run, this is a run without rows.
+        run that passed its limits and has rows from one of ``sources``. If the requested cases are
+        known, the run must also have one of them. If no run qualifies, this is a run without rows.
         """
         settings, notes = self.settings, list[str]()
         if settings.compare:
@@ -113,7 +114,7 @@ class SessionComparison:
 
     @property
     def remedy(self) -> str:
-        """A hint to add to problems if there is no reference run; otherwise empty."""
+        """A hint for messages about a missing reference run; empty if there is a reference run."""
         if not self.reference.frame.empty:
             return ""
         option = self.settings.option("compare_first_run_ok")
@@ -125,7 +126,7 @@ class SessionComparison:
         """Compare the session with its reference run, and check the limits.
 
         Args:
-            run: returns the session's run with its conditions; only called for a comparison.
+            run: returns the session's run. Called only if there is something to compare.
             complete: True if everything requested has been measured.
             passed: the ids of the tests that have passed.
 
@@ -170,11 +171,11 @@ class SessionComparison:
         }
 
     def _limited(self, passed: Collection[str]) -> tuple[dict[str, Keys], dict[Any, Keys]]:
-        """Return the cases and instruments to which limits apply.
+        """Return the pairs of a case and an instrument to which limits apply.
 
-        The first dictionary is for the limits of the command line. Its keys are test ids, and an
-        empty id for the plan and for requests of hooks. The second dictionary is for limits of
-        markers. Its keys are pairs of a test id and the limits.
+        The first dictionary is for the limits on the command line. Its keys are test ids, and ""
+        for the plan and for requests of hooks. The second dictionary is for limits of markers. Its
+        keys are pairs of a test id and the limits.
         """
         limited: dict[str, Keys] = {"": [*self.planned]}
         own: dict[tuple[str, tuple[str, ...]], Keys] = {}
@@ -186,7 +187,7 @@ class SessionComparison:
         return limited, own
 
     def _report(self, verdict: Verdict) -> None:
-        """Add notes on the comparison; add problems for unchecked limits and regressions."""
+        """Add a problem for each exceeded or unchecked limit, and the notes of the comparison."""
         from dpbench.show.comparison import exceeded_lines
 
         if not self.reference.frame.empty:
@@ -199,7 +200,7 @@ class SessionComparison:
 
 
 def read_limits(texts: Sequence[str]) -> list[Limit]:
-    """Read limits such as ``dram_bytes:5%``; pandas is loaded only if there is a limit."""
+    """Read limits such as ``dram_bytes:5%``. Without limits, pandas is not imported."""
     if not texts:
         return []
     from dpbench.results.compare import Limit

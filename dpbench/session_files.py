@@ -1,4 +1,4 @@
-"""Writes the files of a session: its run in the storage, and the outputs that options name."""
+"""Writes the files of a session: the saved run, and the files that options name."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from dpbench.instruments.interface import Instrument
 
 Hook = Callable[[dict[str, Any]], object]
-"""A function that may change a dictionary before the session writes it."""
+"""A function that may change a dictionary before the session writes the dictionary."""
 
 
 class RunWriter:
-    """Writes the files of a session, in each of its processes.
+    """Writes the files of a session. Each process of the session has one writer.
 
     Args:
         settings: the session's settings.
-        view: what the tables show.
+        view: the options of the tables.
         notes: lines that the session prints at its end. `close` adds the path of the saved run.
         problem: called with the reason if a file cannot be written.
-        on_document: called with the run's document each time before it is written.
-        path: the file of the run in the storage, if another process has opened it.
+        on_document: called with the run's document before each write of the run.
+        path: the file of the saved run, if another process has opened the file.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class RunWriter:
         self._error: OSError | None = None
 
     def open(self, device: str | None, begun: Run, session: Mapping[str, Any]) -> Run:
-        """Lock the file of an interrupted run, or of a new run with the next number.
+        """Lock the file of an interrupted run, or create and lock the file of a new run.
 
         Args:
-            device: the device of the run, see `device_of`.
-            begun: the run of this session, without cases.
+            device: the device on which the run is measured, see `device_of`.
+            begun: the run of this session, still without outcomes.
             session: the ``session`` entry of a new file.
 
         Returns:
-            The run of this session, with the outcomes of an interrupted run that is resumed.
+            The run of this session, which has the outcomes of the interrupted run if there is one.
         """
         settings, storage = self.settings, Storage(self.settings.storage)
         path = None
@@ -90,7 +90,8 @@ class RunWriter:
     def _outputs(self, *, last: bool) -> list[tuple[str, Path]]:
         """Return the outputs to write now.
 
-        Before the last write, these are only JSON files, which remain if the session is killed.
+        Before the last write, these are only JSON files, so that they have the outcomes so far if
+        the session is killed.
         """
         files = self.settings.files.values()
         return [f for f in files if last or (f[0] == "json" and not is_stream(f[1]))]
@@ -100,10 +101,10 @@ class RunWriter:
         return bool(self.path or self._outputs(last=last))
 
     def write(self, run: Run, session: Mapping[str, Any], *, last: bool) -> None:
-        """Write the run and JSON files; the last call also writes all other outputs.
+        """Write the run and JSON files. If ``last`` is True, also write all other outputs.
 
-        Derived metrics are computed for the last write only, because computing them takes as long
-        as counting dozens of cases.
+        Ratios and other derived metrics are computed for the last write only, because this takes
+        long.
         """
         document = {**(run.with_derived() if last else run).document, "session": deepcopy(session)}
         self._on_document(document)
@@ -116,12 +117,12 @@ class RunWriter:
                 self._error = error
         for kind, path in self._outputs(last=last):
             with reporting(self.problem):
-                # Only JSON does not show the file's name, so all JSON files can have one text.
+                # JSON files do not show the file's name, so all of them can have the same text.
                 named = run if kind == "json" else replace(run, path=path)
                 write_output(kind, path, [named], self.view)
 
     def close(self) -> None:
-        """Unlock the run's file, and add a note with its path; remove a file without cases."""
+        """Unlock the run's file and add a note with its path. Remove a file without cases."""
         if (path := self.path) is None:
             return
         cases = 0
@@ -138,7 +139,7 @@ class RunWriter:
 
 @contextmanager
 def reporting(problem: Callable[[str], object]) -> Iterator[None]:
-    """Call ``problem`` with the message of an error about configuration or files."""
+    """Call ``problem`` with the message of a `ConfigurationError` or `OSError` in the block."""
     try:
         yield
     except ConfigurationError as error:
@@ -148,7 +149,7 @@ def reporting(problem: Callable[[str], object]) -> Iterator[None]:
 
 
 def device_of(instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None) -> str | None:
-    """Return the device that the instruments measure on; None if none measures hardware."""
+    """Return the device on which instruments measure, or None if no instrument uses hardware."""
     if not any(instrument.hardware for instrument in instruments):
         return None
     return gpu.name if gpu and settings.device == "cuda" else "cpu"
@@ -157,9 +158,10 @@ def device_of(instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | 
 def sources(
     instruments: Iterable[Instrument], settings: Settings, gpu: Gpu | None
 ) -> list[tuple[str, str]]:
-    """Return each (device, instrument) that a session can have rows of.
+    """Return pairs of a device and an instrument, from which a session can have rows.
 
-    A session of pytest can always count logical bytes.
+    For pytest, the pair of the instrument ``logical`` is always included, because a test can count
+    logical bytes with any options.
     """
     pairs = [(device_of([i], settings, gpu) or NO_HARDWARE, i.name) for i in instruments]
     return list(dict.fromkeys([*pairs, *([(NO_HARDWARE, "logical")] * settings.of_pytest)]))

@@ -1,4 +1,4 @@
-"""Stores the outcomes of a session and the requests of its tests for all its processes."""
+"""Shares the outcomes of cases and the requests of tests between the processes of a session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Keys = list[tuple[Subject, str]]
 Parsed = TypeVar("Parsed")
 
 OUTCOME, REQUESTS = ".json", ".requests"
-"""Extensions of files with an outcome, and of files with requests of tests."""
+"""The extension of a file with an outcome, and the extension of a file with requests of tests."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,14 @@ class Request:
     """A test's request to measure a case.
 
     Args:
-        test: the test's id; empty for a request by a hook outside every test.
+        test: the test's id; empty if a hook made the request outside tests.
         case: the case; None if the case is not known before the test runs.
         instruments: the names of the instruments.
-        limits: limits of the test's marker as text; None if limits of the command line apply.
+        limits: the limits in the test's marker, as text; None if the limits on the command line
+            apply.
         params: the test's parameters as text; None in requests that the plugin makes before the
-            test runs, and in requests of hooks.
-        extra_info: the test's additions to the run's document.
+            test runs, and in requests that hooks make outside tests.
+        extra_info: what the test adds to the run's JSON document.
     """
 
     test: str
@@ -50,7 +51,7 @@ class Request:
 
     @property
     def asked(self) -> list[tuple[Subject, str]]:
-        """Pairs of the case and each instrument."""
+        """Pairs of the case and each instrument; empty if the case is not known."""
         return [(self.case, name) for name in self.instruments] if self.case else []
 
     def as_json(self) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class Request:
         return cls(**known | {"case": subject_from(data["case"]) if data["case"] else None})
 
     def as_outcome(self) -> Outcome:
-        """Return an outcome without rows that contains the test and its ``extra_info``."""
+        """Return an outcome with the test and its ``extra_info``, but without measured rows."""
         assert self.case is not None
         tests = ({"test": self.test, "params": self.params},) if self.test else ()
         extra = self.extra_info
@@ -75,8 +76,8 @@ class Request:
 class SessionStore:
     """Shares outcomes and requests between the processes of a session, as files in a directory.
 
-    A file remains if the process that wrote it dies. If a file cannot be written, e.g. on a full
-    disk, `unwritten` keeps its content by file name.
+    The files remain if a process dies. If a file cannot be written, e.g. on a full disk, the
+    dictionary ``unwritten`` keeps its content by file name.
 
     Args:
         directory: the shared directory; None in the first process, which creates
@@ -102,16 +103,17 @@ class SessionStore:
         *,
         by: Sequence[str] = ("measured",),
     ) -> Outcome:
-        """Return the outcome of a case, measured by the first process that calls this method.
+        """Return the outcome of a case, which the first process to call this method measures.
 
-        Other processes wait until the case is measured.
+        Other processes that call this method meanwhile wait until the case is measured.
 
         Args:
             case: the case.
             measure: measures the case.
-            by: the names of the instruments; each combination has its own outcome.
+            by: the names of the instruments. For each combination of instruments, a case has a
+                separate outcome.
         """
-        # The name is a hash, because a test's id may contain characters that file names cannot.
+        # The name is a hash, because ids may contain characters that file names cannot contain.
         name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
         with locked(self.directory / f"{name}.lock"):
             name += OUTCOME
@@ -130,7 +132,7 @@ class SessionStore:
         self.take({name: {"requests": [each.as_json() for each in requests]}})
 
     def take(self, files: Mapping[str, dict[str, Any]]) -> None:
-        """Write files, which may be the `unwritten` files of another process."""
+        """Write files, which may be files that another process could not write."""
         for name, data in files.items():
             try:
                 write_text(self.directory / name, json.dumps(data))
@@ -138,13 +140,13 @@ class SessionStore:
                 self.unwritten[name] = data
 
     def lock(self) -> AbstractContextManager[int | None]:
-        """Return a lock for files that several processes of the session write."""
+        """Return a lock to hold while a process writes files that other processes also write."""
         return locked(self.directory / "session.lock")
 
     def _names(self, ending: str) -> list[str]:
-        """Return the names of files with an extension, in the order in which they were written.
+        """Return the names of files with an extension, the earliest written first.
 
-        `unwritten` files come last.
+        The names of files that could not be written come last.
         """
         written = self._directory.glob(f"*{ending}") if self._directory else ()
         in_order = sorted(written, key=lambda path: (path.stat().st_mtime_ns, path.name))
@@ -152,7 +154,7 @@ class SessionStore:
         return [name for name in every if name.endswith(ending)]
 
     def _load(self, name: str, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
-        """Return the parsed content of a file; cache it, because files do not change."""
+        """Return the parsed content of a file. The content is cached, because it never changes."""
         if name not in self._read:
             unwritten = self.unwritten.get(name)
             self._read[name] = parse(
@@ -163,7 +165,7 @@ class SessionStore:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests in order of time. A test can make requests before, during and after its run."""
+        """Requests of tests and hooks, the earliest first."""
 
         def read(payload: Mapping[str, Any]) -> list[Request]:
             return [*map(Request.from_json, payload["requests"])]
@@ -172,15 +174,15 @@ class SessionStore:
         return [request for name in names for request in self._load(name, read)]
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes in the order of their ends, with the tests that requested them."""
+        """Return the outcomes with the tests that requested them, the earliest measured first."""
         measured = [self._load(name, Outcome.from_json) for name in self._names(OUTCOME)]
         finished = {(outcome.case, outcome.instruments) for outcome in measured}
-        # A request precedes the measurement of its case, which may never end.
+        # A case may have been requested but not measured yet.
         asked = [each for each in self.requests if (each.case, each.instruments) in finished]
         of_tests = [each.as_outcome() for each in asked if each.params is not None]
         return [*merge_duplicates([*measured, *of_tests])]
 
     def close(self) -> None:
-        """Remove the directory, unless a fork of the process that made the store calls this."""
+        """Remove the directory, unless this process is a fork of the process that owns it."""
         if self._directory is not None and os.getpid() == self._owner:
             shutil.rmtree(self._directory, ignore_errors=True)

@@ -22,12 +22,12 @@ from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.summary import of_one_instrument
 
 CLOSE = 0.05
-"""Predicted times are close if the longer time exceeds the shorter time by at most this share,
-because predictions are not more accurate."""
+"""Predicted times are close if the longer time exceeds the shorter time by at most this share.
+Smaller differences between predictions mean little."""
 
 KNOWN_METHODS = ("dpsgd_ghost", "dpsgd_fgc", "dpsgd")
-"""Opacus's methods. The reasons for a recommendation contain a comparison with the first of these
-methods that fits and is not close."""
+"""Opacus's methods. The recommended method is compared with the first of these methods that fits
+the memory and has no predicted time close to the recommended method's."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Advice:
         trainer: the recommended method; None if no private method fits the memory.
         reason: the reasons for the recommendation, as text.
         frame: one row for each method: first the standard trainer, then private methods in
-            ascending order of predicted time. Columns of a step are ``logical_bytes``, ``flops``,
-            ``launches``, ``peak_memory_bytes``, their ratios to the standard step
-            (``bytes_ratio``, …), ``roofline_seconds`` (minimum time for bytes and arithmetic),
-            ``launch_seconds`` (CPU time) and ``predicted_seconds``. ``above_floor_bytes`` are the
-            bytes beyond the minimum of a step with flat clipping; they are NaN for the standard
-            step. ``largest_batch`` is the largest batch that fits the memory, and ``fits`` is True
-            if the case's batch fits the memory.
-        refused: for each method that cannot train or count this case, the reason.
-        ways: for each trainer that chooses a way to compute norms for each layer, the number of
-            layers by way.
+            ascending order of predicted time. ``logical_bytes``, ``flops``, ``launches``,
+            ``peak_memory_bytes``, ``roofline_seconds`` (minimum time for bytes and arithmetic),
+            ``launch_seconds`` (CPU time) and ``predicted_seconds`` are numbers of one step.
+            ``bytes_ratio``, ``flops_ratio``, … are ratios to the standard step.
+            ``above_floor_bytes`` are the bytes beyond the minimum that a step with flat clipping
+            moves; they are NaN for the standard step. ``largest_batch`` is the largest batch that
+            fits the memory, and ``fits`` is True if the case's batch fits the memory.
+        refused: for each method with which this case cannot be trained or counted, the reason.
+        ways: for each trainer that chooses, layer by layer, a way to compute norms: the number of
+            layers that use each way.
     """
 
     trainer: str | None
@@ -65,14 +65,14 @@ def advise(
     memory: float | None = None,
     progress: Callable[[str], object] = lambda trainer: None,
 ) -> Advice:
-    """Count the methods that train a case, predict their times on a card, and choose one.
+    """Count a step of each method, predict its time on a card, and choose a private method.
 
     Args:
         case: the case; its trainer is ignored.
-        trainers: the methods to compare; by default all registered trainers.
-        gpu: the name of a card that dpbench knows.
+        trainers: the names of the methods to compare; by default all registered trainers.
+        gpu: the name of a card whose peak rates dpbench knows.
         memory: the bytes of the GPU's memory; by default the memory of the card.
-        progress: called with the name of the trainer after each counted case.
+        progress: called with a trainer's name after the trainer's step was counted or refused.
 
     Raises:
         ConfigurationError: the card, its memory or a method is unknown.
@@ -132,9 +132,9 @@ def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict
 
 
 def _over_standard(frame: pd.DataFrame) -> pd.DataFrame:
-    """Add ratios of each row to the first row, and sort the other rows by predicted time.
+    """Add ratios to the standard step, and sort the other rows by predicted time.
 
-    The first row is the standard step.
+    The first row of ``frame`` is the standard step.
     """
     for metric in ("logical_bytes", "flops", "launches", "peak_memory_bytes", "predicted_seconds"):
         name = (
@@ -146,7 +146,10 @@ def _over_standard(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | None, str]:
-    """Return the private method with the least predicted time that fits, and the reasons."""
+    """Return the fastest private method that fits the memory, and the reasons as text.
+
+    The fastest method has the least predicted time. Returns None if no method fits.
+    """
     private = frame[frame.trainer != BASELINE_TRAINER]
     fitting = private[private.fits]
     if private.empty:
@@ -161,7 +164,8 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
         f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
         f"{best.predicted_ratio:.2f} times a standard step"
     ]
-    # Methods are in ascending order of time, so no method before the best fits.
+    # Methods are in ascending order of predicted time, and `best` is the first that fits.
+    # So the methods before `best` do not fit.
     parts += [f"`{name}` does not fit" for name in private.trainer.iloc[: fitting.index[0] - 1]]
     near = fitting[fitting.predicted_seconds <= best.predicted_seconds * (1 + CLOSE)].iloc[1:]
     if len(near):
@@ -191,9 +195,9 @@ def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.
 
     Returns:
         The frame with two more columns, which are NaN for methods that were not measured.
-        ``measured_seconds`` is the time of a step. ``measured_bytes_ratio`` is the ratio of DRAM
-        bytes to the baseline in ``summary``. If several instruments have measured
-        a metric, uses the first of them in `Metric.by`.
+        ``measured_seconds`` is the time of a step. ``measured_bytes_ratio`` is the number of DRAM
+        bytes divided by the baseline's number, from ``summary``. If several instruments have
+        measured a metric, uses the instrument that comes first in the metric's field ``by``.
     """
     steps = summary[(summary.phase == STEP) & (summary.device != NO_HARDWARE)]
     steps = of_one_instrument(steps[[each.cell == case.cell for each in steps.case]])

@@ -1,8 +1,8 @@
 """Counts the calls, bytes, operations and memory of a step, on tensors without data.
 
-A case is counted at two or more batch sizes, and a deep transformer at two small depths. Calls,
-bytes and operations are linear in the number of layers. Live memory after each operator is nearly
-linear in the batch size and the number of layers.
+A case is counted at two or more batch sizes, from which memory at other batch sizes is estimated.
+A deep transformer is counted with two small numbers of layers, from which the full number of layers
+is estimated. Both estimates assume that the counted quantities are linear.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpbench.launch.processes import at_once, cores
 Key = TypeVar("Key", bound=Hashable)
 
 DEPTHS = 2, 4
-"""Numbers of layers with which a deeper transformer is counted."""
+"""A transformer with more layers is counted with each of these numbers of layers."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,18 @@ class Count:
 
     Args:
         batch_size: the batch size of the counted case.
-        layers: the number of layers of a transformer that was shortened for the count; otherwise 0.
-        calls: for each kind of call: phase, operator, number of equal calls, bytes read, bytes
-            written, operations, bytes sent, and the type of the operands.
-        live: for each operator of a phase: phase, operator, and the live bytes after the first
+        layers: the number of layers in the count, if this is less than the case's; otherwise 0.
+        calls: for each group of equal calls: phase, operator, number of calls, and for one call the
+            bytes read, bytes written, operations, bytes sent and the type of the operands.
+        live: for each operator in a phase: phase, operator, and the live bytes after the first
             call, after the last call, and after the call with the most live bytes. If
-            ``layers`` is 0, an entry with an empty operator has the peak of the phase.
+            ``layers`` is 0, entries with an empty operator have the peak memory of a phase.
         largest: the bytes of the largest tensor.
-        norms: the minimum bytes that private training would read for the norms of this batch.
-            Counted with the standard trainer only; 0 for other trainers.
+        norms: for the standard trainer, the minimum bytes that private training would read to
+            compute the norms of this batch's gradients; 0 for other trainers.
         in_graphs: True if steps run as CUDA graphs, see `TrainerBase`.
-        ways: the number of layers by way to compute norms, if the trainer chooses ways.
+        ways: for each way to compute norms, the number of layers that use it; empty if the trainer
+            does not choose ways.
     """
 
     batch_size: int
@@ -64,7 +65,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Counts of a step of a case, from which other batch sizes and depths follow."""
+    """Counted steps of a case, from which its memory at other batch sizes is estimated."""
 
     case: Case
     counts: Sequence[Count]
@@ -76,17 +77,17 @@ class Footprint:
 
     @property
     def norms(self) -> float:
-        """The minimum bytes that norms read, if this is a footprint of the standard trainer."""
+        """The minimum bytes to read for norms, see `Count`; 0 unless the trainer is standard."""
         return self._over_layers(lambda count: {"": count.norms})[""]
 
     @property
     def ways(self) -> dict[str, int]:
-        """The number of layers by way to compute norms, if the trainer chooses ways."""
+        """For each way to compute norms, the number of layers that use it, see `Count`."""
         ways = self._over_layers(lambda count: count.ways)
         return {way: round(number) for way, number in ways.items()}
 
     def totals(self, of_call: Callable[..., Mapping[Key, float]]) -> dict[Key, float]:
-        """Sum the values that ``of_call`` returns for the calls of a step.
+        """Call ``of_call`` for the counted calls of a step, and add up the returned values by key.
 
         Args:
             of_call: receives phase, operator, bytes read, bytes written, operations, bytes sent and
@@ -104,8 +105,8 @@ class Footprint:
 
     def peak(self, batch_size: int) -> tuple[float, str]:
         """Return the peak memory in bytes at a batch size, and the phase of the peak."""
-        # If layers are extrapolated, the maximum over calls is left out, because different calls
-        # can have the maximum at different depths.
+        # If the transformer was counted with fewer layers, live bytes after the call with the most
+        # live bytes are ignored, because the number of layers can decide which call this is.
         seen = 2 if self.first.layers else 3
         live = self._over_batches(
             batch_size,
@@ -144,7 +145,10 @@ class Footprint:
 
 
 def _on_line(points: Sequence[tuple[int, Mapping[Key, float]]], at: int) -> dict[Key, float]:
-    """Interpolate or extrapolate each value from two points; a missing value is 0."""
+    """Return each value at x = ``at``, on the straight line through its values at two points.
+
+    If one point lacks a value, the value at this point is 0.
+    """
     for x, values in points:
         if x == at:
             return dict(values)
@@ -156,7 +160,7 @@ def _on_line(points: Sequence[tuple[int, Mapping[Key, float]]], at: int) -> dict
 
 @dataclass(frozen=True)
 class Counts(Logical):
-    """An instrument that counts all steps of a `Footprint` in one process."""
+    """An instrument that counts in one process all steps that a `Footprint` needs."""
 
     def start(self, case: Case) -> CaseProcess:
         return CaseProcess(Task(case, self), log=None, timeout=self.timeout, read=lambda _: [])
@@ -166,7 +170,7 @@ class Counts(Logical):
         return {"counts": [vars(self.of_step(*each)) for each in steps_of(case)]}
 
     def of_step(self, case: Case, layers: int) -> Count:
-        """Count a step of a case; ``layers`` is described in `Count`."""
+        """Count a step of a case. `Count` describes ``layers``."""
         counter, (ways, in_graphs), _ = self.counted(
             case,
             lambda trainer: (
@@ -174,7 +178,7 @@ class Counts(Logical):
                 trainer.in_graphs,
             ),
         )
-        alike = Counter[tuple[str, str, Any]]()  # adds calls that differ only in the source line
+        alike = Counter[tuple[str, str, Any]]()  # without the source lines of calls
         for (phase, operator, cost, _), times in counter.calls.items():
             alike[phase, operator, cost] += times
         peaks = [(phase, "", peak, peak, peak) for phase, peak in counter.peaks.items()]
@@ -191,11 +195,12 @@ class Counts(Logical):
 
 
 def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
-    """Yield the cases to count, with the number of layers of a shortened transformer or 0.
+    """Yield the cases to count, each with the number of layers if it is reduced, otherwise 0.
 
-    A larger batch size is counted, too. If each part of the case's batch has one example, two
-    larger batch sizes are counted, because other batch sizes cannot be extrapolated from parts of
-    one example: the per-sample gradient of such a part is also the gradient of the part.
+    The case's batch size and a larger batch size are counted. A part of the batch is what one rank
+    trains at once. If each part has one example, two larger batch sizes are counted. With one
+    example, the per-sample gradient is also the gradient of the part, so memory for these parts
+    does not predict the memory for larger parts.
     """
     part = case.micro_batches * case.gpus
     others = [2 * part, 3 * part] if case.batch_size == part else [case.batch_size + part]
@@ -211,7 +216,7 @@ def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
 
 
 def _is_deep(case: Case) -> bool:
-    """Return True for a deep transformer with equal layers, so that a few layers can be counted."""
+    """Return True for a transformer with more layers than `DEPTHS`, if all its layers are alike."""
     alike = not re.search(r"\d", case.trainable.removeprefix("lora:")) or lora_rank(case.trainable)
     own = case.workload != TRANSFORMER or case.model != "simple" or not is_builtin(case)
     return bool(alike) and not own and case.gpus == 1 and case.size.layers > DEPTHS[-1]
@@ -220,7 +225,7 @@ def _is_deep(case: Case) -> bool:
 def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | DpbenchError]]:
     """Yield each case in order with its footprint, or with the error of a failed count.
 
-    Up to one case for each core is counted at once.
+    As many cases as there are CPU cores are counted at once.
     """
     cases = [*cases]
     starts = (partial(Counts().start, case) for case in cases)

@@ -1,4 +1,4 @@
-"""Counts the minimum bytes that a private step reads for norms, without a GPU."""
+"""Counts the minimum bytes that a private step reads to compute norms. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dpbench.core.case import Case
 
 
 def of_rank(case: Case) -> Case:
-    """Return a case of the standard trainer with the batch of one rank, without micro-batches."""
+    """Return a case of the standard trainer that trains the batch of one rank in one part."""
     case = replace(case.baseline, micro_batches=1)
     return replace(case, batch_size=case.batch_size // case.gpus, parallel="none", gpus=1)
 
 
 def norm_reads(case: Case) -> int:
-    """Return the minimum bytes that must be read for the norms of one rank's batch.
+    """Return the minimum bytes that one rank reads to compute the norms of its examples' gradients.
 
-    Clipping needs all norms before it can weight a gradient, so one read cannot serve both norms
-    and clipping. The norms of a module need the module's inputs and output gradients, or its
-    per-sample gradients if these are smaller. Output gradients are as large as the outputs.
-    Micro-batches are ignored.
+    Clipping can begin only when all norms are known, so the clipping reads these bytes again. To
+    compute norms for a module, a step reads the module's inputs and output gradients, or its
+    per-sample gradients if they are smaller. Output gradients have the size of the outputs, which
+    this function counts. Micro-batches are ignored.
     """
     import torch
     from torch.utils import _pytree as pytree

@@ -1,4 +1,4 @@
-"""Finds the largest batch that fits the memory of a GPU, without a GPU."""
+"""Finds the largest batch that fits the memory of a GPU. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dpbench.advice.footprint import Footprint
 from dpbench.core.errors import ConfigurationError
 
 RESERVED = 1.5e9
-"""Bytes of GPU memory for CUDA's context, the driver and the workspaces of libraries."""
+"""Bytes of GPU memory that are assumed for CUDA's context, the driver and libraries."""
 
 FRAGMENTATION = 0.04
 """Share of the peak memory that the allocator is assumed to lose to fragmentation. The assumed loss
-is at least the size of the largest tensor. A case with less free memory failed on an H200."""
+is at least the size of the largest tensor."""
 
 MAX_BATCH = 4096
 """The largest batch per GPU that `largest_batch` considers."""
@@ -26,10 +26,10 @@ def needed(footprint: Footprint, batch_size: int) -> float:
 
 
 def largest_batch(footprint: Footprint, memory: float) -> int:
-    """Return the largest batch that fits the memory of each GPU, or 0 if none fits.
+    """Return the largest batch size that fits the memory of each GPU, or 0 if none fits.
 
-    The batch is at most `MAX_BATCH` per GPU, and a multiple of the number of micro-batches times
-    the number of GPUs.
+    The batch size is at most `MAX_BATCH` for each GPU. It is a multiple of the number of GPUs times
+    the number of micro-batches.
     """
     case = footprint.case
     part = case.micro_batches * case.gpus

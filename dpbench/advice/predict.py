@@ -1,9 +1,9 @@
-"""Predicts the time of a step from its calls.
+"""Predicts the time of a step from the counted calls of operators.
 
 In the roofline model, a call takes at least the time for its arithmetic, and at least the time for
-its bytes, at the card's peak rates. The CPU also needs time for each call. The model ignores caches
-and the shapes of matrices, so lower rates are assumed for bytes and for convolutions. The constants
-are from runs on an H200 in ``docs/results``.
+its bytes, at the card's peak rates. The model ignores caches and the shapes of matrices. So the
+prediction uses lower rates than the peak rates for bytes and for convolutions, and adds the CPU's
+time for each call. The files that are named below are runs on an H200 in ``docs/results``.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from dpbench.core.names import parted, read_parameters
 from dpbench.results.roofline import Roofs
 
 OPERATOR_SECONDS = 25e-6
-"""CPU time of PyTorch, Opacus and Python for an operator, in seconds. Measured times are 23 to
-42 µs if the GPU is busy for a smaller share of the time than
-`dpbench.results.roofline.LAUNCH_BOUND`."""
+"""CPU time of PyTorch, Opacus and Python for an operator, in seconds. In launch-bound phases, whose
+busy share is below `dpbench.results.roofline.LAUNCH_BOUND`, measured times are 23 to 42 µs."""
 
 KERNEL_SECONDS = 5e-6
-"""Time of a kernel beyond the roofline, in seconds: to start, and to fill and drain the GPU."""
+"""Seconds that a kernel is assumed to take in addition to the time of the roofline model. The GPU
+must start the kernel, and is not fully used at the kernel's beginning and end."""
 
 BANDWIDTH_SHARE = 0.8
-"""Bandwidth of a kernel divided by the bandwidth of a copy. In `h200-methods-1024.json`, the
-quotients are 0.70 to 0.89 for noise, clip and update at fp32."""
+"""Assumed bandwidth of a kernel, divided by the bandwidth of a copy. In `h200-methods-1024.json`,
+measured quotients are 0.70 to 0.89 for noise, clip and optimizer at fp32."""
 
 CONVOLUTION_SHARE = 0.5
-"""Rate of fp32 convolutions divided by the rate of large matrix products. Measured in
-`h200-resnet-64.json`, and assumed for all precisions."""
+"""Operations per second in convolutions, divided by those in large matrix products. Measured for
+fp32 in `h200-resnet-64.json`, and assumed for all precisions."""
 
 DRAWN_OPERATIONS = 69
-"""Time to draw a normal number, divided by the time of a float32 operation in a large matrix
-product. In `h200-banded-256.json`, each further band of ``fused`` draws 1.34e9 numbers and takes
-1.8 ms."""
+"""Time to draw a normal random number, divided by the time of a float32 operation in a large matrix
+product. In `h200-banded-256.json`, the trainer ``fused`` draws 1.34e9 more numbers for each
+further band of its noise, which takes 1.8 ms."""
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16-amp"}
-"""Precision of matrix products by type of operand. `_of_float32` is used for other types."""
+"""For each type of operand, the precision of matrix products. `_of_float32` decides for other
+types."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Seconds:
 
     Args:
         roofline: the minimum time of each call by the roofline model, summed over calls.
-        launches: the CPU time; 0 if steps run as CUDA graphs.
-        predicted: the predicted time. This is the sum over phases of the longer time of the phase:
-            the time of kernels or the CPU time. So the CPU is assumed to run ahead of the GPU only
-            within a phase.
+        launches: the CPU time of all calls; 0 if steps run as CUDA graphs.
+        predicted: the predicted time of the step, which is the sum of the predicted times of the
+            phases. A phase takes the time of its kernels or its CPU time, whichever is longer. So
+            the CPU is assumed to run ahead of the GPU only within a phase.
     """
 
     roofline: float
@@ -59,9 +60,10 @@ class Seconds:
 
 
 def predict(footprint: Footprint, card: Roofs) -> Seconds:
-    """Predict the times of a step on a card, without collectives."""
+    """Predict the times of a step on a card. The time of collectives is ignored."""
     bands = read_parameters(parted(footprint.case.trainer)[1]).get("bands", 1)
-    draws = int(bands) / (2 if footprint.case.precision == "bf16" else 4)  # per byte of a gradient
+    # Random numbers to draw for each byte of a gradient:
+    draws = int(bands) / (2 if footprint.case.precision == "bf16" else 4)
 
     def of_call(
         phase: str, operator: str, read: int, written: int, flops: int, sent: int, dtype: str
@@ -90,7 +92,7 @@ def predict(footprint: Footprint, card: Roofs) -> Seconds:
 def _of_float32(footprint: Footprint, operator: str) -> str:
     """Return the precision in which an operator multiplies float32 matrices.
 
-    Attention uses no TF32, as measured in `h200-methods-16x1024.json`.
+    Attention is assumed not to use TF32, as in the runs of `h200-methods-16x1024.json`.
     """
     is_tf32 = footprint.case.precision == "tf32" and "attention" not in operator
     return "tf32" if is_tf32 else "fp32"

@@ -1,1 +1,1 @@
-"""Modules that need no torch: cases, grids, names, metrics, registries, settings, files."""
+"""Cases, grids, names, metrics, registries, settings and files. These modules import no torch."""

@@ -1,4 +1,4 @@
-"""Cases: configurations to measure."""
+"""Defines `Case`: a trainer, a model and other choices that are measured together."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ Poisson distribution with mean ``batch_size``, as if each example of a large dat
 independently."""
 
 TRANSFORMER = "transformer"
-"""The workload whose four parameters are axes of a case."""
+"""Name of the transformer workload. Its four parameters are fields of `Case`."""
 
 BASELINE_TRAINER = "standard"
 
 PHASES = ("forward", "backward", "clip", "noise", "optimizer")
-"""The phases of a training step, in the order in which they usually come."""
+"""The phases of a training step, in their usual order."""
 
 OUTSIDE = "outside"
-"""The part of a step outside the phases. Phases and this part together make up the step."""
+"""Name of the part of a step that belongs to no phase."""
 
 ALL_PHASES = (*PHASES, OUTSIDE)
-"""The parts of a step, in the order in which tables show them."""
+"""The phases and `OUTSIDE`, in the order in which tables show them."""
 
 
 def axis(
@@ -59,9 +59,10 @@ def axis(
     """Declare a field of `Case`, which is also an axis of a grid and an option.
 
     Args:
-        help: the option's help text; ``{names}`` is replaced by the known short names.
+        help: the option's help text, in which ``{names}`` stands for the known names of values.
         default: the default value.
-        count: describes the number, if values are positive integers; otherwise empty.
+        count: if values are positive integers, words for the number in messages, such as
+            ``batch size``; otherwise empty.
         choices: all possible values; empty if other values are possible.
     """
     return field(default=default, metadata={"help": help, "count": count, "choices": choices})
@@ -69,12 +70,12 @@ def axis(
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration to measure; each field is an axis of a grid.
+    """One configuration to measure. A grid has values along each field, so a field is also an axis.
 
     Trainer, workload, model and optimizer are names, with or without parameters
     (``dpsgd:clip=per_layer``). `dpbench.core.case_names.resolve` converts them to short names and
-    checks that the modules exist. A case itself does not check names, because a saved run may name
-    classes that are not installed.
+    checks that the modules exist. The constructor of a case does not check names, because a saved
+    run may name classes that are not installed.
 
     The parameters of the transformer are fields, which are empty for other workloads. The
     parameters of other workloads are in ``set``, a mapping or a text. A workload's name can also
@@ -131,7 +132,10 @@ class Case:
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> Case:
-        """Return the case of a row; `subject_from` also accepts rows of scripts."""
+        """Return the case that a row of a run describes.
+
+        `dpbench.core.subject.subject_from` also accepts rows of scripts.
+        """
         return cls(**{axis: row[axis] for axis in AXES if axis in row})
 
     @property
@@ -141,7 +145,7 @@ class Case:
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """The values of all fields but the trainer."""
+        """The values of all fields except ``trainer``. Ratios compare the trainers of a cell."""
         _, *others = vars(self).values()
         return tuple(others)
 
@@ -154,7 +158,7 @@ class Case:
 
     @property
     def size(self) -> ModelSize:
-        """The dimensions that ``model_size`` names."""
+        """The dimensions of the transformer that ``model_size`` names."""
         return ModelSize.parse(self.model_size)
 
     @property
@@ -197,7 +201,7 @@ class Case:
 def _checked(**given: Any) -> dict[str, Any]:
     """Check the fields of a case and return them in normalized spelling.
 
-    The result is cached, so that a process checks equal fields once.
+    The result is cached, so that a process checks equal fields only once.
     """
     axes = _with_parameters(given)
     checked = {*AXES} - (set() if axes["workload"] == TRANSFORMER else TRANSFORMER_AXES.keys())
@@ -230,7 +234,7 @@ def _checked(**given: Any) -> dict[str, Any]:
 
 
 def _with_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Normalize parameters in names, and move the parameters of the workload to their fields."""
+    """Normalize parameters in names, and move the workload's parameters to fields of the case."""
     axes = {**given}
     for axis in ("trainer", "model", "optimizer"):
         axes[axis] = joined(*parted(axes[axis]))
@@ -250,10 +254,10 @@ def _with_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_axes(workload: str) -> Mapping[str, Any]:
-    """Return the axes that a case with this workload cannot set as fields.
+    """Return the axes of the transformer that fields of a case with this workload cannot set.
 
-    For the transformer, these are the parameters in its name. For other workloads, these are all
-    axes of the transformer.
+    If the workload is the transformer, these are the axes that its name sets, as in
+    ``transformer:seq_len=128``. For other workloads, these are all axes of the transformer.
     """
     name, parameters = parted(workload)
     return read_parameters(parameters) if name == TRANSFORMER else TRANSFORMER_AXES
@@ -271,10 +275,7 @@ def check_belongs(given: Iterable[str], workloads: Sequence[str]) -> None:
 
 
 def trained_in(axes: Mapping[Any, Any]) -> str:
-    """Return a short text for what is trained.
-
-    This is the size of the transformer, or the name and parameters of another workload.
-    """
+    """Return the size of the transformer, or the name and parameters of another workload."""
     if axes.get("workload", TRANSFORMER) == TRANSFORMER:
         return str(axes.get("model_size", ""))
     return ",".join(filter(None, (str(axes["workload"]), str(axes.get("set", "")))))
@@ -283,26 +284,26 @@ def trained_in(axes: Mapping[Any, Any]) -> str:
 AXES = tuple(f.name for f in fields(Case))
 
 USUAL: dict[str, Any] = {field.name: field.default for field in fields(Case)}
-"""The default value of each axis; `MISSING` for axes without a default."""
+"""The default value of each axis, or `MISSING` if the axis has none."""
 
 DECLARED = {field.name: field.metadata for field in fields(Case)}
-"""Help text, count and choices of each field, see `axis`."""
+"""For each field, the arguments ``help``, ``count`` and ``choices`` of `axis`."""
 
 COUNTS: dict[str, str] = {name: said["count"] for name, said in DECLARED.items() if said["count"]}
-"""Axes whose values are positive integers, with the words that describe the number."""
+"""Axes whose values are positive integers, with words for the number in messages."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     name: said["choices"] for name, said in DECLARED.items() if said["choices"]
 }
-"""Axes with a fixed set of values, and these values."""
+"""The possible values of each axis that has a fixed set of values."""
 
 OPTIONAL_AXES = AXES[AXES.index("optimizer") :]
-"""The axes for which ids and titles show only values that `unusual` returns."""
+"""Axes that ids and titles show only if the value is neither empty nor the default."""
 
 TRANSFORMER_AXES = {
     axis: type(USUAL[axis])() for axis in ("seq_len", "model_size", "attention", "model")
 }
-"""The transformer's axes, with their empty values in cases of other workloads."""
+"""The transformer's axes. Cases of other workloads have the empty values given here."""
 
 
 def unusual(axes: Mapping[Any, Any]) -> dict[str, str]:

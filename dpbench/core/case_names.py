@@ -1,4 +1,4 @@
-"""The names in a case: of its trainer, model, workload and optimizer."""
+"""Checks and imports the trainer, model, workload and optimizer that a case names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ NAMED = {"trainer": TRAINERS, "model": MODELS, "workload": WORKLOADS, "optimizer
 
 
 def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
-    """Yield the axis, the registry and the spelling of each name in a case; none for a script."""
+    """Yield the axis, the registry and the spelling of each name in a case.
+
+    Yields nothing for a script.
+    """
     if not isinstance(case, Case):
         return
     for axis, registry in NAMED.items():
@@ -30,7 +33,7 @@ def names_of(case: Subject) -> Iterator[tuple[str, Registry, str]]:
 
 
 def resolve(case: Measured) -> Measured:
-    """Return the case with short names, after a check of the names with `locate`."""
+    """Return the case with short names; raise `ConfigurationError` if `locate` refuses a name."""
     names: dict[str, Any] = {axis: known.canonical(name) for axis, known, name in names_of(case)}
     case = replace(case, **names) if names else case
     locate([case])
@@ -51,5 +54,5 @@ def import_named(case: Subject) -> None:
 
 
 def is_builtin(case: Subject) -> bool:
-    """Return True if every name in a case is built in, and for every script."""
+    """Return True if a case names only classes that dpbench registers; True for scripts."""
     return all(registry.is_builtin(name) for _, registry, name in names_of(case))

@@ -1,4 +1,4 @@
-"""Errors that dpbench raises on purpose. Where possible, messages say what would work instead."""
+"""Errors that dpbench raises on purpose."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pathlib import Path
 from types import TracebackType
 
 LISTED = 25
-"""A message lists all known names if their number is at most this."""
+"""A message about an unknown name lists all known names if there are at most this many."""
 
 
 class DpbenchError(Exception):
     """Base class of the errors that dpbench raises on purpose.
 
-    A command that ends with this error has the exit status ``exit_code``.
+    The field ``exit_code`` is the exit status of a command that ends with this error.
     """
 
     exit_code = 1
 
 
 class ConfigurationError(DpbenchError):
-    """The user's options, names, files or code cannot be used, or e.g. a package is missing."""
+    """An option, name, file or function of the user cannot be used, or a package is missing."""
 
     exit_code = 2
 
 
 class OutOfMemory(DpbenchError):
-    """The case needs more memory than the GPU has free."""
+    """The case needs more memory than is free on the GPU."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
@@ -40,7 +40,7 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
         kind: the kind of name, such as ``trainer``.
         name: the unknown name.
         known: the known names. With more than `LISTED` names, the message lists only some of them.
-        hint: added to the list, in brackets.
+        hint: a text that the message shows in brackets after the list.
     """
     names = [*known]
     spelled = {each.casefold(): each for each in names}
@@ -57,7 +57,10 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Co
 
 
 def own_line(trace: TracebackType | None) -> str:
-    """Return the innermost line of a traceback in the user's own code, in brackets, or ""."""
+    """Return the innermost line of the user's code in a traceback, as text in brackets.
+
+    Returns "" if the traceback has no line of the user's code.
+    """
     others = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]), "<")
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         file = frame.f_code.co_filename

@@ -16,27 +16,28 @@ from pathlib import Path
 from dpbench.core.errors import ConfigurationError
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Control characters, including characters that change the direction of writing. Tab and line feed
-are not included."""
+"""Matches control characters (except tab and line feed), line separators, and characters that
+change the direction of writing."""
 
 STANDARD_OUTPUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-"""Paths of this process's standard output."""
+"""Paths of this process's standard output on Linux."""
 
 
 def printable(text: str) -> str:
-    """Replace the control characters in a text."""
+    """Replace each control character in a text with the character U+FFFD."""
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def in_words(error: OSError) -> str:
-    """Return one line that names the reason of an error, and the file if it is known."""
+    """Return the reason of an error, after the name of the file if the error has one."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def mode_of(path: Path) -> int:
-    """Return the mode of a path, for `stat.S_ISDIR` and the like, or 0 if the path does not exist.
+    """Return the mode of a path, e.g. for `stat.S_ISDIR`, or 0 if the path does not exist.
 
-    ``path.exists()`` and similar methods raise or hide errors, depending on Python's version.
+    ``path.exists()`` is not used, because only some versions of Python raise errors such as a
+    missing permission.
     """
     try:
         return path.stat().st_mode
@@ -53,7 +54,10 @@ def check_is_file(path: Path) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file; raise `OSError` for a pipe or a device, which may never end."""
+    """Return the content of a file.
+
+    Raises `OSError` for a pipe or a device, because reading it may never end.
+    """
     if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
     return path.read_bytes()
@@ -67,16 +71,16 @@ def is_standard_output(path: Path) -> bool:
 def is_stream(path: Path) -> bool:
     """Return True for standard output, and for an existing path that is not a regular file.
 
-    Pipes and devices, for example, must be written in place.
+    Pipes and devices are examples. They must be written in place, not replaced by a new file.
     """
     mode = mode_of(path)
     return is_standard_output(path) or bool(mode and not stat.S_ISREG(mode))
 
 
 def check_writable_file(path: Path) -> None:
-    """Raise `ConfigurationError` if a file cannot be written; create its directory.
+    """Create the directory of a file; raise `ConfigurationError` if the file cannot be written.
 
-    Does not check whether standard output, a pipe or a device can be written.
+    Standard output, pipes and devices are not checked.
     """
     if not path.name or stat.S_ISDIR(mode_of(path)):
         raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
@@ -110,15 +114,15 @@ def check_distinct_files(files: Mapping[str, Path]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as UTF-8 with `write_bytes`."""
+    """Write a text as UTF-8, as `write_bytes` does."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a regular file completely or not at all.
 
-    Streams are written in place, and links stay links. An `OSError` always has the file's name,
-    even if the disk is full.
+    Paths for which `is_stream` returns True are written in place. If the path is a link, the target
+    of the link is written. If an `OSError` is raised, its ``filename`` is ``path``.
     """
     try:
         if is_stream(path):
@@ -140,7 +144,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 class Locked(Exception):
-    """Another process holds the lock; the message is the text of the lock file."""
+    """Raised if another process holds a lock. The message is the content of the lock file."""
 
 
 @contextmanager
@@ -149,8 +153,8 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
 
     Yields the file's descriptor. If the file cannot be opened or locked, yields None and locks
     nothing. For example, some file systems have no locks (ENOLCK, EOPNOTSUPP, EIO). The filelock
-    package is not used, because some versions wait for ever on such file systems. Without ``wait``,
-    raises `Locked` if another process holds the lock.
+    package is not used, because some of its versions wait for ever on file systems without locks.
+    If ``wait`` is False and another process holds the lock, raises `Locked`.
     """
     descriptor: int | None = None
     with ExitStack() as ending:
@@ -169,9 +173,9 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
 
 
 def _open(path: Path) -> int:
-    """Open a lock file. A new file has permissions for every user, whatever the umask is.
+    """Open a lock file, or create it with permissions for every user.
 
-    Raises `OSError` for a link or a pipe, which any user can make in a shared folder.
+    Raises `OSError` for a link or a pipe, which another user may have put into a shared folder.
     """
     flags, descriptor = os.O_RDWR | os.O_NOFOLLOW, None
     while descriptor is None:
@@ -180,9 +184,9 @@ def _open(path: Path) -> int:
                 path, flags
             )  # without O_CREAT, which Linux may refuse for another user's file
         except FileNotFoundError:
-            with suppress(FileExistsError):  # if another process has just made the file, open it
+            with suppress(FileExistsError):  # another process has just made the file
                 descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-                with suppress(PermissionError):  # if the file system has no modes
+                with suppress(PermissionError):  # the file system has no modes
                     os.fchmod(descriptor, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -26,9 +26,9 @@ class Gpu:
     Args:
         uuid: the identifier of the GPU.
         name: the name of the card.
-        memory_bytes: the memory of the card or of its MIG slice; None if unknown.
+        memory_bytes: the memory of the card, or of the MIG slice that CUDA uses; None if unknown.
         driver: the version of the driver.
-        chip: the chip, see `chip_of`.
+        chip: the name of the chip, such as ``GH100``, see `chip_of`.
         free_bytes: the free memory at the time of the query.
         processes: the ids of processes that computed on the GPU at the time of the query.
     """
@@ -48,11 +48,11 @@ class Gpu:
 
 
 def chip_of(major: int, minor: int) -> str:
-    """Return the chip with a compute capability, or "" if the compute capability is not listed.
+    """Return the name of the chip with a compute capability, or "" if none is known.
 
-    If several chips share a compute capability, returns one of them, because the counters of these
-    chips are assumed to be the same. 11.0 (10.1 before CUDA 13) is Jetson Thor, and 12.1 is DGX
-    Spark.
+    If several chips share a compute capability, returns one of them, because the hardware counters
+    of these chips are assumed to be the same. Compute capability 11.0 (10.1 before CUDA 13) is
+    Jetson Thor, and 12.1 is DGX Spark.
     """
     return _CHIPS.get((major, minor), "")
 
@@ -77,11 +77,13 @@ _CHIPS = {
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs that CUDA will number 0, 1, … in a child of this process.
 
-    ``CUDA_VISIBLE_DEVICES`` selects the GPUs. The order is that of `child_environment`; if the user
-    has set ``CUDA_DEVICE_ORDER``, CUDA's order may differ. The list is empty if NVML reports an
-    error. For a MIG slice, the list has the slice's GPU with the slice's memory, because DRAM
-    counters cover the whole GPU. If a GPU with slices is selected as a whole, CUDA uses the first
-    slice, so the list has the memory of this slice.
+    ``CUDA_VISIBLE_DEVICES`` selects the GPUs. GPUs are sorted by PCI bus, as in CUDA with the
+    variables of `child_environment`. If the user has set ``CUDA_DEVICE_ORDER``, CUDA's order may
+    differ. The list is empty if NVML reports an error.
+
+    An entry for a MIG slice has the memory of the slice. Its other fields describe the whole GPU,
+    because DRAM counters cover the whole GPU. If a GPU with slices is selected as a whole, CUDA
+    uses the first slice, so the entry has the memory of the first slice.
     """
     return _query_driver()[0]
 
@@ -107,9 +109,10 @@ def require_gpu() -> None:
 
 
 def _query_driver() -> tuple[list[Gpu], str]:
-    """Return the visible GPUs, or an empty list with NVML's error message.
+    """Return the visible GPUs and "", or an empty list and NVML's error message.
 
-    If one of several GPUs has failed, the list is empty, because CUDA's numbering is unknown.
+    If NVML fails for one of several GPUs, the list is empty, because the numbers that CUDA gives to
+    the other GPUs are unknown.
     """
     import pynvml as nvml
 
@@ -148,7 +151,7 @@ def _memory(nvml: Any, handle: object) -> dict[str, Any]:
 
 
 def _slices(nvml: Any, handle: object, gpu: Gpu) -> Iterator[tuple[str, Gpu]]:
-    """Yield the UUID of each MIG slice, and the GPU with the slice's memory."""
+    """Yield for each MIG slice its UUID, and a copy of ``gpu`` that has the slice's memory."""
     with suppress(nvml.NVMLError):  # no MIG on this GPU, or no further slice
         for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
@@ -158,7 +161,8 @@ def _slices(nvml: Any, handle: object, gpu: Gpu) -> Iterator[tuple[str, Gpu]]:
 def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None = None) -> list[Gpu]:
     """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` selects.
 
-    As in CUDA, the first invalid entry ends the list.
+    The first invalid entry and all later entries are ignored, as CUDA does. ``mig`` maps the UUIDs
+    of MIG slices to GPUs.
     """
     if visible is None:
         return gpus
@@ -177,16 +181,17 @@ def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None =
 
 
 SESSION_GPUS = "DPBENCH_GPUS"
-"""Environment variable of a worker. The variable lists all GPUs of the session, of which the worker
-sees only one."""
+"""Environment variable in workers of pytest-xdist. It lists all GPUs of the session, because the
+``CUDA_VISIBLE_DEVICES`` of a worker lists only one GPU."""
 
 
 def visible_to_case(gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables with which a process sees this many GPUs of the session.
+    """Return environment variables with which a worker's child sees several GPUs of the session.
 
-    The first GPU is the worker's own GPU. The others follow this GPU in the session's list, which
-    continues with its beginning. If the session has too few GPUs, the process sees all of them.
-    Returns no variables outside a worker, or if one GPU is enough.
+    The first GPU is the worker's own GPU. The next GPUs are those after it in the session's list.
+    After the last GPU, the list starts again with its first GPU. If the session has fewer GPUs than
+    requested, the child sees all of them. Returns no variables if one GPU is requested, or if this
+    process is not a worker of pytest-xdist.
     """
     own, every = (
         environment.get("CUDA_VISIBLE_DEVICES"),
@@ -199,15 +204,15 @@ def visible_to_case(gpus: int, environment: Mapping[str, str] = os.environ) -> d
 
 
 def number_of_gpus() -> int:
-    """Return the number of GPUs of the session; a worker itself sees only one GPU."""
+    """Return the number of GPUs of the session, also in a worker that sees only one GPU."""
     return len(every.split(",")) if (every := os.environ.get(SESSION_GPUS)) else len(visible_gpus())
 
 
 def child_environment() -> dict[str, str]:
     """Return environment variables with which CUDA numbers GPUs in the order of NVML.
 
-    Returns no variables if the user has set the order. By default CUDA numbers the fastest GPU
-    first, whereas NVML and nvidia-smi sort GPUs by PCI bus.
+    Returns no variables if the user has set ``CUDA_DEVICE_ORDER``. By default, CUDA gives number 0
+    to the fastest GPU, whereas NVML and nvidia-smi sort GPUs by PCI bus.
     """
     return {} if "CUDA_DEVICE_ORDER" in os.environ else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -221,15 +226,16 @@ def lock_gpu(
 ) -> Iterator[None]:
     """Lock a GPU against other dpbench processes on this machine.
 
-    DRAM counters cover the whole GPU, so without a lock another case's traffic would be counted.
-    The operating system releases the lock when the process ends, however it ends. The lock file
-    remains.
+    DRAM counters cover the whole GPU. Without the lock, they would also count the bytes of another
+    dpbench process. The operating system releases the lock if this process dies. The lock file is
+    not removed.
 
     Args:
         gpu: the GPU to lock.
-        purpose: written into the lock file, e.g. a case's id.
-        waiting: called with the text of the lock file if another process holds the lock; called
-            once for each holder.
+        purpose: a text for the lock file, e.g. a case's id, which tells other processes why the GPU
+            is locked.
+        waiting: called once for each other process that holds the lock, with the text of the lock
+            file.
 
     Raises:
         ConfigurationError: the lock file cannot be opened or locked.
@@ -242,7 +248,8 @@ def lock_gpu(
                 break
             except Locked as error:
                 holder = str(error)
-            if holder.endswith("\n") and holder != reported:  # else the text is incomplete
+            # A text without a line break is incomplete.
+            if holder.endswith("\n") and holder != reported:
                 waiting(holder.strip())
                 reported = holder
             time.sleep(POLL_SECONDS)
@@ -250,7 +257,7 @@ def lock_gpu(
             raise ConfigurationError(
                 f"{path} cannot be locked; set TMPDIR to another folder, on a local disk"
             )
-        os.ftruncate(file, 0)  # a killed process leaves its text
+        os.ftruncate(file, 0)  # removes the text of a process that was killed
         since = time.strftime("%H:%M:%S")
         os.pwrite(file, f"process {os.getpid()} ({purpose}) since {since}\n".encode(), 0)
         yield
@@ -261,9 +268,10 @@ def lock_gpu(
 def lock_gpus(
     gpus: Iterable[Gpu], purpose: str, waiting: Callable[[Gpu, str], object]
 ) -> Iterator[None]:
-    """Lock several GPUs with `lock_gpu`; ``waiting`` also receives the GPU.
+    """Lock several GPUs with `lock_gpu`. The first argument of ``waiting`` is the locked GPU.
 
-    Every process locks GPUs in the same order, so that two processes never wait for each other.
+    GPUs are locked in the order of their UUIDs. With one order for all processes, two processes
+    never wait for each other.
     """
     with ExitStack() as held:
         once = {gpu.uuid: gpu for gpu in gpus}  # two slices may belong to one GPU

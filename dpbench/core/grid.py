@@ -1,4 +1,4 @@
-"""Grids: every combination of values along the axes of a case."""
+"""Defines `Grid`: values for the fields of a case, and every combination of these values."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from dpbench.core.subject import SCRIPT
 
 @dataclass(frozen=True)
 class Grid:
-    """The combinations of the values along each axis of a `Case`.
+    """Values for each field (axis) of `Case`. Every combination of values is a case.
 
-    Impossible combinations of ``parallel`` and ``gpus`` are left out.
+    Combinations of ``parallel`` and ``gpus`` that cannot be measured are left out.
 
     Args:
         name: the name of the grid, or of its file without the extension.
-        axes: the values of each field of a case; missing fields have their default value.
+        axes: the values of each field of a case. A field that is missing here has its default.
         baseline: the trainer whose numbers are the denominators of ratios.
     """
 
@@ -48,7 +48,7 @@ class Grid:
         for axis in AXES:
             if not self.values(axis):
                 raise ConfigurationError(f"grid {self.name!r}: {axis} has no value")
-        self.cases()  # refuses impossible values
+        self.cases()  # raises an error for impossible values
 
     def values(self, axis: str) -> tuple[Any, ...]:
         """Return the values along an axis."""
@@ -58,7 +58,7 @@ class Grid:
     def cases(self) -> list[Case]:
         """Return the cases without duplicates, in the order of the axes' values.
 
-        Cases of a cell follow each other.
+        Cases that differ in the trainer only follow each other.
         """
         _, *outer = AXES
         trainers, *others = map(self.values, AXES)
@@ -73,8 +73,8 @@ class Grid:
     def _left_out(self) -> list[tuple[str, int]]:
         """Return the impossible combinations of ``parallel`` and ``gpus``, which have no case.
 
-        One GPU needs ``parallel=none``, and several GPUs need another value. If all combinations of
-        some value are impossible, returns no combination, and the cases raise an error.
+        One GPU needs ``parallel=none``, and several GPUs need another value. If a value has no
+        possible combination, returns an empty list, so that `Case` raises an error.
         """
         every = [*product(self.values("parallel"), self.values("gpus"))]
         possible = [(way, gpus) for way, gpus in every if (way == "none") == (gpus == 1)]
@@ -84,14 +84,14 @@ class Grid:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the user about combinations that have no case."""
+        """Lines that tell the user which combinations are left out."""
         said = ", ".join(f"parallel={way} with gpus={gpus}" for way, gpus in self._left_out())
         return [f"left out: {said}"] if said else []
 
     def with_axes(self, baseline: str | None = None, **axes: Iterable[Any]) -> Grid:
-        """Return a grid with the values along these axes replaced.
+        """Return a grid with other values along these axes.
 
-        The grid has no duplicate values, and names in it are short names.
+        Duplicate values are removed, and names are replaced with short names.
         """
         # The baseline comes first, because it can register a short name that the axes use.
         name = TRAINERS.canonical(self.baseline if baseline is None else baseline)
@@ -111,10 +111,11 @@ class Grid:
 
     @classmethod
     def named(cls, name_or_file: str) -> Grid:
-        """Return a grid by name, or read one from a TOML file.
+        """Return the built-in grid with a name, or read a grid from a TOML file.
 
-        The keys of a file are ``baseline`` and fields of `Case`. A field has one value or a list of
-        values. Parameters are in tables.
+        The keys of a file are ``baseline`` and fields of `Case`. The value of a field is one value
+        or a list of values. A name with parameters can be a table such as
+        ``{name = "dpsgd", clip = ["flat", "per_layer"]}``.
         """
         if name_or_file in GRIDS:
             return GRIDS[name_or_file]
@@ -127,21 +128,21 @@ class Grid:
             return cls(path.stem, _axes(table), baseline).with_axes()
         except OSError as error:
             raise ConfigurationError(f"grid file {path}: {error.strerror}") from error
-        except (ConfigurationError, ValueError, RecursionError) as error:  # no TOML, no UTF-8
+        except (ConfigurationError, ValueError, RecursionError) as error:  # e.g. not TOML
             raise ConfigurationError(f"grid file {path}: {error}") from error
 
 
 def _cell(axes: dict[str, Any]) -> dict[str, Any]:
-    """Return a cell in which the axes of the transformer that are in `own_axes` have defaults.
+    """Return the fields of a cell, with defaults for the axes that `own_axes` returns.
 
-    The workload lacks these axes, or its name contains their values.
+    `Case` then sets these axes from the workload's name, or empties them.
     """
     own = own_axes(axes["workload"])
     return axes | {axis: USUAL[axis] for axis in own if axis in TRANSFORMER_AXES}
 
 
 def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the values along each axis of a grid file."""
+    """Check the table of a grid file, and return the values along each axis."""
     axes: dict[str, tuple[Any, ...]] = {}
     for key, value in table.items():
         wanted = int if key in COUNTS else str
@@ -166,7 +167,10 @@ def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _names(key: str, entry: object) -> list[Any]:
-    """Return names with parameters for a table such as ``{name = "dpsgd", clip = […]}``."""
+    """Return every spelling that a table such as ``{name = "dpsgd", clip = […]}`` describes.
+
+    An entry that is not a table is returned unchanged.
+    """
     if not isinstance(entry, dict):
         return [entry]
     if not isinstance(name := entry.get("name"), str):
@@ -204,7 +208,7 @@ GRIDS = {
         ("grid2", (4, 8), (512, 1024)),
     )
 }
-"""Grids by name; a name is a value of ``--grid``."""
+"""The built-in grids by name, for example for ``--grid``."""
 GRIDS["opacus-layers"] = Grid(  # the layers of ``benchmarks/`` in Opacus's repository
     "opacus-layers",
     {

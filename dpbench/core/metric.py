@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, get_args
 
 Kind = Literal["value", "ratio", "spread", "over_one_gpu", "over_logical", "logical", "throughput"]
-"""``value`` for a measured metric; other kinds are derived from a measured metric."""
+"""``value``: a measured metric. Other kinds are computed from values of a measured metric."""
 
 STANDARD = "÷ std"
-"""Column heading of ratios. Tables replace it if the baseline is another trainer."""
+"""Column heading of ratios to the standard trainer. Tables with another baseline have another
+heading."""
 
 DERIVED: Mapping[Kind, str] = {
     "ratio": STANDARD,
@@ -21,11 +22,11 @@ DERIVED: Mapping[Kind, str] = {
     "over_logical": "÷ logical",
     "logical": "logical",
 }
-"""Column headings of derived metrics by kind, e.g. of ``dram_ratio``. The heading of a throughput
-is made from the metric's heading."""
+"""For each kind of derived metric, such as ``dram_ratio``, the last part of its column heading.
+Throughputs are missing, because their heading is the metric's heading and ``GB/s``."""
 
 Shown = Literal[Kind, "change"]
-"""Kinds of values that tables can show by default. ``change`` is the change in comparisons."""
+"""Kinds of values that tables can show by default. ``change`` is relative to a reference run."""
 
 SHOWN: tuple[Shown, ...] = ("value", "change")
 
@@ -35,7 +36,7 @@ AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
 
 
 class Aggregation:
-    """The source of a metric's values, and their aggregation over steps and ranks.
+    """The source of a metric's values, and how values of steps and ranks are aggregated.
 
     Attributes:
         over: the aggregation over steps (``repeat``) and over ranks (``rank``). For cases with
@@ -49,13 +50,13 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class Counters(Aggregation):
-    """A counted quantity. For hardware metrics, the quantity is a scaled sum of hardware counters.
+    """A counted quantity. If ``names`` is not empty, the quantity is a sum of hardware counters.
 
     Args:
         names: the counters to add, as ``ncu --query-metrics`` names them.
         scale: the factor by which the sum is multiplied.
         chips: pairs of a pattern for names of chips, and the counters that replace ``names`` on
-            these chips. The counters are empty if these chips lack the metric.
+            these chips. A pair without counters means that these chips lack the metric.
         less: the counter that is subtracted instead of added.
     """
 
@@ -67,14 +68,14 @@ class Counters(Aggregation):
 
 @dataclass(frozen=True)
 class Sum(Aggregation):
-    """The sum of other metrics, in runs that contain all these metrics."""
+    """The sum of the metrics in ``parts``. Runs that lack one of them have no such sum."""
 
     parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Share(Aggregation):
-    """The quotient of two other metrics, in runs that contain both metrics."""
+    """The first metric in ``parts`` divided by the second, if a run has both metrics."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "mean"}
     adds_up: ClassVar[bool] = False
@@ -84,14 +85,17 @@ class Share(Aggregation):
 
 @dataclass(frozen=True)
 class Timed(Aggregation):
-    """A time or rate. By default, takes the median over steps and the maximum over ranks."""
+    """A time or rate. By default, tables show the median over steps and the maximum over ranks."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "max"}
 
 
 @dataclass(frozen=True)
 class Peak(Aggregation):
-    """A maximum over time. The values of phases do not add up to the value of the step."""
+    """A maximum over time, such as peak memory.
+
+    The values of phases do not add up to the value of the step.
+    """
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "max"}
     adds_up: ClassVar[bool] = False
@@ -113,22 +117,23 @@ class Metric:
         how: the source of the values and their aggregation.
         repeats: the aggregation over steps, if it differs from that of ``how``.
         ranks: the aggregation over ranks, if it differs from that of ``how``.
-        nvprof: nvprof's name of the metric per second (see "nvprof Metric Comparison" in the
+        nvprof: the name of the metric's throughput in nvprof (see "nvprof Metric Comparison" in the
             documentation of the Nsight Compute CLI).
-        logical: the corresponding metric of logical counting.
+        logical: the metric of the instrument ``logical`` that counts the same quantity, if any.
         shown: the values that tables show unless the user chooses columns.
-        giga: True if tables divide the values by 10⁹. Tables always do so for bytes.
+        giga: True if tables divide the values by 10⁹. Tables divide all bytes by 10⁹.
         expected: the expected range of the ratio to the baseline.
-        higher_is_better: True if a decrease is worse than an increase.
+        higher_is_better: True if a decrease is a regression, False if an increase is.
         signed: True if values can be negative.
-        throughput: True if tables can show the throughput.
-        spread: True if `LARGEST_SPREAD` includes the spread of the metric.
-        source: where an instrument finds the value. For ``ncu_kernels`` and ``logical``, this is a
-            field of `KernelCount` or `OperatorCount`. For the PyTorch profiler, this is the start
-            of an activity's name in a trace.
-        table: the kind of tables that show the metric; empty for tables of cases.
-        of: the base metric of a derived metric.
-        kind: the kind of derivation.
+        throughput: True if tables can show the values divided by time.
+        spread: True if `dpbench.core.metrics.LARGEST_SPREAD` includes the metric's spread over
+            steps.
+        source: where an instrument finds the value. For ``ncu_kernels``, this is a field of
+            `KernelCount`; for ``logical``, a field of `OperatorCount`. For ``torch_profiler``, this
+            is the start of an activity's name in a trace.
+        table: the kind of table that shows the metric, e.g. ``kernels``; empty for tables of cases.
+        of: for a derived metric, the metric from which it is computed.
+        kind: for a derived metric, the way in which it is computed.
     """
 
     name: str
@@ -158,7 +163,7 @@ class Metric:
 
     @property
     def heading(self) -> str:
-        """Heading of the metric's column."""
+        """Heading of the metric's column: ``header``, or words made from the name."""
         words = _UNIT.sub("", self.name).replace("_", " ")
         unit = {"s": "ms", "B": "", "1": "", "1/s": "per s"}.get(self.unit, self.unit)
         return self.header or "\n".join(filter(None, (words, unit)))
@@ -213,14 +218,14 @@ class Metric:
 
     @property
     def counters(self) -> tuple[str, ...]:
-        """The hardware counters of the metric on chips that no pattern matches."""
+        """The metric's hardware counters on chips that no pattern in `Counters.chips` matches."""
         return self._counted.names
 
     def on(self, chip: str) -> tuple[str, ...]:
         """Return the metric's hardware counters on a chip, e.g. ``GB202``.
 
-        Returns no counters if the chip lacks the metric, and `counters` if no pattern matches the
-        chip's name.
+        Returns an empty tuple if the chip lacks the metric. Returns `counters` if no pattern in
+        `Counters.chips` matches the chip's name.
         """
         chips = self._counted.chips
         fitting = (names for pattern, names in chips if fnmatchcase(chip.upper(), pattern))
@@ -255,7 +260,7 @@ class Metric:
 
     @property
     def formula(self) -> str:
-        """The formula that `value` uses, without the scale."""
+        """The sum of counters that `value` computes, as text without the scale."""
         text = "".join(
             f"{' - ' if name == self._counted.less else ' + '}{name}" for name in self.counters
         )
@@ -263,14 +268,15 @@ class Metric:
 
     @property
     def spellings(self) -> tuple[tuple[str, ...], ...]:
-        """The metric's hardware counters on each kind of chip that has the metric."""
+        """Tuples of hardware counters, one for each kind of chip that has the metric."""
         chips = (names for _, names in self._counted.chips)
         return tuple(names for names in (self.counters, *chips) if names)
 
     def value(self, counted: Mapping[str, float]) -> float:
-        """Compute the metric from the values of `counters`.
+        """Compute the metric from the values of its `counters`.
 
-        Call this method on the result of `counted_by`, because chips can have other counters.
+        If the counters of a chip replace `counters`, call this method on the result of
+        `counted_by`.
         """
         signs = {self._counted.less: -1}
         return self._counted.scale * sum(signs.get(n, 1) * counted[n] for n in self.counters)
@@ -291,21 +297,21 @@ def _tuples(value: Any) -> Any:
 _UNIT = re.compile(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$")
 
 UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
-"""Units of metrics by the end of the metric's name."""
+"""Maps the last part of a metric's name to the metric's unit."""
 
 
 def unit(metric: str) -> str:
-    """Return the unit that a metric's name says, or "1" for a plain number."""
+    """Return the unit that the end of a metric's name tells, or "1" if it tells none."""
     return next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "1")
 
 
 def derived_name(metric: str, kind: Kind = "ratio") -> str:
-    """Return the name of a derived metric, without the base metric's unit, e.g. ``dram_ratio``."""
+    """Return the name of a metric that is derived from ``metric``, e.g. ``dram_ratio``."""
     if kind == "throughput":
         return metric.replace("_bytes", "_throughput")
     return f"{_UNIT.sub('', metric)}_{kind}"
 
 
 def is_counter(name: str) -> bool:
-    """Return True if a name is the name of a hardware counter."""
+    """Return True if a metric's name is that of a hardware counter, which contains ``__``."""
     return "__" in name

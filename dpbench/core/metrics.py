@@ -4,9 +4,10 @@ A project can register a metric in a ``conftest.py``::
 
     METRICS.register(Metric("l1_bytes", "L1", ("ncu",), Counters(("l1tex__t_bytes.sum",))))
 
-An entry point of the group ``dpbench.metrics`` does the same for every command. Its value is a
-`Metric` or a list of metrics. A saved run contains the definitions of its metrics. Hardware
-counters, such as ``lts__t_sectors.sum``, can be used as metrics without a definition.
+A package can register metrics for every command with an entry point of the group
+``dpbench.metrics``, which names a `Metric` or a list of metrics. A saved run contains the
+definitions of its metrics. Hardware counters, such as ``lts__t_sectors.sum``, can be used as
+metrics without a definition.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SECTOR_BYTES = 32
 """An L2 sector is 32 bytes (Nsight Compute Profiling Guide, "Memory Chart")."""
 
 RATIO = "_ratio"
-"""Last part of the names of ratios to the baseline."""
+"""A ratio to the baseline has a name with this end, such as ``dram_ratio``."""
 
 
 class Metrics(Mapping[str, Metric]):
@@ -49,7 +50,7 @@ class Metrics(Mapping[str, Metric]):
         self._complete = False
 
     def register(self, *metrics: Metric) -> None:
-        """Add metrics; refuse a metric whose name has another definition."""
+        """Add metrics; raise `ConfigurationError` if a name already has another definition."""
         self._every = {}
         for metric in metrics:
             if self._known.setdefault(metric.name, metric) != metric:
@@ -93,12 +94,12 @@ class Metrics(Mapping[str, Metric]):
             self._known, self._every = known | registered, {}
 
     def behind(self, names: Collection[str]) -> list[Metric]:
-        """Return the metrics with these names, and the sums and shares that need no others."""
+        """Return the metrics with these names, and the sums and shares of these metrics only."""
         known = {*names}
         return [m for m in self.values() if m.name in known or (m.parts and known >= {*m.parts})]
 
     def definitions(self, names: Collection[str]) -> list[dict[str, Any]]:
-        """Return the metrics of `behind` as plain JSON types, for readers without dpbench."""
+        """Return the metrics of `behind` as plain JSON types, to save them with a run."""
         return [metric.as_json() for metric in self.behind(names)]
 
     def had_by(self, instrument: str) -> list[Metric]:
@@ -114,7 +115,7 @@ class Metrics(Mapping[str, Metric]):
         return [metric for metric in self.had_by(instrument) if metric.spellings]
 
     def every(self) -> dict[str, Metric]:
-        """Return measured and derived metrics by name, and `LARGEST_SPREAD`."""
+        """Return all measured metrics, all derived metrics and `LARGEST_SPREAD`, by name."""
         if not self._every:
             every = (each for metric in self.values() for each in (metric, *metric.derived()))
             self._every = {each.name: each for each in (*every, LARGEST_SPREAD)}
@@ -142,7 +143,7 @@ class Metrics(Mapping[str, Metric]):
 
 
 LARGEST_SPREAD = Metric("spread", "largest\nspread", kind="spread", shown=())
-"""The largest spread in a row, among metrics with ``spread=True``."""
+"""The largest spread over steps in a row of a table, among metrics with ``spread=True``."""
 
 
 def _dram(operation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -166,22 +167,23 @@ _link = partial(_hidden, by=("cupti",), ranks="mean")
 
 
 _DIVIDED = ("GA100", "GH100", "GB1[01][02]")
-"""Chips with an L2 of two halves, which have a counter of the crossings between the halves."""
+"""Patterns for chips whose L2 cache has two halves. These chips have a counter of the sectors that
+one half requests from the other half."""
 
 _UNDIVIDED = ("GV1*", "TU1*", "GA10[!0]", "AD1*", "GB20*", "GB10B")
-"""Chips without this counter. For chips in neither tuple, the counters of `_l2` are unknown, so the
-metrics that `_l2` defines are missing."""
+"""Patterns for chips without the counter of sectors between halves of the L2. On chips that are in
+neither tuple, the metrics that `_l2` defines are missing, because the counters are unknown."""
 
 _CROSSINGS = "lts__t_sectors_srcunit_ltcfabric.sum"
 
 
 def _l2(counter: str, less: str = "", undivided: bool = True) -> Counters:
-    """Return the counters of bytes in the L2, 32 for each sector.
+    """Return the counters of sectors in the L2, with a scale of 32 bytes for each sector.
 
     Args:
         counter: the part of the counter's name after ``lts__t_sectors``.
         less: a counter to subtract on chips in `_DIVIDED`.
-        undivided: False if the chips in `_UNDIVIDED` lack the metric.
+        undivided: False if chips in `_UNDIVIDED` lack the counters.
     """
     named = f"lts__t_sectors{counter}.sum"
     others = ((chip, (named,) if undivided else ()) for chip in _UNDIVIDED)
@@ -191,7 +193,7 @@ def _l2(counter: str, less: str = "", undivided: bool = True) -> Counters:
 
 
 _COUNTED, _LOGICAL, _TIMED = ("ncu", "cupti"), ("logical",), ("timing", "cupti")
-_CUPTI = ("cupti",)  # not ncu, under which the CPU cannot run ahead of the GPU
+_CUPTI = ("cupti",)  # not ncu, because under ncu the CPU cannot run ahead of the GPU
 _TENSOR, _PEAK = "sm__pipe_tensor_cycles_active.sum", ".peak_sustained_elapsed"
 _kernels = partial(_hidden, by=("ncu_kernels",), table="kernels")
 _profiler = partial(_hidden, by=("torch_profiler",), table="PyTorch profiler")
@@ -222,8 +224,8 @@ METRICS = Metrics((
            logical="peak_memory_bytes", shown=_AND_RATIO),
     Metric("gpu_busy_share", "busy", _CUPTI, Share(("gpu_busy_cycles", "gpu_elapsed_cycles")),
            shown=_VALUE, higher_is_better=True),
-    # Bytes that SMs request from the L2. Reads and writes exclude atomics and reductions, which
-    # nvprof included in both.
+    # Bytes that SMs request from the L2. Unlike the metrics of nvprof, these reads and writes
+    # exclude atomics and reductions.
     _hidden("l2_sm_read_bytes", "L2 read\nby SMs", _COUNTED, _l2("_srcunit_tex_op_read"),
             nvprof="l2_read_throughput"),
     _hidden("l2_sm_write_bytes", "L2 write\nby SMs", _COUNTED, _l2("_srcunit_tex_op_write"),
@@ -231,21 +233,21 @@ METRICS = Metrics((
     # Sectors that one half of the L2 requests from the other half.
     _hidden("l2_crossing_bytes", "L2\ncrossing", _COUNTED,
             _l2("_srcunit_ltcfabric", undivided=False), throughput=False),
-    # All sectors that SMs or copy engines request. On chips that count crossings, both halves of
-    # the L2 count a sector that crosses, so the crossings are subtracted.
+    # Bytes of all sectors that SMs or copy engines request. In an L2 of two halves, both halves
+    # count a sector that one half requests from the other, so these sectors are subtracted once.
     Metric("l2_served_bytes", "L2\nserved", _COUNTED, _l2("", _CROSSINGS), shown=_AND_RATIO,
            expected=(1.5, 3.0), throughput=False, spread=True),
     _hidden("l2_atomic_bytes", "L2\natomic", _COUNTED,
             Counters(("lts__t_sectors_op_atom.sum", "lts__t_sectors_op_red.sum"), SECTOR_BYTES),
             throughput=False),
-    # On Hopper, the counter misses loads by TMA and LDGSTS.
+    # On Hopper, the counter of global loads misses loads by TMA and LDGSTS.
     _hidden("global_load_bytes", "global\nload", _COUNTED, _global("ld"), nvprof="gld_throughput"),
     _hidden("global_store_bytes", "global\nstore", _COUNTED, _global("st"),
             nvprof="gst_throughput"),
     # Bytes that one rank sends to other ranks, if each collective uses a ring algorithm.
     Metric("collective_bytes", "sent by\na rank", _LOGICAL, ranks="mean", shown=_AND_RATIO,
            throughput=False, source="collective_bytes"),
-    # The largest tensor that a step makes: the allocator needs one free block of this size.
+    # The largest tensor that a step creates. The allocator needs one free block of its size.
     _hidden("largest_tensor_bytes", "largest\ntensor", _LOGICAL, Peak(), throughput=False),
     _hidden("flops", "GFLOP", _LOGICAL, giga=True),
     _hidden("samples_per_second", "samples\nper s", _TIMED, Timed(), ranks="sum",
@@ -253,8 +255,9 @@ METRICS = Metrics((
     # Duration of a range by the GPU's clock, with synchronization at both ends.
     _hidden("range_time_seconds", "range\nms", _CUPTI,
             Counters(("gpu__time_duration.sum",), 1e-9), repeats="median", ranks="max"),
-    # Busy shares are the part of the range in which the GPU, or an SM, ran anything. The share of
-    # the tensor pipe is relative to the peak rate, and the share of warps to the warp slots.
+    # Busy shares are the part of a range's cycles in which the GPU, or an SM, ran anything. The
+    # other two shares are averages relative to the peak: the peak rate of the tensor pipe, and
+    # the number of warps that fit the SMs.
     _cycles("gpu_busy_cycles", "gr__cycles_active.sum"),
     _cycles("gpu_elapsed_cycles", "gr__cycles_elapsed.sum"),
     _hidden("sm_busy_share", "SMs\nbusy", _CUPTI, Share(("sm_busy_cycles", "sm_elapsed_cycles")),
@@ -283,7 +286,7 @@ METRICS = Metrics((
     _link("nvlink_sent_bytes", "NVLink\nsent", how=Counters(("nvltx__bytes.sum",))),
     _link("pcie_read_bytes", "PCIe\nread", how=Counters(("pcie__read_bytes.sum",))),
     _link("pcie_write_bytes", "PCIe\nwrite", how=Counters(("pcie__write_bytes.sum",))),
-    # Launches, bytes and time of kernels, without copies, memsets and gaps between kernels.
+    # Launches, bytes and time of kernels. Copies, memsets and gaps between kernels are excluded.
     _kernels("kernel_launches", source="launches"),
     _kernels("kernel_dram_read_bytes", source="read_bytes"),
     _kernels("kernel_dram_write_bytes", source="write_bytes"),
@@ -291,8 +294,8 @@ METRICS = Metrics((
     _kernels("kernel_time_seconds", ranks="max", source="seconds"),
     _profiler("cpu_time_seconds", "CPU\nms", ranks="max"),
     _profiler("device_time_seconds", "GPU\nms", ranks="max"),
-    # Time of a rank in collectives, including the wait for later ranks. The rank runs nothing else
-    # during the exposed part.
+    # Time of a rank in collectives, including the wait for slower ranks. The exposed part is the
+    # time in which the rank runs nothing else.
     _profiler("communication_seconds", "in collec-\ntives ms", ranks="max"),
     _profiler("exposed_communication_seconds", "exposed\nms", ranks="max"),
     _profiler("exposed_communication_share", "exposed",
@@ -306,15 +309,14 @@ METRICS = Metrics((
     _profiler("memset_bytes", "memset", source="Memset"),
 ))
 # fmt: on
-"""The built-in metrics, and metrics that a project registers. Runs may also contain hardware
-counters, whose names contain ``__``."""
+"""The built-in metrics, and metrics that a project registers."""
 
 
 def expectations(texts: Iterable[str] = ()) -> dict[str, tuple[float, float]]:
-    """Return the expected ranges of ratios by metric.
+    """Return for each metric the expected range of its ratio to the baseline, if there is a range.
 
     Args:
-        texts: texts ``RATIO:LOW-HIGH``, which replace a metric's default range; ``none`` removes
+        texts: ranges ``RATIO:LOW-HIGH``, which replace default ranges. The text ``none`` removes
             all default ranges.
     """
     texts = list(texts)

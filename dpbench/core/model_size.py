@@ -1,4 +1,4 @@
-"""Sizes of the transformer, and checks of other numbers in a case."""
+"""Sizes of the transformer, and checks of positive numbers and ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dpbench.core.errors import ConfigurationError, unknown
 
 
 def positive(what: str, value: object) -> int:
-    """Return a positive number as an int; the number may be a NumPy integer from pandas.
+    """Return a positive integer as an int, or raise `ConfigurationError`.
 
-    ``what`` names the number in the error message.
+    The integer may be a NumPy integer, and must be below 2³¹. ``what`` describes the integer in the
+    error message.
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or int(value) <= 0:
         raise ConfigurationError(f"{what} must be a positive integer, not {value!r}")
@@ -61,7 +62,10 @@ MODEL_SIZES = {
 
 
 def lora_rank(trainable: str) -> int | None:
-    """Return the rank in ``lora:RANK``, or None for other texts; refuse an invalid rank."""
+    """Return the rank in ``lora:RANK``, or None for a text without ``lora:``.
+
+    Raises `ConfigurationError` if the rank is not a positive integer.
+    """
     kind, colon, rank = trainable.partition(":")
     if kind != "lora" or not colon:
         return None

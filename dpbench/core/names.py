@@ -13,8 +13,9 @@ from dpbench.core.errors import ConfigurationError
 Parameter = int | float | bool | str
 
 _PARAMETERS = re.compile(r":(?=[^:=]*=)")
-"""Matches the colon before a name's parameters: the first colon with ``=`` before the next colon.
-In ``mine=package.module:Class:depth=2`` this is the second colon."""
+"""Matches the colon before the parameters of a name, which is the first colon with an
+``=`` before the next colon. In ``mine=package.module:Class:depth=2``, this is the second
+colon."""
 
 
 def parted(spelling: str) -> tuple[str, str]:
@@ -33,7 +34,10 @@ def joined(name: str, parameters: str | Iterable[str]) -> str:
 
 
 def parameters_text(given: str | Iterable[str] | Mapping[str, object]) -> str:
-    """Return parameters as one sorted text; refuse a parameter with two values."""
+    """Return parameters as one sorted text.
+
+    Raises `ConfigurationError` for an invalid parameter, or for a parameter with two values.
+    """
     if isinstance(given, Mapping):
         pairs = [(str(name), _written(value).strip()) for name, value in given.items()]
     else:
@@ -59,9 +63,10 @@ def _pairs(given: str | Iterable[str]) -> list[tuple[str, str]]:
 
 
 def parameter_grid(given: Iterable[str]) -> tuple[str, ...]:
-    """Return every combination of values of parameters, as texts.
+    """Return a text of parameters for every combination of the given values.
 
-    ``given`` has texts ``NAME=VALUE``, of which several can have the same name.
+    ``given`` has texts ``NAME=VALUE``. Several texts with the same name give several values for
+    the parameter.
     """
     values: dict[str, list[str]] = {}
     for name, value in _pairs(given):
@@ -89,5 +94,8 @@ def _written(value: object) -> str:
 
 
 def file_name_part(text: str) -> str:
-    """Quote a text for a file name; ``@`` replaces ``%``, which ncu and nsys would interpret."""
+    """Quote a text for a file name, with ``@`` in place of ``%``.
+
+    The tools ncu and nsys would replace ``%`` and the letter after it.
+    """
     return quote(text, safe="=,+").replace("%", "@")

@@ -1,4 +1,4 @@
-"""Declares the fields of `Settings` and of instruments as options."""
+"""Declares fields of dataclasses, namely of `Settings` and of instruments, as options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def option(
 ) -> Any:
     """Declare a dataclass field that is also an option.
 
-    The option's type is the type of the default, unless that is None, a boolean or a tuple.
+    The option's type is the type of the default, unless the default is None, a boolean or a tuple.
 
     Args:
         help: the option's help text.
@@ -46,7 +46,7 @@ def option(
 
 
 SHORT_FORMS = {"json": "json", "markdown": "md", "csv": "csv", "html": "html"}
-"""Options that write a fixed format, whatever the file is named, with the names of the formats."""
+"""Options that write one format, whatever the file's extension is, and the name of the format."""
 
 
 def axis_help(name: str) -> str:
@@ -69,7 +69,7 @@ def file(help: str, **names: Any) -> Any:
 
 
 def of_pytest(help: str, **names: Any) -> Any:
-    """Declare a switch of pytest that commands lack."""
+    """Declare an option of pytest without a value, which commands lack."""
     return option(help, False, command="", **names)
 
 
@@ -83,16 +83,16 @@ def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
 
 
 def below(directory: Path, value: Any) -> Any:
-    """Resolve relative paths in a value below a directory, and convert lists to tuples."""
+    """Return an option's value, with relative paths below ``directory`` and tuples for lists."""
     if isinstance(value, list):
         return tuple(below(directory, each) for each in value)
     return directory / value if isinstance(value, Path) else value
 
 
 def listed(texts: Iterable[str] | None, option: str, what: str) -> tuple[str, ...]:
-    """Split the values of an option at commas; return no names if the option is not set.
+    """Return the names in an option's values, which are separated by commas.
 
-    ``what`` describes a name in the error message.
+    Returns an empty tuple if the option is not set. ``what`` describes a name in the error message.
     """
     every: list[str] = []
     for text in texts or ():
@@ -104,7 +104,7 @@ def listed(texts: Iterable[str] | None, option: str, what: str) -> tuple[str, ..
 
 
 def output_of(path: Path) -> str:
-    """Return the name of the output that writes files with this file's extension."""
+    """Return the name in `OUTPUTS` that is the extension of a file, or raise an error."""
     ending = path.suffix.removeprefix(".")
     if ending not in OUTPUTS:
         OUTPUTS.register_installed()
@@ -117,7 +117,7 @@ def output_of(path: Path) -> str:
 # --- options that instruments declare --------------------------------------------------------
 
 _OWN = "own option "
-"""Prefix of the names under which a parsed command line has the options of instruments."""
+"""Prefix of instruments' options among the attributes of a parsed command line."""
 
 
 def own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
@@ -129,7 +129,7 @@ def own_fields(instrument: type) -> dict[str, Mapping[str, Any]]:
 def declare_own(
     add: Callable[..., object], instrument: type, *names: str, of_pytest: bool = False
 ) -> None:
-    """Declare the options of an instrument; with ``names``, only these options."""
+    """Declare the options of an instrument, or only the options in ``names`` if there are any."""
     for name, described in own_fields(instrument).items():
         if not names or name in names:
             option = spelled(name, described, of_pytest=of_pytest)
@@ -137,5 +137,8 @@ def declare_own(
 
 
 def own_values(options: Namespace) -> dict[str, Any]:
-    """Return the values of instruments' options in a parsed command line, by field name."""
+    """Return the values of instruments' options in a parsed command line.
+
+    The keys are names of fields of instruments.
+    """
     return {n.removeprefix(_OWN): v for n, v in vars(options).items() if n.startswith(_OWN)}

@@ -17,13 +17,13 @@ _IN_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "
 def arguments(
     what: str, named: Any, given: Mapping[str, Parameter], reserved: Collection[str] = ()
 ) -> dict[str, Parameter]:
-    """Return parameters as arguments of a class, after a check against its annotations.
+    """Return parameters as arguments of a class; raise an error if its annotations refuse a value.
 
     Args:
         what: the class in words, such as ``trainer dpsgd``, for error messages.
         named: the class, or a function.
         given: the values by parameter name.
-        reserved: arguments that the caller passes; they cannot be parameters.
+        reserved: arguments that the caller passes, so that a parameter cannot have their names.
     """
     types, takes_any = _keywords(named)
     known = [name for name in types if name not in reserved]
@@ -37,9 +37,9 @@ def arguments(
 
 
 def _keywords(named: Any) -> tuple[dict[str, Any], bool]:
-    """Return the types of a class's keyword arguments, and True if any other name is accepted.
+    """Return the types of a class's keyword arguments, and True if it also accepts other names.
 
-    With ``**options`` in a constructor, the arguments of the base class count, too.
+    If a constructor has ``**options``, the arguments of the next base class are included.
     """
     classes = getattr(named, "__mro__", ())[:-1]  # without object
     inits = [init for each in classes if (init := vars(each).get("__init__"))]

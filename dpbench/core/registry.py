@@ -1,7 +1,7 @@
 """Registries of trainers, models, workloads, optimizers, instruments and outputs by name.
 
-A name maps to an import target (``package.module:Class``). So a command can check that a name
-exists, or pass the name to a child process, without importing torch.
+A registry maps a name to an import target (``package.module:Class``), which is imported on first
+use. So a command can check that a name exists without importing torch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ class Registry(Mapping[str, Any]):
 
     A spelling of a class is its short name (``dpsgd``), an import target
     (``package.module:Class``), or a target with a new short name (``mine=package.module:Class``).
-    Short names include entry points of installed packages. Parameters can follow
-    (``dpsgd:clip=per_layer``); they become arguments of the class.
+    The names of entry points of installed packages are short names, too. Parameters can follow a
+    spelling (``dpsgd:clip=per_layer``). The parameters become arguments of the class.
 
     Args:
         kind: the kind of class, such as ``trainer``, for messages and entry points.
         targets: the import target of each built-in name.
-        given: arguments that the caller passes to the class, and that cannot be parameters.
-        check: the import target of a function that `locate` calls with a spelling and its class,
-            and that raises for a class which cannot be used.
+        given: names of arguments that the caller passes to the class. Parameters cannot have these
+            names.
+        check: the import target of a function that `locate` calls with a spelling and its class.
+            The function raises an error if the class cannot be used.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Registry(Mapping[str, Any]):
         self._targets[name] = target
 
     def register_installed(self) -> None:
-        """Register the entry points of installed packages in the group ``dpbench.KINDs``.
+        """Register the entry points of installed packages, e.g. of the group ``dpbench.trainers``.
 
         A name that is already registered keeps its class.
         """
@@ -83,7 +84,10 @@ class Registry(Mapping[str, Any]):
                 self._installed.add(entry.name)
 
     def canonical(self, spelling: str) -> str:
-        """Return the short name with sorted parameters; register a new import target."""
+        """Return the short name with sorted parameters.
+
+        If the spelling is a new import target, also registers a short name for the target.
+        """
         name, parameters = parted(spelling)
         return joined(self._short(name), parameters)
 
@@ -108,7 +112,7 @@ class Registry(Mapping[str, Any]):
         return name in self._targets  # `Mapping.__contains__` would import the class
 
     def __getitem__(self, spelling: str) -> Any:
-        """Import a class; parameters are bound to the class with `functools.partial`."""
+        """Import and return a class, with parameters in the spelling as a `functools.partial`."""
         with self._importing(spelling) as (module, attribute):
             imported = import_module(module)
         try:
@@ -131,8 +135,8 @@ class Registry(Mapping[str, Any]):
     def locate(self, spelling: str) -> None:
         """Raise `ConfigurationError` if a module is missing or a class refuses its parameters.
 
-        Imports classes with parameters and classes of PyTorch that are not built in. For other
-        classes that are not built in, imports only the enclosing packages.
+        Imports the class if the spelling has parameters, or if a class of PyTorch is not built in.
+        For other classes that are not built in, imports only the packages that contain the module.
         """
         named = self._targets[self._name(spelling)]
         if parted(spelling)[1] or (
@@ -141,17 +145,17 @@ class Registry(Mapping[str, Any]):
             made = self[spelling]
             if self.check:
                 resolve_name(self.check)(spelling, made)
-        elif not self.is_builtin(spelling):  # built-in modules exist, and may import torch
+        elif not self.is_builtin(spelling):  # built-in modules need no check
             with self._importing(spelling) as (module, _):
                 if module not in sys.modules and find_spec(module) is None:
                     raise ModuleNotFoundError(name=module)
 
     @contextmanager
     def _importing(self, spelling: str) -> Iterator[tuple[str, str]]:
-        """Yield the module and the attribute of a spelling; explain a failed import.
+        """Yield the module and the attribute of a spelling; explain a failed import in the block.
 
-        For the user's own code, appends the current directory to ``sys.path``. The directory comes
-        last, so that a module in it does not hide a module of the same name that a library imports.
+        For the user's own code, adds the current directory at the end of ``sys.path``. At the
+        beginning, a module in the current directory could hide a module that a library imports.
         """
         module, _, attribute = self._targets[name := self._name(spelling)].partition(":")
         if name not in {*self._builtin, *self._installed} and str(Path.cwd()) not in sys.path:
@@ -177,26 +181,29 @@ class Registry(Mapping[str, Any]):
         return len(self._targets)
 
     def rank(self, name: str) -> int:
-        """Return a sort key: names in the order of registration, then unknown names."""
+        """Return the place of a name in the order of registration; unknown names are last."""
         return [*self._targets, parted(name)[0]].index(parted(name)[0])
 
     def is_builtin(self, name: str) -> bool:
-        """Return True if a name is built in."""
+        """Return True if dpbench itself registers the name."""
         return self._name(name) in self._builtin
 
     def argument(self, name: str) -> str:
-        """Return a spelling that also works in a process without registered names."""
+        """Return a spelling that also works in a process in which the name is not registered."""
         name, parameters = parted(self.canonical(name))
         named = name if name in self._builtin else f"{name}={self._targets[name]}"
         return joined(named, parameters)
 
     def import_path(self, name: str) -> Path | None:
-        """Return the directory from which a class was imported, or None before its import."""
+        """Return the directory from which a class was imported, or None if it is not imported."""
         return folder_of(self._targets[self._name(name)].partition(":")[0])
 
 
 def folder_of(module: str) -> Path | None:
-    """Return the directory from which a module was imported, or None if there is none."""
+    """Return the directory in ``sys.path`` from which a module was imported.
+
+    Returns None if the module is not imported or has no file.
+    """
     if (file := getattr(sys.modules.get(module), "__file__", None)) is None:
         return None
     return Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
@@ -209,7 +216,7 @@ _PACKAGES = {
     "jinja2": "Jinja: pip install plotly jinja2",
     "matplotlib": "Matplotlib: pip install matplotlib",
 }
-"""Packages that may be missing, with commands to install them."""
+"""For each package that may be missing, its name and the command that installs it."""
 
 
 TRAINERS = Registry(
@@ -237,14 +244,14 @@ TRAINERS = Registry(
         "compile",
     ),
 )
-"""Trainers by short name; the first trainer is the default baseline."""
+"""Trainers by short name."""
 
 MODELS = Registry(
     "model",
     {"simple": "dpbench.workloads.transformer:SimpleBigModel"},
     ("size", "attention", "max_seq_len"),
 )
-"""Models by short name; callers use ``Model(size, attention=…, max_seq_len=…)``."""
+"""Models by short name. They are called as ``Model(size, attention=…, max_seq_len=…)``."""
 
 WORKLOADS = Registry(
     "workload",
@@ -270,7 +277,7 @@ OPTIMIZERS = Registry(
     ("params", "lr"),
     check="dpbench.training.base:check_optimizer",
 )
-"""Optimizers by short name; callers use ``Optimizer(parameters, lr=…)``."""
+"""Optimizers by short name. They are called as ``Optimizer(parameters, lr=…)``."""
 
 INSTRUMENTS = Registry(
     "instrument",
@@ -284,8 +291,8 @@ INSTRUMENTS = Registry(
         "nsys": "dpbench.instruments.nsys.nsys:Nsys",
     },
 )
-"""Instruments by name, in the order in which they measure. `dpbench.instruments.choose` also
-accepts import targets and entry points."""
+"""The built-in instruments by name. `dpbench.instruments.choose` also accepts import targets and
+entry points."""
 
 OUTPUTS = Registry(
     "output",
@@ -297,17 +304,17 @@ OUTPUTS = Registry(
         "svg": "dpbench.show.picture:svg",
     },
 )
-"""Outputs by file extension: functions that convert runs to text or bytes. See
+"""Outputs by file extension. An output is a function that converts runs to text or bytes, see
 `dpbench.show.outputs`."""
 
 
 def called(what: str, named: Any, needs: str, *given: object, **options: object) -> Any:
-    """Call a class or function, after a check that it accepts the arguments.
+    """Call a class or function; raise `ConfigurationError` if it does not accept the arguments.
 
     Args:
         what: the class in words, such as ``model simple``, for the error message.
         named: the class or function.
-        needs: a hint for the error message.
+        needs: the arguments that the class must accept, for the error message.
         given: positional arguments.
         options: keyword arguments.
     """

@@ -1,7 +1,7 @@
-"""The settings of a session, and the options of pytest and the commands that set them.
+"""Defines the settings of a session, and the options of pytest and of commands that set them.
 
-Most fields of `Settings` are options of ``dpbench run``, of pytest, or of both. Other commands
-declare some of these options with `declare`.
+Most fields of `Settings` can be set with an option of ``dpbench run``, of pytest, or of both. Other
+commands have some of these options.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Settings:
 
     of_pytest: bool = False
     directory: Path = Path()
-    """The directory to which relative paths refer."""
+    """The directory below which relative paths are resolved."""
 
     # what is measured
     ncu: bool = option_fields.of_pytest("measure cases under NVIDIA Nsight Compute")
@@ -50,9 +50,9 @@ class Settings:
         f"the grid of cases: {', '.join(GRIDS)}, or a .toml file", "grid1", metavar="GRID"
     )
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values along axes of `Case` that replace the grid's values. Each axis is an option."""
+    """By field of `Case`, values that replace the grid's values. Each field is an option."""
     own: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the options that instruments declare, by field name."""
+    """Values of options that instruments declare, by the name of the instrument's field."""
     baseline: str | None = option_fields.option(
         "the trainer whose numbers are the denominators of ratios, which is also measured: a name "
         "or package.module:Class (default standard)",
@@ -192,14 +192,14 @@ class Settings:
     def read(
         cls, options: Namespace, *, of_pytest: bool = False, directory: Path = Path()
     ) -> Settings:
-        """Return the settings of a command line; a missing option has its default.
+        """Return the settings of a command line. An option that it does not set has its default.
 
         With ``--dpbench-disable``, most options for measurement and output are ignored.
 
         Args:
             options: the parsed command line.
             of_pytest: True for pytest's command line.
-            directory: the directory to which relative paths refer.
+            directory: the directory below which relative paths are resolved.
         """
         given: dict[str, Any] = {}
         for name in OPTIONS:
@@ -219,15 +219,15 @@ class Settings:
         return _name(name, self.of_pytest)
 
     def chosen_grid(self) -> Grid:
-        """Return the grid that the options choose."""
+        """Return the grid that the option ``grid`` names, with the values of other options."""
         return Grid.named(self.grid).with_axes(self.baseline, **self.axes)
 
     def of(self, options: type[Options]) -> Options:
-        """Return the options of an instrument as an object of its class `Instrument.options`."""
+        """Return an instance of a class of options, with the values of the command line."""
         return options(**self.own_of(options))
 
     def own_of(self, instrument: type) -> dict[str, Any]:
-        """Return the values of the options that a class declares, by field name."""
+        """Return the command line's values of the options that a class declares, by field name."""
         return {
             name: self.own[name]
             for name in option_fields.own_fields(instrument)
@@ -236,7 +236,7 @@ class Settings:
 
     @property
     def files(self) -> dict[str, tuple[str, Path]]:
-        """The files to write, by option: pairs of the output's name and the path."""
+        """For each option that names a file to write: the output's name and the file's path."""
         short = {self.option(n): (kind, getattr(self, n)) for n, kind in SHORT_FORMS.items()}
         named = {f"{self.option('output')} {p}": (output_of(p), p) for p in self.output}
         return {option: file for option, file in (short | named).items() if file[1]}
@@ -269,7 +269,7 @@ class Settings:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Phases whose kernels are profiled; empty for all phases."""
+        """The phases whose kernels are profiled; empty if kernels of all phases are."""
         option = self.option("kernels_phase")
         return option_fields.listed(self.kernels_phase, option, "phase, such as clip")
 
@@ -315,11 +315,12 @@ def declare(
     called: str | None = None,
     **changed: Any,
 ) -> None:
-    """Declare options of pytest or of a command; without names, declare all that it has.
+    """Declare options of pytest or of a command.
 
     Args:
         add: ``group.addoption`` or ``parser.add_argument``.
-        names: fields of `Settings`, or axes of `Case`.
+        names: fields of `Settings` or of `Case`; by default all that are options of pytest, or of
+            commands.
         of_pytest: True for options of pytest, False for options of a command.
         called: the name of the option, if it differs from the field's name.
         changed: arguments of ``add`` that replace the declared arguments.

@@ -1,4 +1,4 @@
-"""Subjects of a measurement: cases and scripts."""
+"""Defines `Script` and `Subject`. A measurement has a case or a script as its subject."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SCRIPT = "script"
 class Script:
     """A user's script, or a user's function that takes a step.
 
-    The rows of a script have `SCRIPT` as the workload, and the script's name as the trainer. The
-    batch size is 0 if the user has not set it. Other axes are empty, because only the author knows
-    how the script trains.
+    In rows of a run, the workload of a script is `SCRIPT`, and the trainer is the script's name.
+    The batch size is 0 if the user has not set it. Other columns that describe a case are empty,
+    because dpbench does not know how the script trains.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Script:
 
     @property
     def gpus(self) -> int:
-        """0, because the number of GPUs is unknown."""
+        """Always 0, because dpbench does not know how many GPUs a script uses."""
         return 0
 
     @property
@@ -54,7 +54,7 @@ class Script:
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """`SCRIPT` and the batch size: the fields of a script that correspond to `Case.cell`."""
+        """`SCRIPT` and the batch size. Scripts with equal cells are compared, like cases."""
         return (SCRIPT, self.batch_size)
 
     def with_trainer(self, trainer: str) -> Script:
@@ -82,7 +82,7 @@ def samples_poisson(subject: Subject) -> bool:
 
 
 def subject_from(row: Mapping[Any, Any]) -> Subject:
-    """Return the case or script of a row."""
+    """Return the case or script that a row of a run describes."""
     if row["workload"] == SCRIPT:
         return Script(row["trainer"], row["batch_size"])
     return Case.from_row(row)

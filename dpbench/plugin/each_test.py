@@ -1,4 +1,4 @@
-"""Fixtures that measure cases, and hooks that record the requests of each test."""
+"""Defines the fixtures that measure cases, and hooks that record which cases a test requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOTHING_MEASURED = "nothing is measured with --dpbench-disable"
 
 
 class Unmeasured:
-    """A placeholder for a report with ``--dpbench-disable``; skips a test that reads a number."""
+    """Replaces a report with ``--dpbench-disable``. A test that reads a number is skipped."""
 
     def __init__(self, case: Subject) -> None:
         self.case = case
@@ -50,7 +50,7 @@ class Unmeasured:
 
 
 class EachTest:
-    """The fixtures, and the state of the running test, in each process that runs tests."""
+    """The fixtures, and the state of the running test, in one process that runs tests."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -64,11 +64,12 @@ class EachTest:
     def ncu(self) -> Callable[..., CaseReport]:
         """Measure a case under Nsight Compute, and in another process without a profiler.
 
-        The other process measures time and peak memory. ``--dpbench-no-timing`` omits it. With
-        ``--cupti``, time and peak memory come from the process in which CUPTI counts.
-        ``--dpbench-instrument`` adds other instruments, with which ``--ncu`` is not needed.
+        The process without a profiler measures time and peak memory. With ``--dpbench-no-timing``,
+        this process is omitted. With ``--cupti``, time and peak memory come from the process in
+        which CUPTI counts. ``--dpbench-instrument`` adds other instruments. With this option,
+        ``--ncu`` is not needed.
 
-        Call the fixture with a `Case` or with the fields of a case; it returns a `CaseReport`. A
+        Call the fixture with a `Case` or with the fields of a case. The result is a `CaseReport`. A
         session measures a case once, even if several tests or workers request the case::
 
             def test_ghost_clipping_saves_bytes(ncu):
@@ -80,7 +81,7 @@ class EachTest:
 
     @pytest.fixture
     def counters(self) -> Callable[..., CaseReport]:
-        """Measure a case by hardware counters; call this fixture like the fixture ``ncu``.
+        """Measure a case with hardware counters. Call this fixture like the fixture ``ncu``.
 
         The report contains the numbers of CUPTI (``--cupti``), of Nsight Compute (``--ncu``), or of
         both. If both measure a metric, the report uses the number of Nsight Compute. With
@@ -90,10 +91,10 @@ class EachTest:
 
     @pytest.fixture
     def logical_io(self) -> Callable[..., CaseReport]:
-        """Count the logical bytes of a case, which needs neither a GPU nor the case's memory.
+        """Count the logical bytes of a case. This needs no GPU, and no memory for the tensors.
 
         Call the fixture with a `Case`, with the fields of a case, or with the test's own function
-        that takes one step. It returns a `CaseReport`. A session counts a case once, even if
+        that takes one step. The result is a `CaseReport`. A session counts a case once, even if
         several tests or workers request the case::
 
             def test_ghost_clipping_saves_bytes(logical_io):
@@ -107,7 +108,7 @@ class EachTest:
         if not (self.session.instruments or self.session.settings.disable):
             pytest.skip(
                 f"needs {NEEDS['ncu']}"
-            )  # the test requested the fixture at run time, so that it has no skip mark
+            )  # the test has no skip mark, because it requested the fixture while it ran
         return self._report(case, fields, self.session.instruments)
 
     def _count(self, case: Case | str | type | StepFunction, **fields: Any) -> CaseReport:
@@ -142,9 +143,9 @@ class EachTest:
     def _ask(
         self, case: Subject, instruments: Sequence[str], extra_info: Mapping[str, Any] | None = None
     ) -> None:
-        """Share a request of the running test, or of a hook outside every test.
+        """Share a request of the running test, or of a hook outside tests, with all processes.
 
-        All processes know the request, even if the measurement fails or the test runs in a fork.
+        The request is shared before the measurement, so that it is known if the measurement fails.
         """
         item, extra = self._item, json.loads(json.dumps(extra_info or {}, default=str))
         if item is None:
@@ -156,7 +157,7 @@ class EachTest:
         self.session.store.ask([request])
 
     def _subject(self, step: StepFunction) -> Script:
-        """Return the subject for the test's own step, named by the test and the function."""
+        """Return the subject for a test's own step. The test and the function give its name."""
         if step not in self._steps:
             self._steps.append(step)
         names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
@@ -183,9 +184,9 @@ class EachTest:
         return [FunctionInstrument(i, step, steps if i.hardware else once) for i in instruments]
 
     def _try_out(self, case: Subject, step: StepFunction | None) -> None:
-        """Take one step without a measurement. A case's step uses tensors without data.
+        """Take one step of a test's function, or of a case, without a measurement.
 
-        Takes the step of a case only once in this process.
+        The step of a case uses tensors without data, and is taken once in this process.
         """
         from dpbench.instruments.logical.logical import Logical
         from dpbench.runner import measure
@@ -199,16 +200,16 @@ class EachTest:
             self._tried_out.add(case)
 
     def _limits_ratios(self) -> bool:
-        """Return True if a limit for the running test is on a ratio, which needs the baseline."""
+        """Return True if the running test has a limit on a ratio, which needs the baseline."""
         own = marker_limits(self._item) if self._item else None
         return any(limit.of for limit in (self.session.comparison.limits if own is None else own))
 
     def expected_request(self, item: pytest.Item) -> Request | None:
-        """Return the request of a test as far as it is known before the test runs.
+        """Return what is known about a test's request before the test runs.
 
         The request follows from the test's parameters, fixtures and marker. Returns None if the
-        test uses no fixture of dpbench and has no marker of its own; markers of its class or module
-        may be meant for other tests.
+        test uses no fixture of dpbench and has no marker ``dpbench`` of its own. A marker of the
+        test's class or module is ignored, because it may be meant for other tests.
         """
         if not (uses_fixture(item) or "dpbench" in [marker.name for marker in item.own_markers]):
             return None
@@ -226,14 +227,14 @@ class EachTest:
         return (yield)
 
     def pytest_runtest_logfinish(self) -> None:
-        """Stop assigning measurements to the test."""
+        """Forget the running test, so that later measurements do not belong to it."""
         self._item = None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test with a wrong marker before it runs.
+        """Fail a test with an invalid marker before it runs.
 
-        With ``--dpbench-disable``, report a test with its own limits as skipped after it has run.
+        With ``--dpbench-disable``, skip a test whose marker has limits, after the test has run.
         """
         own = marker_limits(item)
         result = yield
@@ -245,7 +246,7 @@ class EachTest:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Share the test's ``extra_info`` on measured cases after the test's teardown."""
+        """Share the ``extra_info`` of a test's reports when the teardown of the test has run."""
         if call.when == "teardown":
             for outcome, measured in self._measured:
                 if measured.extra_info:

@@ -1,4 +1,4 @@
-"""Reads the fixtures, the case and the marker of a test, and defines the fixture ``verify``."""
+"""Finds the fixtures, the case and the marker of a test, and defines the fixture ``verify``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ DEFINED_IN = "dpbench.plugin.each_test"
 """The module that defines all of dpbench's fixtures except ``verify``."""
 
 NEEDS = {"ncu": "--ncu", "counters": "--cupti or --ncu"}
-"""Fixtures that measure on hardware, with the options that they need. Without these options, tests
-that use the fixtures are skipped, except with ``--dpbench-instrument`` or ``--dpbench-disable``."""
+"""For each fixture that measures on hardware, the options that it needs. Without these options,
+tests that use the fixture are skipped, except with ``--dpbench-instrument`` or
+``--dpbench-disable``."""
 
 FIXTURES = (*NEEDS, "logical_io")
 
@@ -40,9 +41,9 @@ MARKER = (
 def verify() -> Callable[..., list[Check]]:
     """Check a private trainer like ``dpbench verify``; fail the test if a check fails.
 
-    Call the fixture with a case, or with a trainer and other fields of a case. For a trainer, other
-    fields have small values by default. With ``processes=True``, also compares the noise with the
-    noise in another process::
+    Call the fixture with a case, or with a trainer and other fields of a case. With a trainer,
+    fields that are not given have values for a small, fast case. With ``processes=True``, the
+    noise is also compared with the noise that the trainer adds in another process::
 
         def test_it_clips_and_adds_noise(verify):
             verify("mypackage.trainers:MyTrainer", optimizer="adamw", micro_batches=4)
@@ -70,7 +71,7 @@ def _verify(
 
 
 def measuring_fixtures(settings: Settings) -> list[str]:
-    """Return the fixtures in `NEEDS` that can be used with these settings."""
+    """Return the names of the fixtures in `NEEDS` whose tests run with these settings."""
     if settings.ncu or settings.instrument or settings.disable:
         return [*NEEDS]
     return ["counters"] if settings.cupti else []
@@ -79,7 +80,7 @@ def measuring_fixtures(settings: Settings) -> list[str]:
 def uses_fixture(item: pytest.Item, fixtures: Collection[str] = FIXTURES) -> bool:
     """Return True if a test uses one of these fixtures of dpbench, or a fixture that extends it.
 
-    A project's own fixture of the same name does not count.
+    A project's own fixture with the same name is ignored.
     """
     info = getattr(item, "_fixtureinfo", None)
     return info is not None and any(_is_ours(info.name2fixturedefs, name) for name in fixtures)
@@ -91,20 +92,20 @@ def _is_ours(definitions: dict[str, Any], fixture: str) -> bool:
             return True
         if (
             fixture not in definition.argnames
-        ):  # with this argument, a fixture extends dpbench's fixture
+        ):  # a fixture with itself as an argument extends dpbench's fixture
             return False
     return False
 
 
 def grid_case(item: pytest.Item) -> Case | None:
-    """Return the case that is a test's argument ``dpbench_case``, or None if there is none."""
+    """Return the case in a test's parameter ``dpbench_case``, or None if there is none."""
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("dpbench_case") if callspec else None
     return case if isinstance(case, Case) else None
 
 
 def limit_texts(item: pytest.Item) -> tuple[str, ...] | None:
-    """Return the limits of a test's marker as text, or None without a marker."""
+    """Return the limits of a test's marker as texts, or None if the test has no marker."""
     try:
         limits = marker_limits(item)
     except pytest.fail.Exception:  # the marker is wrong, and the test will fail
@@ -113,7 +114,10 @@ def limit_texts(item: pytest.Item) -> tuple[str, ...] | None:
 
 
 def marker_limits(item: pytest.Item) -> list[Limit] | None:
-    """Return the limits of a test's marker, or None without a marker; fail for a wrong marker."""
+    """Return the limits of a test's marker, or None if the test has no marker.
+
+    Fails the test if the marker is invalid.
+    """
     marker = item.get_closest_marker("dpbench")
     if marker is None:
         return None
@@ -128,9 +132,10 @@ def marker_limits(item: pytest.Item) -> list[Limit] | None:
 
 
 def asked_case(asked: Any, fields: dict[str, Any]) -> Case:
-    """Return the case that the arguments of a fixture describe.
+    """Return the case that a test requests with the arguments of a fixture.
 
-    These are a case and fields that replace the case's fields, or a trainer and other fields.
+    ``asked`` is a case or a trainer. ``fields`` are fields of the case, which replace the fields of
+    ``asked`` if it is a case.
     """
     if wrong := [name for name in fields if name not in AXES]:
         raise unknown("field of a case", wrong[0], AXES)

@@ -1,4 +1,4 @@
-"""Hooks that a project may implement in its ``conftest.py``, similar to pytest-benchmark's."""
+"""Hooks of pytest that a project may implement in its ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def pytest_dpbench_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Change the description of software and machine in a run's document.
+    """Change the description of the software and the machine, which is part of a saved run.
 
     A session calls this hook at most once, when it first needs the description.
     """
 
 
 def pytest_dpbench_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Change a run's document each time before it is written."""
+    """Change the JSON document of a run. This hook is called before each write of the run."""
 
 
 def pytest_dpbench_group_stats(
@@ -29,7 +29,7 @@ def pytest_dpbench_group_stats(
 
     Args:
         config: pytest's configuration.
-        summary: one row per case, instrument, phase and metric; see
+        summary: one row for each case, instrument, phase and metric, see
             `dpbench.results.summary.summary`.
         tables: the tables to print, in order.
     """

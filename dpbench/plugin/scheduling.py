@@ -1,7 +1,7 @@
-"""Schedules tests for pytest-xdist: one worker gets all tests of a case.
+"""Schedules tests for pytest-xdist, so that one worker gets all tests of a case.
 
-Otherwise a worker could wait for a case that another worker measures, while the GPU of the waiting
-worker is idle. A test that requests several cases belongs to the first of them.
+If two workers had tests of one case, one worker would wait, with an idle GPU, while the other
+measures. A test that requests several cases belongs to the first requested case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from dpbench.session_store import SessionStore
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """xdist's ``--dist=loadscope`` with cases as scopes. Every other test has its own scope."""
+    """Schedules tests like ``--dist=loadscope`` of xdist: tests of a scope run in one worker.
+
+    A scope here is a case, or a test that requests no case.
+    """
 
     def __init__(self, config: pytest.Config, log: Any, store: SessionStore) -> None:
         super().__init__(config, log)
@@ -29,18 +32,18 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         return self.scopes[nodeid]
 
     def _reschedule(self, node: Any) -> None:
-        """Give a worker scopes until it has two tests or no scope is left.
+        """Give scopes to a worker until it has two pending tests or no scope is left.
 
-        A worker begins a test only if it has a second test or is shut down. xdist gives one scope
-        at a time, so the replacement of a dead worker could wait for ever with a single test, or
-        with a scope whose tests the dead worker had finished.
+        A worker of xdist begins a test only if it has a second test or is told to shut down. xdist
+        gives one scope at a time. So the worker that replaces a dead worker could wait for ever: it
+        may get a single test, or a scope whose tests the dead worker has finished.
         """
         super()._reschedule(node)
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """Remove a dead worker; count its running test as done, so that no other worker runs it."""
+        """Remove a dead worker. No other worker runs the test during which the worker died."""
         for tests in self.assigned_work[node].values():
             for test, done in tests.items():
                 if not done:

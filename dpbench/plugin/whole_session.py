@@ -1,4 +1,4 @@
-"""Hooks for the beginning, the tests and the end of a session."""
+"""Hooks of pytest that begin a session, choose its tests, check its limits and write its files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_settings(config: pytest.Config) -> Settings:
 
 
 class WholeSession:
-    """The hooks of one `Session`, in the controller and in each worker."""
+    """Hooks of pytest for one `Session`, in the controller or in a worker of xdist."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -73,7 +73,7 @@ class WholeSession:
         self.ended: set[str] = set()
         """Ids of the tests that have ended, including their teardown."""
         self.reports: dict[str, pytest.TestReport] = {}
-        """The last report of each test before its teardown, by the test's id."""
+        """The last report of each test, without reports of teardowns, by the test's id."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
             self.session.store.directory  # noqa: B018  # created here, so that forks share it
@@ -84,7 +84,7 @@ class WholeSession:
     def _instruments(self) -> list[str]:
         """Return the names of instruments that the options choose.
 
-        With ``--cupti``, ``timing`` is not needed, because CUPTI's process also measures times.
+        With ``--cupti``, ``timing`` is omitted, because CUPTI's process also measures times.
         """
         settings = self.settings
         names = [*(settings.instrument or ()), *(["cupti"] if settings.cupti else [])]
@@ -95,7 +95,7 @@ class WholeSession:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run a test with the argument ``dpbench_case`` once for each case of the grid.
 
-        Also checks the names in the cases. ``sys.path`` is not complete before this hook.
+        Also checks the names in the cases, because ``sys.path`` may be incomplete before this hook.
         """
         if "dpbench_case" not in metafunc.fixturenames:
             return
@@ -113,8 +113,8 @@ class WholeSession:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Sort tests of the grid by case, and skip tests that the options exclude.
 
-        Tests of a case run in succession, so that workers measure different cases. Workers begin
-        with the cases of the most examples or tokens, so that GPUs finish at similar times.
+        Tests of one case run one after the other, so that workers measure different cases. Workers
+        begin with cases with the most examples or tokens, so that GPUs finish at similar times.
         """
         cases = self.session.grid.cases()
         if self.is_worker:
@@ -122,7 +122,7 @@ class WholeSession:
         place: dict[Case | None, int] = {case: number for number, case in enumerate(cases)}
         numbers = [number for number, item in enumerate(items) if grid_case(item) in place]
         by_case = sorted((items[n] for n in numbers), key=lambda item: place[grid_case(item)])
-        for number, item in zip(numbers, by_case, strict=True):  # tests without a case stay
+        for number, item in zip(numbers, by_case, strict=True):  # other tests keep their places
             items[number] = item
         only, skips = self.settings.only, self.settings.skip
         for item in items if only or skips else ():
@@ -136,14 +136,14 @@ class WholeSession:
 
     @pytest.hookimpl(tryfirst=True)  # before an xdist worker sends what it collected
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Share the cases that the selected tests request with all processes."""
+        """Tell all processes which cases the selected tests request."""
         if self.runs_tests and (
             known := [*filter(None, map(self.each_test.expected_request, session.items))]
         ):
             self.session.store.ask(known)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the reports of tests, and write files that a worker could not write."""
+        """Keep the report of a test, and try again to write files that a worker could not write."""
         if report.when in ("teardown", CRASHED):
             self.ended.add(report.nodeid)
         if report.when != "teardown":
@@ -152,7 +152,7 @@ class WholeSession:
             self.session.store.take(unwritten)
 
     def pytest_report_header(self) -> list[str]:
-        """Return a line with the grid, the number of cases, and the GPUs."""
+        """Return a line for pytest's header: the grid, the number of cases and the GPUs."""
         if self.settings.disable:
             return [f"dpbench: {NOTHING_MEASURED}"]
         if not self.session.instruments:
@@ -181,7 +181,7 @@ class WholeSession:
         return len(self.ended) >= session.testscollected and not stopped
 
     def _fail(self, test: str, failure: Failure) -> None:
-        """Report a test as failed, unless the test has failed already."""
+        """Report a test as failed because of its limits, unless it has failed already."""
         report = self.reports.get(test)
         if report is None or report.failed:
             return
@@ -204,9 +204,9 @@ class WholeSession:
         wrapper=True, trylast=True
     )  # so that it runs before the terminal prints problems
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
-        """Write the files, and fail the session for problems or missing measurements.
+        """Write the files. Fail the session after a problem, or if nothing was measured.
 
-        Other plugins may measure in this hook, so dpbench runs after the hooks of other plugins.
+        Other plugins may measure cases in this hook, so their hooks run first.
         """
         try:
             yield
@@ -218,15 +218,15 @@ class WholeSession:
         self.session.finish(complete=self._is_complete(session))
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return
-        # A problem need not fail a test: a plugin may change a test's outcome, or a test may be
-        # skipped while another test measures its case.
+        # All tests may have passed although there is a problem. Another plugin may change a test's
+        # outcome, or a skipped test may have limits on a case that another test measures.
         if self.session.problems:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif self.measures and not self._has_measured():
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def _has_measured(self) -> bool:
-        """Return True if the chosen instruments have measured a case; otherwise add a problem."""
+        """Return True if the chosen instruments have measured a case. If not, add a problem."""
         instruments = tuple(instrument.name for instrument in self.session.instruments)
         outcomes = self.session.store.outcomes()
         has_measured = any(o.rows and o.instruments == instruments for o in outcomes)
@@ -277,14 +277,14 @@ class WholeSession:
         if hook.get_hookimpls():  # the hooks may add tables
             hook(config=self.config, summary=self.session.run.summary, tables=tables)
         for line in as_text(tables, terminal_width()).splitlines():
-            # One call for each line: if the terminal's encoding lacks a character, pytest escapes
-            # the whole text of a call, including line breaks.
+            # Each line is written by its own call. If the terminal's encoding lacks a character,
+            # pytest escapes the whole text of a call, including line breaks.
             terminalreporter.write_line(line)
         if warning := append_step_summary(tables):
             terminalreporter.write_line(f"WARNING: dpbench: {warning}", yellow=True)
 
     def pytest_unconfigure(self) -> None:
-        """Remove the files that the processes shared."""
+        """Remove the directory through which the processes of the session shared outcomes."""
         if not self.is_worker:
             self.session.close()
 
@@ -292,7 +292,7 @@ class WholeSession:
 def report_failed(
     config: pytest.Config, report: pytest.TestReport, reasons: str, *sections: tuple[str, str]
 ) -> None:
-    """Report a test as failed instead of its last outcome, in the terminal and other reporters.
+    """Replace the outcome of a test by a failure, in the terminal and in other reports.
 
     Args:
         config: pytest's configuration.

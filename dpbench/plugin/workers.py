@@ -1,4 +1,4 @@
-"""Hooks for the workers of pytest-xdist: their number, their GPUs, and the tests of each."""
+"""Hooks that decide how many workers pytest-xdist has, and the GPU and the tests of each worker."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from dpbench.core.grid import Grid
 
 SHARED = "dpbench"
-"""The key of the values that the controller passes to workers."""
+"""The key in ``workerinput`` of the values that the controller passes to a worker."""
 
 WORKERS_PER_GPU = 2
-"""One worker prepares a case while the other measures. A third worker would only wait."""
+"""With two workers on a GPU, one prepares a case while the other measures."""
 
 
 class Workers:
@@ -35,15 +35,15 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Pass the values with which a worker joins the session."""
+        """Pass to a worker the values with which it joins the session."""
         node.workerinput[SHARED] = self.session.shared()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
         """Assign a GPU to each worker on this machine, if the session measures.
 
-        The replacement of a crashed worker has the same GPU. Several workers can have the same GPU.
-        Cases of several GPUs also use the next GPUs in the session's list.
+        A worker that replaces a crashed worker has the GPU of the crashed worker. Several workers
+        can have the same GPU. A case of several GPUs also uses GPUs of other workers.
         """
         names = visible_names() if self.measures else []
         for number, spec in enumerate(spec for spec in specs if names and spec.popen):
@@ -54,7 +54,7 @@ class Workers:
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
         """Give all tests of a case to one worker if the session measures.
 
-        A distribution of xdist other than ``load`` and ``worksteal`` remains.
+        If ``--dist`` is neither ``load`` nor ``worksteal``, xdist schedules tests as usual.
         """
         if not (self.measures and config.getvalue("dist") in ("load", "worksteal")):
             return None
@@ -64,15 +64,18 @@ class Workers:
 
 
 def useful_workers(grid: Grid) -> int:
-    """Return the number of workers for ``-n auto``: at most one for each case, 0 without a GPU."""
+    """Return the number of workers for ``-n auto``.
+
+    This is `WORKERS_PER_GPU` for each GPU, but at most one for each case.
+    """
     return min(WORKERS_PER_GPU * len(visible_gpus()), len(grid.cases()))
 
 
 def visible_names() -> list[str]:
-    """Return a name for each GPU of this process, as ``CUDA_VISIBLE_DEVICES`` accepts it.
+    """Return a name for each GPU of this process that ``CUDA_VISIBLE_DEVICES`` accepts.
 
-    If the variable is set, returns its entries, because they may name MIG slices. Otherwise returns
-    UUIDs, which do not depend on CUDA's numbering.
+    If this variable is set, returns its entries, because they may name MIG slices. Otherwise
+    returns UUIDs, because they do not depend on the numbers that CUDA gives to GPUs.
     """
     gpus = visible_gpus()
     entries = os.environ.get("CUDA_VISIBLE_DEVICES")

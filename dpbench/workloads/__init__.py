@@ -1,1 +1,1 @@
-"""Workloads: models with their batches and losses."""
+"""Workloads. A workload is a model with batches and losses to train the model."""

@@ -1,13 +1,14 @@
 """Changes a model as a case requests: activation checkpointing and trainable parameters.
 
 Activation checkpointing recomputes the activations of a block in backward. All trainers use
-PyTorch's reentrant variant. This variant first runs a block without autograd, when Opacus's hooks
-do nothing, and then runs the block with autograd in backward. With ``use_reentrant=False``, Opacus
-fails, because hooks run twice for the forward and once for the backward of a layer.
+PyTorch's reentrant checkpoints. In forward, such a checkpoint runs a block without autograd, and
+Opacus's hooks do nothing. In backward, the checkpoint runs the block again, with autograd. With
+``use_reentrant=False``, Opacus fails, because Opacus's hooks run twice for the forward of a layer
+and once for the backward.
 
 A case trains all parameters, the parameters whose name matches a pattern, or low-rank adapters. An
-adapter is a pair of narrow layers in parallel to a frozen linear layer (Hu et al., "LoRA", 2021,
-https://arxiv.org/abs/2106.09685).
+adapter is a pair of narrow layers whose output is added to the output of a frozen linear layer (Hu
+et al., "LoRA", 2021, https://arxiv.org/abs/2106.09685).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ def checkpoint_blocks(workload: Workload, model: nn.Module) -> None:
 
 
 def _checkpointed(forward: Any, first: Tensor, *others: Any, **options: Any) -> Any:
-    """Run a block under a checkpoint; ``first`` has the input activations, batch first."""
-    if not first.requires_grad:  # else a block after frozen layers would not train
+    """Run the ``forward`` of a block under a checkpoint. ``first`` has the input activations."""
+    if not first.requires_grad:  # otherwise, a block after frozen layers has no gradients
         first = first.detach().requires_grad_()
     return checkpoint(partial(forward, **options), first, *others, use_reentrant=True)
 
 
 class LowRank(nn.Module):
-    """A linear layer with an adapter. The output of the adapter is zero before training."""
+    """A linear layer with a low-rank adapter, whose output is zero before training."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class LowRank(nn.Module):
 
 
 def choose_trainable(model: nn.Module, trainable: str) -> None:
-    """Freeze all parameters except the parameters that ``trainable`` selects or adds."""
+    """Freeze the parameters that a case does not train, and add adapters for ``lora:RANK``."""
     if trainable == "all":
         return
     if rank := lora_rank(trainable):
@@ -76,8 +77,8 @@ def choose_trainable(model: nn.Module, trainable: str) -> None:
 def _with_adapters(model: nn.Module, rank: int) -> list[Tensor]:
     """Add adapters to linear layers and return the weights of the adapters.
 
-    A linear layer of PyTorch's attention gets no adapter, because the attention reads the layer's
-    weights directly.
+    The linear layer in PyTorch's ``MultiheadAttention`` gets no adapter, because the attention
+    reads the weights of this layer without calling the layer.
     """
     weights: list[Tensor] = []
     for parent in list(model.modules()):

@@ -1,4 +1,4 @@
-"""The interface of workloads, and functions on batches."""
+"""Defines the interface of workloads, and functions that check and divide batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ is the number of examples, B."""
 
 
 class Workload(ABC):
-    """A model with its batches and losses. The constructor takes the workload's parameters."""
+    """A model with its batches and losses.
+
+    The parameters of a workload are the arguments of its constructor.
+    """
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -27,21 +30,24 @@ class Workload(ABC):
 
     @abstractmethod
     def batches(self, batch_size: int) -> Iterable[Batch]:
-        """Return batches in CPU memory, which the caller repeats if it needs more."""
+        """Return batches in CPU memory. A caller that needs more batches repeats them."""
 
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Return the loss of each of B examples, ``[B]``.
+        """Return the losses of the examples in a batch, a tensor ``[B]`` for B examples.
 
-        ``model`` may be a wrapper around the model that the method `model` built.
+        ``model`` is the model that the method `model` built, or a wrapper around this model.
         """
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Return the mean of `losses`, a scalar; override it for a faster computation."""
+        """Return the mean of `losses`, a scalar. Subclasses may have a faster computation."""
         return self.losses(model, batch).mean()
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Return the blocks that activation checkpointing recomputes, and that FSDP2 gathers."""
+        """Return the parts of the model that are recomputed by activation checkpointing.
+
+        FSDP2 gathers the parameters of each of these parts together.
+        """
         raise ConfigurationError(
             f"activation checkpointing and parallel=fsdp2 need the blocks of the model: define "
             f"{type(self).__name__}.blocks(model), or use neither option"
@@ -49,7 +55,10 @@ class Workload(ABC):
 
 
 def examples_in(batch: Batch) -> int:
-    """Return the number of examples in a batch: the size of each tensor's first dimension."""
+    """Return the number of examples in a batch, which is the first size of each tensor.
+
+    Raises `ConfigurationError` if the tensors have different first sizes.
+    """
     tensors = pytree.tree_leaves(batch)
     if wrong := [type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)]:
         raise ConfigurationError(
@@ -66,12 +75,15 @@ def examples_in(batch: Batch) -> int:
 
 
 def part_sizes(examples: int, number: int) -> list[int]:
-    """Divide a number of examples into parts; sizes differ by at most 1, the larger sizes first."""
+    """Return the sizes of ``number`` parts of a batch.
+
+    The sizes differ by at most 1, and larger sizes come first.
+    """
     return [(examples + number - 1 - part) // number for part in range(number)]
 
 
 def parts_of(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Yield successive parts of a batch with these numbers of examples."""
+    """Yield successive parts of a batch. ``sizes`` has the number of examples of each part."""
     if len(sizes) == 1:
         yield batch
         return
@@ -84,9 +96,9 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
 def batches_of(
     workload: Workload, batch_size: int, number: int, place: Callable[[Tensor], Tensor]
 ) -> Iterator[Batch]:
-    """Yield ``number`` batches of a workload, with ``place`` applied to each tensor."""
+    """Yield ``number`` batches of a workload, in which ``place`` has replaced each tensor."""
     given = workload.batches(batch_size)
-    batches = cycle(() if given is None else given)  # None without a return statement
+    batches = cycle(() if given is None else given)  # None if the method returns nothing
     for _ in range(number):
         if (batch := next(batches, None)) is None:
             raise ConfigurationError(f"{type(workload).__name__}.batches returned no batch")
@@ -99,7 +111,7 @@ def batches_of(
 
 
 def checked_losses(losses: Tensor, workload: Workload, batch: Batch) -> Tensor:
-    """Return the losses; refuse losses that do not have one number for each example."""
+    """Return the losses; raise an error unless there is one loss for each example."""
     batch_size = examples_in(batch)
     shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
     if shape != [batch_size]:

@@ -1,12 +1,13 @@
-"""Models of Hugging Face's Transformers, built from a configuration without any download.
+"""Workloads with models of Hugging Face's Transformers, built without any download.
 
-Opacus needs the first two of three changes to the models. All trainers use the changed models:
+The models are changed in three ways, for all trainers. Opacus needs the first two changes:
 
-- Tied weights are untied, because Opacus clips each use of a parameter as a separate parameter.
-- Each example has its own row of position ids and token type ids. Transformers shares one row, but
-  Opacus assumes that the first dimension of a layer's input is the batch. In models with
-  ``ViTEmbeddings``, class token and positions become embedding layers.
-- Dropout is 0 unless a parameter sets it, so that every step moves the same bytes.
+- Weights that several layers share (tied weights) become separate weights, because Opacus would
+  clip each use of a shared weight separately.
+- Each example has its own row of position ids and token type ids. In Transformers, all examples
+  share one row, but Opacus assumes that the first dimension of a layer's input is the batch. In
+  models with ``ViTEmbeddings``, class token and positions become embedding layers.
+- Dropout is 0 unless a parameter of the workload sets it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class HuggingFace(Workload):
     """Base class of workloads with a model of Transformers.
 
     Args:
-        model_type: the model type in Transformers, such as ``gpt2``. Ignored with ``config``.
+        model_type: the model type in Transformers, such as ``gpt2``; ignored with ``config``.
         config: the path of a JSON file with a configuration, such as a model's ``config.json``. The
             file must contain the model type.
-        overrides: values of fields of the configuration.
+        overrides: values for fields of the configuration.
     """
 
     usual_type: ClassVar[str]
@@ -100,7 +101,7 @@ class HuggingFace(Workload):
 
 
 class CausalLM(HuggingFace):
-    """Next-token prediction on ``seq_len`` random tokens in each example."""
+    """Next-token prediction. Each example has ``seq_len`` random tokens."""
 
     usual_type = "gpt2"
     auto = "AutoModelForCausalLM"
@@ -122,7 +123,7 @@ class CausalLM(HuggingFace):
 
 
 class SequenceClassification(CausalLM):
-    """Classification of sequences of ``seq_len`` random tokens."""
+    """Classification of texts. Each example has ``seq_len`` random tokens and a random class."""
 
     usual_type = "bert"
     auto = "AutoModelForSequenceClassification"
@@ -138,7 +139,7 @@ class SequenceClassification(CausalLM):
 
 
 class ImageClassification(HuggingFace):
-    """Classification of random images."""
+    """Classification of images. Each example is an image of noise with a random class."""
 
     usual_type = "vit"
     auto = "AutoModelForImageClassification"
@@ -154,7 +155,7 @@ class ImageClassification(HuggingFace):
 
 
 class ImageEmbeddings(nn.Module):
-    """Replaces ``ViTEmbeddings``, with embedding layers for class token and positions."""
+    """Replaces ``ViTEmbeddings``. Class token and positions are embedding layers here."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Single layers, like Opacus's own benchmarks (``benchmarks/`` in Opacus's repository)."""
+"""Workloads of a single layer, like the ``benchmarks/`` in Opacus's repository."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "gru": lambda width, vocabulary: DPGRU(width, width, batch_first=True),
 }
 """Functions that build a layer from width and vocabulary. Opacus refuses PyTorch's attention and
-recurrent layers, so all trainers, including the baseline, train layers that Opacus provides."""
+recurrent layers. So attention and recurrent layers are Opacus's layers, for all trainers."""
 
 CHANNELS_FIRST = ("conv", "groupnorm", "instancenorm")
 
 WITHOUT_POSITIONS = ("linear", "layernorm", "groupnorm", "embedding")
-"""Layers that accept examples without positions. Other layers would read the batch as one
-example."""
+"""Layers that accept ``length=0``: examples without a dimension for positions. Other layers would
+take a batch of such examples for one example."""
 
 
 class Layer(Workload):
-    """A single layer with the mean square of its output as the loss.
+    """A single layer. The loss of an example is the mean square of the layer's output.
 
     Args:
-        layer: one of `LAYERS`.
+        layer: a key of `LAYERS`.
         width: the number of input and output features. Attention has one head for each 64 features,
             and at least one head.
         length: the number of positions in an example; layers in `WITHOUT_POSITIONS` accept 0.
-        vocabulary: the number of rows of the embedding.
+        vocabulary: the number of rows of an embedding; other layers ignore it.
     """
 
     def __init__(

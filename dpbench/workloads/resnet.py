@@ -1,9 +1,9 @@
-"""Residual networks for images, with group norms.
+"""Workloads with residual networks, which classify images.
 
 The networks follow He et al., "Deep Residual Learning for Image Recognition" (2015),
-https://arxiv.org/abs/1512.03385, with two differences. Norms are group norms, because Opacus
-refuses batch norms, and the stride of a bottleneck is in its 3×3 convolution. No operator works in
-place, because Opacus's hooks refuse such operators.
+https://arxiv.org/abs/1512.03385, with two differences. All norm layers are group norms, because
+Opacus refuses batch norms. A bottleneck block has its stride in the 3×3 convolution. No operator
+works in place, because in-place operators fail with Opacus's hooks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dpbench.workloads.base import Batch, Workload
 GROUPS = 32
 
 DEPTHS = {18: (1, (2, 2, 2, 2)), 34: (1, (3, 4, 6, 3)), 50: (4, (3, 4, 6, 3))}
-"""By depth: the number of output channels of a block divided by its width (4 for bottlenecks), and
-the number of blocks in each stage."""
+"""For each depth of a network: a block's output channels divided by its width, and the number of
+blocks in each stage. The quotient is 4 for bottlenecks, and 1 for other blocks."""
 
 
 def conv_norm(channels: int, to: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -33,9 +33,9 @@ def conv_norm(channels: int, to: int, kernel: int, stride: int = 1) -> nn.Sequen
 
 
 class Block(nn.Module):
-    """A residual block: a shortcut around two 3×3 convolutions, or around a bottleneck.
+    """A residual block: two 3×3 convolutions or a bottleneck, and a shortcut around them.
 
-    A bottleneck has a 3×3 convolution between two 1×1 convolutions.
+    A bottleneck is a 3×3 convolution between two 1×1 convolutions.
     """
 
     def __init__(self, channels: int, width: int, expansion: int, stride: int) -> None:
@@ -58,7 +58,7 @@ class ResNet(Workload):
     """Classification of random images by a residual network.
 
     Args:
-        depth: a key of `DEPTHS`.
+        depth: the number of layers, a key of `DEPTHS`.
         image_size: height and width of images, in pixels.
         classes: the number of classes.
     """
@@ -96,6 +96,6 @@ class ResNet(Workload):
 
 
 def random_images(batch_size: int, shape: tuple[int, ...], classes: int) -> Iterable[Batch]:
-    """Yield endless batches of images of normal noise, with random classes."""
+    """Yield batches without end: images of normal noise, and a random class for each image."""
     while True:
         yield torch.randn(batch_size, *shape), torch.randint(classes, (batch_size,))

@@ -1,10 +1,10 @@
-"""A decoder-only transformer built from layers that Opacus supports.
+"""The workload ``transformer``: a decoder-only transformer of layers that Opacus supports.
 
 Opacus 1.6 is the reason for three choices. Query, key, value and output projections are separate
-``nn.Linear`` layers, because Opacus has ghost norms only for ``Linear`` and ``Embedding`` layers.
-Embedding and output weights are not tied, because ghost clipping refuses tied weights. Position ids
-are repeated for each example, because Opacus's hooks need the batch as the first dimension of each
-layer's input.
+``nn.Linear`` layers, because Opacus computes norms without per-sample gradients for ``Linear`` and
+``Embedding`` layers only. Embedding and output layers do not share weights, because Opacus's ghost
+clipping refuses shared weights. Position ids are repeated for each example, because
+Opacus's hooks need the batch as the first dimension of each layer's input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpbench.workloads.base import Batch, Workload
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head attention by PyTorch's ``scaled_dot_product_attention``.
+    """Causal multi-head attention with PyTorch's ``scaled_dot_product_attention``.
 
     Inputs and outputs have the shape ``[batch, length, hidden]``.
     """
@@ -55,10 +55,11 @@ class OpacusSelfAttention(nn.Module):
     """Causal attention with Opacus's ``DPMultiheadAttention``.
 
     Inputs and outputs have the shape ``[batch, length, hidden]``. Opacus's layer stores all
-    ``batch * heads * length**2`` scores. The layer runs on ``[length, batch, hidden]``, because in
-    Opacus 1.6.0 ``batch_first=True`` takes the mask's size from the batch and orders heads wrongly,
-    so that positions see later positions. The projections run on ``[batch, length, hidden]``,
-    because Opacus's hooks assume that the first dimension of an input is the batch.
+    ``batch * heads * length**2`` scores. The layer is used without ``batch_first=True``, so it runs
+    on ``[length, batch, hidden]``. With this option, the layer in Opacus 1.6.0 masks the wrong
+    scores, so that a position sees later positions. The projections run on
+    ``[batch, length, hidden]``, because Opacus's hooks assume that the first dimension of an input
+    is the batch.
     """
 
     def __init__(self, hidden: int, heads: int) -> None:
@@ -78,7 +79,11 @@ class OpacusSelfAttention(nn.Module):
 
 
 class BatchFirst(nn.Module):
-    """Applies a layer for ``[batch, length, hidden]`` to inputs ``[length, batch, hidden]``."""
+    """Wraps a layer. Swaps the first two dimensions of the layer's input and of its output.
+
+    So the layer receives ``[batch, length, hidden]`` if the wrapper receives
+    ``[length, batch, hidden]``.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -90,9 +95,9 @@ class BatchFirst(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block.
+    """A transformer block: attention and a feed-forward part, each after a layer norm.
 
-    The hidden layer of the feed-forward part has four times the width of the block, and GELU.
+    The feed-forward part has a hidden layer of four times the block's width, with GELU.
     """
 
     def __init__(self, size: ModelSize, attention: str) -> None:
@@ -111,9 +116,10 @@ class Block(nn.Module):
 
 
 class SimpleBigModel(nn.Module):
-    """A GPT-like language model.
+    """A language model like GPT.
 
-    Maps token ids, int64 ``[batch, length]``, to logits ``[batch, length, vocabulary]``.
+    Its input is int64 token ids ``[batch, length]``. Its output is logits
+    ``[batch, length, vocabulary]``.
 
     Args:
         size: the model's dimensions.
@@ -142,13 +148,13 @@ class SimpleBigModel(nn.Module):
 
 
 class Transformer(Workload):
-    """Next-token prediction on random tokens, by `SimpleBigModel` or another model.
+    """Next-token prediction on random tokens, with `SimpleBigModel` or another model.
 
     Args:
         seq_len: the number of tokens in an example.
         model_size: a name in `MODEL_SIZES`, or ``VOCABULARYxHIDDENxLAYERSxHEADS``.
         attention: a name in `ATTENTIONS`.
-        model: a name in `MODELS`. The model is called as `MODELS` describes.
+        model: the name of a class in `MODELS`, or its spelling ``package.module:Class``.
     """
 
     def __init__(
@@ -215,7 +221,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the tokens of each example, ``[batch]``.
+    """Return for each example the mean cross-entropy over its tokens, a tensor ``[batch]``.
 
     The arguments are logits ``[batch, length, vocabulary]`` and labels ``[batch, length]``.
     """
@@ -233,14 +239,13 @@ def get_random_dataloader(
     num_batches: int = 8,
     seed: int = 0,
 ) -> DataLoader[tuple[Tensor, ...]]:
-    """Make a loader of uniformly random tokens on ``device``.
+    """Return a loader of batches of uniformly random tokens on ``device``.
 
-    Every batch has ``batch_size`` examples, without Poisson sampling. A seed gives the same tokens
-    on every device.
+    Every batch has ``batch_size`` examples. Equal seeds give equal tokens on all devices.
 
     Returns:
-        A loader of ``num_batches`` pairs ``(input_ids, labels)``, both int64
-        ``[batch_size, seq_len]``. A label is the next token.
+        A loader of ``num_batches`` pairs ``(input_ids, labels)``. Both are int64 tensors
+        ``[batch_size, seq_len]``. A label is the token that follows the input token.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     tokens = torch.randint(
@@ -248,5 +253,5 @@ def get_random_dataloader(
     ).to(device)
     dataset = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     batches = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
-    # batch_size=None: the sampler already yields the indices of a batch.
+    # With batch_size=None, the loader reads all indices of a batch at once from the sampler.
     return DataLoader(dataset, sampler=batches, batch_size=None)
