@@ -1,4 +1,4 @@
-"""Per-sample gradients that the backward has computed, and that are kept until they are summed."""
+"""Per-sample gradients that stay in memory from the backward until they are summed."""
 
 from __future__ import annotations
 
