@@ -31,8 +31,8 @@ Recorded = list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]
 """Graphs of a phase, each with the buffers that are complete after the graph's replay."""
 
 REDUCED_TOGETHER = 2**26
-"""Under DDP, the phase clip is divided into graphs. A graph ends when it has completed buffers of at
-least this many bytes. These buffers are then reduced while the next graph runs."""
+"""Under DDP, the phase clip is divided into graphs. A graph ends when it has completed buffers of
+at least this many bytes. These buffers are then reduced while the next graph runs."""
 
 is_capturing = torch.cuda.is_current_stream_capturing
 """PyTorch's original function. `hidden_capture` replaces the attribute of PyTorch, not this
