@@ -29,7 +29,7 @@ moves 4.8 TB/s (https://www.nvidia.com/en-us/data-center/h200/). For an A100, th
 156, 10 and 10."""
 
 TF32_FLOPS_PER_BYTE = 103
-"""The value like those of `FLOPS_PER_BYTE` for float32 numbers with TF32 products. An H200 computes
+"""Used instead of `FLOPS_PER_BYTE` for float32 numbers whose products use TF32. An H200 computes
 494 TFLOP/s with TF32."""
 
 
@@ -89,8 +89,8 @@ def cheapest(
 
     The other ways must keep activations and output gradients in memory. The way ``kept`` is
     considered only for a linear layer, and only if a per-sample gradient is no larger than the
-    larger of an example's two tensors. If ``alone``, ``kept`` is always considered, even for an
-    embedding.
+    larger of the example's activations and output gradients. If ``alone``, ``kept`` is always
+    considered, even for an embedding.
 
     Args:
         shape: sizes of the layer and the batch.
