@@ -31,7 +31,7 @@ __all__ = ["Batch", "Momentum", "TrainerBase", "mean_cross_entropy"]
 Momentum = partial(torch.optim.SGD, momentum=0.9)
 
 PRIVATE: Mapping[str, str] = MappingProxyType({"clips": "flat", "noise": "in a phase of its own"})
-"""Labels of most private trainers."""
+"""Labels of private trainers, unless a trainer sets other labels."""
 
 DRAWN_BY = "noise drawn by"
 """Name of the label that says which rank draws which part of the noise."""
@@ -190,7 +190,7 @@ class TrainerBase(ABC):
         return torch.autocast(self.device_type, dtype=self.autocast)
 
     def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
-        """Yield the micro-batches of a batch. Each is a pair: True for the last one, and its data.
+        """Yield a pair for each micro-batch of a batch: whether it is the last, and its data.
 
         With fixed sampling, the batch must have ``batch_size`` examples. A private trainer scales
         its noise for this number, so a smaller batch would silently get the wrong noise.

@@ -110,7 +110,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     @contextmanager
     def without_parameter_gradients(self) -> Iterator[None]:
-        """Keep the tensors that clipping needs, and compute no gradients of parameters."""
+        """In this context, keep tensors for clipping, and compute no parameter gradients."""
         self.seen = {}
         self._listening = True
         for parameter in self.trained:

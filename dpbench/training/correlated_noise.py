@@ -26,7 +26,7 @@ NOISES = ("independent", "banded", "blt")
 
 
 class Mechanism(NamedTuple):
-    """Description of the correlation of noise over steps.
+    """Numbers that say how the noise of a step depends on the samples of earlier steps.
 
     Attributes:
         weights: weights of the samples z of this step, the step before, and so on. The samples have
@@ -51,12 +51,12 @@ def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -
     https://arxiv.org/abs/2601.22334, which cancels a chosen fraction of the preceding step's noise.
 
     ``blt`` noise is the noise of the buffered linear Toeplitz mechanism of Dvijotham et al. (2024),
-    https://arxiv.org/abs/2404.16706. Its shares and decays minimize sensitivity × maximum error,
-    where the maximum is over all steps.
+    https://arxiv.org/abs/2404.16706. Its shares and decays minimize sensitivity × maximum error.
+    The error of a step is the standard deviation of the sum of the noise of all steps so far.
 
-    The weights of correlated noise are multiplied by the sensitivity of a training with ``steps``
-    steps, in which each example takes part once. So the training is as private as one Gaussian
-    mechanism with noise multiplier σ.
+    The weights of correlated noise are multiplied by the sensitivity, which bounds the effect of
+    one example on a training with ``steps`` steps. Each example may take part in only one of these
+    steps. Then the training is as private as one Gaussian mechanism with noise multiplier σ.
 
     Args:
         noise: one of `NOISES`.
@@ -81,7 +81,7 @@ def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -
     if noise == "independent":
         return Mechanism()
     if noise == "banded":
-        # The ratio of successive coefficients of √(1 - x) is (2k - 3) / 2k.
+        # Coefficient k of √(1 - x) is coefficient k - 1 times (2k - 3) / 2k.
         weights = [math.prod((2 * k - 3) / (2 * k) for k in range(1, n + 1)) for n in range(bands)]
         sensitivity = math.hypot(*whitening(weights, steps))
         return Mechanism(tuple(sensitivity * weight for weight in weights))

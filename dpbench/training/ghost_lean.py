@@ -205,8 +205,8 @@ class FirstPass:
         ways: dictionary to which the chosen way of each layer is added, by the layer's name.
 
     Attributes:
-        firsts: autograd's edges at the outputs of layers that come after no other trained layer.
-            The backward may end at these edges.
+        firsts: autograd's edges at the outputs of trained layers before which no other trained
+            layer runs. The backward may end at these edges.
         runs_again: whether activation checkpointing runs layers again during the backward.
         measured: the rules of the layers that the backward has reached.
         samples: the per-sample gradients ``[B, …]`` that are kept for the update, by parameter.
@@ -261,7 +261,7 @@ class FirstPass:
         self._norms.add(rows, g, way=self._ways[rule.name], summed_in=summed_in)
 
     def squared_norms(self) -> list[Tensor]:
-        """Return squared norms of the parts of each example's gradient, each ``[B]``."""
+        """Return for each part of the gradient the squared norms of all examples, ``[B]``."""
         for parameter, samples in self.samples.items():
             self._norms.add_samples(samples, parameter.dtype)
         return self._norms.squared_norms()
@@ -306,7 +306,7 @@ def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
     ``n^½`` units of roundoff (Higham and Mary, "A New Approach to Probabilistic Rounding Error
     Analysis", SIAM J. Sci. Comput. 41(5), 2019). Twice this error is added for each of the two
     passes. TF32 may round the input and the output gradient to 11 bits in each pass, so a relative
-    error of 2⁻¹⁰ is added. In 16 bits, one rounding in each pass is added.
+    error of 2⁻¹⁰ is added in total. In 16 bits, one rounding error in each pass is added.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
     ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)

@@ -129,7 +129,7 @@ class GhostNorms:
         self._parts.setdefault((bound, part.dtype, *about), []).append(part)
 
     def squared_norms(self) -> list[Tensor]:
-        """Return upper bounds of the squared norms of each part, ``[B]``, in float32 or wider."""
+        """Return for each part upper bounds of squared norms, ``[B]``, in float32 or wider."""
         kinds = self._parts.items()
         made = [bound(parts, *about) for (bound, _, *about), parts in kinds]
         return [each for norms in made for each in norms.unbind()]

@@ -40,7 +40,7 @@ class KeptGradients:
             self._joined.append((alike, torch.cat(parts, 1)))
 
     def squared_norms(self) -> list[Tensor]:
-        """Return squared norms of the parts of each example's gradient, each ``[B]``."""
+        """Return for each part of the gradient the squared norms of all examples, ``[B]``."""
         norms = GhostNorms()
         for (first, *_), samples in self._joined:
             norms.add_samples(samples.unflatten(1, (-1, ROW)), first.dtype)

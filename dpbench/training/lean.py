@@ -214,7 +214,7 @@ def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
 
 
 def leave_out_ordinary_gradients(module: Any) -> None:
-    """Stop autograd from computing parameter gradients of layers that have a grad sampler."""
+    """Stop autograd from computing parameter gradients of layers with grad samplers of Opacus."""
     for layer in module.iterate_submodules(module._module):
         # For other layers, functorch differentiates copies of the parameters.
         if type(layer) in module.GRAD_SAMPLERS:
@@ -238,9 +238,9 @@ def _become_parameters(
 
 
 def joined_gradient(parameters: Sequence[Any]) -> Tensor:
-    """Return one tensor with the gradients of all parameters.
+    """Return one tensor that contains the gradients of all ``parameters``.
 
-    The gradients of several parameters become views of this tensor.
+    If there are several parameters, their gradients become views of this tensor.
     """
     only, *others = parameters
     if not others:

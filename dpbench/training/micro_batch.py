@@ -82,7 +82,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
 
     def clip_at_once(self, part: Batch) -> Tensor:
         """Add the clipped gradients of a whole micro-batch at once, and return its mean loss."""
-        # Each path to a module has its own names of parameters, and ``tie_weights`` is off. If
+        # A parameter gets a name for each path to its module, and ``tie_weights`` is off. If
         # ``tie_weights`` were on, PyTorch would not restore the parameters of a module that occurs
         # twice.
         number = {parameter: n for n, parameter in enumerate(self.trained)}

@@ -304,7 +304,7 @@ def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) 
     """Add the update's rounding errors to norms, and return the squares of the sums.
 
     Args:
-        squared: upper bounds of squared norms, before the update rounds.
+        squared: upper bounds of squared norms, without the update's rounding errors.
         rounded: bounds of the norms of the update's rounding errors. The rounding of the update's
             result is not part of them, but is added here.
         dtype: dtype of the update.

@@ -4,9 +4,9 @@ A rule computes the norm of each example's gradient, and the sum of clipped grad
 layer's activations and output gradients. For a linear layer, the norm can be computed without the
 per-sample gradient (Goodfellow, "Efficient Per-Example Gradient Computations", 2015,
 https://arxiv.org/abs/1510.01799; Li et al., "Large Language Models Can Be Strong Differentially
-Private Learners", 2021, https://arxiv.org/abs/2110.05679). For an example's activations x ``[T,
-K]`` and output gradients g ``[T, N]``, the squared norm is the sum of the elementwise product of
-``x xᵀ`` and ``g gᵀ``.
+Private Learners", 2021, https://arxiv.org/abs/2110.05679). If an example has the activations x and
+the output gradients g, with one row per token, the squared norm is the sum of the elementwise
+product of ``x xᵀ`` and ``g gᵀ``.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class PairRule(Rule[L]):
 
     @abstractmethod
     def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
-        """Multiply each example's gradient by its clipping factor, and add all to ``sums``."""
+        """Add the sum of all examples' clipped gradients to ``sums``."""
 
 
 class LinearRule(PairRule[Any]):
@@ -167,7 +167,7 @@ class LinearRule(PairRule[Any]):
 
 
 class EmbeddingRule(PairRule[nn.Embedding]):
-    """Rule of embeddings, where an example's gradient is zero except in the rows it looks up."""
+    """Rule of embeddings. Rows that an example does not look up have the gradient 0."""
 
     def __init__(self, layer: nn.Embedding, name: str) -> None:
         super().__init__(layer, name)
@@ -218,7 +218,7 @@ class SampledRule(Rule[nn.Module]):
         self._sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
         pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
         if pads_otherwise or (kind is nn.LayerNorm and layer.bias is None):
-            self._sampler = None  # Opacus 1.6 assumes padding with zeros, and a layer norm's bias
+            self._sampler = None  # Opacus 1.6 expects zero padding, and a bias of layer norms
         if self._sampler is None:
             if any(True for _ in layer.children()):
                 own = next(iter(self._trained))
@@ -231,7 +231,7 @@ class SampledRule(Rule[nn.Module]):
         # Under FSDP2, the backward uses gathered parameters, but `trained` has sharded parameters.
         own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self._trained.items()}
         for parameter in own:
-            parameter.requires_grad_()  # samplers test this, but a running backward does not
+            parameter.requires_grad_()  # samplers need this, but a running backward ignores it
         made = {own[p]: each for p, each in self.gradients(x, g).items()}
         for parameter in own:
             parameter.requires_grad_(False)
@@ -264,7 +264,7 @@ def rule_of(layer: nn.Module, name: str) -> Rule[Any]:
 
 
 def as_computed(x: Tensor, g: Tensor) -> Tensor:
-    """Cast activations to the dtype of g, which autocast used in the layer, if they are floats."""
+    """Cast x to the dtype of g, which autocast used in the layer. Return integers unchanged."""
     return x.to(g.dtype) if x.is_floating_point() else x
 
 

@@ -20,9 +20,9 @@ class Reduction:
     """An asynchronous sum of a buffer over the ranks, which begins when the object is created.
 
     Under DDP, the sum replaces the buffer's contents on each rank. Under FSDP2, each rank gets only
-    the rows of its shards in a new tensor. For this, the rows must be ordered by rank. They already
-    are if one parameter has the whole buffer. If several parameters share the buffer, their rows
-    are first copied into this order.
+    the rows of its shards in a new tensor. Before they are sent, rows must be ordered by rank. If
+    only one parameter has the buffer, its rows already have this order. If several parameters share
+    the buffer, their rows are first copied into this order.
 
     Args:
         buffer: a buffer that `dpbench.training.gradient_sums.one_buffer` has made for this number

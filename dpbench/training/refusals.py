@@ -48,11 +48,11 @@ MACHINE_ERRORS = ("memory", "CUDA", "cuDNN")
 
 
 class CannotTrain(ConfigurationError):
-    """An error that Opacus raises in a step because of a layer or parameter of the model."""
+    """Replaces an error of Opacus in a step if a layer or parameter of the model is the cause."""
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raise if Opacus refuses a layer with trained parameters, or if this layer has buffers."""
+    """Raise if a layer with trained parameters has buffers, or if Opacus refuses the layer."""
     for name, layer in trainable_modules(model):
         validate = ModuleValidator.VALIDATORS.get(kind_of(layer), lambda layer: [])
         errors = [str(error).partition(". ")[0] for error in validate(layer)]

@@ -113,7 +113,7 @@ class MergedUpdate:
         return made
 
     def _flat_state(self, optimizer: torch.optim.Optimizer, number: int, key: str) -> Tensor:
-        """Return a flat buffer with one kind of moving average, such as ``exp_avg``."""
+        """Return a flat buffer with the moving averages of one ``key``, such as ``exp_avg``."""
         if (number, key) not in self._moments:
             self._moments[number, key] = one_buffer(self._sharing[number])
             self._moments[number, key].flat.zero_()
