@@ -31,10 +31,10 @@ __all__ = ["Batch", "Momentum", "TrainerBase", "mean_cross_entropy"]
 Momentum = partial(torch.optim.SGD, momentum=0.9)
 
 PRIVATE: Mapping[str, str] = MappingProxyType({"clips": "flat", "noise": "in a phase of its own"})
-"""Labels of most private trainers."""
+"""Labels of private trainers, unless a trainer sets other labels."""
 
 DRAWN_BY = "noise drawn by"
-"""Name of the label that says which ranks draw the noise of which parameters."""
+"""Name of the label that says which rank draws which part of the noise."""
 
 
 class TrainerBase(ABC):
@@ -46,8 +46,8 @@ class TrainerBase(ABC):
     Attributes:
         labels: what a reader must know to compare two trainers, such as ``{"clips": "flat"}``.
             Tables name the labels in which trainers differ. An instance may override the labels.
-        joint_batch_size: B × number of ranks. A DP trainer divides the sum of clipped gradients
-            over all ranks by this number.
+        joint_batch_size: B × number of ranks. A private trainer sums clipped gradients over all
+            ranks, and divides the sum by this number.
         part_size: the largest number of examples in a micro-batch.
         sizes: number of examples in each micro-batch of the current batch. `parts` sets this list.
         examples: number of examples in the current micro-batch. `parts` sets this number.
@@ -58,7 +58,7 @@ class TrainerBase(ABC):
             each rank's part. With Poisson sampling, it is the expected number.
         learning_rate: step size of the optimizer.
         noise_multiplier: σ. Independent noise in the sum of clipped gradients has standard
-            deviation σ·C. The deviation of noise that is correlated over steps is larger.
+            deviation σ·C. Noise that is correlated over steps has a larger deviation.
         max_grad_norm: C, the threshold to which each example's gradient is clipped.
         optimizer: called as ``optimizer(parameters, lr=…)``. The default is SGD without momentum.
         workload: computes the losses. The default is the transformer, whose batches are pairs
@@ -75,8 +75,7 @@ class TrainerBase(ABC):
         autocast: the 16-bit type of ``torch.autocast`` for the losses; None for no autocast. With
             float16, `StandardTrainer` scales the losses with a ``GradScaler``, and private trainers
             raise.
-        parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`. Each rank trains
-            ``batch_size`` examples.
+        parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`.
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
@@ -148,13 +147,13 @@ class TrainerBase(ABC):
         self.plain_optimizer = optimizer(trained, lr=learning_rate)
 
     def distribute(self, model: nn.Module) -> nn.Module:
-        """Return the model distributed over the ranks. The base class supports only one rank."""
+        """Return the model, distributed over the ranks. The base class refuses several ranks."""
         if self.parallel != "none":
             raise self.refusal("the trainer does not override distribute(model)")
         return model
 
     def refusal(self, why: str) -> ConfigurationError:
-        """Return the error that says why this trainer does not support ``parallel``."""
+        """Return an error that says why this trainer does not train under ``parallel``."""
         name = type(self).__name__
         return ConfigurationError(f"{name} does not train under parallel={self.parallel}: {why}")
 
@@ -172,13 +171,13 @@ class TrainerBase(ABC):
         """
 
     def example_losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Return the loss of each example, ``[B]``. ``model`` may be a wrapper of the model."""
+        """Return each example's loss, ``[B]``. Callers may pass a wrapper of the model."""
         with self.autocast_context():
             losses = self.workload.losses(model, batch)
         return checked_losses(losses, self.workload, batch)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Return the mean loss over the batch. ``model`` may be a wrapper of the model."""
+        """Return the batch's mean loss. Callers may pass a wrapper of the model."""
         if type(self.workload).loss is Workload.loss:
             return self.example_losses(model, batch).mean()
         with self.autocast_context():
@@ -191,14 +190,14 @@ class TrainerBase(ABC):
         return torch.autocast(self.device_type, dtype=self.autocast)
 
     def parts(self, batch: Batch) -> Iterator[tuple[bool, Batch]]:
-        """Yield the micro-batches of a batch. Each is a pair: True for the last one, and its data.
+        """Yield a pair for each micro-batch of a batch: whether it is the last, and its data.
 
-        With fixed sampling, the batch must have ``batch_size`` examples. The noise is scaled for
-        this number, so a smaller last batch would silently get the wrong noise.
+        With fixed sampling, the batch must have ``batch_size`` examples. A private trainer scales
+        its noise for this number, so a smaller batch would silently get the wrong noise.
 
         With Poisson sampling, the batch may have any size. A batch with more than ``part_size``
         examples is split into as few micro-batches as possible, whose sizes differ by at most 1, as
-        Opacus's ``BatchMemoryManager`` does. An empty batch has no micro-batches, but a private
+        Opacus's ``BatchMemoryManager`` does. For an empty batch, nothing is yielded, but a private
         trainer still adds noise and updates the parameters.
         """
         examples = examples_in(batch)
@@ -220,9 +219,9 @@ def check_numbers(
     max_grad_norm: float,
     learning_rate: float,
 ) -> None:
-    """Raise if a number is text or out of range, or if micro-batches would differ in size.
+    """Raise if an argument is out of range, or is text, or if micro-batches would differ in size.
 
-    The learning rate is only checked not to be text.
+    This function accepts every number as learning rate.
     """
     named = {
         "max_grad_norm": max_grad_norm,
@@ -244,7 +243,7 @@ def check_numbers(
 
 
 def check_optimizer(name: str, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-    """Raise if an optimizer cannot be built for a small parameter, or cannot take a step."""
+    """Raise if an optimizer cannot be built for one 1 × 1 parameter, or cannot take a step."""
     try:
         parameter = torch.zeros(1, 1, requires_grad=True)
         parameter.grad = torch.zeros(1, 1)
@@ -255,7 +254,7 @@ def check_optimizer(name: str, optimizer: Callable[..., torch.optim.Optimizer]) 
 
 
 def mean_of(losses: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
-    """Return the mean over examples of the mean losses of several parts; NaN without parts.
+    """Return the mean loss of all examples from the mean losses of parts; NaN without parts.
 
     Args:
         losses: the mean loss of each part.

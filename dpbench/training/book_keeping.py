@@ -1,9 +1,9 @@
 """DP-SGD with flat clipping in one backward pass.
 
-The backward computes gradients of layers' outputs, but not of parameters. Per-example norms and
-then the sum of clipped gradients are computed from these output gradients and the saved
-activations. This method is "book-keeping" of Bu et al., "Differentially Private Optimization on
-Large Foundation Models" (2022), https://arxiv.org/abs/2210.00038.
+The backward computes gradients with respect to layers' outputs, but not with respect to parameters.
+For most layers, per-example norms and the sum of clipped gradients are computed later, from output
+gradients and saved activations. This method is "book-keeping" of Bu et al., "Differentially Private
+Optimization on Large Foundation Models" (2022), https://arxiv.org/abs/2210.00038.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from dpbench.training.phases import phase
 class BookKeepingTrainer(ClippedSumTrainer):
     """Trains with one backward pass. The phase ``clip`` computes norms, factors and weighted sums.
 
-    Any optimizer works whose ``step`` needs no closure. A layer may be called several times. For a
-    linear layer or an embedding, the backward keeps either activations and output gradients, or
-    per-sample gradients. For other layers, the backward keeps per-sample gradients. With activation
-    checkpointing, the same tensors are kept.
+    Every optimizer works if its ``step`` needs no closure. A layer may be called several times. For
+    a linear layer or an embedding, the backward keeps either activations and output gradients, or
+    per-sample gradients. For other layers, the backward keeps per-sample gradients. Activation
+    checkpointing does not change which tensors the backward keeps.
 
     The constructor has the arguments of `TrainerBase`.
 
@@ -51,7 +51,8 @@ class BookKeepingTrainer(ClippedSumTrainer):
     scaled = staticmethod(scaled)
     known_ways: Collection[str] = (PRODUCTS, GRADIENT, KEPT)
     has_kernel = False
-    """Whether `norm_ways.costs` assumes that one kernel computes norms from products T × T."""
+    """Whether one kernel computes norms from products of tokens × tokens on a GPU. The function
+    `dpbench.training.norm_ways.costs` needs this to choose a way."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -73,7 +74,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return sharded(model, self.workload)
 
     def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
-        """Return the rule that clips a layer with its own parameters."""
+        """Return the rule that clips the layer's own parameters."""
         return rule_of(layer, name)
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -96,7 +97,8 @@ class BookKeepingTrainer(ClippedSumTrainer):
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """Return the mean loss. The first call also checks how the model uses its parameters.
 
-        It raises if the model uses a trained parameter outside the call of the parameter's layer.
+        The check raises if the model uses a trained parameter outside the call of the parameter's
+        layer.
         """
         if self._uses_are_checked:
             return super().mean_loss(model, batch)
@@ -108,7 +110,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
     @contextmanager
     def without_parameter_gradients(self) -> Iterator[None]:
-        """Keep the tensors that clipping needs, and compute no gradients of parameters."""
+        """In this context, keep tensors for clipping, and compute no parameter gradients."""
         self.seen = {}
         self._listening = True
         for parameter in self.trained:
@@ -146,7 +148,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
 
     def _keep_call(self, rule: Rule[Any], seen: KeptOfLayer, x: Tensor, g: Tensor) -> None:
-        """Keep a call's tensors for clipping. The layer's first call chooses the way to norms."""
+        """Keep a call's tensors. At the layer's first call, choose how to compute norms."""
         if not seen:
             alone = self.part_size == self.micro_batches == 1
             kernel = self.has_kernel
@@ -154,7 +156,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         rule.keep(seen, x, g, self.ways[rule.name])
 
     def clip(self, last: bool) -> None:
-        """Add clipped gradients to the sums. After the last micro-batch, reduce the sums."""
+        """Add clipped gradients to the sums. After the last micro-batch, begin reductions."""
         for buffer in self.clipped(last):
             self.reduce(buffer)
 
@@ -162,8 +164,9 @@ class BookKeepingTrainer(ClippedSumTrainer):
     def clipped(self, last: bool) -> Iterator[Buffer]:
         """Add clipped gradients to the sums, and yield each buffer that is complete.
 
-        Buffers are complete only after the last micro-batch. With one rank, no buffer is yielded.
-        All ranks yield the buffers in the same order, even if a rank has not called a layer.
+        Buffers are complete only after the last micro-batch. If there is only one rank, no buffer
+        is yielded. All ranks yield the buffers in the same order, even if a layer was not called on
+        some rank.
         """
         early = last and self.parallel != "none"
         seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
@@ -183,7 +186,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 yield from self.sums.finish(rule.trained)
 
     def squared_norms(self, seen: dict[nn.Module, KeptOfLayer]) -> list[Tensor]:
-        """Return squared norms of the gradients that are not kept, each ``[B]``.
+        """Return squared norms of the per-sample gradients that are not in memory, each ``[B]``.
 
         Args:
             seen: pairs of activations and output gradients, by layer.
@@ -197,7 +200,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
 
 
 class ChangeableInPlace(torch.autograd.Function):
-    """Returns a tensor that views a leaf tensor's memory, but may be changed in place."""
+    """Returns a tensor that shares a leaf tensor's memory, but may be changed in place."""
 
     @staticmethod
     def forward(_: Any, leaf: Tensor) -> Tensor:
@@ -215,7 +218,8 @@ def gradients_only_outside_layers(
     """Let trained parameters require gradients only outside the calls of their layers.
 
     Yields:
-        The names, by parameter. The parameters that FSDP2 gathers are added during the forward.
+        A dictionary from parameters to their names. During the forward, the parameters that FSDP2
+        gathers are added to it.
     """
     trained = [parameter for rule in rules.values() for parameter in rule.trained]
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -25,8 +25,8 @@ from dpbench.training.refusals import ONLY_GHOST, check_layers
 class ClippedSumTrainer(TrainerBase):
     """Adds noise to sums of clipped gradients, and updates the parameters.
 
-    A subclass clips each example's gradient, and adds the clipped gradients to `sums`. Subclasses
-    of `dpbench.training.lean.ClippedMeanTrainer` do not use `sums`, but compute means.
+    A subclass clips each example's gradient, and adds the clipped gradients to `sums`. Only
+    `dpbench.training.lean.ClippedMeanTrainer` and its subclasses compute means instead of `sums`.
 
     The constructor has the arguments of `TrainerBase`.
 
@@ -40,8 +40,8 @@ class ClippedSumTrainer(TrainerBase):
     sums_in: torch.dtype | None = None
     """Dtype of the sums; None for the dtype of the parameters."""
     draws_in_update = False
-    """Whether noise is added after reductions even under DDP. If False, each rank under DDP adds a
-    share of the noise to a sum before the sum is reduced."""
+    """Whether the trainer adds noise after reductions even under DDP. If False, under DDP each rank
+    adds noise to a part of each sum before the sum is reduced."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -93,14 +93,16 @@ class ClippedSumTrainer(TrainerBase):
         """Return clipping factors ``[B]``.
 
         Args:
-            squared_norms: squared norms ``[B]`` of the parts of each example's gradient.
+            squared_norms: for each part of the gradient, such as a layer's part, the squared norms
+                of all examples, ``[B]``.
         """
         return clipping_factors(total(squared_norms), self.max_grad_norm)
 
     def reduce(self, buffer: Buffer) -> None:
         """Begin to reduce a complete buffer over the ranks.
 
-        Under DDP, each rank first adds its share of the noise, unless `draws_in_update` is True.
+        Under DDP, each rank first adds noise to its part of the buffer, unless `draws_in_update` is
+        True.
         """
         if self.parallel == "ddp" and not self.draws_in_update:
             with phase("noise"):
@@ -119,11 +121,11 @@ class ClippedSumTrainer(TrainerBase):
     def make_private(self, gradient: Tensor, number: int) -> None:
         """Add noise to a sum of clipped gradients, and divide the sum by the batch size.
 
-        Under DDP, this rank adds only its share of the noise.
+        Under DDP, this rank adds noise only to its part of the sum.
 
         Args:
             gradient: the sum, changed in place.
-            number: number of the sum's buffer, which identifies the same sum in later steps.
+            number: index of the sum's buffer, which is the same in each step.
         """
         # The deviation is not passed to `add_` as ``alpha``, because a CPU rounds ``alpha`` to the
         # gradients' dtype. In bf16 the noise could be up to 0.4 % too small.
@@ -137,7 +139,7 @@ class ClippedSumTrainer(TrainerBase):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add noise to the sums of clipped gradients, and let the optimizer step with the means."""
+        """Turn the sums into noisy means, and let the optimizer step with these means."""
         reductions = self.all_reductions()
         if self.parallel != "ddp":
             with phase("noise"):
@@ -156,8 +158,9 @@ class ClippedSumTrainer(TrainerBase):
 
 
 AT_ONCE = 4
-"""Under FSDP2, `reduce` begins a reduction, and then waits for all but this number of the newest
-reductions. The buffer that a reduction sends stays in memory until the reduction is waited for."""
+"""Number of reductions that may be unfinished at the same time under FSDP2. When `reduce` begins
+another reduction, it waits for the oldest, because the buffer that a reduction sends stays in
+memory until then."""
 
 
 def check_alike(parameters: list[nn.Parameter]) -> None:

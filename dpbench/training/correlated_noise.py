@@ -26,15 +26,15 @@ NOISES = ("independent", "banded", "blt")
 
 
 class Mechanism(NamedTuple):
-    """Description of the correlation of noise over steps.
+    """Numbers that say how the noise of a step depends on the samples of earlier steps.
 
     Attributes:
         weights: weights of the samples z of this step, the step before, and so on. The samples have
             standard deviation σC. ``blt`` noise has a weight for each step of the training.
-        decays: factor by which a step multiplies each buffer of ``blt`` noise; empty for other
-            noise.
-        shares: coefficient of each buffer of ``blt`` noise. A step subtracts the sum of coefficient
-            × buffer from its sample z. Empty for other noise.
+        decays: the factor of each buffer of ``blt`` noise, by which each step multiplies the
+            buffer; empty for other noise.
+        shares: the coefficient of each buffer of ``blt`` noise; empty for other noise. Each step
+            subtracts the sum of coefficient × buffer from the sample z that it draws.
     """
 
     weights: tuple[float, ...] = INDEPENDENT
@@ -47,16 +47,16 @@ def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -
 
     The weights of ``banded`` noise are the first coefficients of √(1 - x). This is the banded
     inverse square root of Kalinin et al., "Back to Square Roots" (2025),
-    https://arxiv.org/abs/2505.12128. Two bands are close to DP-λCGD,
-    https://arxiv.org/abs/2601.22334, which cancels a chosen share of the preceding step's noise.
+    https://arxiv.org/abs/2505.12128. The noise with two weights is close to the noise of DP-λCGD,
+    https://arxiv.org/abs/2601.22334, which cancels a chosen fraction of the preceding step's noise.
 
     ``blt`` noise is the noise of the buffered linear Toeplitz mechanism of Dvijotham et al. (2024),
-    https://arxiv.org/abs/2404.16706. Its shares and decays minimize sensitivity × maximum error,
-    where the maximum is over all steps.
+    https://arxiv.org/abs/2404.16706. Its shares and decays minimize sensitivity × maximum error.
+    The error of a step is the standard deviation of the sum of the noise of all steps so far.
 
-    The weights of correlated noise are multiplied by the sensitivity of a training with ``steps``
-    steps, in which each example takes part once. So the training is as private as one Gaussian
-    mechanism with noise multiplier σ.
+    The weights of correlated noise are multiplied by the sensitivity, which bounds the effect of
+    one example on a training with ``steps`` steps. Each example may take part in only one of these
+    steps. Then the training is as private as one Gaussian mechanism with noise multiplier σ.
 
     Args:
         noise: one of `NOISES`.
@@ -66,8 +66,8 @@ def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -
         steps: number of steps of the whole training.
 
     Raises:
-        ConfigurationError: ``noise`` is unknown, a number is too small, or a number has no meaning
-            for this noise.
+        ConfigurationError: ``noise`` is unknown, an argument is too small, or an argument has no
+            meaning for this noise.
     """
     if noise not in NOISES:
         raise unknown("noise", noise, NOISES)
@@ -81,7 +81,7 @@ def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -
     if noise == "independent":
         return Mechanism()
     if noise == "banded":
-        # The ratio of successive coefficients of √(1 - x) is (2k - 3) / 2k.
+        # Coefficient k of √(1 - x) is coefficient k - 1 times (2k - 3) / 2k.
         weights = [math.prod((2 * k - 3) / (2 * k) for k in range(1, n + 1)) for n in range(bands)]
         sensitivity = math.hypot(*whitening(weights, steps))
         return Mechanism(tuple(sensitivity * weight for weight in weights))
@@ -92,10 +92,10 @@ def mechanism(noise: str, bands: int = 1, buffers: int = 0, steps: int = 1000) -
 
 
 def whitening(weights: Sequence[float], steps: int) -> list[float]:
-    """Return coefficients c, for which z[t] is ``c[0] × noise[t] + c[1] × noise[t - 1] + …``.
+    """Return the coefficients c that give ``z[t] = c[0] × noise[t] + c[1] × noise[t - 1] + …``.
 
-    The coefficients are the first column of the inverse of a lower triangular Toeplitz matrix,
-    whose first column contains the weights.
+    The matrix that turns z into noise is lower triangular and Toeplitz, and its first column
+    contains the weights. The coefficients are the first column of its inverse.
     """
     padded = np.zeros(steps)
     padded[: len(weights)] = weights[:steps]
@@ -121,7 +121,7 @@ def _inverse(series: Numbers) -> Numbers:
 def _best_buffers(buffers: int, steps: int) -> tuple[list[float], list[float], list[float]]:
     """Find the shares and decays of ``blt`` noise that minimize sensitivity × maximum error.
 
-    The search starts at a quadrature of 1 / √(1 - x).
+    The search starts at shares and decays that approximate 1 / √(1 - x).
 
     Returns:
         The coefficients of the strategy matrix, the shares, and the decays. Coefficient 0 is 1, and
@@ -140,7 +140,7 @@ def _best_buffers(buffers: int, steps: int) -> tuple[list[float], list[float], l
     def loss(chosen: Numbers) -> tuple[float, Numbers]:
         """Return the logarithm of (sensitivity × maximum error)², and the logarithm's gradient.
 
-        The variables are the logarithms of the shares and the logits of the decays.
+        ``chosen`` contains the logarithms of the shares, and then the logits of the decays.
         """
         decays = expit(chosen[buffers:])
         terms = np.exp(chosen[:buffers])[:, None] * decays[:, None] ** exponents

@@ -58,8 +58,8 @@ def correlate_noise(optimizer: DPOptimizer, kept: KeptNoise) -> None:
 class OpacusTrainer(TrainerBase):
     """Base class of trainers that use Opacus. It has the arguments of `TrainerBase`.
 
-    A subclass chooses Opacus's wrapper of the model, and Opacus's optimizer. With several ranks,
-    Opacus chooses the optimizer's class by the attributes ``clip`` and ``mode``.
+    A subclass chooses one of Opacus's wrappers for the model, and one of Opacus's optimizers. With
+    several ranks, the attributes ``clip`` and ``mode`` decide which optimizer class Opacus uses.
 
     Attributes:
         clip: how Opacus clips: ``flat`` or ``per_layer``.
@@ -98,10 +98,11 @@ class OpacusTrainer(TrainerBase):
         return replica
 
     def distributed_optimizer(self, mode: str) -> type[DPOptimizer]:
-        """Return Opacus's optimizer class for several ranks.
+        """Return the optimizer class that Opacus has for several ranks.
 
         Raises:
-            ConfigurationError: Opacus has no such class. The error quotes Opacus's message.
+            ConfigurationError: Opacus has no class for this trainer's ``clip`` and ``mode``. The
+                error quotes Opacus's message.
         """
         try:
             found: type[DPOptimizer] = get_optimizer_class(self.clip, True, mode)
@@ -155,7 +156,7 @@ class OpacusTrainer(TrainerBase):
         return mean
 
     def set_empty_gradient(self, parameter: Any) -> None:
-        """Set the gradient that the backward of an empty batch would set on a parameter."""
+        """Set a parameter's gradient as if a backward of an empty batch had run."""
         parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
 
     def train_empty_batch(self) -> None:
@@ -179,11 +180,11 @@ class DPSGDTrainer(OpacusTrainer):
         model: the workload's model.
         batch_size: number of examples in each batch.
         clip: ``flat`` clips the norm of an example's whole gradient to C. ``per_layer`` clips the
-            norm of the gradient of each of n parameters to C/√n, so that the norm of the whole
+            gradient of each of the n parameters to the norm C/√n, so that the norm of the whole
             gradient is at most C. Both need the same noise.
         grad_sample: how per-sample gradients are computed. ``hooks`` uses a rule for each kind of
-            layer, or ``vmap`` of ``grad`` for layers without a rule. ``functorch`` uses ``vmap`` of
-            ``grad`` for every layer. ``ew`` uses PyTorch's expanded weights.
+            layer; for layers without a rule, it applies ``vmap`` to ``grad``. ``functorch`` applies
+            ``vmap`` to ``grad`` for every layer. ``ew`` uses PyTorch's expanded weights.
         options: further arguments of `TrainerBase`.
     """
 

@@ -1,9 +1,10 @@
 """DP-SGD with two backward passes, as Opacus implements it, with or without ghost clipping.
 
-The first backward pass computes the norm of each example's gradient. The second pass runs on the
-loss weighted by the clipping factors, so that per-sample gradients need not be kept (Lee and Kifer,
-https://arxiv.org/abs/2009.03106). Ghost clipping computes the norms of linear layers and embeddings
-without per-sample gradients (Li et al., https://arxiv.org/abs/2110.05679).
+The first backward pass computes the norm of each example's gradient. The second pass computes the
+gradient of the weighted sum of losses, whose weights are the clipping factors. So per-sample
+gradients need not be kept (Lee and Kifer, https://arxiv.org/abs/2009.03106). Ghost clipping
+computes the norms of linear layers and embeddings without per-sample gradients (Li et al.,
+https://arxiv.org/abs/2110.05679).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from dpbench.training.parallel import mesh_of_all
 def sharded_as_opacus_does(model: nn.Module) -> nn.Module:
     """Shard the model with FSDP2, by Opacus's ``FSDP2Wrapper``.
 
-    The wrapper shards each layer separately that has a grad sampler or no trained parameters.
+    Opacus shards a layer separately if it has a rule for the layer's per-sample gradients, or if
+    the layer has no trained parameters.
     """
     mesh = mesh_of_all(next(model.parameters()).device.type)
     with patch.object(fsdp_utils, "fully_shard", partial(fully_shard, mesh=mesh)):
@@ -72,9 +74,9 @@ class DPFastGradientClippingTrainer(OpacusTrainer):
 
 
 class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
-    """Ghost clipping, which computes norms of some layers without per-sample gradients.
+    """Ghost clipping, which computes norms without per-sample gradients for some layers.
 
-    The layers are linear layers and embeddings.
+    These layers are linear layers and embeddings.
     """
 
     use_ghost_clipping = True
@@ -95,8 +97,8 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
     def _check_rows(self) -> None:
         """Raise if a trained parameter has fewer rows than there are ranks.
 
-        Opacus cannot add noise to such a parameter. PyTorch would replicate the sum of the shard
-        and the noise, and could not update the shard with this sum.
+        Opacus cannot add noise to this parameter. The sum of the shard and the noise would be a
+        replicated tensor, with which PyTorch cannot update the shard.
         """
         of_opacus = self.distributed_optimizer("ghost_fsdp").add_noise
         if self.optimizer_class.add_noise is not of_opacus:

@@ -1,9 +1,10 @@
-"""DP-SGD with flat clipping that moves few more bytes than a standard step.
+"""DP-SGD with flat clipping that moves few more bytes than a step without privacy.
 
-The method is book-keeping (`dpbench.training.book_keeping`) with merged passes. If products of
-tokens × tokens are the cheapest way to norms, one kernel on a GPU computes the norms of all layers
-of a shape without storing these products. The update of the usual optimizers draws the noise. On a
-GPU, forward, backward and clip run as CUDA graphs where possible, and do not wait for Python.
+The method is book-keeping (`dpbench.training.book_keeping`) with merged passes. If norms are
+cheapest from products of tokens × tokens, a GPU uses one kernel for all large layers of equal
+shape, and does not store these products. With SGD, Adam and AdamW, the update itself draws the
+noise. On a GPU, forward, backward and clip run as CUDA graphs where possible, and do not wait for
+Python.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ class FusedTrainer(BookKeepingTrainer):
     """`BookKeepingTrainer` with merged passes, and with CUDA graphs on a GPU.
 
     With SGD, Adam and AdamW, the parameters and moving averages become views of flat buffers. The
-    update draws and adds the noise, so there is no phase ``noise``. In other cases, a separate pass
-    adds the noise before the optimizer's own step. These cases are other optimizers, options that
-    `dpbench.training.updates.why_not` names, and, under FSDP2, all optimizers except plain SGD.
+    update draws and adds the noise, so there is no phase ``noise``. A separate pass adds the noise
+    before the optimizer's own step for other optimizers, for options that
+    `dpbench.training.updates.why_not` names, and under FSDP2 for all optimizers except plain SGD.
 
-    Under DDP, all ranks draw the same noise. So no noise is sent, and every rank knows the noise.
-    Under FSDP2, each rank draws the noise of its shards. The shards are not moved into flat
-    buffers.
+    Under DDP, all ranks draw the same noise from the same seeds. So no noise is sent, and every
+    rank knows the noise. Under FSDP2, each rank draws the noise for its shards, which stay outside
+    flat buffers.
 
-    Only the first step with examples captures graphs. If the operators of this step or of an
-    earlier step are counted, there are no graphs. A later step runs eagerly if the examples have
-    other shapes, if the operators of the step are counted, or if the clipping threshold or a
-    layer's training mode has changed. If the model cannot be captured, a warning says why, and all
-    steps run eagerly. Under FSDP2, the graphs contain FSDP2's collectives, see
+    Graphs are captured in the first step whose batch is not empty. If dpbench counts the operators
+    of this step or of an earlier step, no graphs are captured. A later step runs eagerly if its
+    examples have different shapes or dtypes, if its operators are counted, or if the clipping
+    threshold or a layer's training mode has changed. If the model cannot be captured, a warning
+    says why, and all steps run eagerly. Under FSDP2, the graphs contain FSDP2's collectives, see
     `dpbench.training.parallel.leave_group`. Micro-batches under FSDP2 always run eagerly.
     """
 
@@ -118,8 +119,8 @@ class FusedTrainer(BookKeepingTrainer):
             self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
         self.seeds, self._seeds_of_a_step = seeds, number
         self._steps, bands = 0, len(self.noise_weights)
-        # Row i contains the weights for step i. The last row is also used in all later steps. The
-        # weights are 0 for steps before the first step.
+        # Row i contains the weights for step i. The last row is also used in all later steps. Steps
+        # before the first step get the weight 0.
         weights = seeds.new_tensor(self.noise_weights, dtype=torch.float32) / self.noise_weights[0]
         self._weights = weights.expand(bands, bands).tril()
         self._ages = number * torch.arange(bands, device=seeds.device)
@@ -212,7 +213,7 @@ class FusedTrainer(BookKeepingTrainer):
                     updates[each.number](each.wait(), seeds[each.number], weights)
 
     def _update_shards(self, reduction: Reduction, seed: Tensor, deviation: float) -> None:
-        """Update this rank's shards by plain SGD, and add noise."""
+        """Update this rank's shards by plain SGD with noise."""
         rate = self.plain_optimizer.param_groups[0]["lr"]
         numbers = Numbers(deviation, 1 / self.joint_batch_size, rate)
         gradient = reduction.wait()
@@ -227,13 +228,13 @@ class FusedTrainer(BookKeepingTrainer):
 
 @cache
 def plain_options() -> dict[str, object]:
-    """Return the options of plain SGD, which only subtracts gradient × learning rate."""
+    """Return the default options of SGD, without the learning rate."""
     usual = torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults
     return {name: value for name, value in usual.items() if name != "lr"}
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer is plain SGD with one parameter group and an unchanged step."""
+    """Return True for SGD with default options, one parameter group, and an unchanged step."""
     first, *others = optimizer.param_groups
     plain = all(first.get(name) == value for name, value in plain_options().items())
     return type(optimizer) is torch.optim.SGD and plain and not others and not why_not(optimizer)

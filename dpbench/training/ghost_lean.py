@@ -1,8 +1,8 @@
 """Opacus's ghost clipping, without needless memory traffic.
 
 A first backward pass computes the norms. A second backward pass computes the gradient of the
-weighted loss, as in `dpbench.training.fast_gradient_clipping`. The folder ``docs/upstream``
-contains most of the differences from Opacus 1.6.0 as diffs.
+weighted sum of losses, as in `dpbench.training.fast_gradient_clipping`. The folder
+``docs/upstream`` has diffs that change Opacus 1.6.0 in most of the same ways.
 """
 
 from __future__ import annotations
@@ -43,33 +43,34 @@ from dpbench.training.phases import phase
 from dpbench.training.refusals import check_layers
 
 WAYS = {"cheaper": (PRODUCTS, GRADIENT), "products": (PRODUCTS,)}
-"""Ways to compute norms from which the trainer may choose, by the argument ``norms``."""
+"""For each value of the argument ``norms``, the ways to compute norms that the trainer
+considers."""
 
 
 class GhostLeanTrainer(ClippedMeanTrainer):
     """`DPGhostClippingTrainer` with these changes.
 
     - The loss is a sum. Opacus uses the mean loss, and rescales each layer's output gradient.
-    - Norms are increased by bounds of rounding errors, see `dpbench.training.norm_bounds`. Opacus's
-      norms may be too small.
+    - Bounds of rounding errors are added to norms, see `dpbench.training.norm_bounds`. Opacus adds
+      no bounds, so its norms may be too small.
     - Without activation checkpointing, the first pass computes no parameter gradients, so FSDP2
-      reduces no gradients in this pass. With activation checkpointing, autograd computes parameter
-      gradients, which are discarded. After its first pass, Opacus sets parameter gradients to zero,
-      and the second pass accumulates into these zeros.
-    - Layers other than linear layers, embeddings and zero-padded convolutions mostly have small
-      parameters. The per-sample gradients of these other layers are computed once and kept. The
-      update uses the weighted sum of the kept gradients, so the norm and the update have the same
-      rounding errors.
-    - The clipped sums are not copied. Noise is drawn as in `dpbench.training.lean.LeanTrainer`.
-      Under FSDP2, each rank draws the noise of its shard. In Opacus, each rank draws the noise of
-      all shards.
+      reduces no gradients in this pass. With activation checkpointing, the first pass computes
+      parameter gradients and discards them. Opacus keeps the parameter gradients of its first pass,
+      sets them to zero, and lets the second pass accumulate into these zeros.
+    - For layers other than linear layers, embeddings and zero-padded convolutions, per-sample
+      gradients are computed once and kept. Their weighted sum is the update, so both the norm and
+      the update use the same gradients. Such layers mostly have few parameters.
+    - Sums of clipped gradients are not copied. Noise is drawn as in
+      `dpbench.training.lean.LeanTrainer`. Under FSDP2, each rank draws noise only for its shards.
+      With Opacus, each rank draws noise for all shards.
     - Under FSDP2, embeddings are not gathered in the backward, which does not read them. The layers
       of a block are gathered and reduced together, if the workload names the model's blocks.
     - Norms of linear layers and convolutions are computed from products T × T, with T the number of
       tokens or positions, or from per-sample gradients. Norms of embeddings are computed from
-      products T × T or from looked-up rows. The cheaper way is used. For 3-D and grouped
-      convolutions, norms are always computed from per-sample gradients. Opacus uses products for
-      linear layers, per-sample gradients for convolutions, and looked-up rows for embeddings.
+      products T × T or from the gradients of looked-up rows. For each layer, the trainer uses the
+      cheaper way. For 3-D and grouped convolutions, norms are always computed from per-sample
+      gradients. Opacus uses products for linear layers, per-sample gradients for convolutions, and
+      the gradients of looked-up rows for embeddings.
 
     Attributes:
         ways: how the last step computed the norms of each trained layer, by the layer's name; see
@@ -163,11 +164,11 @@ class GhostLeanTrainer(ClippedMeanTrainer):
         returned.register_hook(measure)
 
     def backward(self, losses: Tensor, found: FirstPass) -> None:
-        """Run both passes. The second pass sets the gradients to the mean clipped gradients."""
+        """Run both passes. The second pass computes this micro-batch's clipped gradients."""
         if found.firsts and not found.runs_again:
-            # To compute the gradients of the first layers' outputs, the backward visits every
-            # layer, but computes no parameter gradients. FSDP2 would add parameter gradients of
-            # this pass to the parameter gradients of the second pass.
+            # The backward asks only for the gradients of the first layers' outputs. To get there,
+            # it passes through every layer, but computes no parameter gradients. FSDP2 would add
+            # the parameter gradients of both passes.
             torch.autograd.grad(losses.sum(), found.firsts, retain_graph=True, allow_unused=True)
         else:
             losses.sum().backward(retain_graph=True)
@@ -201,11 +202,11 @@ class FirstPass:
 
     Args:
         known: the ways to compute norms from which the trainer may choose.
-        ways: receives the chosen way of each layer, by the layer's name.
+        ways: dictionary to which the chosen way of each layer is added, by the layer's name.
 
     Attributes:
-        firsts: gradient edges of the outputs of the first trained layers, where the backward may
-            end.
+        firsts: autograd's edges at the outputs of trained layers before which no other trained
+            layer runs. The backward may end at these edges.
         runs_again: whether activation checkpointing runs layers again during the backward.
         measured: the rules of the layers that the backward has reached.
         samples: the per-sample gradients ``[B, …]`` that are kept for the update, by parameter.
@@ -219,7 +220,7 @@ class FirstPass:
         self.samples: dict[Tensor, Tensor] = {}
 
     def measure(self, rule: Rule[Any], x: Tensor, g: Tensor) -> None:
-        """Compute the norms of a layer's per-sample gradients, or keep these gradients."""
+        """Add a layer's per-sample gradients to the norms, or keep them for later."""
         layer = rule.layer
         by_norms = isinstance(rule, LinearRule | EmbeddingRule) or is_convolution(layer)
         if by_norms and rule in self.measured:
@@ -260,13 +261,13 @@ class FirstPass:
         self._norms.add(rows, g, way=self._ways[rule.name], summed_in=summed_in)
 
     def squared_norms(self) -> list[Tensor]:
-        """Return squared norms of the parts of each example's gradient, each ``[B]``."""
+        """Return for each part of the gradient the squared norms of all examples, ``[B]``."""
         for parameter, samples in self.samples.items():
             self._norms.add_samples(samples, parameter.dtype)
         return self._norms.squared_norms()
 
     def weighted_sum(self, parameter: Tensor, weights: Tensor, gradient: Tensor) -> Tensor:
-        """Return the clipped gradient of a parameter, which replaces the second pass's gradient."""
+        """Return a parameter's clipped gradient, to replace the gradient of the second pass."""
         samples = self.samples.pop(parameter, None)
         if samples is None:  # a later call: with checkpointing, each block calls this hook again
             return torch.zeros_like(gradient)
@@ -276,7 +277,7 @@ class FirstPass:
 
 
 def way_of(rule: Rule[Any], x: Tensor, g: Tensor, known: Collection[str]) -> str:
-    """Return the cheapest way to a layer's norms.
+    """Return the cheapest way to compute a layer's norms.
 
     A 1-D or 2-D convolution without groups is treated as a linear layer whose inputs are patches.
     Norms of other convolutions are always computed from per-sample gradients.
@@ -299,13 +300,13 @@ def is_convolution(layer: nn.Module) -> bool:
 
 
 def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
-    """Bound the norm of the difference between a convolution's gradients in both passes, ``[B]``.
+    """Bound how far the gradients in the first and second pass differ for a convolution, ``[B]``.
 
     Roundings in sums over n positions are assumed to be independent, so the error of a sum is about
-    ``n^½`` units (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM
-    J. Sci. Comput. 41(5), 2019). For each pass, twice this error is added. TF32 rounds the input
-    and the gradient to 11 bits, in one pass or in both. That adds a relative error of 2⁻¹⁰ for one
-    position. In 16 bits, the rounding of one position in each pass is added.
+    ``n^½`` units of roundoff (Higham and Mary, "A New Approach to Probabilistic Rounding Error
+    Analysis", SIAM J. Sci. Comput. 41(5), 2019). Twice this error is added for each of the two
+    passes. TF32 may round the input and the output gradient to 11 bits in each pass, so a relative
+    error of 2⁻¹⁰ is added in total. In 16 bits, one rounding error in each pass is added.
     """
     wide = torch.promote_types(g.dtype, torch.float32)
     ones = torch.ones(1, 1, *layer.kernel_size, dtype=wide, device=x.device)
@@ -323,7 +324,8 @@ def rounded_terms(layer: Any, x: Tensor, g: Tensor) -> Tensor:
 def patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     """Return the patches of x that a convolution multiplies by its weight.
 
-    The shape is ``[B, numbers of a patch, positions]``.
+    The result has the shape ``[B, patch size, positions]``, where the patch size counts the
+    elements of a patch.
     """
     flat = isinstance(layer, nn.Conv1d)  # its input is treated as an image of one row
     unfolded: Tensor = unfold2d(

@@ -1,7 +1,9 @@
-"""Norms of per-sample gradients, computed from layers' inputs and output gradients.
+"""Upper bounds of norms of per-sample gradients, from layers' inputs and output gradients.
 
-`dpbench.training.norm_ways` chooses the way to compute the norms. For large layers of equal shape
-on a GPU, `squared_norms_of_alike` computes the norms from products T × T in one kernel.
+`dpbench.training.norm_ways` chooses how to compute the norms. `squared_norms_of_alike` returns
+bounds of squared norms for layers of equal shape. For large layers on a GPU, one kernel computes
+sums over the products T × T, where T is the number of tokens. Other operators compute the bounds
+from these sums.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ from dpbench.training.norm_ways import PRODUCTS
 
 
 class GhostNorms:
-    """Computes upper bounds of the squared norms of parts of each example's gradient.
+    """Computes upper bounds of squared norms, for each example and each part of its gradient.
 
-    The parts are added layer by layer. Each bound takes about twenty small kernels, whose launches
-    would make a step slower. So the bounds of layers with equal settings are computed at once, at
-    the end. Until then, only the sums or norms that the bounds need are kept.
+    A part is, for example, the gradient of one layer. The parts are added layer by layer. Each
+    bound takes about twenty small kernels, whose launches would make a step slower. So
+    `squared_norms` computes the bounds of all layers with equal settings at once. Until then, only
+    the sums or norms that the bounds need are kept.
     """
 
     def __init__(self) -> None:
@@ -62,11 +65,13 @@ class GhostNorms:
             x: activations ``[B, T, K]`` of a linear layer, or row indices ``[B, T]`` int64 of an
                 embedding.
             g: output gradients, ``[B, T, N]``.
-            way: ``products`` T × T, or the per-sample ``gradient``.
+            way: ``products`` computes the norms from products T × T, and ``gradient`` from
+                per-sample gradients.
             weight: whether the weight is trained.
             bias: whether the bias is trained.
-            summed_in: dtype of the update's sums, if narrower than float32.
-            tf32: whether the update of a convolution may use TF32; only with ``products``.
+            summed_in: dtype in which the update sums over tokens, if it is narrower than float32.
+            tf32: whether the update may use TF32, which only the way ``products`` considers; None
+                if the setting for matrix products decides. Convolutions have their own setting.
         """
         tokens = g.shape[1]
         if weight and way == PRODUCTS:
@@ -106,7 +111,7 @@ class GhostNorms:
         Args:
             samples: the per-sample gradients, ``[B, …]``.
             dtype: dtype of the parameter.
-            rounded: upper bounds of the norm of the difference between ``samples`` and the
+            rounded: upper bounds of the norms of the differences between ``samples`` and the
                 gradients that the update uses, ``[B]``; None if the update uses ``samples``.
             by_product: see `sample_bound`; only if ``rounded`` is None.
         """
@@ -124,7 +129,7 @@ class GhostNorms:
         self._parts.setdefault((bound, part.dtype, *about), []).append(part)
 
     def squared_norms(self) -> list[Tensor]:
-        """Return upper bounds of the squared norms of the parts, each ``[B]``, float32 or wider."""
+        """Return for each part upper bounds of squared norms, ``[B]``, in float32 or wider."""
         kinds = self._parts.items()
         made = [bound(parts, *about) for (bound, _, *about), parts in kinds]
         return [each for norms in made for each in norms.unbind()]
@@ -133,7 +138,8 @@ class GhostNorms:
 def row_sums(rows: Tensor, g: Tensor) -> Tensor:
     """Return the sums ``[3, B]`` from which `row_bound` bounds norms of an embedding's gradients.
 
-    No shape depends on data, so that a CUDA graph can contain this function.
+    The shapes of all tensors are independent of the data, so that a CUDA graph can contain this
+    function.
     """
     examples, tokens = rows.shape
     order = rows.argsort(1)
@@ -156,8 +162,9 @@ def off_bound(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return upper bounds of squared norms, ``[layers, B]``.
 
     Args:
-        parts: for each layer ``[2, B]``: the squared norms of per-sample gradients, and upper
-            bounds of the norm of the difference to the gradients that the update uses.
+        parts: for each layer a tensor ``[2, B]``. Its first row has the squared norms of per-sample
+            gradients. Its second row bounds the norms of their differences from the gradients that
+            the update uses.
         dtype: dtype of the update.
     """
     squares, rounded = torch.stack([*parts], 1)
@@ -165,7 +172,7 @@ def off_bound(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
-    """Return upper bounds of the squared norms of layers of one shape, ``[layers, B]``.
+    """Return upper bounds of the squared norms for layers of equal shape, ``[layers, B]``.
 
     Args:
         xs: for each layer the argument ``x`` of `GhostNorms.add`.

@@ -1,4 +1,4 @@
-"""Sums of clipped gradients, the buffers of these sums, and forms of the clipping factors."""
+"""Sums of clipped gradients, the buffers that hold the sums, and clipping factors for the sums."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_buffer(
 
 
 def part_size(parameter: Tensor, ranks: int) -> int:
-    """Return the largest number of a parameter's elements that one rank has under FSDP2."""
+    """Return the number of elements in the largest shard of a parameter under FSDP2."""
     rows = len(parameter) if parameter.dim() else 1
     return -(-rows // ranks) * (parameter.numel() // max(rows, 1))
 
@@ -57,11 +57,11 @@ LARGE = 2**18
 def in_buffers(
     parameters: Sequence[Tensor], groups: Mapping[Tensor, int] | None = None
 ) -> list[list[Tensor]]:
-    """Return the parameters of each buffer. Small parameters of the same group share a buffer.
+    """Divide parameters among buffers. Small parameters of the same group share a buffer.
 
     Args:
         parameters: all trained parameters.
-        groups: number of each parameter's group; None for one group.
+        groups: for each parameter the index of its group; None if all parameters are in one group.
     """
     small: dict[int, list[Tensor]] = {}
     for parameter in parameters:
@@ -99,7 +99,7 @@ class Sums:
     def begin_at_zero(self) -> list[Buffer]:
         """Allocate all buffers and fill them with zeros.
 
-        Afterwards, the first gradient of a parameter is added to the zeros, not copied over them.
+        Without this call, a parameter's first gradient is copied into the buffer.
         """
         for parameter in self._number:
             self._place(parameter).zero_()
@@ -135,7 +135,7 @@ class Sums:
     def add_written(self, parameter: Tensor, write: Callable[[Tensor], object]) -> None:
         """Add to the sum of a parameter the numbers that ``write`` writes into a flat tensor.
 
-        The first time, ``write`` writes directly into the buffer.
+        For a parameter's first gradient, ``write`` writes directly into the buffer.
         """
         place = self._place(parameter).view(-1)
         if self._is_first(parameter):
@@ -148,7 +148,7 @@ class Sums:
     def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
         """Add ``a @ b`` to the sum of a parameter.
 
-        If ``a`` has the dtype of the sum, the product is not stored separately.
+        If ``a`` has the dtype of the sum, the product is computed directly in the buffer.
         """
         place = self._place(parameter)
         if place.dtype != a.dtype:
@@ -164,7 +164,7 @@ class Sums:
         Args:
             parameter: the parameter.
             rows: row indices, ``[n]``, in which an index may be repeated.
-            totals: the numbers that are added to each of these rows, ``[n, columns]``.
+            totals: for each row index, the numbers that are added to this row, ``[n, columns]``.
         """
         place = self._place(parameter)
         if self._is_first(parameter):
@@ -187,8 +187,8 @@ class Sums:
         """Finish the sums of some parameters, and yield each buffer whose sums are all finished.
 
         Args:
-            parameters: the parameters; None for all parameters. If nothing was added to the sum of
-                a parameter, the sum is zero.
+            parameters: the parameters; None for all parameters. If nothing was added to a
+                parameter's sum, the sum is set to zero.
         """
         for parameter in self._number if parameters is None else parameters:
             if parameter in self._closed:
@@ -203,11 +203,11 @@ class Sums:
 
 
 class Factors:
-    """The clipping factors of a batch, in the forms that the sums need.
+    """The clipping factors of a batch, and tensors that were multiplied by them.
 
     Args:
         exact: the factors ``[B]``, float32 or wider.
-        scaled: the function `scaled`, or a faster function that multiplies in the same way.
+        scaled: the function `scaled` of this file, or a faster function with the same result.
     """
 
     def __init__(self, exact: Tensor, scaled: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -216,7 +216,7 @@ class Factors:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def times(self, tensor: Tensor) -> Tensor:
-        """Return `scaled` of a tensor. If the last call had the same tensor, reuse the result."""
+        """Multiply a tensor by the factors. Reuse the last result if the tensor is the same."""
         if self._last is None or not is_same_memory(self._last[0], tensor):
             self._last = None  # frees the memory before more is allocated
             self._last = tensor, self._scaled(tensor, self.exact)
@@ -232,7 +232,7 @@ class Factors:
 
 def add_rows(place: Tensor, rows: Tensor, totals: Tensor) -> None:
     """Add to rows of a tensor, as in `Sums.add_rows`."""
-    if place.itemsize == 2:  # in bf16, 256 + 1 = 256, so sums of many small numbers lose numbers
+    if place.itemsize == 2:  # in bf16, 256 + 1 = 256, so a sum of small numbers would stop growing
         rows, totals = summed_by_row(rows, totals)
     place.index_add_(0, rows, totals.to(place.dtype))
 
@@ -240,11 +240,12 @@ def add_rows(place: Tensor, rows: Tensor, totals: Tensor) -> None:
 def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the totals of equal row indices in float32.
 
-    No shape depends on data, so that a CUDA graph can contain this function. For each repetition of
-    an index, the results have an entry at their end: index 0, and a sum of zeros.
+    The shapes of all tensors are independent of the data, so that a CUDA graph can contain this
+    function. So the results have as many entries as the arguments. The entries that repeated
+    indices leave over have index 0 and a sum of zeros.
 
     Returns:
-        The unique indices ``[n]``, and their sums ``[n, columns]``.
+        The distinct indices ``[n]``, and their sums ``[n, columns]``.
     """
     order = rows.argsort()
     rows = rows[order]
@@ -256,7 +257,7 @@ def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors view the same memory in the same way. They may have no data."""
+    """Return True if two tensors view the same memory in the same way. Fake tensors also work."""
     first, second = (
         (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
         for t in (one, other)
@@ -267,7 +268,7 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
     """Multiply each example by its factor, in float32 or wider, and round the product once.
 
-    If the factor were first rounded down to bf16, the product could be 0.8 % too small.
+    A factor that is first rounded down to bf16 could make the product 0.8 % too small.
 
     Args:
         tensor: ``[B, T, N]``.
@@ -277,7 +278,7 @@ def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round factors to another dtype, and never up, so that rounding does not weaken clipping."""
+    """Convert factors to another dtype. Never round up, which would weaken clipping."""
     rounded = factors.to(dtype)
     if dtype == factors.dtype:
         return rounded

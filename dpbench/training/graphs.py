@@ -31,15 +31,17 @@ Recorded = list[tuple[torch.cuda.CUDAGraph, list[Buffer]]]
 """Graphs of a phase, each with the buffers that are complete after the graph's replay."""
 
 REDUCED_TOGETHER = 2**26
-"""Under DDP, a graph of the phase clip ends when buffers of this many bytes are complete. These
-buffers are then reduced while the next graph runs."""
+"""Under DDP, the phase clip is divided into graphs. A graph ends when it has completed buffers of
+at least this many bytes. These buffers are then reduced while the next graph runs."""
 
 is_capturing = torch.cuda.is_current_stream_capturing
-"""The original function of PyTorch, which `hidden_capture` replaces to hide a capture."""
+"""PyTorch's original function. `hidden_capture` replaces the attribute of PyTorch, not this
+name."""
 
 
 BROKEN: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture CUDA ended with an error. Allocators may still refer to these graphs."""
+"""Graphs whose capture CUDA ended with an error. They are kept, because PyTorch's allocator may
+still refer to them."""
 
 
 class StepGraphs:
@@ -52,7 +54,8 @@ class StepGraphs:
 
     Args:
         trainer: a `dpbench.training.fused.FusedTrainer`.
-        part: a batch or a micro-batch, whose shapes the graphs have.
+        part: a batch or a micro-batch, from which the graphs get the shapes and dtypes of their
+            input.
     """
 
     def __init__(self, trainer: Any, part: Batch) -> None:
@@ -72,7 +75,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
-        """Run a step without an update, so that nothing must be compiled during a capture."""
+        """Run a step without an update, so that kernels are compiled before the capture."""
         self.trainer.examples = self.trainer.part_size
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -100,11 +103,12 @@ class StepGraphs:
         if self._accumulates:
             self._sums = self.trainer.sums.begin_at_zero()
         # Activation checkpointing saves the states of random number generators, which is forbidden
-        # during a capture. The states are not needed: a model that draws random numbers and uses
-        # checkpointing was refused above.
+        # during a capture. The states are not needed here, because a model that draws random
+        # numbers under checkpointing was refused above.
         saves = patch.object(torch.utils.checkpoint, "get_device_states", no_device_states)
-        # If a model of Hugging Face sees a capture, its attention makes a mask and runs other
-        # kernels. So the capture is hidden from the model, unless the model reads from the GPU.
+        # If a model of Hugging Face notices a capture, its attention makes a mask and runs other
+        # kernels than without a capture. So the capture is hidden from the model, unless the model
+        # makes Python wait for the GPU.
         with self.trainer.without_parameter_gradients(), saves:
             with nullcontext() if self._model_waits else hidden_capture():
                 self.phases["forward"] = [(self._capture(self._forward)[0], [])]
@@ -178,7 +182,8 @@ class StepGraphs:
     def _backward(self) -> None:
         if self.trainer.parallel == "fsdp2" and is_capturing():
             # FSDP2 prefetches on its own streams. A stream joins the capture only if it waits for a
-            # captured stream. This call makes FSDP2's streams wait for the current stream.
+            # captured stream. The call below makes FSDP2's streams wait for the current stream,
+            # which is captured.
             self.trainer.last_block.unshard(async_op=True)
         self._live.backward()
         self._live = None
@@ -192,7 +197,7 @@ class StepGraphs:
             pass
 
     def _clip_and_reduce_in_graph(self) -> list[Reduction]:
-        """Clip and reduce. In a graph, further sums use the memory of buffers that were reduced."""
+        """Clip, reduce all buffers and wait, so that one graph contains the reductions."""
         reductions: list[Reduction] = []
         self.trainer._reductions = reductions
         for buffer in self._sum_clipped():
@@ -205,8 +210,8 @@ class StepGraphs:
     def _capture_clip(self) -> Recorded:
         """Capture the phase clip.
 
-        Under DDP, unless sums accumulate, the phase has several graphs. The buffers that one graph
-        completes are reduced while the next graph runs.
+        Under DDP, the phase has several graphs, unless sums accumulate over micro-batches. The
+        buffers that one graph completes are reduced while the next graph runs.
         """
         if self._accumulates:
             graph, _ = self._capture(self._add_clipped)
@@ -237,7 +242,8 @@ class StepGraphs:
                 torch._C._cuda_endAllocateToPool(device, self._pool)
                 torch._C._cuda_releasePool(device, self._pool)
             graph.reset()
-        if not ended:  # PyTorch's generator leaves the failed capture when another capture ends
+        # The end of another capture takes PyTorch's generator out of the failed capture.
+        if not ended:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 torch.zeros(1, device="cuda")
         gc.collect()
@@ -267,7 +273,7 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return why a step cannot be captured, and the line of the user's code if one is the cause."""
+    """Return why a step cannot be captured, with the last line of the user's code, if any."""
     what = str(error).partition("\n")[0]
     if "synchronizing" in what:
         what = f"the model or its loss reads from the GPU ({what})"
@@ -278,7 +284,7 @@ def reason(error: BaseException) -> str:
 
 
 def signature(trainer: Any, part: Batch) -> tuple[object, ...]:
-    """Return all properties that must be equal to replay captured graphs for another batch."""
+    """Return what must be equal at capture and replay: shapes, dtypes, threshold and modes."""
     leaves, structure = pytree.tree_flatten(part)
     kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
     return structure, trainer.max_grad_norm, kinds, [layer.training for layer in trainer.layers]

@@ -1,4 +1,4 @@
-"""Per-sample gradients that the backward has computed, and that are kept until they are summed."""
+"""Per-sample gradients that stay in memory from the backward until they are summed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class KeptGradients:
             self._joined.append((alike, torch.cat(parts, 1)))
 
     def squared_norms(self) -> list[Tensor]:
-        """Return squared norms of the parts of each example's gradient, each ``[B]``."""
+        """Return for each part of the gradient the squared norms of all examples, ``[B]``."""
         norms = GhostNorms()
         for (first, *_), samples in self._joined:
             norms.add_samples(samples.unflatten(1, (-1, ROW)), first.dtype)

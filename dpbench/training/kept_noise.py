@@ -1,8 +1,8 @@
-"""Noise that is correlated over steps and kept in memory for later steps.
+"""Noise that is correlated over steps, with earlier noise kept in memory.
 
-Two operators add the noise. They are written in Triton for a GPU, and in PyTorch for a CPU and for
-float64. On a GPU, each Triton kernel makes one pass over its tensors. The operators compute in the
-dtype of the kept noise, and round the result once to the dtype of the sum.
+One operator adds ``banded`` noise, and another adds ``blt`` noise. A Triton kernel runs both on a
+GPU, in one pass over the tensors. PyTorch runs both on a CPU and for float64. The operators compute
+in the dtype of the kept noise. The kernel rounds the result once to the dtype of the sum.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dpbench.training.kernels import triton_kernels
 class KeptNoise:
     """Adds correlated noise to tensors, and keeps in memory what later steps need.
 
-    For ``banded`` noise, the samples z of earlier steps are kept. For ``blt`` noise, the buffers of
-    the mechanism are kept. Both are kept in float32 or wider, as in jax-privacy, because in bf16
-    small terms would be lost in sums.
+    For ``banded`` noise, the normal samples of earlier steps are kept. For ``blt`` noise, the
+    buffers of the mechanism are kept. Both are kept in float32 or wider, as in jax-privacy, because
+    in bf16 sums would lose small terms.
 
     Args:
-        mechanism: a mechanism. `add_to` supports ``blt`` noise, and ``banded`` noise with at least
-            two weights.
+        mechanism: the mechanism of ``blt`` noise, or of ``banded`` noise with at least two weights.
+            For other noise, `add_to` must not be called.
     """
 
     def __init__(self, mechanism: Mechanism) -> None:
@@ -48,8 +48,8 @@ class KeptNoise:
 
         Args:
             total: the tensor to which noise is added, contiguous; changed in place.
-            deviation: standard deviation of z, the sample of this step.
-            key: identifies the same sum in later steps.
+            deviation: standard deviation of the normal sample z that this step draws.
+            key: identifies the tensor. Later steps must pass the same key for the same sum.
             generator: draws z; None for PyTorch's default generator.
         """
         flat, wide = total.view(-1), torch.promote_types(total.dtype, torch.float32)
@@ -145,7 +145,7 @@ def _launch(
     decays: Tensor,
     buffered: bool,
 ) -> None:
-    """Launch the kernel, which computes in float32. If ``buffered``, it does not use ``out``."""
+    """Launch the kernel, which computes in float32. It ignores ``out`` if ``buffered`` is True."""
     rows, length = kept.shape
     if blocks := -(-length // 1024):
         triton_kernels()["add_kept_noise"][blocks,](

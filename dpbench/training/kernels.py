@@ -1,8 +1,8 @@
 """Operators for norms and sums, in Triton for a GPU and in PyTorch for a CPU.
 
-Each operator is counted as one read of its arguments and one write of its results. The Triton
-kernels store no intermediate results, so logical counts are close to hardware counters. Triton is
-imported on first use.
+dpbench's logical counts assume that each operator reads its arguments once and writes its results
+once. The Triton kernels store no intermediate results, so these counts are close to hardware
+counters. Triton is imported on first use.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ EXAMPLES_AT_A_TIME = 2
 `gram_norms` does not use its Triton kernel."""
 
 SMALL = 2**22
-"""If two matrices have at most this many numbers in total, `wide_product` computes their product in
-float64, because the product takes negligible time."""
+"""If two arguments have at most this many elements in total, `wide_product` computes in float64,
+which takes little time."""
 
 TILINGS = {torch.float32: (64, 32, 4, 4), torch.bfloat16: (128, 64, 8, 3)}
-"""Settings of the Triton kernel of `gram_norms` by dtype: rows of a tile, numbers per row in each
-step, warps, and stages of the pipeline."""
+"""For each dtype, settings of the Triton kernel of `gram_norms`: rows of a tile, columns that each
+iteration loads, warps, and stages of the pipeline."""
 
 TF32_TILING = (128, 32, 8, 4)
-"""The same settings as in `TILINGS`, for float32 numbers with TF32 products."""
+"""Settings as in `TILINGS`, which replace the settings for float32 if products may use TF32."""
 
 
 def has_tf32() -> bool:
-    """Return True if products of float32 numbers may round the numbers to 11 bits."""
+    """Return True if products of float32 matrices may use TF32, which rounds to 11 bits."""
     # `torch.get_float32_matmul_precision` raises if ``fp32_precision`` was set.
     return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 def convolves_in_tf32(device: torch.device) -> bool:
-    """Return True if a convolution of float32 numbers may round the numbers to 11 bits.
+    """Return True if a convolution of float32 tensors may use TF32, which rounds to 11 bits.
 
     By default, PyTorch allows this for convolutions on a GPU, but not for matrix products.
     """
@@ -62,7 +62,7 @@ def _wide_product_fake(a: Tensor, b: Tensor) -> Tensor:
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products of matrices ``[B, I, K]`` and ``[B, K, J]``, in float64 or float32.
+    """Return the B products of ``[B, I, K]`` and ``[B, K, J]``, in float64 or float32.
 
     `dpbench.training.norm_bounds.product_error` bounds the error of these products.
     """
@@ -70,7 +70,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
-# With `custom_op`, each call would take 10 µs more in Python, and each layer needs several calls.
+# `custom_op` would make each call slower in Python, and each layer needs several calls.
 torch.library.define("dpbench::wide_product", "(Tensor a, Tensor b) -> Tensor")
 torch.library.impl("dpbench::wide_product", "CompositeExplicitAutograd", _wide_product)
 torch.library.register_fake("dpbench::wide_product", _wide_product_fake)
@@ -82,7 +82,7 @@ def _(a: Any, b: Any, out_shape: Any = None) -> int:
 
 
 def is_small(a: Tensor, b: Tensor) -> bool:
-    """Return True if the time of the product of a and b is negligible."""
+    """Return True if ``a`` and ``b`` are so small that `wide_product` computes in float64."""
     return a.numel() + b.numel() <= SMALL
 
 
@@ -93,10 +93,10 @@ def wide_type(a: Tensor, b: Tensor) -> torch.dtype:
 
 
 def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
-    """Return the dtype of `GramSums` for inputs ``x`` and output gradients ``g``.
+    """Return the dtype of the sums that `gram_norms` returns for inputs x and output gradients g.
 
-    If the sums are computed for a part of the batch at a time, the parts' sums may be float64, and
-    are then converted.
+    If the batch is divided into parts, the sums of a part may be float64. They are then converted
+    to this dtype.
     """
     types = {wide_type(each, each) for each in (x, g) if each.is_floating_point()}
     return torch.float64 if types == {torch.float64} else torch.float32
@@ -104,10 +104,11 @@ def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
 
 @custom_op("dpbench::gram_norms", mutates_args=())
 def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
-    """Return `dpbench.training.norm_bounds.GramSums` of layers of one shape, ``[6, layers, B]``.
+    """Return `dpbench.training.norm_bounds.GramSums` for layers of equal shape, ``[6, layers, B]``.
 
-    The products T × T are ``x xᵀ``, or ``x xᵀ + 1`` with a bias, and ``g gᵀ``. For an embedding,
-    ``x`` has row indices, and ``x xᵀ`` is 1 for equal indices and 0 for different indices.
+    The sums are over the elements of products T × T, where T is the number of tokens. The products
+    are ``x xᵀ``, or ``x xᵀ + 1`` with a bias, and ``g gᵀ``. For an embedding, x has row indices,
+    and the elements of ``x xᵀ`` are 1 for equal indices and 0 for different indices.
 
     Args:
         activations: the input of each layer, ``[B, T, K]``, or row indices ``[B, T]`` int64.
@@ -125,7 +126,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
 
 @register_flop_formula(torch.ops.dpbench.gram_norms)
 def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> int:
-    """Count the diagonal and one half of each product, because the products are symmetric."""
+    """Count only the diagonal and the elements below it, because the products are symmetric."""
     examples, tokens, _ = gradients[0]
     widths = sum(shape[2] for shape in (*activations, *gradients) if len(shape) == 3)
     return int(examples * tokens * (tokens + 1) * widths)
@@ -140,7 +141,7 @@ def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bia
 
 
 def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the products T × T of one layer, as in `gram_norms` without a bias."""
+    """Return one layer's products of tokens × tokens, as in `gram_norms` without a bias."""
     of_g = wide_product(g, g.mT)
     if x.dim() == 2:
         return (x[:, :, None] == x[:, None, :]).to(of_g.dtype), of_g
@@ -149,9 +150,9 @@ def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gram_sums(of_x: Tensor, of_g: Tensor, bias: bool = False) -> Tensor:
-    """Return `dpbench.training.norm_bounds.GramSums` ``[6, B]`` of products T × T in memory.
+    """Return `dpbench.training.norm_bounds.GramSums`, ``[6, B]``, from products in memory.
 
-    On a GPU, one kernel reads the products once.
+    The products are the results of `products`. On a GPU, one kernel reads them once.
     """
     sums: Tensor = torch.ops.dpbench.gram_sums.default(of_x, of_g, bias)
     return sums
@@ -198,7 +199,7 @@ def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) ->
 
 
 def by_kernel(x: Tensor, g: Tensor) -> bool:
-    """Return True if `gram_norms` uses the Triton kernel for layers with these inputs."""
+    """Return True if `gram_norms` uses its Triton kernel for inputs x and output gradients g."""
     return g.is_cuda and g.dtype in TILINGS and not (is_small(x, x) and is_small(g, g))
 
 
@@ -230,7 +231,7 @@ def gram_norms_by_kernel(
 
 
 def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the addresses of the tensors, ``[2, layers]`` int64.
+    """Return the addresses of the tensors on the GPU, as a tensor ``[2, layers]`` of int64.
 
     A kernel writes the addresses, so that a CUDA graph can contain this function.
     """
@@ -245,9 +246,9 @@ def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 @custom_op("dpbench::scaled", mutates_args=())
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
-    """Compute `dpbench.training.gradient_sums.scaled`.
+    """Multiply each example by its factor, as `dpbench.training.gradient_sums.scaled` does.
 
-    On a GPU, a kernel with vectorized loads computes float32 and bf16 products.
+    On a GPU, a Triton kernel multiplies float32 and bf16 tensors.
     """
     return gradient_sums.scaled(tensor, factors)
 
@@ -272,7 +273,7 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def weighted_sum(samples: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write the sum over examples of clipping factor × gradient into ``out``, rounded once.
+    """Write into ``out`` the sum of factor × gradient over examples, which is rounded once.
 
     Args:
         samples: per-sample gradients, ``[B, n]``.
@@ -301,7 +302,7 @@ def _weighted_sum_fake(samples: Tensor, factors: Tensor, *, out: Tensor) -> None
     return None
 
 
-# `custom_op` cannot declare an argument that is written, but not read.
+# `custom_op` cannot declare that ``out`` is written, but not read.
 torch.library.define(
     "dpbench::weighted_sum", "(Tensor samples, Tensor factors, *, Tensor(a!) out) -> ()"
 )
@@ -356,7 +357,7 @@ def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
 
 @cache
 def triton_kernels() -> dict[str, Any]:
-    """Return the kernels by name. The kernels are loaded on first use."""
+    """Return all Triton kernels by name. The first call imports Triton."""
     from dpbench.training import triton_kernels
 
     return vars(triton_kernels)

@@ -1,8 +1,8 @@
 """Opacus's flat clipping, without needless memory traffic.
 
 Opacus's hooks compute the per-sample gradients (Opacus 1.6.0,
-https://github.com/meta-pytorch/opacus). The folder ``docs/upstream`` contains most of the
-differences from Opacus as diffs.
+https://github.com/meta-pytorch/opacus). The folder ``docs/upstream`` has diffs that change Opacus
+in most of the same ways.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from dpbench.training.refusals import refusals
 
 
 class ClippedMeanTrainer(ClippedSumTrainer):
-    """Flat clipping with factors that are divided by the number of examples in the joint batch.
+    """Base class of trainers that compute means of clipped gradients instead of sums.
 
-    The weighted sums of gradients are then means. A subclass passes the mean clipped gradient of
-    each parameter to `add`. Without DDP, independent noise of all parameters is drawn at once.
-    Under DDP, noise is drawn once for each group of parameters that are reduced together.
-    Correlated noise is drawn for one group of parameters after another. Noise is added in place.
+    The clipping factors are divided by the number of examples in the batches of all ranks, so
+    weighted sums of gradients are means. A subclass passes each parameter's contributions to `add`.
+    Independent noise is drawn at once for all parameters, or, under DDP, for all parameters that
+    are reduced together. Correlated noise is drawn at once for parameters that share a buffer.
+    Noise is added in place.
     """
 
     def begin_step(self) -> None:
@@ -54,7 +55,7 @@ class ClippedMeanTrainer(ClippedSumTrainer):
     def take_means(self, parameters: Sequence[Tensor]) -> None:
         """Set the gradients of parameters to the mean clipped gradients plus noise.
 
-        With several ranks, this rank adds only its part of the noise.
+        With several ranks, this rank adds noise only to its part of each gradient.
         """
         for parameter in parameters:
             mean = self._means.pop(parameter, None)  # None if the batch is empty
@@ -77,7 +78,7 @@ class ClippedMeanTrainer(ClippedSumTrainer):
                 torch._foreach_add_(sharing, [*noise.values()])
 
     def reduce_means(self, parameters: Sequence[Tensor]) -> None:
-        """Begin to reduce the noisy means of parameters that share a buffer, under DDP."""
+        """Add noise to the means of some parameters, and begin to reduce the means together."""
         with phase("noise"):
             self.take_means(parameters)
         self._works.append(distributed.all_reduce(joined_gradient(parameters), async_op=True))
@@ -104,12 +105,13 @@ class LeanTrainer(ClippedMeanTrainer):
     - The loss is a sum. Opacus uses the mean loss, and rescales each layer's output gradient.
     - For layers that Opacus's grad samplers support, no ordinary gradients are computed. Opacus
       computes ordinary gradients, and replaces them without reading them.
-    - Per-sample gradients are freed as they are summed. The clipping factors are divided by the
-      number of examples in the joint batch, so that the sum is a mean.
-    - Independent noise of all parameters is drawn at once and added in place. With several ranks,
-      each rank draws a share of the noise. In Opacus, rank 0 draws all noise.
-    - Under DDP, small parameters are reduced together, and reductions overlap with later sums.
-      Opacus reduces one parameter after another.
+    - A parameter's per-sample gradients are freed when their sum is computed. The clipping factors
+      are divided by the number of examples in the batches of all ranks, so that the sum is a mean.
+    - On one rank, independent noise is drawn for all parameters at once. Noise is added in place.
+      With several ranks, each rank draws the noise for a part of each gradient. With Opacus, rank 0
+      draws all noise.
+    - Under DDP, the gradients of small parameters are reduced together, and reductions overlap with
+      the sums of other parameters. Opacus reduces the gradient of one parameter after another.
 
     The constructor has the arguments of `TrainerBase`.
     """
@@ -164,10 +166,7 @@ def sum_up(parameter: Any, factors: Tensor) -> Tensor:
 
 
 class KeepingModule(GradSampleModule):  # type: ignore[misc]
-    """Opacus's hooks, with per-sample gradients that are kept without a copy if possible.
-
-    See `keep`.
-    """
+    """Opacus's hooks, which store per-sample gradients with `keep`, without a copy if possible."""
 
     def capture_backprops_hook(
         self,
@@ -199,9 +198,10 @@ class KeepingModule(GradSampleModule):  # type: ignore[misc]
 def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
     """Store a per-sample gradient on its parameter, without Opacus's copy into zeros if possible.
 
-    A batch shorter than ``max_batch_len`` needs the copy. A parameter that is used several times
-    also needs the copy: the stored tensor may be the layer's output gradient, to which no gradient
-    may be added in place.
+    The copy is needed in two cases. If the batch is shorter than ``max_batch_len``, the copy fills
+    the missing examples with zeros. If a parameter is used several times, gradients are added to
+    the stored tensor. Without the copy, this tensor could be the layer's output gradient, which
+    must not change.
     """
     used_once = parameter.requires_grad and parameter._forward_counter == 1
     used_once = used_once and not hasattr(parameter, "_current_grad_sample")
@@ -214,9 +214,9 @@ def keep(parameter: Any, samples: Tensor, max_batch_len: int) -> None:
 
 
 def leave_out_ordinary_gradients(module: Any) -> None:
-    """Stop autograd from computing parameter gradients of layers that have a grad sampler."""
+    """Stop autograd from computing parameter gradients of layers with grad samplers of Opacus."""
     for layer in module.iterate_submodules(module._module):
-        # Other layers use functorch, which differentiates copies of their parameters.
+        # For other layers, functorch differentiates copies of the parameters.
         if type(layer) in module.GRAD_SAMPLERS:
             own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
             layer.register_forward_pre_hook(partial(_become_constants, own))
@@ -238,9 +238,9 @@ def _become_parameters(
 
 
 def joined_gradient(parameters: Sequence[Any]) -> Tensor:
-    """Return one tensor with the gradients of all parameters.
+    """Return one tensor that contains the gradients of all ``parameters``.
 
-    The gradients of several parameters become views of this tensor.
+    If there are several parameters, their gradients become views of this tensor.
     """
     only, *others = parameters
     if not others:

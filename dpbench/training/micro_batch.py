@@ -1,10 +1,10 @@
 """DP-SGD by its definition: a loop that clips and adds the gradient of one example after another.
 
 The definition is from Abadi et al., "Deep Learning with Differential Privacy" (2016),
-https://arxiv.org/abs/1607.00133. TensorFlow Privacy implements this loop as microbatches of one
-example (McMahan et al., "A General Approach to Adding Differential Privacy to Iterative Training
-Procedures", 2018, https://arxiv.org/abs/1812.06210). With ``vmap``, ``torch.func`` vectorizes the
-loop.
+https://arxiv.org/abs/1607.00133. TensorFlow Privacy has this loop if its microbatches contain one
+example each (McMahan et al., "A General Approach to Adding Differential Privacy to Iterative
+Training Procedures", 2018, https://arxiv.org/abs/1812.06210). With the option ``vmap``,
+``torch.func`` vectorizes the loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
     ) -> None:
         self.vmap, self.compiles = vmap, not vmap
         super().__init__(model, batch_size=batch_size, **options)
-        # In bf16, a sum of gradients would hardly change after the first hundred examples.
+        # In bf16, a sum of many gradients would lose most of what later examples add.
         self.sums_in = torch.promote_types(self.trained[0].dtype, torch.float32)
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -58,7 +58,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
         return mean_of(losses, self.sizes)
 
     def clip_each(self, part: Batch) -> Tensor:
-        """Add the clipped gradient of one example after another, and return the mean loss."""
+        """Add one example's clipped gradient after another, and return the examples' mean loss."""
         losses = []
         for example in parts_of(part, [1] * self.examples):
             with phase("forward"):
@@ -77,14 +77,14 @@ class MicroBatchTrainer(ClippedSumTrainer):
         self.plain_optimizer.zero_grad(set_to_none=True)
         factor = self.factors_for([squared_sample_norms(g[None]) for g in gradients.values()])
         for parameter, gradient in gradients.items():
-            # The factor gets dimensions, because PyTorch would round a scalar to the gradient's
-            # dtype.
+            # PyTorch would round a factor without dimensions to the gradient's dtype.
             self.sums.add_scaled(parameter, gradient, factor.view([1] * gradient.dim()))
 
     def clip_at_once(self, part: Batch) -> Tensor:
-        """Add the clipped gradients of a whole micro-batch, and return the mean loss."""
-        # Every module's parameters get their own names, and ``tie_weights`` is off. If it were on,
-        # PyTorch would not restore the parameters of a module that occurs twice.
+        """Add the clipped gradients of a whole micro-batch at once, and return its mean loss."""
+        # A parameter gets a name for each path to its module, and ``tie_weights`` is off. If
+        # ``tie_weights`` were on, PyTorch would not restore the parameters of a module that occurs
+        # twice.
         number = {parameter: n for n, parameter in enumerate(self.trained)}
         attributes = {
             ".".join(filter(None, (path, name))): number[parameter]

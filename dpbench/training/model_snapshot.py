@@ -1,4 +1,4 @@
-"""Detects changes of a model that a trainer does not support."""
+"""Detects changes of a model that its trainer does not support, such as a replaced layer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dpbench.core.errors import ConfigurationError
 
 
 class ModelSnapshot:
-    """A record of a model's layers and parameters when a trainer was made.
+    """A record of the layers and parameters that a model has when its trainer is made.
 
-    The trainer's lists, rules and buffers are made for these layers and parameters. If the model
-    changed later, the trainer could silently compute wrong gradients.
+    A trainer makes lists, rules and buffers for these layers and parameters. If the model changed
+    later, the trainer could silently compute wrong gradients.
 
     Args:
         model: the model.
@@ -49,7 +49,7 @@ class ModelSnapshot:
 
 
 def refusal(name: str, what: str, remedy: str) -> ConfigurationError:
-    """Return the error about a part of a model that has changed."""
+    """Return an error that says what happened to a part of the model, and what would work."""
     return ConfigurationError(
         f"{name} was {what} after the trainer was made, and the trainer does not support this "
         f"change: {remedy}"

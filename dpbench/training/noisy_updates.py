@@ -1,10 +1,10 @@
-"""Operators that draw noise at the moment of its use, in Triton for a GPU and PyTorch for a CPU.
+"""Operators that draw noise and add it at once, in Triton for a GPU and in PyTorch for a CPU.
 
 Both operators add ``deviation × z`` to a sum of clipped gradients, where z is standard normal. On a
 GPU, a Triton kernel draws z with the generator Philox (Salmon et al., "Parallel random numbers: as
 easy as 1, 2, 3", 2011). On a CPU, and for float64, PyTorch's generator draws z. The seed is an
-int64, and each step has a new seed. On the same device, both operators draw the same z from a seed.
-The operators compute in float32 or wider, and round each result once.
+int64, and each step has a new seed. If both operators get the same seed on the same device, they
+draw the same z. The operators compute in float32 or wider, and round each result once.
 
 Noise that is correlated over steps (`dpbench.training.correlated_noise`) is not kept in memory.
 Instead, the noise of earlier steps is drawn again from the earlier seeds. Then z is the weighted
@@ -23,7 +23,7 @@ from dpbench.training.kernels import triton_kernels
 
 
 class Numbers(NamedTuple):
-    """Scalars of an update of parameters p, with moving averages m and v of gradients.
+    """Scalars of an update of parameters p, where gradients have moving averages m and v.
 
     The update computes new values from the old values and the noise z, in this order:
 
@@ -60,18 +60,19 @@ def noisy_update(
 ) -> None:
     """Draw noise and update parameters, on a GPU in one pass over the tensors.
 
-    The pass reads each tensor once, and writes the parameters and moving averages once. For P bytes
-    of parameters, it moves 3 P bytes without moving averages, 5 P bytes with one moving average,
-    and 7 P bytes with two.
+    The pass reads each tensor once, and writes the parameters and moving averages once. If the
+    parameters have P bytes, the pass moves 3 P bytes without moving averages, 5 P bytes with one
+    moving average, and 7 P bytes with two moving averages.
 
     Args:
         parameters: the parameters, ``[n]``; changed in place.
         moments: the rule's moving averages, each ``[n]``; changed in place.
         gradient: the sum of clipped gradients, ``[n]``.
-        seed: seed of the noise, int64; with ``weights``, one seed for each weight.
+        seed: seed of the noise, int64. With ``weights``, it has one seed for each weight.
         rule: ``plain``, ``momentum``, ``nesterov`` or ``adam``.
         numbers: the scalars of the update.
-        weights: weights of the seeds' noise, float32, of which the first is 1; None for one seed.
+        weights: for each seed, the weight of its noise, float32; None for one seed. The first
+            weight is 1.
     """
     torch.ops.dpbench.noisy_update(parameters, moments, gradient, seed, rule, numbers, weights)
 
@@ -163,7 +164,7 @@ def _update_on_gpu(
 def _define(
     name: str, arguments: str, function: Callable[..., None], on_gpu: Callable[..., None]
 ) -> None:
-    """Define an operator. Its kernel computes in float32, so float64 tensors use PyTorch."""
+    """Define an operator. Its Triton kernel computes in float32, so PyTorch handles float64."""
 
     def by_dtype(*arguments: Any) -> None:
         (function if arguments[0].dtype == torch.float64 else on_gpu)(*arguments)

@@ -1,58 +1,57 @@
 """Upper bounds of the norms of per-sample gradients, and clipping factors from these bounds.
 
-If rounding makes a norm too small, the clipped gradient exceeds the threshold. So bounds of the
-rounding errors of the norm and of the update are added to the norm. Some of these bounds are not
-the worst case. They are named below.
+If rounding makes a norm too small, the clipped gradient can exceed the threshold. So each norm is
+increased by bounds of two rounding errors: the error of the norm, and the error of the update. Most
+bounds hold in the worst case. The bounds that data could exceed are named below.
 
-**Norms from products T × T**, where T is the number of tokens. An example has activations x with K
-columns, and output gradients g. The example's gradient is ``G = Σ g_t x_tᵀ`` over tokens t. The
-squared norm of G is ``P = Σ A_st B_st`` for ``A = x xᵀ`` and ``B = g gᵀ``. The terms of P may
-cancel, and the result may then consist of rounding errors only. With ``|A|`` the Frobenius norm and
-``tr A`` the trace, the computed A differs from A by a matrix whose Frobenius norm is at most
-``e_A = a |A| + a' tr A``. The numbers a and a' are from `product_error`. The reason is that each
-rounding is the rounding of a sum over some columns of x. This sum is no larger than A, because A,
-the sum, and A minus the sum are positive semidefinite. B has a bound ``e_B`` of the same form. The
-sum P has n roundings, each of at most ``u' = 2⁻²⁴`` in float32 and ``u' = 2⁻⁵³`` in float64. By the
-inequality of Cauchy and Schwarz, the error of P is at most::
+**Norms from products T × T**, where T is the number of tokens. An example has activations x and
+output gradients g, each with one row per token. The example's gradient is ``G = Σ g_t x_tᵀ``,
+summed over tokens t. The squared norm of G is ``P = Σ A_st B_st``, summed over pairs of tokens s
+and t, with ``A = x xᵀ`` and ``B = g gᵀ``. If the terms of P cancel, the computed P may consist of
+rounding errors only. Here ``|A|`` is the Frobenius norm of A, and ``tr A`` is its trace. The error
+of the computed A is a matrix whose Frobenius norm is at most ``e_A = a |A| + a' tr A``, where
+`product_error` returns a and a'. This holds because each rounding error is relative to a sum over
+some columns of x. The norm of such a sum is at most ``|A|``, because the sum and A minus the sum
+are positive semidefinite. In the same way, the error of B has a bound ``e_B``. In P, each term
+takes part in at most n roundings. The relative error of one rounding is at most u', which is
+``2⁻²⁴`` in float32 and ``2⁻⁵³`` in float64. By the inequality of Cauchy and Schwarz, the error of P
+is at most::
 
     e_A |B| + e_B |A| + e_A e_B + n u' |A| |B|
 
 This bound is the worst case, for sums in any order (γ_n of Higham, Accuracy and Stability of
-Numerical Algorithms, 2nd edition, 2002, sections 3.1 and 4.2). On ordinary data with 1024 tokens
-and widths of 2048 to 8192, the bound adds about a ten-thousandth to the norm.
+Numerical Algorithms, 2nd edition, 2002, sections 3.1 and 4.2).
 
 **Norms of kept gradients.** The update multiplies exactly the gradient whose norm was computed. So
-only two errors remain: the error of the norm's sum, which is computed by rows, and the rounding of
-the update's result. If the update is a matrix product in TF32, the rounding of the gradient and of
-the clipping factor is a third error. See `sample_bound`.
+only two errors are left. The first is the error of the norm, which is computed row by row. The
+second is the rounding of the update's result. If the update is a matrix product in TF32, there is a
+third error, because TF32 rounds the gradient and the clipping factor. See `sample_bound`.
 
-**The update with other gradients** rounds three kinds of numbers:
+**If gradients are not kept**, the update computes them again, and rounds three kinds of numbers:
 
-- The update's result is rounded by at most the unit roundoff u of its dtype. The worst case is
-  added, which is u times the norm.
-- Sums over T tokens are rounded. A sum over some tokens is no larger than ``(|A| |B|)^½``. In 16
-  bits and with TF32, tensor cores may truncate sums, so the worst case of 3 T float32 units of this
-  bound is added. If the update sums in 16 bits, T units of the 16-bit dtype are added. In all other
-  cases, 2 T^½ units are added, but at most T units. If roundings are independent and uniform, the
-  error exceeds 2 T^½ units with a probability of at most 1e-9, unless one number of a gradient is
-  more than half of the gradient's norm (Higham and Mary, A New Approach to Probabilistic Rounding
-  Error Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4: 6.6 standard deviations, each of
-  ``(T/3)^½`` units of this number). If the norm was computed from the gradient, A and B are
-  unknown. Sums over some tokens are then assumed to be no larger than ``D^½`` (see below), as if
-  tokens were independent.
+- The update's result is rounded to its dtype. The worst case is added, which is u times the norm,
+  where u is the unit roundoff of this dtype.
+- Sums over T tokens are rounded. The norm of a sum over some tokens is at most ``(|A| |B|)^½``. The
+  added error is this norm times a number of unit roundoffs. In 16 bits and with TF32, tensor cores
+  may truncate sums, so 3 T units of float32 are added, which is the worst case. If the update sums
+  in 16 bits, T units of the 16-bit dtype are added. In all other cases, 2 T^½ units are added, but
+  at most T units. Data could exceed 2 T^½ units. If roundings are independent and uniform, this is
+  very unlikely, unless one number of a gradient is more than half of the gradient's norm (Higham
+  and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5),
+  2019, theorem 2.4). If the norm was computed from the gradient, A and B are unknown. The norm of a
+  sum over some tokens is then assumed to be at most ``D^½``, with D as below, as if tokens were
+  independent.
 - The numbers that the update multiplies are rounded, such as c·g with the clipping factor c. In
   float32 and float64, the worst case is added: ``T^½ u D^½`` with ``D = Σ |x_t|² |g_t|²``. **In 16
-  bits and with TF32,** ``u D^½`` **is added, which is the worst case for one token only.** Rounding
-  errors that are independent and uniform have a root mean square of 0.58 u D^½, and are mostly at a
-  right angle to G. But it is possible to construct data whose roundings agree over tokens. The
-  bound ``u (λ Σ|g_t|²)^½``, with the largest eigenvalue λ of A, would include such data. That bound
-  would lower clipping factors on ordinary data by 1.5 to 2.7 %, but ``u D^½`` lowers them by 0.4 %.
-  With TF32, u is 2⁻¹⁰, because the norm is computed from x and g rounded to 11 bits, and the update
-  rounds x and c·g.
-  In the second backward pass of `GhostLeanTrainer`, the layers between the clipped layer and the
-  loss round c·g again, one after another. Only one of these roundings is added. In a test in bf16
-  with 16 such layers of width 8 and equal tokens, one of 20 examples added 1.35 times the threshold
-  to the update.
+  bits and with TF32,** ``u D^½`` **is added, which is the worst case for one token only.** If an
+  example has several tokens, data can be constructed whose roundings have the same direction for
+  all tokens, and exceed this bound. The bound ``u (λ Σ|g_t|²)^½``, with the largest eigenvalue λ of
+  A, would hold for such data, but would lower clipping factors more on ordinary data. With TF32, u
+  is 2⁻¹⁰, because the norm is computed from x and g rounded to 11 bits, and the update rounds x and
+  c·g. In the second backward pass of `GhostLeanTrainer`, each layer between the loss and the
+  clipped layer rounds c·g again, but the bound includes only one of these roundings. In a test in
+  bf16 with 16 such layers of width 8 and equal tokens, the clipped gradient of one of 20 examples
+  had a norm of 1.35 times the threshold.
 
 A NaN in a gradient is not hidden: the norm, the clipping factor and the update also become NaN. If
 a norm is too large for its dtype, the norm is infinite, and the clipping factor is 0.
@@ -74,43 +73,47 @@ from dpbench.training.kernels import TILINGS, has_tf32, wide_type
 class ProductError(NamedTuple):
     """A bound of the error of a matrix product ``a b``, in the Frobenius norm.
 
-    The product is a sum of terms ``a_k b_kᵀ``. The error is at most ``of_sums`` times the largest
-    norm of any partial sum, plus ``of_terms`` times the sum of the norms of all terms. If b is the
-    transpose of a, the largest norm is the norm of the product, because no partial sum of ``a aᵀ``
-    is larger. The sum of norms is then the trace of the product.
+    The product is a sum of terms, each of which is a column of a times a row of b. The error is at
+    most ``of_sums`` times the largest norm of a partial sum, plus ``of_terms`` times the sum of the
+    norms of all terms. If b is the transpose of a, no partial sum has a larger norm than the
+    product, and the sum of the norms of all terms is the trace of the product.
     """
 
     of_sums: float
     of_terms: float
     truncated: float = 0.0
-    """Largest relative amount by which numbers of a and b may be smaller than in the update."""
+    """Largest relative amount by which the elements of a and b may be smaller here than in the
+    update."""
 
 
 def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> ProductError:
-    """Bound the error of the products of `dpbench.training.kernels`, in the worst case.
+    """Bound the error of a product that `dpbench.training.kernels` computes, in the worst case.
 
-    - Without tensor cores, each term and each of K sums is rounded to nearest, in any order of
-      summation (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Each
-      rounding is at most 2⁻²⁴ of the value, or 2⁻⁵³ if the product is computed in float64.
-    - Tensor cores add several products of 16-bit numbers to an accumulator. They truncate each term
-      and the sum to 24 bits of the largest number (Fasi, Higham, Mikaitis and Pranesh, "Numerical
-      behavior of NVIDIA tensor cores", PeerJ Computer Science 7, 2021,
-      https://doi.org/10.7717/peerj-cs.330). GPUs before Hopper add 4 products at a time, without
-      extra bits: the error is 12 units of 2⁻²⁴. Hopper and later GPUs add 16 products at a time,
-      with two extra bits: the error is 11 units.
-    - With TF32, both factors are rounded to 11 bits, here and in the update. Products of such
-      numbers are exact, and tensor cores add them as above. PyTorch's products round the factors to
-      nearest. The kernel of `gram_norms` truncates them, so its factors may be 2⁻¹⁰ smaller than in
-      the update (seen on an NVIDIA H200 with torch 2.11 and Triton 3.6).
-    - Without TF32, the kernel of `gram_norms` splits each float32 number into an upper and a lower
-      part of 11 bits, in tf32. It adds three tf32 products, but not the product of the lower parts.
-      Even if the parts are truncated, the error of a term is less than 3 · 2⁻²⁰ (Ootomo and Yokota,
-      "Recovering single precision accuracy from Tensor Cores", 2022,
-      https://arxiv.org/abs/2203.03341). Tensor cores add 8 products at a time to an accumulator,
-      without extra bits. The accumulators are added in float32.
+    - Without tensor cores, each term and each partial sum is rounded to nearest. The bound holds
+      for every order of summation (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
+      section 3.1). The relative error of each rounding is at most 2⁻²⁴, or 2⁻⁵³ if the product is
+      computed in float64.
+    - Tensor cores add several products of 16-bit numbers to an accumulator. They truncate each
+      product and the sum to the 24 leading bits of the largest of these numbers (Fasi, Higham,
+      Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science 7,
+      2021, https://doi.org/10.7717/peerj-cs.330). For GPUs before Hopper, 4 products at a time
+      without extra bits are assumed, so the error of one addition is 12 units of 2⁻²⁴. For Hopper
+      and later GPUs, 16 products at a time with two extra bits are assumed, so the error is 11
+      units.
+    - With TF32, both factors are rounded to 11 bits, here and in the update. The products of
+      rounded numbers are exact, and tensor cores truncate their sums. PyTorch's products round the
+      factors to nearest. The kernel of `gram_norms` truncates them, so its factors may be 2⁻¹⁰
+      smaller than in the update (seen on an NVIDIA H200 with torch 2.11 and Triton 3.6).
+    - Without TF32, the kernel of `gram_norms` still uses tensor cores. It splits each float32
+      number into an upper and a lower part of 11 bits each. It adds three products of parts, and
+      leaves out the product of the two lower parts. Even if the parts are truncated, the error of a
+      term is less than 3 · 2⁻²⁰ (Ootomo and Yokota, "Recovering single precision accuracy from
+      Tensor Cores", 2022, https://arxiv.org/abs/2203.03341). Tensor cores add 8 products at a time
+      to an accumulator, without extra bits. The accumulators are added in float32.
 
     Args:
-        a: the first factor, ``[B, I, K]``, or row indices, whose products have no error.
+        a: the first factor, ``[B, I, K]``. Row indices are also allowed, whose products have no
+            error.
         b: the second factor, ``[B, K, J]``; None for the transpose of a.
         by_kernel: whether `gram_norms_by_kernel` computes the product.
     """
@@ -155,19 +158,19 @@ class GramSums(NamedTuple):
 
 
 def clipping_factors(squared_norms: Tensor, threshold: float, divisor: int = 1) -> Tensor:
-    """Return clipping factors ``[B]``, which are at most 1 / ``divisor`` and rounded down.
+    """Return clipping factors divided by ``divisor``, ``[B]``, rounded down.
 
     Args:
         squared_norms: upper bounds of the examples' squared norms, ``[B]``.
         threshold: C, the clipping threshold.
-        divisor: number by which the clipping factors are divided, such as B.
+        divisor: for example the batch size, so that a weighted sum of gradients is a mean.
     """
     exact = (threshold / (squared_norms.double().sqrt() + 1e-6)).clamp(max=1.0) / divisor
     return rounded_down(exact, squared_norms.dtype)
 
 
 def total(squared_norms: Sequence[Tensor]) -> Tensor:
-    """Return an upper bound ``[B]`` of the sum of squared norms. The sum is computed in float64."""
+    """Return upper bounds ``[B]`` of the sums of squared norms over the parts of a gradient."""
     each = torch.stack([*squared_norms])
     return (each.sum(0, dtype=torch.float64) * (1 + 4 * unit(each.dtype))).to(each.dtype)
 
@@ -178,7 +181,7 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def wide_unit(dtype: torch.dtype) -> float:
-    """Return the unit roundoff of the dtype in which numbers of ``dtype`` are summed."""
+    """Return the unit roundoff of float32, or of ``dtype`` if ``dtype`` is wider."""
     return unit(torch.promote_types(dtype, torch.float32))
 
 
@@ -188,7 +191,7 @@ def is_in_tf32(dtype: torch.dtype, tf32: bool | None = None) -> bool:
 
 
 def of_terms(dtype: torch.dtype, tokens: int, tf32: bool | None = None) -> float:
-    """Return the error from rounding the numbers that the update multiplies, in units of ``D^½``.
+    """Bound the error from rounding the numbers that the update multiplies, in units of ``D^½``.
 
     D is `GramSums.diagonal`.
     """
@@ -203,7 +206,7 @@ def of_sums(
     summed_in: torch.dtype | None = None,
     tf32: bool | None = None,
 ) -> float:
-    """Return the error from rounding the update's sums over tokens, relative to the largest sum."""
+    """Bound the error from rounding sums over tokens in the update, relative to the largest sum."""
     if summed_in is not None:
         return tokens * unit(summed_in)
     if dtype.itemsize == 2 or is_in_tf32(dtype, tf32):
@@ -226,7 +229,7 @@ def gram_bound(
         tokens: T, the number of tokens.
         errors: bounds of the errors of the products ``x xᵀ`` and ``g gᵀ``.
         dtype: dtype in which the update multiplies.
-        summed_in: dtype of the update's sums, if narrower than float32.
+        summed_in: dtype in which the update sums over tokens, if narrower than float32.
         tf32: whether the update may use TF32; None to use `has_tf32`.
     """
     stacked = torch.stack([*parts], 1)
@@ -239,7 +242,7 @@ def gram_bound(
     size_x, size_g = (
         torch.add(root, error, alpha=2) for root, error in zip(roots, off, strict=True)
     )
-    # The products A_st B_st are rounded, and then summed by rows or by tiles.
+    # Products of elements of A and B are rounded, and then summed by rows or by tiles.
     number = (2 * tokens + 130 + (tokens / 64) ** 2) * unit(stacked.dtype)
     sizes = size_x * size_g
     error = torch.addcmul(number * sizes, off[0], size_g).addcmul_(off[1], size_x)
@@ -257,7 +260,7 @@ def gram_bound(
 def gradient_bound(
     parts: Sequence[Tensor], tokens: int, error: ProductError, dtype: torch.dtype
 ) -> Tensor:
-    """Return the same bounds as `gram_bound`, from per-sample gradients in memory.
+    """Return bounds like those of `gram_bound`, but for norms from per-sample gradients.
 
     Args:
         parts: for each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D,
@@ -276,18 +279,18 @@ def gradient_bound(
 def row_bound(
     parts: Sequence[Tensor], tokens: int, dtype: torch.dtype, summed_in: torch.dtype | None = None
 ) -> Tensor:
-    """Return the same bounds as `gram_bound`, for the rows of an embedding's gradient.
+    """Return bounds like those of `gram_bound`, but from the rows of an embedding's gradient.
 
-    If n tokens look up a row, the row's gradient is the sum of these tokens' output gradients g. In
-    the norm and in the update, the error of this sum is at most n units of Σ|g|, in any order of
-    summation.
+    If n tokens look up a row, the row's gradient is the sum of the output gradients g of these
+    tokens. In every order of summation, the error of this sum is at most n unit roundoffs times
+    Σ|g|, both in the norm and in the update.
 
     Args:
         parts: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D,
             which is ``Σ|g|²`` over tokens.
         tokens: T, the number of tokens.
         dtype: dtype in which the update multiplies.
-        summed_in: dtype of the update's sums, if narrower than float32.
+        summed_in: dtype in which the update sums over tokens, if narrower than float32.
     """
     squares, sums, diagonal = torch.stack([*parts], 1)
     squared = torch.add(squares.sqrt(), sums, alpha=unit(sums.dtype)).square()
@@ -301,8 +304,9 @@ def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) 
     """Add the update's rounding errors to norms, and return the squares of the sums.
 
     Args:
-        squared: upper bounds of squared norms, before the update rounds.
-        rounded: norm of the update's rounding errors, except the rounding of the update's result.
+        squared: upper bounds of squared norms, without the update's rounding errors.
+        rounded: bounds of the norms of the update's rounding errors. The rounding of the update's
+            result is not part of them, but is added here.
         dtype: dtype of the update.
     """
     of_result = 1 + unit(dtype) + 8 * wide_unit(dtype)
@@ -312,9 +316,10 @@ def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) 
 
 
 def row_norms(samples: Tensor) -> Tensor:
-    """Return norms ``[B, N]`` of gradients ``[B, …]`` along their last dimension.
+    """Return norms ``[B, rows]`` of gradients ``[B, …]``, each along the last dimension.
 
-    A CPU adds squares one by one, so the norm of a whole matrix could be 0.1 % too small.
+    A float32 sum over a whole matrix can be too small. In a test on a CPU with equal numbers, it
+    was too small by 0.1 %.
     """
     width = samples.shape[-1] if samples.dim() > 1 else 1
     rows = samples.reshape(len(samples), math.prod(samples.shape[1:-1]), width)
@@ -329,7 +334,7 @@ def sample_bound(
 
     Args:
         norms: `row_norms` of the gradients.
-        width: the largest number of elements in a row.
+        width: the number of elements in a row, or an upper bound of this number.
         dtype: dtype of the update.
         by_product: whether the update multiplies gradients and factors in a matrix product, which
             may round both to 11 bits.

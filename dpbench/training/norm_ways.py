@@ -1,12 +1,12 @@
-"""Chooses the cheapest way to the norms of a layer's per-sample gradients.
+"""Chooses the cheapest way to compute the norms of a layer's per-sample gradients.
 
-The choice depends on shapes and dtypes, but not on values. An example has T tokens. A linear layer
-multiplies the example's activations ``[T, K]`` by a weight of K × N numbers. There are three ways
-to the squared norm:
+The choice depends on shapes and dtypes, and on whether matrix products use TF32, but not on values.
+An example has T tokens. A linear layer multiplies the example's activations ``[T, K]`` by a weight
+of K × N numbers. There are three ways to compute the squared norm:
 
-- ``products`` sums over products T × T.
-- ``gradient`` computes the per-sample gradient, but only for the norm. For an embedding, it
-  computes only the rows that the example looks up.
+- ``products`` sums over products T × T of activations and of output gradients.
+- ``gradient`` computes the per-sample gradient, and discards it after computing the norm. For an
+  embedding, only the rows that the example looks up are computed.
 - ``kept`` computes the per-sample gradient, and keeps it for the update.
 
 Mixed ghost clipping chooses between the first two ways for each layer (Bu, Mao and Xu, "Scalable
@@ -20,16 +20,17 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 PRODUCTS, GRADIENT, KEPT = "products", "gradient", "kept"
-"""Names of the ways."""
+"""Names of the three ways."""
 
 FLOPS_PER_BYTE = {2: 206, 4: 14, 8: 14}
-"""FLOPs that a GPU computes in the time of moving one byte, by bytes per number. An H200 computes
-989, 67 and 67 TFLOP/s and moves 4.8 TB/s (https://www.nvidia.com/en-us/data-center/h200/). For an
-A100, the numbers would be 156, 10 and 10."""
+"""FLOPs that a GPU can compute in the time in which it moves one byte, by bytes per number. The
+values are for an H200, which computes 989, 67 and 67 TFLOP/s with numbers of 2, 4 and 8 bytes, and
+moves 4.8 TB/s (https://www.nvidia.com/en-us/data-center/h200/). For an A100, the values would be
+156, 10 and 10."""
 
 TF32_FLOPS_PER_BYTE = 103
-"""FLOPs in the time of moving one byte, for float32 numbers with TF32 products. An H200 computes
-494 TFLOP/s."""
+"""Used instead of `FLOPS_PER_BYTE` for float32 numbers whose products use TF32. An H200 computes
+494 TFLOP/s with TF32."""
 
 
 class Shape(NamedTuple):
@@ -57,16 +58,17 @@ class Shape(NamedTuple):
 def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
     """Return the cost of each way in bytes, without the matrix product that computes the update.
 
-    FLOPs are converted to the bytes that move in the same time.
+    FLOPs are counted as the number of bytes that a GPU moves in the same time.
 
     Args:
         shape: sizes of the layer and the batch.
-        kernel: whether a kernel computes products T × T in tiles, which are not written to memory.
-            The products are symmetric, so the kernel computes only half of each product.
+        kernel: whether one kernel computes products T × T in tiles, without writing them to memory.
+            The products are symmetric, so the kernel computes about half of each product.
     """
     examples, tokens, width, height, itemsize, rows, tf32 = shape
     wide, weight, read = max(itemsize, 4), width * height, 0 if rows else width
-    # Norms read activations and output gradients. The factors scale the narrower of these two.
+    # Norms read activations and output gradients. Later, the narrower of these two tensors is
+    # multiplied by the clipping factors.
     pairs = tokens * (read + height + 2 * (min(read, height) or height)) * itemsize
     flops, squares = tokens**2 * (read + height), 4 * tokens**2 * wide
     each: dict[str, tuple[float, float]] = {
@@ -85,9 +87,10 @@ def cheapest(
 ) -> str:
     """Return the cheapest of ``ways``.
 
-    The other ways must keep activations and output gradients in memory. So the way ``kept`` is
-    considered only if a per-sample gradient of a linear layer is no larger than the larger of these
-    two tensors. For a single example, ``kept`` is always considered, even for an embedding.
+    The other ways must keep activations and output gradients in memory. The way ``kept`` is
+    considered only for a linear layer, and only if a per-sample gradient is no larger than the
+    larger of the example's activations and output gradients. If ``alone``, ``kept`` is always
+    considered, even for an embedding.
 
     Args:
         shape: sizes of the layer and the batch.

@@ -1,7 +1,7 @@
 """Distributes a model over ranks. Ranks are processes that share a step, usually with one GPU each.
 
 Each rank has its own trainer, and trains a part of the batch. All parts are equally large, so the
-mean of the ranks' gradients is the gradient of the batch.
+mean of the ranks' mean gradients is the mean gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def kind_of(layer: nn.Module) -> type[nn.Module]:
 
 
 GRAPHS: WeakSet[Any] = WeakSet()
-"""CUDA graphs that may contain collectives."""
+"""All CUDA graphs of trainers in this process. They may contain collectives."""
 
 
 @atexit.register
 def reset_graphs() -> None:
-    """Reset the CUDA graphs of all trainers. These trainers cannot train afterwards.
+    """Reset the CUDA graphs of all trainers, which can then no longer replay them.
 
     ``destroy_process_group`` would hang on graphs that contain the group's collectives:
     https://github.com/pytorch/pytorch/issues/115388.
@@ -76,7 +76,7 @@ def sharded(
 
 
 def reduce_gradients(model: nn.Module, wanted: bool) -> None:
-    """Choose whether later backward passes reduce gradients over ranks, or only accumulate them."""
+    """Set whether later backward passes reduce gradients over ranks, or only add them up."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = wanted  # `no_sync` sets the same attribute
     if isinstance(model, FSDPModule):
@@ -91,15 +91,15 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 def part_of_rank(examples: int, rank: int, ranks: int) -> slice:
-    """Return the slice of examples, along the first dimension of a batch, that a rank trains."""
+    """Return which examples of a batch a rank trains, as a slice of the first dimension."""
     size = examples // ranks
     return slice(rank * size, (rank + 1) * size)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded parameter or gradient. All ranks must call this function.
+    """Return the full tensor of a sharded parameter or gradient, or any other tensor unchanged.
 
-    A tensor that is not sharded is returned unchanged.
+    For a sharded tensor, all ranks must call this function.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -114,9 +114,9 @@ def broadcast_parameters(model: nn.Module) -> nn.Module:
 def own_part(gradient: Any, parallel: str) -> Tensor:
     """Return the part of a gradient to which this rank adds noise.
 
-    The part is the rank's shard under FSDP2, a share of the rows under DDP, and the whole gradient
-    for one rank. A rank knows the noise that it draws, so every rank must be trusted. If rank 0
-    drew all noise, only rank 0 would have to be trusted.
+    The part is the rank's shard under FSDP2, some of the rows under DDP, and the whole gradient for
+    one rank. A rank knows the noise that it draws, so every rank must be trusted to keep it secret.
+    If rank 0 drew all noise, only rank 0 would know the noise.
     """
     if parallel == "fsdp2":
         gradient = gradient.to_local()

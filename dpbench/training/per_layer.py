@@ -1,12 +1,12 @@
-"""Rules that clip the gradients of one layer.
+"""Rules that clip gradients, each for the parameters of one layer.
 
 A rule computes the norm of each example's gradient, and the sum of clipped gradients, from the
-layer's activations and output gradients. The norm of a linear layer's per-sample gradient can be
-computed without this gradient (Goodfellow, "Efficient Per-Example Gradient Computations", 2015,
+layer's activations and output gradients. For a linear layer, the norm can be computed without the
+per-sample gradient (Goodfellow, "Efficient Per-Example Gradient Computations", 2015,
 https://arxiv.org/abs/1510.01799; Li et al., "Large Language Models Can Be Strong Differentially
-Private Learners", 2021, https://arxiv.org/abs/2110.05679). For an example's activations x
-``[T, K]`` and output gradients g ``[T, N]``, the squared norm is the sum of the elementwise product
-of ``x xᵀ`` and ``g gᵀ``.
+Private Learners", 2021, https://arxiv.org/abs/2110.05679). If an example has the activations x and
+the output gradients g, with one row per token, the squared norm is the sum of the elementwise
+product of ``x xᵀ`` and ``g gᵀ``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from dpbench.training.parallel import kind_of
 Gradients = Mapping[Tensor, Tensor]
 """Per-sample gradients ``[B, …]``, by parameter."""
 KeptOfLayer = list[Any]
-"""Tensors that a rule keeps from the backward until clipping: either a pair of activations and
-output gradients for each call of the layer, or one `Gradients` for all calls."""
+"""Tensors that a rule keeps from the backward until clipping. The list has either a pair of
+activations and output gradients for each call of the layer, or one `Gradients`, which is the sum
+over all calls."""
 
 L = TypeVar("L", bound=nn.Module)
 
@@ -41,8 +42,8 @@ L = TypeVar("L", bound=nn.Module)
 class Rule(ABC, Generic[L]):
     """Base class of rules. Unless a subclass overrides `way`, per-sample gradients are kept.
 
-    During the backward, `keep` stores tensors ``[B, …]`` for each call of the layer. Afterwards,
-    norms and sums are computed once for all calls.
+    During the backward, `keep` stores the tensors of each call of the layer. Afterwards, the norms
+    and sums for all calls together are computed.
     """
 
     def __init__(self, layer: L, name: str) -> None:
@@ -52,7 +53,7 @@ class Rule(ABC, Generic[L]):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Find the layer's own trained parameters. Call this again after FSDP2 has sharded them."""
+        """Find the layer's own trained parameters. Must be called again after FSDP2 shards them."""
         own = self.layer.named_parameters(recurse=False)
         self._trained = {name: parameter for name, parameter in own if parameter.requires_grad}
 
@@ -65,12 +66,12 @@ class Rule(ABC, Generic[L]):
     def trained(self) -> Collection[nn.Parameter]:
         """The layer's own trained parameters, as `find_parameters` last found them.
 
-        Under FSDP2, these must be the sharded parameters.
+        Under FSDP2, `find_parameters` must have been called after the model was sharded.
         """
         return self._trained.values()
 
     def refusal(self, why: str) -> ConfigurationError:
-        """Return the error that says why this layer cannot be clipped."""
+        """Return an error that gives the reason ``why`` this layer cannot be clipped."""
         which = f"layer {self.name}" if self.name else "the model, which is one layer"
         kind = kind_of(self.layer).__name__
         return ConfigurationError(
@@ -79,7 +80,7 @@ class Rule(ABC, Generic[L]):
         )
 
     def check_call(self, given: Any, options: Any, returned: Any, examples: int) -> None:
-        """Raise if the per-sample gradients of a call of the layer cannot be computed."""
+        """Raise if a call of the layer has arguments or results that the rule does not support."""
         if len(given) != 1 or options or not isinstance(given[0], Tensor):
             raise self.refusal("it must be called with one tensor, by position")
         if not isinstance(returned, Tensor):
@@ -92,11 +93,11 @@ class Rule(ABC, Generic[L]):
                 )
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
-        """Choose the way to the norms. Some rules use `dpbench.training.norm_ways.cheapest`."""
+        """Choose how to compute norms, among ``ways`` of `dpbench.training.norm_ways`."""
         return KEPT
 
     def keep(self, seen: KeptOfLayer, x: Tensor, g: Tensor, way: str) -> None:
-        """Store a call's activations and output gradients, or the call's per-sample gradients."""
+        """Store a call's activations and output gradients, or add its per-sample gradients."""
         if way != KEPT:
             seen.append((x, g))
             return
@@ -111,11 +112,11 @@ class Rule(ABC, Generic[L]):
 
 
 class PairRule(Rule[L]):
-    """A rule that can clip from activations and output gradients, without per-sample gradients."""
+    """A rule that can clip without per-sample gradients, from activations and output gradients."""
 
     @abstractmethod
     def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
-        """Concatenate the pairs of all calls along the tokens.
+        """Concatenate the kept tensors of all calls along the dimension of the tokens.
 
         Returns:
             The inputs, ``[B, T, K]`` or ``[B, T]``, and the output gradients, ``[B, T, N]``.
@@ -123,11 +124,11 @@ class PairRule(Rule[L]):
 
     @abstractmethod
     def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
-        """Add to ``sums`` the sum over examples of clipping factor × gradient."""
+        """Add the sum of all examples' clipped gradients to ``sums``."""
 
 
 class LinearRule(PairRule[Any]):
-    """Rule of linear layers, and of Hugging Face's ``Conv1D``, whose weight is transposed."""
+    """Rule of linear layers, including Hugging Face's ``Conv1D``, whose weight is transposed."""
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
         if "weight" not in self._trained and KEPT in ways:
@@ -145,7 +146,7 @@ class LinearRule(PairRule[Any]):
     def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
         if self.layer.weight.requires_grad:
-            # The factors scale the narrower of the two matrices.
+            # The narrower of the two matrices is multiplied by the factors.
             wide = x.shape[2] > g.shape[2]
             a, b = (x, factors.times(g)) if wide else (factors.times(x), g)
             if isinstance(self.layer, nn.Linear):
@@ -166,7 +167,7 @@ class LinearRule(PairRule[Any]):
 
 
 class EmbeddingRule(PairRule[nn.Embedding]):
-    """Rule of embeddings. Only the rows that an example looks up have a gradient."""
+    """Rule of embeddings. Rows that an example does not look up have the gradient 0."""
 
     def __init__(self, layer: nn.Embedding, name: str) -> None:
         super().__init__(layer, name)
@@ -204,9 +205,9 @@ class EmbeddingRule(PairRule[nn.Embedding]):
 
 
 class SampledRule(Rule[nn.Module]):
-    """Computes per-sample gradients with Opacus's grad samplers, or with functorch.
+    """Rule of all other layers. It needs per-sample gradients.
 
-    It is the rule of all layers that have no other rule.
+    The gradients are computed by Opacus's function for this kind of layer, or else by functorch.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -217,7 +218,7 @@ class SampledRule(Rule[nn.Module]):
         self._sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
         pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
         if pads_otherwise or (kind is nn.LayerNorm and layer.bias is None):
-            self._sampler = None  # Opacus 1.6 assumes padding with zeros, and a layer norm's bias
+            self._sampler = None  # Opacus 1.6 expects zero padding, and a bias of layer norms
         if self._sampler is None:
             if any(True for _ in layer.children()):
                 own = next(iter(self._trained))
@@ -230,7 +231,7 @@ class SampledRule(Rule[nn.Module]):
         # Under FSDP2, the backward uses gathered parameters, but `trained` has sharded parameters.
         own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self._trained.items()}
         for parameter in own:
-            parameter.requires_grad_()  # samplers test this, but a running backward does not
+            parameter.requires_grad_()  # samplers need this, but a running backward ignores it
         made = {own[p]: each for p, each in self.gradients(x, g).items()}
         for parameter in own:
             parameter.requires_grad_(False)
@@ -252,18 +253,18 @@ RULES: Mapping[str, type[Rule[Any]]] = {
     "transformers.pytorch_utils.Conv1D": LinearRule,
     "torch.nn.modules.sparse.Embedding": EmbeddingRule,
 }
-"""Rules by the name of a layer's class. Names are used because a class's library may not be
-installed. The rule of other classes is `SampledRule`."""
+"""The rule of each class of layers, by the name of the class. The keys are names, because a library
+that defines a class may not be installed. The rule of all other classes is `SampledRule`."""
 
 
 def rule_of(layer: nn.Module, name: str) -> Rule[Any]:
-    """Make the rule of a layer with its own parameters."""
+    """Make the rule for a layer that has its own parameters."""
     kind = kind_of(layer)
     return RULES.get(f"{kind.__module__}.{kind.__qualname__}", SampledRule)(layer, name)
 
 
 def as_computed(x: Tensor, g: Tensor) -> Tensor:
-    """Cast activations to the dtype that autocast used in the layer."""
+    """Cast x to the dtype of g, which autocast used in the layer. Return integers unchanged."""
     return x.to(g.dtype) if x.is_floating_point() else x
 
 

@@ -1,8 +1,8 @@
-"""Phases of a training step, and listeners to the phases.
+"""Phases of a training step, and listeners that are told which phase a step is in.
 
 A trainer marks its phases by ``with phase("backward"):``. By default, these marks do nothing. A
-measured process sets a `PhaseListener` for each observed step. A listener may begin an NVTX range
-for each phase, record a CUDA event, or count bytes.
+measured process sets a `PhaseListener` for each observed step. For example, a listener may begin an
+NVTX range for each phase, record CUDA events, or count bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PhaseListener(Protocol):
-    """Interface of objects that are called when a step begins, changes its phase, or ends.
+    """Interface of objects that are called when a step begins, enters another phase, or ends.
 
     At each moment, the step is in exactly one of `PHASES`, or `OUTSIDE` every phase.
     """
@@ -35,14 +35,14 @@ class PhaseListener(Protocol):
 
 
 class OpenPhase:
-    """A phase that has begun, and has not ended."""
+    """A phase that has begun and has not ended. Two open phases may have the same name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Step:
-    """A step, with its listener (or None) and the phases that are open."""
+    """A training step, which knows its open phases, and its listener if it has one."""
 
     def __init__(self, listener: PhaseListener | None = None) -> None:
         self.listener = listener
@@ -54,7 +54,7 @@ class Step:
         return self._open[-1].name
 
     def enter(self, name: str) -> OpenPhase:
-        """Begin a phase inside the open phases."""
+        """Begin a phase inside the innermost open phase."""
         entered = OpenPhase(name)
         self._open.append(entered)
         self._switch()
@@ -78,8 +78,8 @@ _step: ContextVar[Step | None] = ContextVar("dpbench_step", default=None)
 def phase(name: str) -> Iterator[None]:
     """Mark a phase of a training step.
 
-    Phases may nest. The outer phase pauses while an inner phase is open, so no byte and no second
-    belongs to two phases.
+    Phases may nest. The outer phase pauses while an inner phase is open, so each byte and each
+    second is counted in at most one phase.
     """
     if name not in PHASES:
         raise unknown("phase", name, PHASES)
@@ -100,7 +100,7 @@ def in_phase(name: str, function: F) -> F:
 
 
 def set_current_step(step: Step | None) -> None:
-    """Set the step to which `phase` reports. With None, marks do nothing."""
+    """Set the step to which `phase` reports. With None, `phase` does nothing."""
     _step.set(step)
 
 

@@ -1,4 +1,4 @@
-"""Sums of buffers over ranks. These sums overlap with computation."""
+"""Sums of gradient buffers over ranks, which can be computed while other kernels run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ reduce_scatter: Any = (
 class Reduction:
     """An asynchronous sum of a buffer over the ranks, which begins when the object is created.
 
-    Under DDP, each rank gets the whole sum, in place. Under FSDP2, each rank gets the rows of its
-    shards. The rows of a parameter with its own buffer are already in the order of the ranks. The
-    rows of parameters that share a buffer are first copied into this order.
+    Under DDP, the sum replaces the buffer's contents on each rank. Under FSDP2, each rank gets only
+    the rows of its shards in a new tensor. Before they are sent, rows must be ordered by rank. If
+    only one parameter has the buffer, its rows already have this order. If several parameters share
+    the buffer, their rows are first copied into this order.
 
     Args:
         buffer: a buffer that `dpbench.training.gradient_sums.one_buffer` has made for this number
@@ -56,14 +57,14 @@ class Reduction:
         self._places = []
 
     def wait(self) -> Tensor:
-        """Return this rank's part of the sum. On a GPU, later kernels wait for it, not Python."""
+        """Return this rank's part of the sum. On a GPU, later kernels wait, but Python does not."""
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
         return self._flat
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Return views, one for each parameter or shard, of ``flat``, which has the sum's shape.
+        """Divide ``flat``, which has the shape of the sum, into a view for each parameter or shard.
 
         Without FSDP2, ``flat`` must be the sum itself.
         """
@@ -75,7 +76,7 @@ class Reduction:
 
 
 def as_gradient(part: Tensor, parameter: Any) -> Tensor:
-    """Convert the part of a sum that belongs to a parameter into a gradient for the optimizer."""
+    """Convert a parameter's part of a sum into a gradient that the optimizer accepts."""
     part = part.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
         return part

@@ -1,6 +1,6 @@
 """Errors for models that Opacus cannot train.
 
-An error says what would work, and most errors name the layer or parameter.
+Each error says what would work. Most errors name the layer or parameter that is the cause.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.training.parallel import kind_of
 
 HOOKS = ("capture_activations_hook", "capture_backprops_hook")
-"""Names of Opacus's hooks, which have a layer as their argument ``module``."""
+"""Names of Opacus's hooks. Their argument ``module`` is the layer."""
 
 NO_SAMPLE = ("Per sample gradient is not initialized", "_norm_sample")
-"""Texts in Opacus's errors about a parameter without a per-sample gradient."""
+"""Texts in errors that Opacus may raise because a parameter has no per-sample gradient."""
 
 NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
-"""Texts in Opacus's errors about a parameter without any gradient."""
+"""Texts in errors that Opacus may raise because a parameter has no gradient of any kind."""
 
 ONLY_GHOST = (
     "its norms need whole gradients of parameters; use fused, book_keeping, dpsgd_ghost or "
@@ -44,15 +44,15 @@ LAYER_ERRORS = (
 """Classes of errors that a layer of the model may cause in Opacus."""
 
 MACHINE_ERRORS = ("memory", "CUDA", "cuDNN")
-"""Texts in errors that the machine causes, not a layer."""
+"""Texts in errors whose cause is the machine, not a layer."""
 
 
 class CannotTrain(ConfigurationError):
-    """An error that Opacus raises in a step because of a layer or parameter of the model."""
+    """Replaces an error of Opacus in a step if a layer or parameter of the model is the cause."""
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raise if a layer with its own trained parameters has buffers, or is refused by Opacus."""
+    """Raise if a layer with trained parameters has buffers, or if Opacus refuses the layer."""
     for name, layer in trainable_modules(model):
         validate = ModuleValidator.VALIDATORS.get(kind_of(layer), lambda layer: [])
         errors = [str(error).partition(". ")[0] for error in validate(layer)]
@@ -64,7 +64,7 @@ def check_layers(model: nn.Module) -> None:
 
 @contextmanager
 def refusals(model: nn.Module) -> Iterator[None]:
-    """Replace errors of Opacus in this context by `CannotTrain`, if the model caused the error."""
+    """Raise `CannotTrain` instead of an error of Opacus in this context, if the model caused it."""
     try:
         yield
     except LAYER_ERRORS as error:
@@ -101,9 +101,10 @@ def _explained(error: Exception, model: nn.Module) -> str:
 
 
 def _without(model: nn.Module, *attributes: str) -> str:
-    """Return the name of a trained parameter that has none of ``attributes``, and count the others.
+    """Return the name of the first trained parameter that has none of ``attributes``.
 
-    Return '' if there is no such parameter.
+    If several parameters have none, the text also contains the number of the others. If every
+    trained parameter has one of the attributes, the text is empty.
     """
     names = [
         name

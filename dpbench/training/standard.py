@@ -1,4 +1,4 @@
-"""Ordinary training without privacy, which is the usual baseline of ratios."""
+"""Ordinary training without privacy, with which the costs of private training are compared."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def put_addresses(
     table, layers, first,
     x0, g0, x1, g1, x2, g2, x3, g3, x4, g4, x5, g5, x6, g6, x7, g7,
 ):  # fmt: skip
-    """Write the addresses of the tensors of eight layers, beginning with layer ``first``."""
+    """Write the addresses of x and g of up to eight layers, beginning with layer ``first``."""
     xs = (x0, x1, x2, x3, x4, x5, x6, x7)
     gs = (g0, g1, g2, g3, g4, g5, g6, g7)
     for i in tl.static_range(8):
@@ -27,15 +27,16 @@ def gram_norms(
     bias: tl.constexpr, rows: tl.constexpr, half: tl.constexpr, aligned: tl.constexpr,
     long: tl.constexpr, precision: tl.constexpr, tile: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile, on or below the diagonal, of both products T × T of a layer and an example.
+    """Compute one tile of the products ``x xᵀ`` and ``g gᵀ``, for one layer and one example.
 
-    T is the number of tokens. The tile's contributions to `dpbench.training.norm_bounds.GramSums`
-    are added to ``sums``, ``[6, layers, B]``. The products are symmetric, so a tile below the
+    The products have tokens × tokens elements. The tile's contributions to
+    `dpbench.training.norm_bounds.GramSums` are added to ``sums``, ``[6, layers, B]``. The products
+    are symmetric, so only tiles on or below the diagonal are computed, and a tile below the
     diagonal counts twice.
 
-    If ``aligned``, the compiler knows that the addresses in the table are multiples of 16 bytes.
-    Otherwise, a kernel loads one number at a time. ``long`` is true if an example has more numbers
-    than 32 bits can index.
+    ``table`` contains the addresses of x and g. If ``aligned``, the compiler may assume that these
+    addresses are multiples of 16 bytes, and load several numbers at once. ``long`` is true if an
+    example has more numbers than 32 bits can index.
     """
     number = tl.program_id(0) % tiles
     example = (tl.program_id(0) // tiles).to(tl.int64)
@@ -99,7 +100,7 @@ def gram_sums(
     of_x, of_g, sums, tokens, examples, blocks,
     bias: tl.constexpr, rows: tl.constexpr, some: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums of `gram_norms` for some rows of products T × T that are in memory."""
+    """Compute the sums of `gram_norms` over some rows of one example's products in memory."""
     example = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks) * rows + tl.arange(0, rows)
     at = (example * tokens + row)[:, None] * tokens
@@ -130,7 +131,7 @@ def gram_sums(
 
 @triton.jit
 def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
-    """Multiply a block of an example by the example's clipping factor."""
+    """Multiply one block of an example's numbers by the example's clipping factor."""
     example = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
     inside = at < length
@@ -140,7 +141,7 @@ def scaled(tensor, factors, product, length, blocks, block: tl.constexpr):
 
 @triton.jit
 def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr):
-    """Write a block of the sum over examples of clipping factor × gradient."""
+    """Compute one block of the sum of clipping factor × gradient over all examples."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < length
     added = tl.zeros((block,), tl.float32)
@@ -155,7 +156,7 @@ def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr)
 def layer_norm_samples(
     x, g, weights, biases, tokens, width, eps, some: tl.constexpr, block: tl.constexpr
 ):
-    """Add sums over some tokens of an example to the example's gradients, which begin as zeros."""
+    """Add what some tokens contribute to an example's gradients, which begin as zeros."""
     example = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * some
     column = tl.arange(0, block)
@@ -204,12 +205,11 @@ def add_kept_noise(
 
 @triton.jit
 def normal_pair(a, b):
-    """Compute two normal numbers from two random words, as cuRAND does (Box and Muller, 1958).
+    """Compute two normal numbers from two random words of 32 bits (Box and Muller, 1958).
 
-    The numbers of Triton's `randn` never exceed 5.7 standard deviations, although 1 in 73 million
-    numbers should. The numbers of this function reach 6.8 standard deviations, like the numbers
-    that PyTorch draws on a GPU. Sine and cosine are instructions of the GPU, without branches for
-    large angles.
+    Numbers of this function reach 6.8 standard deviations, but numbers of Triton's `randn` never
+    exceed 5.7. Of exactly normal numbers, 1 in about 80 million exceeds 5.7. Sine and cosine are
+    fast instructions of the GPU, without branches for large angles.
     """
     radius = tl.sqrt(-2.0 * tl.log(a.to(tl.float32) * 2.0**-32 + 2.0**-33))
     angle = (b.to(tl.float32) * 2.0**-32 + 2.0**-33) * 6.283185307179586
@@ -222,13 +222,13 @@ def noisy_update(
     first_kept, first_added, second_kept, second_added, correction, eps,
     rule: tl.constexpr, block: tl.constexpr, bands: tl.constexpr,
 ):  # fmt: skip
-    """Update four blocks in each program, because Philox computes four random words at a time.
+    """Add noise to four blocks of gradients, and update the parameters of these blocks.
 
+    A program has four blocks, because the generator Philox computes four random words at a time.
     `dpbench.training.noisy_updates.Numbers` has the formulas. With the rule ``mean``, the noisy
-    mean gradient replaces the gradient, and no parameter is updated. The noise of an element
-    depends on seeds, weights and the element's index, but not on ``rule``. With several ``bands``,
-    each band has its own seed and weight. The weighted noise of all bands is added. The first
-    weight is 1.
+    mean gradient replaces the gradient, and no parameter is updated. The noise of an element does
+    not depend on ``rule``. The noise is the sum over ``bands`` of weight × normal number. Each band
+    has its own seed and weight. The first weight is 1.
     """
     program = tl.program_id(0)
     offset = tl.arange(0, block)

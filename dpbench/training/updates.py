@@ -1,4 +1,4 @@
-"""Merges the step of an optimizer with the noise, in one pass over flat buffers."""
+"""Adds noise to gradients and takes the optimizer's step, in one pass over flat buffers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dpbench.training.gradient_sums import Buffer, one_buffer
 from dpbench.training.noisy_updates import Numbers, noisy_update
 
 MERGED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers that `MergedUpdate` supports. It does not support their subclasses."""
+"""Optimizers that `MergedUpdate` supports. Subclasses of these optimizers are not supported."""
 
 UNSUPPORTED_OPTIONS = ("amsgrad", "capturable", "differentiable")
-"""Options of these optimizers that `MergedUpdate` does not support."""
+"""Options of the optimizers in `MERGED` that `MergedUpdate` does not support if they are on."""
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    """Return for each parameter the number of its parameter group."""
+    """Return for each parameter the index of its group in the optimizer."""
     groups = enumerate(optimizer.param_groups)
     return {parameter: number for number, group in groups for parameter in group["params"]}
 
 
 def why_not(optimizer: torch.optim.Optimizer) -> str:
-    """Return why the optimizer's step cannot be merged with the noise; if it can, return ''."""
+    """Return why a merged update cannot replace the optimizer's step, or '' if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in MERGED:
         return f"{name} has no merged step"
@@ -45,7 +45,7 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
 
 
 class Update(NamedTuple):
-    """The update of a buffer, as arguments of `noisy_update`."""
+    """The update of one buffer. The attributes are arguments of `noisy_update`."""
 
     flat: Tensor
     moments: Sequence[Tensor]
@@ -57,11 +57,11 @@ class Update(NamedTuple):
 
 
 class MergedUpdate:
-    """The step of an optimizer, merged with the noise.
+    """The step of an optimizer, in the same pass that adds the noise.
 
     Parameters and moving averages become views of flat buffers. The moving averages stay in
-    ``optimizer.state``, so that they can be saved and loaded. The optimizer may also take its own
-    steps in between. Learning rates and other options are read in each step.
+    ``optimizer.state``, so that they can be saved and loaded. Between merged steps, the optimizer's
+    own ``step`` may also be called. Learning rates and other options are read in each step.
 
     Args:
         sharing: the parameters of each gradient buffer.
@@ -77,11 +77,11 @@ class MergedUpdate:
     def updates(
         self, optimizer: torch.optim.Optimizer, deviation: float, examples: int
     ) -> list[Update] | str:
-        """Return the update of each buffer in the next step, or why the step cannot be merged.
+        """Return the next step's update of each buffer, or why the step cannot be merged.
 
         Args:
             optimizer: the optimizer. For Adam and AdamW, the count of steps is increased.
-            deviation: standard deviation of the noise that has weight 1.
+            deviation: standard deviation of the noise that this step draws.
             examples: number by which the sum of gradients is divided.
         """
         if why := why_not(optimizer):
@@ -113,7 +113,7 @@ class MergedUpdate:
         return made
 
     def _flat_state(self, optimizer: torch.optim.Optimizer, number: int, key: str) -> Tensor:
-        """Return the flat buffer with the current values of one key of the optimizer's state."""
+        """Return a flat buffer with the moving averages of one ``key``, such as ``exp_avg``."""
         if (number, key) not in self._moments:
             self._moments[number, key] = one_buffer(self._sharing[number])
             self._moments[number, key].flat.zero_()
@@ -133,9 +133,9 @@ class MergedUpdate:
     def _has_momentum(
         self, optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any]
     ) -> float | None:
-        """Return 1 if a parameter has a momentum buffer, and 0 if no parameter has one.
+        """Return 1 if any parameter of a buffer has momentum in the optimizer's state, otherwise 0.
 
-        Return None if parameters differ and the group has both momentum and dampening.
+        Return None if only some parameters have it, and the group has both momentum and dampening.
         """
         states = (optimizer.state.get(p, {}) for p in self._sharing[number])
         has = {state.get("momentum_buffer") is not None for state in states}
@@ -145,7 +145,7 @@ class MergedUpdate:
     def _steps_taken(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
     ) -> float | None:
-        """Return the number of steps that the parameters have taken; None if they differ."""
+        """Return how many steps the parameters have taken; None if their numbers differ."""
         numbers = set()
         for parameter in parameters:
             step: Any = optimizer.state.get(parameter, {}).get("step")
@@ -175,11 +175,12 @@ class MergedUpdate:
 
 
 UpdateRule = tuple[str, Sequence[str], Numbers]
-"""Rule of `noisy_update`, keys of the optimizer's state that the rule needs, and scalars."""
+"""A rule of `noisy_update`, the keys of its moving averages in the optimizer's state, and the
+scalars of the update."""
 
 
 def sgd_numbers(group: Mapping[str, Any], noise: Numbers, has_momentum: float) -> UpdateRule:
-    """Return the update of ``torch.optim.SGD``, whose first step applies no dampening."""
+    """Return the update of ``torch.optim.SGD``, which applies no dampening in its first step."""
     numbers = noise._replace(rate=group["lr"], decay=group["weight_decay"])
     if not group["momentum"]:
         return "plain", (), numbers
@@ -189,7 +190,7 @@ def sgd_numbers(group: Mapping[str, Any], noise: Numbers, has_momentum: float) -
 
 
 def adam_numbers(group: Mapping[str, Any], noise: Numbers, taken: float) -> UpdateRule:
-    """Return the update of ``torch.optim.Adam`` and ``AdamW``."""
+    """Return the update of ``torch.optim.Adam`` and ``AdamW`` after ``taken`` earlier steps."""
     (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
     decoupled = group["decoupled_weight_decay"]
     numbers = noise._replace(
@@ -207,7 +208,7 @@ def adam_numbers(group: Mapping[str, Any], noise: Numbers, taken: float) -> Upda
 
 
 def flatten_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    """Make the parameters views of a new buffer, and return the buffer."""
+    """Copy parameters into a new buffer, make them views of the buffer, and return the buffer."""
     flat, places, _ = one_buffer(parameters)
     for parameter, place in places.items():
         place.copy_(parameter.data)
