@@ -1,4 +1,4 @@
-"""Measure the bandwidth of a copy and the FLOP/s of a matrix product, which bound a GPU's speed.
+"""Measure the ceilings of a GPU: the bandwidth of a copy, and the FLOP/s of a matrix product.
 
     python bench/ceilings.py > ceilings.json
 

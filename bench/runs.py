@@ -3,8 +3,8 @@
 A file is named without ``h200-`` and without its ending: ``"methods-256"`` is
 ``docs/results/h200-methods-256.json``. Axes choose rows of a file: ``cell="8x256"`` (batch size ×
 sequence length), ``precision="bf16"``, or any column of a run's summary. The axes must choose
-exactly one number. A count is the mean over the counted steps, and a time is the median over the timed
-steps.
+exactly one number. A count is the mean over the counted steps, and a time is the median over
+the timed steps.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def measure_layers() -> dict[str, Any]:
 
 
 def measure_norms() -> dict[str, Any]:
-    """Return the largest norms of ghost and fast gradient clipping's updates, by dtype and offset."""
+    """Return the largest norms of updates by ghost and by fast clipping, for dtypes and offsets."""
     page: dict[str, Any] = {}
     exec(blocks("norms", "python")[0], page)
     found = {}

@@ -23,7 +23,7 @@ from dpbench.training.phases import phase
 
 
 class LayerNormGradients(FirstOrderModuleExtension):
-    """Rule that computes the per-sample gradients of a layer norm's parameters, ``[B, …]``."""
+    """BackPACK's rule for the per-sample gradients of a layer norm's parameters, ``[B, …]``."""
 
     def __init__(self) -> None:
         super().__init__(params=["weight", "bias"])
