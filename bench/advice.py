@@ -2,8 +2,9 @@
 
     python -m bench.advice
 
-prints predicted and measured times of each case, and the method that is named for each cell.
-Counting takes minutes. Cases whose names dpbench no longer knows are left out.
+prints the predicted and the measured time of each case, and the method that `dpbench advise` would
+name for each cell (cases that differ only in the trainer). Counting takes minutes. Cases that name
+a trainer or another class that no longer exists are left out.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ WITHIN = 0.25
 """Largest relative error of a predicted time that counts as good."""
 
 CLOSE = 0.05
-"""Share by which the named method may be slower than the best method and still count as good."""
+"""Largest excess of the named method's time over the fastest method's time that counts as good."""
 
 
 def measured() -> pd.DataFrame:
-    """Return each timed case, with its time and busy share. Each is the median over files."""
+    """Return each timed case, with the medians of its time and of its busy share over files."""
     parts = []
     for path in sorted(RESULTS.glob("h200-*.json")):
         rows = run(path).summary
@@ -45,14 +46,14 @@ def measured() -> pd.DataFrame:
 
 
 def resolved(case: Case) -> Case | None:
-    """Return the case with short names, or None if a class that it names no longer exists."""
+    """Return the case with short names, or None if a class that the case names does not exist."""
     with suppress(ConfigurationError):
         return resolve(case)
     return None
 
 
 def compared() -> pd.DataFrame:
-    """Add to `measured` the cell, trainer, predicted seconds and predicted ÷ measured (share)."""
+    """Return the rows of `measured` with cell, trainer, predicted time and predicted ÷ measured."""
     steps = measured()
     cases: Any = [*map(resolved, steps.case)]
     steps = steps.assign(case=cases).dropna(subset=["case"])
@@ -67,13 +68,13 @@ def compared() -> pd.DataFrame:
 
 
 def _footprint(case: Case) -> Footprint:
-    """Return the counts of a case at its own batch size."""
+    """Count the step of a case only at the batch size of the case."""
     steps = [step for step in steps_of(case) if step[0].batch_size == case.batch_size]
     return Footprint(case, [Counts().of_step(*step) for step in steps])
 
 
 def near(steps: pd.DataFrame) -> pd.Series[bool]:
-    """Return for each step that is not launch-bound whether its time is predicted well."""
+    """Return True for each predicted time within `WITHIN`, without launch-bound steps."""
     steady = steps[steps.busy >= LAUNCH_BOUND]
     return (steady.share - 1).abs() <= WITHIN
 
@@ -81,7 +82,8 @@ def near(steps: pd.DataFrame) -> pd.Series[bool]:
 def named(steps: pd.DataFrame) -> pd.DataFrame:
     """Return for each cell the named method, the fastest method, and the ratio of their times.
 
-    A cell in which fewer than two private methods were measured is left out.
+    The named method has the shortest predicted time. Cells in which fewer than two private methods
+    were measured are left out.
     """
     private = steps[steps.trainer != BASELINE_TRAINER]
     lines = []
@@ -95,7 +97,7 @@ def named(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def main() -> None:
-    """Print both tables, and the shares of predictions and of named methods that are good."""
+    """Print a table of cases and a table of cells, and the share of each that is predicted well."""
     steps = compared()
     names = [re.sub(r"hf-[a-z-]+,|hidden_size.*heads=4,", "", case.id) for case in steps.case]
     choices = named(steps)

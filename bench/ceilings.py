@@ -1,10 +1,10 @@
-"""Measure the ceilings of a GPU: bandwidth of a copy, FLOP/s of a matrix product.
+"""Measure the ceilings of a GPU: the bandwidth of a copy, and the FLOP/s of a matrix product.
 
     python bench/ceilings.py > ceilings.json
 
-times a copy far larger than the L2 cache, and a large matrix product at each precision. Meanwhile
-no other dpbench process measures on this GPU. With ``dpbench show --roofline FILE`` or ``--time
-FILE``, the measured numbers replace the numbers of the data sheet.
+times a copy of a buffer far larger than the L2 cache, and a large matrix product at each precision.
+Meanwhile other dpbench processes wait for this GPU. ``dpbench show --roofline FILE`` and ``--time
+FILE`` use the measured numbers instead of the numbers in the GPU's data sheet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,  # for cases at fp16-amp
 }
-"""Dtypes of the matrices by precision."""
+"""Dtypes of the multiplied matrices, by the name of the precision."""
 
 
 def measure_ceilings(
@@ -40,14 +40,14 @@ def measure_ceilings(
     matrix: int = 8192,
     seconds: float = 0.5,
 ) -> dict[str, Any]:
-    """Measure a device while no other dpbench process measures on it.
+    """Measure a device. Meanwhile other dpbench processes wait for this device.
 
     Args:
         device: ``auto``, ``cuda`` or ``cpu``.
         copy_bytes: size of the buffer to copy. On a GPU, at most a quarter of the free memory is
             used. The default is about 32 times the largest known L2 cache (126 MB).
         matrix: number of rows and of columns of the matrices.
-        seconds: least total time of the repetitions of each measurement. The result is a median.
+        seconds: time for which each measurement is repeated at least. The result is the median.
 
     Returns:
         The part ``ceilings`` of a file that `dpbench.results.roofline.read_ceilings` reads.
@@ -68,14 +68,14 @@ def measure_ceilings(
 
 
 def _copy(size: int, device: torch.device, seconds: float) -> float:
-    """Return the bytes per second, read and written, of a copy on the device."""
+    """Return the bytes that a copy on the device reads and writes per second."""
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     copy = torch.empty_like(source)
     return 2 * size / _median(lambda: copy.copy_(source), seconds)
 
 
 def _product(precision: str, device: torch.device, side: int, seconds: float) -> float:
-    """Return the FLOP/s of a product of square matrices. A multiply-add is two operations."""
+    """Return the FLOP/s of a product of two square matrices. A multiply-add is two operations."""
     dtype = DTYPES[precision]
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
@@ -88,7 +88,7 @@ def _product(precision: str, device: torch.device, side: int, seconds: float) ->
 
 
 def _median(function: Callable[[], object], seconds: float) -> float:
-    """Return the median seconds of a call. The timer warms up and synchronizes."""
+    """Return the median seconds of a call, after a warm-up and with synchronization of the GPU."""
     from torch.utils.benchmark import Timer  # imports setuptools
 
     timer = Timer("function()", globals={"function": function})
@@ -96,7 +96,7 @@ def _median(function: Callable[[], object], seconds: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the GPU and print the document."""
+    """Measure the GPU and print the numbers as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Numbers and layout of tables, for the modules that make the tables of the documents."""
+"""Functions that read numbers and lay out tables, for the modules that make documents' tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tabulate import tabulate
 from bench.runs import value
 
 TABLES: dict[str, Callable[..., str]] = {}
-"""Functions that return a table in Markdown, by name. Pages name these functions."""
+"""Functions that return a table in Markdown, by name. Pages of documents name their function."""
 
 
 class Place(NamedTuple):
@@ -31,33 +31,33 @@ class Place(NamedTuple):
 
 
 def by_length(files: str, precisions: Sequence[str] = ("fp32", "bf16")) -> list[Place]:
-    """Return, per precision, a `Place` for 8 × 256 and for 8 × 1024, in files ``FILES-LENGTH``."""
+    """Return places per precision: 8 × 256 in file ``FILES-256``, 8 × 1024 in ``FILES-1024``."""
     return [Place(f"{files}-{n}", f"8x{n}", p) for p in precisions for n in (256, 1024)]
 
 
 def table(function: Callable[..., str]) -> Callable[..., str]:
-    """Register a function in `TABLES`."""
+    """Register a function in `TABLES` under the name of the function. Use as a decorator."""
     TABLES[function.__name__] = function
     return function
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table. Numbers are rounded to two decimals, and text stays as it is."""
+    """Return a Markdown table. Numbers are rounded to two decimals, and text is not changed."""
     cells = [[cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row] for row in rows]
     return tabulate(cells, heads, tablefmt="github", disable_numparse=True)
 
 
 def joined(numbers: Iterable[float], digits: int = 2) -> str:
-    """Return several numbers as the text of one table cell."""
+    """Return numbers, rounded to ``digits`` decimals and joined by commas, for one table cell."""
     return ", ".join(f"{number:.{digits}f}" for number in numbers)
 
 
 Metric = Callable[..., float]
-"""A function that returns a number for a `Place`, a trainer and a phase (``step`` by default)."""
+"""Type of a function that returns a number for a `Place`, a trainer and a phase."""
 
 
 def metric(name: str, scale: float = 1.0) -> Metric:
-    """Return the function that reads a metric of a run, multiplied by ``scale``."""
+    """Return a function that reads the metric ``name`` of a run, and multiplies it by ``scale``."""
 
     def read(place: Place, trainer: str, phase: str = "step") -> float:
         return scale * value(place.file, name, phase, trainer=trainer, **place.axes)
@@ -72,15 +72,15 @@ busy = metric("gpu_busy_share")
 
 
 def ratio(metric: Metric, place: Place, trainer: str, to: str = "standard") -> float:
-    """Divide a metric of one trainer by the same metric of another trainer."""
+    """Divide a metric of ``trainer`` by the same metric of the trainer ``to``."""
     return metric(place, trainer) / metric(place, to)
 
 
 def cost(place: Place, trainer: str, to: str = "standard") -> str:
-    """Return time, DRAM bytes and peak memory of a trainer ÷ those of the trainer ``to``.
+    """Return time, DRAM bytes and peak memory of ``trainer``, each divided by that of ``to``.
 
-    For the trainer ``to`` itself, the numbers are not divided, and are in ms, GB and GB. If a
-    number was not measured, the text is "-".
+    If both are the same trainer, the numbers are not divided, and are in ms, GB and GB. If a number
+    was not measured, the text is "-".
     """
     try:
         if trainer == to:

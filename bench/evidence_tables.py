@@ -1,4 +1,4 @@
-"""Make the documents' tables about diffs to Opacus, other libraries, and files of results."""
+"""Make the documents' tables about diffs to Opacus, about other libraries and about run files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CHANGES: dict[str, tuple[str, str, str]] = WORDS["changes"]
 
 
 def saved_by(place: Place, before: str, after: str) -> list[str]:
-    """Return the DRAM GB and the ms that the trainer ``after`` saves over ``before``."""
+    """Return how many DRAM GB and ms the trainer ``after`` needs less than ``before``."""
     return [f"{metric(place, before) - metric(place, after):.1f}" for metric in (gb, ms)]
 
 
 @table
 def changes(*pages: str) -> str:
-    """Return the bytes and times that changes to Opacus save at 8 × 256 and fp32, by page."""
+    """Return bytes and times that the changes of these pages to Opacus save at 8 × 256 and fp32."""
     place, rows = Place("opacus-changes"), []
     for page in pages:
         _, before, after = CHANGES[page]
@@ -43,7 +43,7 @@ WITH_DIFF = ["", "fp32", "with it", "bf16", "with it"]
 
 @table
 def diff(page: str, *trainers: str) -> str:
-    """Return the logical GB of a step without and with the diff of a page."""
+    """Return the logical GB of a step with the installed Opacus and with the diff of a page."""
     rows = []
     for trainer in trainers:
         _, *before = printed("upstream.txt", "Opacus", trainer)
@@ -54,7 +54,7 @@ def diff(page: str, *trainers: str) -> str:
 
 @table
 def diff_measured(before: str, after: str) -> str:
-    """Return the DRAM GB of a step for the trainers ``before`` and ``after`` a change."""
+    """Return the DRAM GB of a step of the trainer ``before`` and of the trainer ``after``."""
     places = [Place("opacus-changes", precision=precision) for precision in ("fp32", "bf16")]
     numbers = [f"{gb(place, trainer):.1f}" for place in places for trainer in (before, after)]
     return markdown(WITH_DIFF, [[before, *numbers]])
@@ -62,7 +62,7 @@ def diff_measured(before: str, after: str) -> str:
 
 @table
 def saved() -> str:
-    """Return the logical GB that each diff saves in a step."""
+    """Return how many logical GB each diff in `CHANGES` saves in a step."""
     rows = []
     for page, (what, trainer, _) in CHANGES.items():
         before, after = (printed("upstream.txt", name, trainer) for name in ("Opacus", page))
@@ -73,7 +73,7 @@ def saved() -> str:
 
 @table
 def diff_ranks(*pages: str) -> str:
-    """Return the numbers that `bench/upstream_ranks.py` printed for Opacus and for diffs."""
+    """Return what `bench/upstream_ranks.py` printed for Opacus and for the diffs of these pages."""
     rows = []
     for page in ("Opacus", *pages):
         update, sent, noise, alike, passed, failed = printed("upstream-ranks.txt", page)
@@ -87,7 +87,7 @@ def diff_ranks(*pages: str) -> str:
 
 @table
 def peers() -> str:
-    """Return the logical bytes of trainers of other libraries, of Opacus and of dpbench."""
+    """Return the logical bytes of a step with other libraries, with Opacus and with dpbench."""
     names = ("dpsgd", "backpack", "dpsgd_ghost", "fastdp", "fastdp:origin_params=embedding")
     rows = []
     for trainer in ("standard", *names, "book_keeping", "fused"):
@@ -112,7 +112,7 @@ JAX = "jax-privacy"
 
 
 def jax_cost(place: Place) -> str:
-    """Return time and DRAM bytes of a step of jax-privacy ÷ standard. Memory was not measured."""
+    """Return time and DRAM bytes of a step of jax-privacy, divided by those of ``standard``."""
     if place.precision != "tf32":
         return "-"
     text = (RESULTS / f"h200-jax-{place.cell.partition('x')[2]}.txt").read_text("utf-8")
@@ -126,7 +126,7 @@ def jax_cost(place: Place) -> str:
 
 @table
 def evidence() -> str:
-    """Return the files of docs/results, and the command that made each file."""
+    """Return the names of the files in docs/results, and the command that made each file."""
     kinds = tomllib.loads((RESULTS / "evidence.toml").read_text(encoding="utf-8"))
     files = {file_of(name): f"dpbench run {o} --json …" for name, o in kinds["measured"].items()}
     files |= kinds["counted"] | kinds["printed"] | kinds["recorded"]

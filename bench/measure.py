@@ -1,11 +1,12 @@
-"""Measure the runs behind the documents, in several calls if necessary.
+"""Measure the runs from which the documents' tables are made, in several calls if necessary.
 
     python -m bench.measure --list            # print the command of each file
     python -m bench.measure --minutes 9       # stop after 9 minutes; the next call continues
     python -m bench.measure methods-tf32      # measure only this file
 
-``docs/results/evidence.toml`` lists the files. When the minutes are over, a call interrupts its
-current run, which keeps the complete cases, and ends. The next call resumes this run. The checkout
+``docs/results/evidence.toml`` lists the files. When the minutes are over, a call interrupts
+its current run, and ends. The interrupted run keeps its complete cases, and the next call resumes
+the run. The checkout
 must be clean, and nothing else may run on the machine.
 """
 
@@ -25,11 +26,11 @@ from pathlib import Path
 from bench.runs import RESULTS, ROOT, file_of
 
 PLAN: dict[str, str] = tomllib.loads((RESULTS / "evidence.toml").read_text("utf-8"))["measured"]
-"""Options of ``dpbench run`` by the name of the run's file."""
+"""Options of ``dpbench run`` for each file, by the file's name as in `bench.runs`."""
 
 
 def command(name: str, options: str, into: Path) -> list[str]:
-    """Return the command that measures a file or resumes its interrupted measurement."""
+    """Return the command that measures the run of a file, or resumes this run if interrupted."""
     kept = ["--save", name, "--resume", "--storage", str(into / "runs")]
     return [
         *(sys.executable, "-m", "dpbench", "run", *shlex.split(options)),
@@ -38,12 +39,12 @@ def command(name: str, options: str, into: Path) -> list[str]:
 
 
 def is_complete(file: Path) -> bool:
-    """Return True if a file exists and its session is complete."""
+    """Return True if a file exists and contains a complete run."""
     return file.exists() and json.loads(file.read_bytes())["session"]["status"] == "complete"
 
 
 def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
-    """Measure files until the time is over. Return the names of files that are not complete."""
+    """Measure runs until the time is over. Return the names of runs that are not complete."""
     end = time.monotonic() + seconds
     for name, options in plan.items():
         if is_complete(into / file_of(name)) or time.monotonic() >= end:
@@ -58,7 +59,7 @@ def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
 
 
 def main() -> int:
-    """Measure the files, or list the commands."""
+    """Measure the runs that the command line names, or print their commands."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="measure only these files")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after this (default 9)")

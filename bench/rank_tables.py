@@ -1,4 +1,4 @@
-"""Make the documents' tables about several GPUs: cost, bytes sent, and time in collectives."""
+"""Make tables about several GPUs: cost of steps, sent bytes, and time in collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpbench.results.rows import STEP
 
 SENT = "collective_bytes"
 COUNTED_RANKS = "counted-ranks"
-"""Name of the run in which one rank of several ranks was counted."""
+"""Name of the run in which one of 2, 8, 64 or 1024 ranks was counted."""
 
 payload = metric("nvlink_payload_sent_bytes")
 """Bytes of messages that a rank sends, without headers, counted by NVML."""
@@ -29,7 +29,7 @@ PLACES = {
         for precision in ("fp32", "bf16")
     ],
 }
-"""Results on two GPUs, by table. The batch size in a cell is that of both ranks together."""
+"""Runs on two GPUs, by table. The batch size in a cell is the sum over both ranks."""
 
 TRAINERS = {
     "ddp": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
@@ -37,7 +37,7 @@ TRAINERS = {
     "lora": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
     "h100": ("dpsgd", "dpsgd_ghost", "lean", "ghost_lean", "fused"),
 }
-"""Private trainers by table."""
+"""Private trainers in the rows of each table."""
 
 
 def head(place: Place) -> str:
@@ -49,7 +49,7 @@ def head(place: Place) -> str:
 
 @table
 def ranks_measured(parallel: str, *trainers: str) -> str:
-    """Return the slower rank's time, both ranks' DRAM bytes, the larger peak memory, busy share."""
+    """Return time, DRAM bytes, peak memory and busy share of steps on two GPUs."""
 
     def shown(place: Place, trainer: str) -> str:
         numbers = cost(place, trainer)
@@ -62,7 +62,7 @@ def ranks_measured(parallel: str, *trainers: str) -> str:
 
 @table
 def ranks_sent() -> str:
-    """Return the GB that a rank sends at 4 × 256 and fp32, counted and measured."""
+    """Return the GB that a rank sends in a step of 4 × 256 a rank at fp32, counted and measured."""
     rows = []
     for parallel in ("ddp", "fsdp2"):
         place = PLACES[parallel][0]
@@ -82,7 +82,7 @@ PROFILED = {"ddp": ("standard", *TRAINERS["ddp"]), "fsdp2": ("standard", "ghost_
 
 @table
 def ranks_apart() -> str:
-    """Return noise bytes and times in collectives of rank 0 and rank 1, at 4 × 256 and fp32."""
+    """Return, for both ranks at 4 × 256 and fp32, bytes of the noise and times in collectives."""
 
     def both(file: str, *metrics: str, phase: str = STEP, scale: float = 1e3) -> str:
         axes = {"trainer": trainer, "precision": "fp32", "parallel": parallel}
@@ -103,7 +103,7 @@ def ranks_apart() -> str:
 
 @table
 def ranks(parallel: str, *trainers: str) -> str:
-    """Return the counted GB that a rank sends, its number of collectives, and its GB for noise."""
+    """Return counted numbers of one rank: sent GB, collectives, and GB of the phase ``noise``."""
     rows = []
     standard = value(COUNTED_RANKS, SENT, trainer="standard", parallel=parallel, gpus=64)
     for trainer in trainers:

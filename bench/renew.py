@@ -1,7 +1,7 @@
-"""Generate the tables of the documents, and the README's picture, from the committed runs.
+"""Generate the documents' tables and the README's picture from the committed runs.
 
-    python -m bench.renew            # write them, after a measurement
-    python -m bench.renew --check    # name the pages whose tables differ; exit status 1 if any
+    python -m bench.renew            # write tables and picture, after a measurement
+    python -m bench.renew --check    # name pages whose tables differ; then the exit status is 1
 
 A table is between ``<!-- generated: NAME WORDS -->`` and ``<!-- end -->``. The function NAME of
 `bench.tables`, `bench.rank_tables` or `bench.evidence_tables` is called with the words and returns
@@ -70,9 +70,9 @@ def committed_runs() -> list[Path]:
 
 
 def shortened(text: str) -> str:
-    """Remove from a run the lists that can be computed from its rows, and axes at their defaults.
+    """Return the JSON text of a run without lists that can be computed from the run's rows.
 
-    The text becomes about half as long, and describes the same run.
+    Axes of cases that have their default values are removed, too. The text describes the same run.
     """
     document = {name: part for name, part in json.loads(text).items() if name not in DERIVED}
     for part in ("cases", *LISTS):
@@ -84,7 +84,7 @@ def shortened(text: str) -> str:
 
 
 def picture() -> str:
-    """Return the README's picture as SVG. Its bars show the numbers of README's first table."""
+    """Return the README's picture as SVG. The bars show the run of the README's table."""
     from dpbench.show.picture import svg  # needs Matplotlib
 
     whole = run(path_of(PICTURED))

@@ -2,9 +2,9 @@
 
 A file is named without ``h200-`` and without its ending: ``"methods-256"`` is
 ``docs/results/h200-methods-256.json``. Axes choose rows of a file: ``cell="8x256"`` (batch size ×
-sequence length), ``precision="bf16"``, or any column of dpbench's summary. They must choose exactly
-one number. A count is the mean over the counted steps, and a time is the median over the timed
-steps.
+sequence length), ``precision="bf16"``, or any column of a run's summary. The axes must choose
+exactly one number. A count is the mean over the counted steps, and a time is the median over
+the timed steps.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dpbench.results.summary import of_one_instrument
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 BOUNDS = ROOT / "tests/logical/bounds.json"
-"""Counts of the transformer at the width of ``1b`` with one layer and with two."""
+"""Run that counts the transformer at the width of the model ``1b``, with one and two layers."""
 
 LAYERS = 24
-"""Layers of the ``1b`` model."""
+"""Number of layers of the ``1b`` model."""
 
 
 def file_of(name: str) -> str:
-    """Return the file name of a run, whose name begins with ``h100-`` if an H100 measured it."""
+    """Return the name of a measured run's file. Without the prefix ``h100-``, adds ``h200-``."""
     return f"{name}.json" if name.startswith("h100-") else f"h200-{name}.json"
 
 
 def path_of(name: str) -> Path:
-    """Return the path of a measured or counted run."""
+    """Return the path of a run: of the counted run with this name, else of the measured run."""
     counted = RESULTS / f"{name}.json"
     return counted if counted.exists() else RESULTS / file_of(name)
 
@@ -46,10 +46,10 @@ def run(path: Path) -> Run:
 
 
 def chosen(rows: pd.DataFrame, what: str, **axes: object) -> pd.DataFrame:
-    """Return the rows with these values.
+    """Return the rows whose axes have these values.
 
     Raises:
-        LookupError: no row has them.
+        LookupError: no row has these values. The message contains ``what``.
     """
     for axis, wanted in axes.items():
         rows = rows[rows[axis] == wanted]
@@ -74,7 +74,7 @@ def _cells(rows: pd.DataFrame) -> pd.Series[str]:
 
 @cache
 def value(file: str, metric: str, phase: str = STEP, **axes: object) -> float:
-    """Return one number in base units, such as bytes or seconds.
+    """Return the number of a metric and phase in a file, in bytes, seconds or another base unit.
 
     Raises:
         LookupError: the axes choose no number, or several.
@@ -86,7 +86,7 @@ def value(file: str, metric: str, phase: str = STEP, **axes: object) -> float:
 
 
 def of_rank(file: str, metric: str, rank: int, phase: str = STEP, **axes: object) -> float:
-    """Return one number of one rank in base units. It is the median over the steps."""
+    """Return the median over the steps of a metric of one rank, in base units."""
     axes = {"metric": metric, "phase": phase, "rank": rank, **axes}
     return float(chosen(run(path_of(file)).frame, f"row in {file}", **axes).value.median())
 
@@ -108,9 +108,9 @@ def _operators() -> pd.DataFrame:
 
 @cache
 def counted(column: str, trainer: str, cell: str) -> float:
-    """Return ``bytes`` or ``flops`` of a step of ``1b`` at fp32.
+    """Return the logical ``bytes`` or the ``flops`` of a step of the model ``1b`` at fp32.
 
-    They grow by an equal amount with each layer, so two models with fewer layers are enough.
+    Each layer adds the same amount, so counts of models with one and with two layers are enough.
     """
     one, two = (
         float(chosen(_operators(), BOUNDS.name, **axes)[column].sum())
@@ -120,7 +120,7 @@ def counted(column: str, trainer: str, cell: str) -> float:
 
 
 def printed(file: str, *start: str) -> list[float]:
-    """Return the numbers in the line that begins with these words, in a file of printed text."""
+    """Return the numbers in the line of a text file that begins with the words ``start``."""
     lines = [line.split() for line in (RESULTS / file).read_text(encoding="utf-8").splitlines()]
     found = [line[len(start) :] for line in lines if line[: len(start)] == [*start]]
     if len(found) != 1:

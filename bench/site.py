@@ -1,4 +1,4 @@
-"""Hooks for MkDocs. They add top-level pages and a page of the Python API, and adapt links."""
+"""Hooks with which MkDocs adds pages to the site, such as the README, and adapts links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOP = {
     "changelog.md": "CHANGELOG.md",
     "security.md": "SECURITY.md",
 }
-"""Pages of the site, and their files in the repository's top folder."""
+"""Files in the repository's top folder, by the page of the site that shows the file."""
 
 API = {
     "Cases and metrics": ("core",),
@@ -30,7 +30,7 @@ API = {
     "Instruments and results": ("instruments", "child", "launch", "results"),
     "Advice": ("advice",),
 }
-"""Sections of the page about the Python API, and the packages with their public names."""
+"""Packages whose public names a section shows, by section of the page about the Python API."""
 
 LONG = ("GRIDS", "METRICS")
 """Names whose values are too long to show."""
@@ -45,11 +45,11 @@ OBJECT = """\
 """Text that mkdocstrings replaces by the docstring of a public object."""
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
-"""The target of a link or picture in this repository, without the part after ``#``."""
+"""Matches the target of a Markdown link to this repository, without the part after ``#``."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Set the links to the repository: in GitHub Actions its own name, else ``YOU/dpbench``."""
+    """Set links to the repository that GitHub Actions names, or else to ``YOU/dpbench``."""
     config.repo_name = os.environ.get("GITHUB_REPOSITORY", "YOU/dpbench")
     config.repo_url = f"https://github.com/{config.repo_name}"
     owner, _, name = config.repo_name.partition("/")
@@ -71,7 +71,7 @@ def api_page() -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the top folder and the page of the Python API."""
+    """Add the pages in `TOP` and the page of the Python API to the site."""
     contents = {page: (ROOT / source).read_text("utf-8") for page, source in TOP.items()}
     for page, content in {**contents, "api.md": api_page()}.items():
         files.append(File.generated(config, page, content=content))
@@ -79,7 +79,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Change links so that they lead to pages of the site or to files of the repository."""
+    """Change a page's links so that they lead to pages of the site or to files on GitHub."""
     here = PurePosixPath(TOP.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
 
     def linked(found: re.Match[str]) -> str:

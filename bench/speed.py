@@ -1,4 +1,4 @@
-"""Time dpbench itself by pytest-benchmark.
+"""Measure by pytest-benchmark how long dpbench's own work takes.
 
 From the checkout:
 
@@ -6,7 +6,7 @@ From the checkout:
     pytest -n 0 bench/speed.py
     pytest -n 0 bench/speed.py -k counting --benchmark-autosave --benchmark-compare
 
-Only `test_a_script_of_1000_steps` starts processes. Other tests run commands in this process.
+`test_a_script_of_1000_steps` starts a process. The other tests run commands in this process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Benchmark = Callable[..., Any]
 
 
 class Instant(Instrument):
-    """An instrument that takes no time and returns the rows of a measured case."""
+    """An instrument that measures nothing, and returns as many rows as a real measurement."""
 
     name = "instant"
 
@@ -54,7 +54,7 @@ class Instant(Instrument):
 
 
 class Rows(PendingMeasurement):
-    """Rows of three steps for each phase and metric."""
+    """A finished measurement with a row for each phase, metric and step, for three steps."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -74,7 +74,7 @@ def command(*arguments: object) -> None:
 
 
 def test_session_of_16_cases(benchmark: Benchmark, tmp_path: Path) -> None:
-    """Time the work of a session besides measuring, such as saving the run and writing files."""
+    """Time a session without its measurements: for example saving the run and writing files."""
     files = (f"--{kind}={tmp_path / f'run.{kind}'}" for kind in ("json", "markdown", "csv"))
     instant = ("--instrument", "bench.speed:Instant", "--grid", "grid1")
     benchmark(command, "run", *instant, *files, "--save", "it", "--storage", tmp_path)
@@ -94,7 +94,7 @@ def test_counting(benchmark: Benchmark, trainer: str) -> None:
 
 
 def test_reading_a_report_of_kernels(benchmark: Benchmark, tmp_path: Path) -> None:
-    """Time showing a report, which NVIDIA's library reads."""
+    """Time ``dpbench show`` of a recorded ncu report, which NVIDIA's library reads."""
     report = tmp_path / KERNELS.stem
     report.write_bytes(lzma.decompress(KERNELS.read_bytes()))
     benchmark(command, "show", report)
@@ -102,7 +102,7 @@ def test_reading_a_report_of_kernels(benchmark: Benchmark, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_script_of_1000_steps(benchmark: Benchmark, watched: bool, tmp_path: Path) -> None:
-    """Time a process that runs a training script, by itself and under ``dpbench exec``."""
+    """Time a process that runs a training script, with and without ``dpbench exec``."""
     script = tmp_path / "loop.py"
     script.write_text(LOOP, encoding="utf-8")
     under = ("-m", "dpbench", "exec", "--instrument", "timing", "--continue") if watched else ()

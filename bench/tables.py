@@ -1,4 +1,4 @@
-"""Make the documents' tables about the cost of methods, and about how far to trust numbers."""
+"""Make tables about the cost of training methods, and about the accuracy of numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 OPACUS = ("standard", *PRIVATE)
 OWN = ("lean", "ghost_lean", "micro_batch", "book_keeping", "fused")
 WORDS = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
-"""Names that tables show, by file of docs/results or page of docs/upstream."""
+"""Texts that tables show for a file of docs/results or for a page of docs/upstream."""
 MODELS: dict[str, str] = WORDS["models"]
 TUNING: dict[str, str] = WORDS["tuning"]
 
@@ -47,7 +47,7 @@ SESSIONS = (
     *(f"{tool}-grid1-{session}" for tool in ("cupti", "ncu") for session in (1, 2, 3)),
     *("ncu-methods-256", "ncu-precisions", "ncu-precisions-16x1024"),
 )
-"""Runs of the built-in model. Some cases were measured in several of these runs."""
+"""Runs of the built-in model, which measured some cases several times."""
 
 
 def by_cell(corner: str, shown: Callable[[Place], str]) -> str:
@@ -64,7 +64,7 @@ def by_cell(corner: str, shown: Callable[[Place], str]) -> str:
 
 @table
 def step(*trainers: str) -> str:
-    """Return DRAM bytes, time and peak memory of a step of 8 × 256, at fp32 / bf16.
+    """Return DRAM bytes, time and peak memory of a step at 8 × 256, each at fp32 / bf16.
 
     The column of the standard trainer has absolute numbers. Columns of other trainers have ratios.
     """
@@ -102,13 +102,13 @@ def phases() -> str:
 
 @table
 def ghost() -> str:
-    """Return the cost of ghost clipping ÷ flat clipping, for each of `PLACES`."""
+    """Return the cost of Opacus's ghost clipping ÷ that of flat clipping, for each of `PLACES`."""
     return by_cell("time, bytes, memory", lambda place: cost(place, "dpsgd_ghost", to="dpsgd"))
 
 
 @table
 def time() -> str:
-    """Return how much longer private steps take than a standard step, and three shares of it."""
+    """Return the extra time of private steps over standard steps, and three shares of this time."""
     roofs = json.loads(path_of("ceilings").read_text(encoding="utf-8"))["ceilings"]
 
     def shown(place: Place, trainer: str) -> str:
@@ -125,7 +125,7 @@ def time() -> str:
 
 
 def idle_ms(place: Place, trainer: str) -> float:
-    """Return the ms of a step in which the GPU did nothing."""
+    """Return for how many ms of a step the GPU did nothing."""
     return ms(place, trainer) * (1 - busy(place, trainer))
 
 
@@ -137,14 +137,14 @@ def models() -> str:
 
 @table
 def tuning() -> str:
-    """Return the cost of private training at bf16 with LoRA, AdamW or SGD, by length."""
+    """Return the cost of training at bf16: with LoRA or all parameters, and with AdamW or SGD."""
     places = {name: Place(file, precision="bf16") for file, name in TUNING.items()}
     return by_place(places, ("dpsgd", "dpsgd_ghost", "lean", "ghost_lean", "fused"))
 
 
 @table
 def correlated() -> str:
-    """Return the cost of correlated noise at 8 × 256, by number of bands and per further band."""
+    """Return the cost of correlated noise at 8 × 256 by bands, and the cost of a further band."""
     bands = (1, 2, 4, 8, 16, 32)
     methods = (("fused", "drawn again", 32), ("lean", "stored", 16), ("dpsgd", "stored", 8))
     rows = []
@@ -167,7 +167,7 @@ def correlated() -> str:
 
 @table
 def measured() -> str:
-    """Return measured ÷ counted DRAM bytes of a step at fp32."""
+    """Return measured DRAM bytes ÷ counted bytes of a step at fp32."""
     built_in = [place for place in PLACES if place.precision == "fp32"]
     others = ("llama-256", "llama-512", "vit-64", "resnet-64")
     rows = []
@@ -182,9 +182,9 @@ def measured() -> str:
 
 @table
 def sessions() -> str:
-    """Return the differences of bytes and times between sessions, and of bytes between tools.
+    """Return how much bytes and times differ between sessions, and bytes between CUPTI and ncu.
 
-    The tools are CUPTI and ncu. Each number is the largest for any of `OPACUS`.
+    Each number is the largest relative difference among the trainers in `OPACUS`.
     """
 
     def shown(place: Place) -> str:
@@ -204,7 +204,7 @@ def sessions() -> str:
 
 
 def seen(metric: Metric, place: Place, trainer: str) -> dict[str, float]:
-    """Return one metric of one case, by the session that measured it."""
+    """Return a metric of one case in each of `SESSIONS` that measured the case, by session."""
     found = {}
     for file in SESSIONS:
         with suppress(LookupError):
@@ -213,6 +213,6 @@ def seen(metric: Metric, place: Place, trainer: str) -> dict[str, float]:
 
 
 def spread(of_trainers: Iterable[dict[str, float]]) -> float | None:
-    """Return the largest relative spread over sessions, (max - min) / min, of any trainer."""
+    """Return the largest of the trainers' spreads over sessions: (max - min) / min."""
     values = ([*found.values()] for found in of_trainers)
     return max((max(of) / min(of) - 1 for of in values if len(of) > 1), default=None)

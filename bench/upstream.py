@@ -2,10 +2,10 @@
 
     python bench/upstream.py kept unused
 
-takes the diffs from ``docs/upstream/kept.md`` and ``unused.md``. For flat and for ghost clipping it
-compares three steps with noise with those of the installed Opacus, and prints the relative
-difference of the total update. It also prints the logical GB of a step of the 1b model at 8 x 256.
-Other options:
+takes the diffs from ``docs/upstream/kept.md`` and ``unused.md``. For flat and for ghost clipping,
+each copy trains three steps with noise. The script prints the relative difference of their total
+update from that with the installed Opacus, and the logical GB of a step of the 1b model at 8 x 256.
+Options:
 
     python bench/upstream.py --tests
     python bench/upstream.py --gradients
@@ -13,15 +13,15 @@ Other options:
     python bench/upstream.py --norms
 
 - ``--tests`` runs the tests in Opacus's wheel on each copy, except the tests of Opacus's
-  accountants. It prints how many tests fail that pass with the installed Opacus.
+  accountants. It prints how many tests fail with the copy and pass with the installed Opacus.
 - ``--gradients`` runs only the tests in `READ_GRADIENTS`.
 - ``--layers`` counts the single layers of the grid `opacus-layers` at the smallest batch. It prints
-  by how many percent bytes and peaks of memory change.
+  by how many percent each diff changes bytes and peaks of memory.
 - ``--norms`` calls the function ``update`` of ``docs/upstream/norms.md`` for three shapes and three
-  seeds, and prints the largest norm, by type and offset.
+  seeds, and prints the largest norm of an update for each dtype and offset.
 
 Opacus's tests import torchvision for random images and three models. Without torchvision, some
-tests fail with every copy, and with the installed Opacus too.
+tests fail with every copy and with the installed Opacus.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/upstream"
 TRAINERS = ("dpsgd", "dpsgd_ghost")
 SHARDED = ("reductions", "shards")
-"""Pages of changes under FSDP2, which `bench/upstream_ranks.py` tries over ranks."""
+"""Pages with changes for FSDP2, which `bench/upstream_ranks.py` tries over two ranks."""
 
 READ_GRADIENTS = (
     "opacus/tests/grad_samples/conv2d_test.py::Conv2d_test"
@@ -70,7 +70,7 @@ from hypothesis import settings
 settings.register_profile("few", max_examples=5)
 settings.load_profile("few")
 """
-"""A ``conftest.py`` for Opacus's tests: 5 examples of each property instead of 100."""
+"""A ``conftest.py`` with which Opacus's tests try 5 examples of a property instead of 100."""
 
 
 def names() -> list[str]:
@@ -86,7 +86,7 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 def patched(name: str, folder: Path) -> None:
-    """Copy the installed Opacus into a folder and apply the diffs of a page. ``""`` has no diffs.
+    """Copy the installed Opacus into a folder and apply a page's diffs, or none for ``""``.
 
     Raises:
         CalledProcessError: a diff does not apply.
@@ -102,7 +102,7 @@ def patched(name: str, folder: Path) -> None:
 
 
 def with_copy(name: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process that imports a patched copy of Opacus, and return its output."""
+    """Run Python with these words in a process that imports a patched copy of Opacus."""
     with TemporaryDirectory() as folder:
         patched(name, Path(folder))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
@@ -116,13 +116,13 @@ def with_copy(name: str, *words: str, **options: Any) -> subprocess.CompletedPro
 
 
 def measured(name: str, what: str, script: str = __file__) -> dict[str, Any]:
-    """Run a script with ``--here`` and a patched copy, and return the JSON that it prints last."""
+    """Run a script with ``--here WHAT`` and a patched copy. Return the JSON in its last line."""
     done = with_copy(name, script, "--here", what, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def trained(case: Case, **options: Any) -> tuple[TrainerBase, torch.Tensor]:
-    """Take three steps on a CPU. Return the trainer and the total change of the parameters."""
+    """Train three steps on a CPU. Return the trainer, and the parameters' change over all steps."""
     warnings.simplefilter("ignore")
     trainer, batches = build(
         case, pick_device("cpu"), 3, learning_rate=1.0, max_grad_norm=0.3, **options
@@ -138,12 +138,12 @@ def trained(case: Case, **options: Any) -> tuple[TrainerBase, torch.Tensor]:
 
 
 def difference(original: Sequence[float], changed: Sequence[float]) -> float:
-    """Return the norm of the difference of two updates, relative to the norm of the first."""
+    """Return the norm of ``changed - original``, relative to the norm of ``original``."""
     return math.dist(original, changed) / math.hypot(*original)
 
 
 def measure_updates() -> dict[str, Any]:
-    """Return the update of three steps and the logical bytes at fp32 and bf16, by trainer."""
+    """Return, by trainer, the update of three steps and a step's logical bytes at fp32 and bf16."""
     from tests.logical.layers import count_by_layers
 
     found = {}
@@ -172,7 +172,7 @@ def measure_layers() -> dict[str, Any]:
 
 
 def measure_norms() -> dict[str, Any]:
-    """Return the largest update norms of ghost and fast gradient clipping, by type and offset."""
+    """Return the largest norms of updates by ghost and by fast clipping, for dtypes and offsets."""
     page: dict[str, Any] = {}
     exec(blocks("norms", "python")[0], page)
     found = {}
@@ -193,7 +193,7 @@ def measure_norms() -> dict[str, Any]:
 
 
 def print_updates(given: Sequence[str]) -> None:
-    """Print the relative difference from the installed Opacus's updates, and the GB of a step."""
+    """Print how far updates differ from the installed Opacus's updates, and the GB of a step."""
     original = measured("", "updates")
     print(f"{'change':14}{'trainer':14}{'update differs by':>18}{'fp32 GB':>10}{'bf16 GB':>10}")
     for name in ["", *given]:
@@ -205,7 +205,7 @@ def print_updates(given: Sequence[str]) -> None:
 
 
 def print_layers(given: Sequence[str]) -> None:
-    """Print by how many percent bytes and peak memory of single layers differ with each change."""
+    """Print by how many percent each change alters the bytes and peak memory of single layers."""
     original = measured("", "layers")
     trainers, layers = (dict.fromkeys(part) for part in zip(*map(str.split, original), strict=True))
     print(f"{'% of':48}" + "".join(f"{layer:>13}" for layer in layers))
@@ -220,7 +220,7 @@ def print_layers(given: Sequence[str]) -> None:
 
 
 def print_norms() -> None:
-    """Print the norms of updates without noise, by dtype and offset. The threshold is 1."""
+    """Print norms of updates without noise, clipped to a threshold of 1, by dtype and offset."""
     original, changed = (measured(name, "norms") for name in ("", "norms"))
     print(f"{'type, offset':20}{'ghost':>12}{'fgc':>12}{'ghost with it':>16}{'fgc with it':>14}")
     for key, (ghost, fgc) in original.items():
@@ -259,7 +259,7 @@ def opacus_tests(name: str, tests: Sequence[str]) -> dict[str, str]:
 
 
 def print_tests(given: Sequence[str], tests: Sequence[str]) -> int:
-    """Print outcomes of Opacus's tests by change. Return how many tests fail only with a change."""
+    """Print outcomes of Opacus's tests. Return the number of failures that only a change causes."""
     print(f"{'change':14}{'passed':>8}{'skipped':>9}{'failed':>8}{'of them only with it':>22}")
     original = opacus_tests("", tests)
     lost = 0
@@ -276,7 +276,7 @@ def print_tests(given: Sequence[str], tests: Sequence[str]) -> int:
 
 
 def parsed(about: str, *flags: str) -> argparse.Namespace:
-    """Read the command line. Only `measured` sets the option ``--here``."""
+    """Read the command line. Users do not set the option ``--here``, which `measured` sets."""
     parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     parser.add_argument("name", nargs="*", help="page of docs/upstream; all pages by default")
     for flag in flags:

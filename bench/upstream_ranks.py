@@ -4,10 +4,10 @@
 
 prints for Opacus's ghost clipping, without a diff and with the diff of each page:
 
-- the relative difference of the update of three steps, without noise and over two ranks of gloo,
-  from the update with the installed Opacus;
-- the GB that one rank of 64 sends in a step of the 1b model at 4 x 256 a rank, and the GB that it
-  moves in the phase ``noise``;
+- the relative difference of the update of three steps from the update with the installed Opacus,
+  without noise and over two ranks that communicate by gloo;
+- the counted GB that one rank of 64 sends in a step of the 1b model at 4 x 256 a rank, and the GB
+  that this rank moves in the phase ``noise``;
 - the correlation of the noise in the shards of two ranks whose generators have the same seed;
 - how many checks of ``dpbench verify`` over two ranks passed and failed.
 """
@@ -37,7 +37,7 @@ RANKS = 2
 
 
 def train(rank: int, folder: str) -> None:
-    """Train without noise. Rank 0 writes the update and `noise_correlation` to a file."""
+    """Train three steps without noise. Rank 0 saves the update and the `noise_correlation`."""
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     case = Case(TRAINER, 4, 12, model_size="tiny", parallel="fsdp2", gpus=RANKS)
@@ -50,7 +50,7 @@ def train(rank: int, folder: str) -> None:
 
 
 def noise_correlation(optimizer: Any) -> float:
-    """Return the correlation of the noise in two ranks' shards, with the same seed in all ranks."""
+    """Return the correlation of two ranks' noise, if both ranks have the same seed."""
     torch.manual_seed(0)
     largest = max(optimizer.params, key=torch.numel)
     with implicit_replication():
@@ -62,7 +62,7 @@ def noise_correlation(optimizer: Any) -> float:
 
 
 def measure_ranks() -> dict[str, Any]:
-    """Return the numbers that `train` writes, and counted bytes, with this process's Opacus."""
+    """Return what `train` writes, and counted bytes, with the Opacus that this process imports."""
     with TemporaryDirectory() as folder:
         multiprocessing.spawn(train, args=(folder,), nprocs=RANKS)
         found = json.loads((Path(folder) / "found.json").read_text())
@@ -75,7 +75,7 @@ def measure_ranks() -> dict[str, Any]:
 
 
 def tried(name: str) -> dict[str, Any]:
-    """Return the numbers of `measure_ranks` with a patched copy, and the verdicts of verify."""
+    """Return the results of `measure_ranks` and ``dpbench verify`` with a patched copy."""
     verify = f"-m dpbench verify --trainer {TRAINER} --device cpu --parallel fsdp2 --gpus {RANKS}"
     verified = with_copy(name, *verify.split())
     verdicts = re.findall(r"^.{32,40}?  +(ok|FAILED)\b", verified.stdout, re.M)

@@ -1,8 +1,8 @@
 """A trainer that clips the per-sample gradients of BackPACK (https://backpack.pt).
 
 BackPACK has rules for linear, embedding, convolutional, recurrent and batch norm layers. The rule
-for layer norms in this file follows BackPACK's documentation. BackPACK only computes gradients.
-dpbench clips them, adds noise and updates.
+for layer norms in this file follows BackPACK's documentation. BackPACK only computes
+per-sample gradients. dpbench clips these gradients, adds noise and updates the parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dpbench.training.phases import phase
 
 
 class LayerNormGradients(FirstOrderModuleExtension):
-    """Rule that computes the per-sample gradients of a layer norm's parameters, ``[B, …]``."""
+    """BackPACK's rule for the per-sample gradients of a layer norm's parameters, ``[B, …]``."""
 
     def __init__(self) -> None:
         super().__init__(params=["weight", "bias"])
@@ -37,22 +37,23 @@ class LayerNormGradients(FirstOrderModuleExtension):
 
 
 def by_example(g: Tensor, layer: Any) -> Tensor:
-    """Sum over the dimensions between the example and the layer's normalized shape."""
+    """Sum ``[B, …, *normalized_shape]`` over all dimensions except B and the normalized shape."""
     return g.reshape(len(g), -1, *layer.normalized_shape).sum(1)
 
 
 class BackPACKTrainer(ClippedSumTrainer):
     """DP-SGD with flat clipping of the per-sample gradients that BackPACK stores in ``grad_batch``.
 
-    The arguments are those of `TrainerBase`.
+    The constructor has the arguments of `TrainerBase`.
 
     Raises:
-        ConfigurationError: BackPACK has no rule for a layer; the message names a parameter.
+        ConfigurationError: BackPACK has no rule for a layer. The message names a parameter of the
+            layer.
     """
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        for layer in model.modules():  # BackPACK would replace a model's layer `output`
+        for layer in model.modules():  # extending the model would replace a layer `output`
             if any(True for _ in layer.parameters(recurse=False)):
                 extend(layer)
         self.per_sample = BatchGrad()
@@ -64,7 +65,7 @@ class BackPACKTrainer(ClippedSumTrainer):
             with phase("forward"):
                 loss = self.mean_loss(self.model, part)
             with phase("backward"), backpack(self.per_sample):
-                (loss * self.part_size).backward()  # undo the mean's division
+                (loss * self.part_size).backward()  # mean_loss divided by part_size
             losses.append(loss.detach())
             with phase("clip"), torch.no_grad():
                 self.clip()
@@ -72,7 +73,7 @@ class BackPACKTrainer(ClippedSumTrainer):
         return mean_of(losses)
 
     def clip(self) -> None:
-        """Add the clipped gradients of this micro-batch to the sums of earlier micro-batches."""
+        """Clip this micro-batch's gradients, and add them to the sums of earlier micro-batches."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not hasattr(parameter, "grad_batch"):
                 raise ConfigurationError(f"BackPACK has no per-sample gradients of {name}")

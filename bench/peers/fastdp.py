@@ -1,7 +1,7 @@
 """A trainer that uses fastDP (https://github.com/awslabs/fast-differential-privacy).
 
 fastDP's hooks clip when backward reaches the model's first layer. In the first micro-batch of a
-step they also add the noise. The method is that of Bu et al., "Differentially Private Optimization
+step these hooks also add noise. The method is from Bu et al., "Differentially Private Optimization
 on Large Foundation Models" (2022), https://arxiv.org/abs/2210.00038.
 """
 
@@ -18,20 +18,20 @@ from dpbench.training.base import Batch, TrainerBase, mean_of
 from dpbench.training.phases import phase
 
 CLIPS = {"all-layer": "flat", "param-wise": "per layer"}
-"""Values of the label ``clips``, by fastDP's clipping style."""
+"""Text of the trainer's label ``clips``, by fastDP's clipping style."""
 
 
 class FastDPTrainer(TrainerBase):
-    """A trainer with fastDP's privacy engine. It clips and adds noise in ``backward``.
+    """A trainer with fastDP's privacy engine, which clips and adds noise in phase ``backward``.
 
     Args:
-        clipping_mode: ``MixOpt``, ``MixGhostClip`` or ``ghost`` of fastDP.
-        clipping_style: ``all-layer`` or ``param-wise`` of fastDP.
+        clipping_mode: fastDP's way to compute norms: ``MixOpt``, ``MixGhostClip`` or ``ghost``.
+        clipping_style: ``all-layer`` for flat clipping, ``param-wise`` for per-layer clipping.
         clipping_fn: ``Abadi`` clips. fastDP's default, ``automatic``, divides each gradient by its
             norm and uses 1 as the threshold.
-        origin_params: text that parameters' names contain. Only these parameters get an ordinary
-            gradient. By default all parameters do. If an embedding gets none, it is not trained.
-        options: options of `TrainerBase`.
+        origin_params: a text. Only parameters whose names contain this text get an ordinary
+            gradient; by default all do. An embedding without an ordinary gradient is not trained.
+        options: further arguments of `TrainerBase`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Train the transformer in JAX by jax-privacy (https://github.com/google-deepmind/jax_privacy).
+"""Train dpbench's transformer in JAX by jax-privacy (https://github.com/google-deepmind/jax_privacy).
 
 `PrivateSteps` is a training loop that `dpbench.observe` measures:
 
@@ -35,7 +35,7 @@ Parameters: TypeAlias = Mapping[str, jax.Array]
 def mean_loss(
     parameters: Parameters, layers: int, heads: int, ids: jax.Array, labels: jax.Array
 ) -> Any:
-    """Return the mean cross-entropy of `SimpleBigModel` for ids and labels ``[B, T]``."""
+    """Return the mean cross-entropy of `SimpleBigModel` for token ids and labels ``[B, T]``."""
 
     def linear(name: str, x: jax.Array) -> jax.Array:
         return x @ parameters[f"{name}.weight"].T + parameters.get(f"{name}.bias", 0.0)
@@ -63,7 +63,7 @@ def mean_loss(
 
 
 class PrivateSteps:
-    """DP-SGD whose step is one compiled program.
+    """DP-SGD by jax-privacy, in which each step is one compiled program.
 
     Args:
         model: the built-in model. Its parameters are copied to JAX.
@@ -110,13 +110,13 @@ class PrivateSteps:
         self.compiled = jax.jit(step, donate_argnums=(0, 1))
 
     def step(self, ids: jax.Array, labels: jax.Array) -> jax.Array:
-        """Take a step with ids and labels ``[B, T]``; return the mean loss before the update."""
+        """Train on token ids and labels ``[B, T]``. Return the mean loss before the update."""
         self.parameters, self.state, loss = self.compiled(self.parameters, self.state, ids, labels)
         return loss
 
 
 class JaxPrivacyTrainer(TrainerBase):
-    """A trainer that takes steps of `PrivateSteps`. The arguments are those of `TrainerBase`.
+    """A trainer that takes steps of `PrivateSteps`. It has the arguments of `TrainerBase`.
 
     Raises:
         ConfigurationError: the model is not the built-in model, or the case requests autocast or an
@@ -148,7 +148,7 @@ class JaxPrivacyTrainer(TrainerBase):
 
 
 def in_jax(tensor: Tensor) -> jax.Array:
-    """Copy a tensor to JAX's default device."""
+    """Return a copy of a tensor on JAX's default device."""
     return jnp.array(tensor.detach().cpu().numpy())
 
 

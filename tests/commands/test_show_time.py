@@ -84,7 +84,7 @@ def test_a_missing_condition_is_named_with_what_would_give_it(
     dpsgd = of_cell(GRID1, tmp_path / "run.json", trainer="dpsgd", batch_size=8, seq_len=256)
     text = " ".join(shown(capsys, dpsgd, "--time").split())
     assert "No operations were counted for dpsgd: --instrument logical counts them" in text
-    assert "unknown how busy the GPU was with dpsgd" in text
+    assert "How busy the GPU was with dpsgd was not measured" in text
     assert "--instrument cupti measures it" in text
     assert "beyond standard's" not in text
 
