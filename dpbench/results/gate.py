@@ -10,7 +10,7 @@ compare`` and ``dpbench bisect`` use the gate for saved runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,74 +27,10 @@ from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
+from dpbench.results.verdict import Unjudged, Verdict, listed
 
 RequestedCases = Collection[tuple[Subject, str]]
 """The cases that a session should measure, each with the name of an instrument."""
-
-MOST_NAMES = 10
-"""The most names that a line lists. If there are more names, the line has the number of further
-names."""
-
-
-@dataclass(frozen=True)
-class Unjudged:
-    """The cases for which a limit was not checked, with the reason.
-
-    Without cases, the reason is not about single cases: the reference has no number for the limit,
-    the baselines differ, or the new run was interrupted.
-    """
-
-    limit: str
-    cases: list[str]
-    why: str
-
-    def __str__(self) -> str:
-        about = f" for {listed(self.cases)}" if self.cases else ""
-        return f"{self.limit} was not checked{about}: {self.why}"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The changes of a run from its reference, and the limits that the run exceeds.
-
-    Args:
-        changes: the requested numbers that the reference has, if the same instrument measured the
-            case in both runs. The columns are `CHANGES`. A ratio is left out if the new run lacks
-            the ratio.
-        judged: the rows for which limits were checked, with ``limit`` (the allowed change in the
-            metric's unit), ``threshold`` (the limit as written) and ``regressed``.
-        regressions: the rows that exceed a limit, as plain JSON types, each with its
-            `largest_changes`.
-        unjudged: the limits that could not be checked, each with the cases and the reason.
-        notes: cases that were not compared, other differences, and why the reference is incomplete
-            or failed.
-        memory: the functions of scripts whose memory at the peak changed, see `grown_memory`.
-    """
-
-    changes: pd.DataFrame
-    judged: pd.DataFrame
-    regressions: list[dict[str, Any]]
-    unjudged: list[Unjudged]
-    notes: list[str]
-    memory: Sequence[Mapping[str, Any]] = ()
-
-    @classmethod
-    def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
-        """Merge the verdicts of several limits on the same two runs.
-
-        Equal regressions are merged into one, and so are equal entries of ``unjudged``.
-        """
-        first, *others = verdicts
-        if not others:
-            return first
-        return cls(
-            first.changes,
-            pd.concat([each.judged for each in verdicts if len(each.judged)] or [first.judged]),
-            _distinct(row for each in verdicts for row in each.regressions),
-            _distinct(row for each in verdicts for row in each.unjudged),
-            first.notes,
-            first.memory,
-        )
 
 
 @dataclass(frozen=True)
@@ -331,13 +267,6 @@ def _requested(pairs: pd.DataFrame, asked: RequestedCases | None) -> pd.DataFram
     return pairs.loc[[place in names for place in places]]
 
 
-def _distinct(entries: Iterable[Any]) -> list[Any]:
-    known: list[Any] = []
-    for entry in entries:
-        known += [entry] if entry not in known else []
-    return known
-
-
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Subject, dict[str, Any]]]:
     for row in rows.to_dict("records"):
         yield subject_from(row), {str(name): value for name, value in row.items()}
@@ -354,9 +283,3 @@ def _missing(cases: Sequence[tuple[Subject, str]], others: RequestedCases) -> li
         if (case, instrument) not in others:
             named.setdefault(case, []).append(instrument)
     return [f"{c.id} ({', '.join(by)})" if c in partly else c.id for c, by in named.items()]
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join at most `MOST_NAMES` names with commas, and append the number of further names."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"{', '.join(names[:MOST_NAMES])}{more}"

@@ -24,7 +24,8 @@ from dpbench.training.book_keeping import BookKeepingTrainer
 from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.gradient_sums import in_buffers
 from dpbench.training.graphs import StepGraphs, recorded_step, signature
-from dpbench.training.kernels import layer_norm_samples, scaled
+from dpbench.training.kernels import scaled
+from dpbench.training.layer_norm_kernel import layer_norm_samples
 from dpbench.training.model_snapshot import ModelSnapshot
 from dpbench.training.noisy_updates import Numbers, noisy_mean, noisy_update
 from dpbench.training.norm_ways import PRODUCTS

@@ -35,13 +35,10 @@ REDUCED_TOGETHER = 2**26
 at least this many bytes. These buffers are then reduced while the next graph runs."""
 
 is_capturing = torch.cuda.is_current_stream_capturing
-"""PyTorch's original function. `hidden_capture` replaces the attribute of PyTorch, not this
-name."""
-
+"""PyTorch's function, also while `hidden_capture` replaces it in PyTorch."""
 
 BROKEN: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture CUDA ended with an error. They are kept, because PyTorch's allocator may
-still refer to them."""
+"""Graphs whose capture failed. They are kept, because PyTorch's allocator may refer to them."""
 
 
 class StepGraphs:

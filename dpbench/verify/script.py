@@ -2,8 +2,7 @@
 
 While a step runs, the calls of the script's modules are recorded, with the gradients of the loss
 with respect to the calls' outputs. When an optimizer begins to step, the gradients of its
-parameters are compared with gradients that are computed by repeating the calls for each example
-(see `repeated_calls`).
+parameters are compared with gradients of calls repeated for each example (`repeated_calls`).
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from dpbench.verify.repeated_calls import (
 from dpbench.verify.trained_model import without_dropout
 
 DEVIATIONS = 6
-"""Number of standard errors by which the noise's measured standard deviation may differ from σC,
-the noise multiplier times the clipping threshold."""
+"""Number of standard errors by which the measured deviation of noise may differ from σC."""
 
 MOST_NAMES = 3
 """Largest number of parameters that one line of a message names."""
@@ -76,8 +74,7 @@ class StepChecks(Calls):
         self.bypassed = ""  # class of an optimizer that steps in place of a private optimizer
         self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
         self.known: dict[str, ParameterHistory] = {}
-        # Parameters that belong to an optimizer but to no called module, and whether they had a
-        # gradient:
+        # Parameters of an optimizer but of no called module, and whether each had a gradient:
         self.unowned: dict[int, tuple[Tensor, bool]] = {}
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []

@@ -33,11 +33,9 @@ TOLERANCE = 1e-5
 """Largest allowed relative error of a parameter's gradient at fp32. `Verification._tolerance`
 allows more if PyTorch's float32 norms have larger errors."""
 SIGMA = 1e4
-"""Noise multiplier σ of most noise checks. With this σ, the gradient is negligible compared with
-the noise."""
+"""Noise multiplier σ of most noise checks. The gradient is negligible beside such noise."""
 SMALL_SIGMA, FRACTIONAL_SIGMA = 0.05, 1.6
-"""Two more noise multipliers, which are not whole numbers. With `SMALL_SIGMA`, the gradient is not
-negligible compared with the noise."""
+"""Two more noise multipliers. With `SMALL_SIGMA`, the gradient is not negligible."""
 ROUNDED_SIGMA = 1e-12
 """Noise multiplier whose noise is negligible. It is not 0, to find trainers that clip only if σ =
 0."""

@@ -14,11 +14,11 @@ from dpbench.training.kernels import (
     gram_norms,
     gram_norms_by_kernel,
     gram_sums,
-    layer_norm_samples,
     products,
     scaled,
     weighted_sum,
 )
+from dpbench.training.layer_norm_kernel import layer_norm_samples
 from tests.training.test_norm_bounds import OURS, alike, norms_of, update_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]

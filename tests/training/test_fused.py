@@ -20,7 +20,8 @@ from dpbench.training.base import Batch
 from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.gradient_sums import ALIGNED, one_buffer, rounded_down, scaled
 from dpbench.training.graphs import signature
-from dpbench.training.kernels import gram_norms, layer_norm_samples
+from dpbench.training.kernels import gram_norms
+from dpbench.training.layer_norm_kernel import layer_norm_samples
 
 SIZE = ModelSize(50, 16, 1, 2)
 
