@@ -10,9 +10,9 @@ distribution must be normal, including the tails. Noise must not repeat between 
 parameters, steps, runs and processes, even if it is shifted, mirrored or reordered. Correct noise
 fails with a probability of at most 1e-6.
 
-A linear layer is trained for 240 steps with noise. With one rank, two more checks use this layer:
-an example must be clipped even if the terms of its ghost norm cancel, and an example whose norm is
-NaN must not move finite parameters further than the threshold. With several ranks, gradients are
+A linear layer is trained for 240 steps with noise. Two more checks use this layer. An example must
+be clipped even if the terms of its ghost norm cancel. With one rank, an example whose norm is NaN
+must not move finite parameters further than the threshold. With several ranks, gradients are
 compared for the joint batch.
 
 Each wrong parameter gets a line with the error. The exit code is 1 if a check fails, and 2 if the

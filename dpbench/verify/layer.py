@@ -144,8 +144,8 @@ def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
             most = max(most, worst)
             if not worst <= 1 + off:
                 wrong.append(
-                    f"an example to whose inputs {offset:g} was added{batching.label} moves "
-                    f"parameters by {worst:.4g} C/B, and at most {1 + off:.4g} C/B is allowed"
+                    f"an example with {offset:g} added to its inputs moves parameters by "
+                    f"{worst:.4g} C/B{batching.label}, but at most {1 + off:.4g} C/B is allowed"
                 )
     return Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + off:.4g})")
 
