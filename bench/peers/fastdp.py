@@ -27,8 +27,8 @@ class FastDPTrainer(TrainerBase):
     Args:
         clipping_mode: fastDP's way to compute norms: ``MixOpt``, ``MixGhostClip`` or ``ghost``.
         clipping_style: ``all-layer`` for flat clipping, ``param-wise`` for per-layer clipping.
-        clipping_fn: ``Abadi`` clips. fastDP's default, ``automatic``, divides each gradient by its
-            norm and uses 1 as the threshold.
+        clipping_fn: ``Abadi`` scales down gradients whose norm exceeds the threshold. fastDP's
+            default, ``automatic``, divides each gradient by its norm, and its threshold is 1.
         origin_params: a text. Only parameters whose names contain this text get an ordinary
             gradient; by default all do. An embedding without an ordinary gradient is not trained.
         options: further arguments of `TrainerBase`.

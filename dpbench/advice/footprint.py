@@ -216,7 +216,11 @@ def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
 
 
 def _is_deep(case: Case) -> bool:
-    """Return True for a transformer with more layers than `DEPTHS`, if all its layers are alike."""
+    """Return True if counting a few layers is enough to know the footprint of all layers.
+
+    The case must run on one GPU, name only built-in classes, and train the built-in transformer
+    with more than ``DEPTHS[-1]`` layers, all of them alike.
+    """
     alike = not re.search(r"\d", case.trainable.removeprefix("lora:")) or lora_rank(case.trainable)
     own = case.workload != TRANSFORMER or case.model != "simple" or not is_builtin(case)
     return bool(alike) and not own and case.gpus == 1 and case.size.layers > DEPTHS[-1]

@@ -297,7 +297,8 @@ def _standards(
         present = ", ".join(f"{device} by {name}" for device, name in run.sources) or "nothing"
         needed = " or ".join(f"{device} by {name}" for device, name in sources)
         raise ConfigurationError(
-            f"--baseline {named}: {run.path} has no script's steps on {needed}; it has {present}"
+            f"--baseline {named}: {run.path} has no steps of a script that were measured on "
+            f"{needed}; it has measurements on {present}"
         )
     if (size := shared[0].case.batch_size) != case.batch_size:
         raise ConfigurationError(

@@ -54,7 +54,7 @@ ANSWER_SECONDS = 60.0  # limit for the server's imports, which take about 5 s
 
 
 class ForkedProcess:
-    """A process that the server has forked, with the used methods of `subprocess.Popen`."""
+    """A process that the server has forked. It offers some methods of `subprocess.Popen`."""
 
     stdout = None
 

@@ -147,7 +147,7 @@ def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
     if (rows.busy < LAUNCH_BOUND).any():
         yield (
             f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time. The "
-            f"share is in brackets. No roof explains the remaining time."
+            f"share is in brackets. Neither roof explains the idle time."
         )
     timed = rows[(rows.phase == STEP) & rows.seconds.notna()]
     if unknown := [*dict.fromkeys(timed[timed.busy.isna()].trainer)]:

@@ -278,7 +278,9 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def weighted_sum(samples: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write into ``out`` the sum of factor × gradient over examples, which is rounded once.
+    """Write into ``out`` the sum of factor × gradient over examples.
+
+    The sum is computed in float32 or wider, and then rounded to the dtype of ``out``.
 
     Args:
         samples: per-sample gradients, ``[B, n]``.

@@ -91,7 +91,10 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     elsewhere = Path(".dpbench/cpu-logical/0001_plain.json").read_text()
     Path("gpu.json").write_text(elsewhere.replace("logical (no hardware)", "NVIDIA H200"))
     assert main(["exec", "--baseline=gpu.json", "training.py", "--private"]) == 2
-    words = "no script's steps on logical (no hardware) by logical; it has NVIDIA H200 by logical"
+    words = (
+        "no steps of a script that were measured on logical (no hardware) by logical; it has "
+        "measurements on NVIDIA H200 by logical"
+    )
     assert words in capfd.readouterr().err
     assert main([*private[:2], "--batch-size=8", *private[2:]]) == 2
     refused = "the batch size of training is not given, here it is 8"

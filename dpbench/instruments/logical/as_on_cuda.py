@@ -189,7 +189,7 @@ CUDA_REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     _aten.rms_norm.default: _rms_norm,
     _attention: _scaled_dot_product_attention,
 }
-"""Functions that run the same operators as CUDA, by the operator that each function replaces."""
+"""For each replaced operator, a function that runs the operators which PyTorch runs on CUDA."""
 
 
 def _refuse_compiled(callback: Any) -> Any:

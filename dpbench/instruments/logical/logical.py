@@ -207,7 +207,7 @@ class Logical(Instrument):
             if steady and number >= (case.gpus > 1):
                 break
         else:
-            note = f"step {MOST_STEPS} still added {after - before:,} bytes to the live memory"
+            note = f"no step was steady: step {MOST_STEPS} added {after - before:,} bytes to memory"
             counter.notes[note] = 1
         if sampled:
             notes, by_size = counter.notes.copy(), dict[int, Counted]()

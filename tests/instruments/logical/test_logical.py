@@ -229,7 +229,7 @@ class TestSteadyStep:
 
     def test_a_trainer_that_never_settles_is_counted_with_a_note(self) -> None:
         result = count(tiny(Hoards))
-        assert any("step 3 still added" in note for note in result.notes)
+        assert any("no step was steady: step 3 added" in note for note in result.notes)
 
     def test_two_counts_are_equal(self) -> None:
         case = tiny("dpsgd_ghost")
