@@ -16,8 +16,7 @@ from dpbench.session_store import Keys, SessionStore
 
 if TYPE_CHECKING:
     from dpbench.core.settings import Settings
-    from dpbench.results.compare import Limit
-    from dpbench.results.verdict import Unjudged, Verdict
+    from dpbench.results.compare import Limit, Unjudged, Verdict
 
 
 class Failure(NamedTuple):
@@ -139,8 +138,8 @@ class SessionComparison:
             outcomes = self.store.outcomes()
             if not (own or (self.settings.compares and (outcomes or self.limits))):
                 return {}
+            from dpbench.results.compare import Verdict
             from dpbench.results.gate import Gate
-            from dpbench.results.verdict import Verdict
 
             across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
             asked = {*self.requested, *(key for outcome in outcomes for key in outcome.asked)}

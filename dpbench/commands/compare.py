@@ -31,11 +31,10 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import in_words, printable, write_bytes
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
-from dpbench.results.compare import Limit
+from dpbench.results.compare import Limit, Verdict
 from dpbench.results.gate import Gate
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
-from dpbench.results.verdict import Verdict
 from dpbench.show.comparison import comparison_tables, exceeded_lines, grown_text
 from dpbench.show.layout import Table, as_text
 from dpbench.show.view import listed_names

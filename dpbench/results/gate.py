@@ -21,13 +21,12 @@ from dpbench.core.case import AXES
 from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Subject, samples_poisson, subject_from
 from dpbench.results.changes import grown_memory, largest_changes
-from dpbench.results.compare import CHANGES, Limit, other_baseline, pairs
+from dpbench.results.compare import CHANGES, Limit, Unjudged, Verdict, listed, other_baseline, pairs
 from dpbench.results.conditions import differing_conditions
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
-from dpbench.results.verdict import Unjudged, Verdict, listed
 
 RequestedCases = Collection[tuple[Subject, str]]
 """The cases that a session should measure, each with the name of an instrument."""

@@ -14,8 +14,8 @@ from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import subject_from
+from dpbench.results.compare import Verdict
 from dpbench.results.rows import NUMBER, STEP
-from dpbench.results.verdict import Verdict
 from dpbench.show.groups import title_parts
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, three_digits, written
 

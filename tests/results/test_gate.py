@@ -13,12 +13,11 @@ import pytest
 
 from dpbench.core.case import AXES, Case
 from dpbench.core.subject import Script
-from dpbench.results.compare import Limit
+from dpbench.results.compare import Limit, Verdict
 from dpbench.results.gate import Gate
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.results.verdict import Verdict
 from tests.results.verdicts import failures
 
 RUNS = Path(__file__).parents[1] / "data/saved"

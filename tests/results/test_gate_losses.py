@@ -16,12 +16,11 @@ import pytest
 from dpbench.core.case import Case
 from dpbench.core.metrics import unit
 from dpbench.core.subject import Script
-from dpbench.results.compare import Limit
+from dpbench.results.compare import Limit, Verdict
 from dpbench.results.gate import Gate
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, checked
 from dpbench.results.run import Run
-from dpbench.results.verdict import Verdict
 from tests.results.verdicts import failures
 
 Rows = list[dict[str, Any]]

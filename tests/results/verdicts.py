@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpbench.results.verdict import Verdict
+from dpbench.results.compare import Verdict
 
 
 def failures(verdict: Verdict) -> list[Any]:
