@@ -190,8 +190,8 @@ def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
 def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], active: int) -> None:
     """Raise if a GradScaler skipped an active step, because a skipped step moves fewer bytes.
 
-    If no step is skipped, the scaler's growth tracker counts the steps, and restarts from zero
-    whenever the scale grows.
+    The scaler's growth tracker counts the steps since the last skipped step or the last growth of
+    the scale.
 
     Args:
         scaler: the scaler after the active steps.

@@ -101,7 +101,7 @@ class ForkServer:
         atexit.register(self.close)
 
     def fork(self, command: Sequence[str], options: Mapping[str, Any]) -> ForkedProcess | None:
-        """Start a command as a fork, or return None if it must be a new process. See `fork`."""
+        """Fork a process for a command. Return None if the command needs a new process instead."""
         environment = options["env"]
         names = {*environment, *self._environment}
         differ = {n for n in names if environment.get(n) != self._environment.get(n)}

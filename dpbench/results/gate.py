@@ -99,9 +99,8 @@ class Gate:
     def _unjudged(self, limit: Limit, about: pd.DataFrame) -> Iterator[Unjudged]:
         """Yield the cases for which a limit could not be checked, grouped by reason.
 
-        If no case is yielded, and the reference has no number for the limit in any case, an entry
-        without cases is yielded. With `first_run_ok`, this entry is left out if the new run has the
-        number.
+        If the reference has no number for the limit in any case, and no case was yielded, yield one
+        entry without cases. With `first_run_ok`, do so only if the new run lacks the number, too.
         """
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):

@@ -128,8 +128,9 @@ def instruments_of(name: str) -> tuple[str, ...]:
 
 
 def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """Add ``ratio``, ``baseline`` and ``ratio_steps``.
+    """Add columns that compare each row with the baseline of its case.
 
+    ``ratio`` is the quotient of both values, and ``baseline`` the name of the baseline's trainer.
     ``ratio_steps`` is the number of steps of the case or, if this is smaller, of its baseline.
     """
     cell = rows.assign(case=each_case(rows.case, lambda case: case.cell))

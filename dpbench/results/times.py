@@ -1,6 +1,6 @@
 """The time breakdown, which explains the time of a phase by arithmetic, bytes and idle time.
 
-The same parts explain the time by which a private step exceeds a step of the baseline.
+The additional time of a private step, compared with a step of the baseline, has the same parts.
 
 The roofs of a card are its highest rates (`dpbench.results.roofline`). They give the least time of
 a phase for its operations and the least time for its DRAM bytes. These two times overlap, so a

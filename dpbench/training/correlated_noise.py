@@ -138,7 +138,7 @@ def _best_buffers(buffers: int, steps: int) -> tuple[list[float], list[float], l
     exponents = np.arange(steps - 1)
 
     def loss(chosen: Numbers) -> tuple[float, Numbers]:
-        """Return the logarithm of (sensitivity × maximum error)², and the logarithm's gradient.
+        """Return 2 log(sensitivity × maximum error), and its gradient at ``chosen``.
 
         ``chosen`` contains the logarithms of the shares, and then the logits of the decays.
         """

@@ -7,9 +7,10 @@ The bounds hold for any number of elements n:
 - A correlation r of n standard normals with a vector that does not depend on them:
   (1 - r²)^((n-1)/2) for both signs together. This bounds the share of a unit sphere that is at
   least |r| away from the equatorial plane.
-- k of n events that each have the probability p: exp(-n KL(k/n, p)), for k > np and for k < np
-  (Chernoff). This bound also holds for negatively associated events (Dubhashi and Ranjan, "Balls
-  and bins", 1998), such as narrow gaps between sorted values.
+- The number k of events that occur, of n events with probability p each: exp(-n KL(k/n, p)), for
+  k > np and for k < np (Chernoff). KL is the Kullback-Leibler divergence. This bound also holds
+  for negatively associated events (Dubhashi and Ranjan, "Balls and bins", 1998), such as narrow
+  gaps between sorted values.
 """
 
 from __future__ import annotations
