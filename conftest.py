@@ -63,12 +63,12 @@ def as_on_any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     In a commit hook, Git sets variables with which a test would commit to this repository. Git's
     configuration may require signatures. Bytecode is off, because Python does not notice that a
     module changed twice within a second. Tests marked ``gpu`` keep their environment, which their
-    session reads until its end.
+    session reads until its end, but not their registrations.
     """
-    if request.node.get_closest_marker("gpu"):
-        return
     for registry in NAMED.values():
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
+    if request.node.get_closest_marker("gpu"):
+        return
     monkeypatch.setattr(sys, "path", [*sys.path])  # commands add the working directory
     monkeypatch.setattr(METRICS, "_known", dict(METRICS._known))
     monkeypatch.setattr(METRICS, "_every", METRICS.every())  # avoids a slow computation
