@@ -175,12 +175,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A test marked ``repeats`` runs with its first parameters only, unless ``--slow`` is set.
 
-    Long tests, which run pytest, come first, unless pytest-randomly orders tests. Workers steal
-    tests from each other, except for the last two tests. So all workers end at the same time if
-    these tests are short.
+    Long tests come first, unless pytest-randomly orders tests: those of a grid's cases, then those
+    that run pytest. Workers steal tests from each other, except for the last two tests. So all
+    workers end at the same time if these tests are short.
     """
     if not config.pluginmanager.hasplugin("randomly"):
-        items.sort(key=lambda item: "pytester" not in getattr(item, "fixturenames", ()))
+        for fixture in ("pytester", "dpbench_case"):
+            items.sort(key=lambda item: fixture not in getattr(item, "fixturenames", ()))
     skipped = {} if visible_gpus() else {"gpu": "needs an NVIDIA GPU"}
     if not config.getoption("--slow"):
         skipped["slow"] = "slow; run it with --slow"
