@@ -9,7 +9,7 @@ from statistics import median
 
 from bench.cells import Place, by_length, by_trainer, cost, gb, joined, markdown, ms, table
 from bench.runs import RESULTS, file_of, printed, value
-from bench.tables import METHODS, WORDS
+from bench.tables import WORDS
 
 CHANGES: dict[str, tuple[str, str, str]] = WORDS["changes"]
 
@@ -31,8 +31,6 @@ def changes(*pages: str) -> str:
         opacus, diff = (printed("upstream.txt", name, before)[1] for name in ("Opacus", page))
         saved = f"{opacus - diff:.1f}", *saved_by(place, before, after)
         rows.append([f"[{page}](upstream/{page}.md)", before, *saved])
-    for trainer, before in (("lean", "dpsgd"), ("ghost_lean", "dpsgd_ghost")):
-        rows.append([f"all, `{trainer}`", before, "-", *saved_by(METHODS[0], before, trainer)])
     zeroing = "in your loop, `zero_grad(set_to_none=True)`"
     rows.append([zeroing, "dpsgd", "-", *saved_by(place, "dpsgd_zeroing", "dpsgd")])
     return markdown(["change", "of", "counted GB saved", "DRAM GB saved", "ms saved"], rows)
@@ -90,7 +88,7 @@ def peers() -> str:
     """Return the logical bytes of a step with other libraries, with Opacus and with dpbench."""
     names = ("dpsgd", "backpack", "dpsgd_ghost", "fastdp", "fastdp:origin_params=embedding")
     rows = []
-    for trainer in ("standard", *names, "book_keeping", "fused"):
+    for trainer in ("standard", *names, "fused"):
         row = [f"`{trainer}`"]
         for file in ("counted-peers-two-layers", "counted-peers"):
             logical = partial(value, file, "logical_bytes")

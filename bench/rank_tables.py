@@ -32,10 +32,10 @@ PLACES = {
 """Runs on two GPUs, by table. The batch size in a cell is the sum over both ranks."""
 
 TRAINERS = {
-    "ddp": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
-    "fsdp2": ("dpsgd_ghost", "ghost_lean", "fused"),
-    "lora": ("dpsgd", "dpsgd_ghost", "lean", "fused"),
-    "h100": ("dpsgd", "dpsgd_ghost", "lean", "ghost_lean", "fused"),
+    "ddp": ("dpsgd", "dpsgd_ghost", "fused"),
+    "fsdp2": ("dpsgd_ghost", "fused"),
+    "lora": ("dpsgd", "dpsgd_ghost", "fused"),
+    "h100": ("dpsgd", "dpsgd_ghost", "fused"),
 }
 """Private trainers in the rows of each table."""
 
@@ -76,7 +76,7 @@ def ranks_sent() -> str:
     return markdown(heads, rows)
 
 
-PROFILED = {"ddp": ("standard", *TRAINERS["ddp"]), "fsdp2": ("standard", "ghost_lean", "fused")}
+PROFILED = {"ddp": ("standard", *TRAINERS["ddp"]), "fsdp2": ("standard", "fused")}
 """Trainers that the PyTorch profiler recorded on two ranks."""
 
 

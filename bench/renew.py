@@ -31,7 +31,7 @@ PAGES = [*(ROOT / name for name in TOP), *sorted(ROOT.glob("docs/**/*.md"))]
 RUN_SCHEMA = ROOT / "docs" / "run.schema.json"
 DERIVED = ("ratios", "throughputs", "measured_over_logical")
 PICTURE, PICTURED = ROOT / "docs" / "ratios.svg", "h200-methods-256"
-TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc", "lean", "fused")
+TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc", "fused")
 BLOCK = re.compile(r"(<!-- generated: ([^>\n]+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 

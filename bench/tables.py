@@ -36,7 +36,7 @@ PLACES = [
 ]
 PRIVATE = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
 OPACUS = ("standard", *PRIVATE)
-OWN = ("lean", "ghost_lean", "micro_batch", "book_keeping", "fused")
+OWN = ("micro_batch", "fused")
 WORDS = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
 """Texts that tables show for a file of docs/results or for a page of docs/upstream."""
 MODELS: dict[str, str] = WORDS["models"]
@@ -139,26 +139,25 @@ def models() -> str:
 def tuning() -> str:
     """Return the cost of training at bf16: with LoRA or all parameters, and with AdamW or SGD."""
     places = {name: Place(file, precision="bf16") for file, name in TUNING.items()}
-    return by_place(places, ("dpsgd", "dpsgd_ghost", "lean", "ghost_lean", "fused"))
+    return by_place(places, ("dpsgd", "dpsgd_ghost", "fused"))
 
 
 @table
 def correlated() -> str:
     """Return the cost of correlated noise at 8 × 256 by bands, and the cost of a further band."""
     bands = (1, 2, 4, 8, 16, 32)
-    methods = (("fused", "drawn again", 32), ("lean", "stored", 16), ("dpsgd", "stored", 8))
+    methods = (("fused", "drawn again", 32), ("dpsgd", "stored", 8))
     rows = []
-    for precision, shown in (("fp32", methods), ("bf16", methods[:2])):
+    for precision, shown in (("fp32", methods), ("bf16", methods[:1])):
         place = Place("banded-256", "8x256", precision)
         for trainer, how, most in shown:
             banded = [f"{trainer}:bands={b},noise=banded" for b in bands[1:]]
             cells = [cost(place, name) for name in (trainer, *banded)]
-            blt = cost(place, f"{trainer}:buffers=4,noise=blt")
             last = banded[bands.index(most) - 1]
             more = (metric(place, last) - metric(place, trainer) for metric in (ms, gb, peak))
             each = joined((abs(number) / (most - 1) for number in more), 1)
-            rows.append([f"{trainer}, {how}, {precision}", *cells, blt, each])
-    heads = "time, bytes, memory; bands:", *map(str, bands), "blt, 4 buffers"
+            rows.append([f"{trainer}, {how}, {precision}", *cells, each])
+    heads = "time, bytes, memory; bands:", *map(str, bands)
     return markdown([*heads, "each band more: ms, GB, GB"], rows)
 
 

@@ -1,4 +1,4 @@
-"""Find the commit, or the version of a package, that made a metric worse.
+"""Find the commit that made a metric worse.
 
 COMMAND must write a run. It is dpbench run or dpbench exec, to which --json is added, or any
 command with {json} in place of the run's file. LIMIT is METRIC[@PHASE]:1%, as for dpbench compare.
@@ -7,21 +7,18 @@ is followed. Then the range is halved until the first commit is found in which t
 LIMIT, compared with GOOD.
 
 COMMAND runs in a temporary git worktree of each commit, without uncommitted files. The worktree and
-its folder src are first on PYTHONPATH. With --package, released versions are tried instead of
-commits. pip installs each version, and the dependencies that this environment lacks, into a
-temporary folder, which is first on PYTHONPATH. A commit or version is skipped if COMMAND writes no
-run with the followed number.
+its folder src are first on PYTHONPATH. A commit is skipped if COMMAND writes no run with the
+followed number.
 
 Bytes and operations are taken from one run. Times, powers and shares vary, so COMMAND is repeated
 until the 95 % intervals of the means decide whether LIMIT is exceeded, at most --repeat times. The
-exit code is 0 if a commit or version is named. The exit code is 2 if none is named: BAD is not
-worse than GOOD, times are ambiguous, or all remaining candidates were skipped. The exit code is 1
-if GOOD or BAD cannot be measured.
+exit code is 0 if a commit is named. The exit code is 2 if none is named: BAD is not worse than
+GOOD, times are ambiguous, or all remaining commits were skipped. The exit code is 1 if GOOD or BAD
+cannot be measured.
 
 Examples:
   dpbench bisect logical_bytes:1% v1.0..HEAD -- dpbench exec --instrument logical train.py
   dpbench bisect dram_bytes@clip:1% a1b2c3d..main -- pytest --ncu --dpbench-json={json}
-  dpbench bisect peak_memory_bytes:1% --package transformers==4.57..5.17 -- dpbench exec train.py
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dpbench.commands.candidates import Commits, Place, Releases, last_line
+from dpbench.commands.candidates import Commits, Place, describe_commit, last_line
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import printable
@@ -59,32 +56,24 @@ VERDICTS = {False: "good", True: "bad", None: "ambiguous"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of this command."""
-    parser.usage = "dpbench bisect [options] LIMIT [GOOD..BAD] -- COMMAND …"
+    parser.usage = "dpbench bisect [options] LIMIT GOOD..BAD -- COMMAND …"
     parser.add_argument("limit", metavar="LIMIT", help="METRIC[@PHASE]:1%%")
-    parser.add_argument("commits", nargs="?", metavar="GOOD..BAD", help="a range of commits")
-    parser.add_argument(
-        "--package", metavar="NAME==LOW..HIGH", help="try a package's versions instead of commits"
-    )
+    parser.add_argument("commits", metavar="GOOD..BAD", help="a range of commits")
     parser.add_argument(
         "--repeat",
         type=int,
         default=10,
         metavar="N",
-        help="run each commit or version at most N times (default %(default)s)",
+        help="run each commit at most N times (default %(default)s)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure both ends of the range, and search the range for the first bad commit or version."""
+    """Measure both ends of the range, and search the range for the first bad commit."""
     limit, command = Limit.parse(options.limit), with_json(options.words)
-    if bool(options.commits) == bool(options.package):
-        raise ConfigurationError("name either commits as GOOD..BAD, or a --package")
-    kind, text = (Releases, options.package) if options.package else (Commits, options.commits)
     with TemporaryDirectory(prefix="dpbench-bisect-", ignore_cleanup_errors=True) as folder:
-        candidates: Commits | Releases = kind(text, Path(folder))
-        return Bisection(
-            candidates, limit, command, options.repeat, Path(folder) / "run.json"
-        ).run()
+        commits, file = Commits(options.commits, Path(folder)), Path(folder) / "run.json"
+        return Bisection(commits, limit, command, options.repeat, file).run()
 
 
 def with_json(words: Sequence[str]) -> list[str]:
@@ -105,7 +94,7 @@ def with_json(words: Sequence[str]) -> list[str]:
 
 @dataclass
 class Trial:
-    """A commit or version, its runs, and each run's value of the number that the search follows."""
+    """A commit, its runs, and each run's value of the number that the search follows."""
 
     name: str
     place: Place
@@ -115,19 +104,19 @@ class Trial:
 
 @dataclass
 class Bisection:
-    """The search for the first commit or version at which a number exceeds a limit."""
+    """The search for the first commit at which a number exceeds a limit."""
 
-    candidates: Commits | Releases
+    commits: Commits
     limit: Limit
     command: Sequence[str]
     repeats: int
     file: Path
 
     def run(self) -> int:
-        """Print a line for each trial, and name the first bad candidate. Return the exit code."""
-        first, last = self.candidates.good, self.candidates.bad
+        """Print a line for each trial, and name the first bad commit. Return the exit code."""
+        first, last = self.commits.good, self.commits.bad
         _say(f"measuring {first:.9} and {last:.9} first")
-        with self.candidates.place(first) as place, self.candidates.place(last) as last_place:
+        with self.commits.place(first) as place, self.commits.place(last) as last_place:
             self.good, bad = Trial(first, place), Trial(last, last_place)
             self.number = self._number_to_follow(
                 self._run_command(self.good), self._run_command(bad)
@@ -140,11 +129,9 @@ class Bisection:
 
     def _halve(self, bad: Trial) -> int:
         passed, skipped = [self.good], set[str]()
-        while between := self.candidates.between([trial.name for trial in passed], bad.name):
+        while between := self.commits.between([trial.name for trial in passed], bad.name):
             if not (left := [name for name in between if name not in skipped]):
-                rest = [
-                    f"{name}  {self.candidates.describe(name)}" for name in (*between, bad.name)
-                ]
+                rest = [f"{name}  {describe_commit(name)}" for name in (*between, bad.name)]
                 _say(
                     "\n".join(
                         [
@@ -158,7 +145,7 @@ class Bisection:
             # farther away.
             name = left[(len(between) - len(left)) ** 2 % len(left)]
             try:
-                with self.candidates.place(name) as place:
+                with self.commits.place(name) as place:
                     trial = Trial(name, place)
                     self._run_command(trial)
                     verdict = self._verdict(trial)
@@ -169,7 +156,7 @@ class Bisection:
             if verdict is None:
                 return 2
             passed, bad = (passed, trial) if verdict else ([*passed, trial], bad)
-        _say(f"\nfirst bad: {bad.name}  {self.candidates.describe(bad.name)}")
+        _say(f"\nfirst bad: {bad.name}  {describe_commit(bad.name)}")
         _say(f"{self._amount(passed[-1])} -> {self._amount(bad)}")
         changes = largest_changes(passed[-1].runs[0], bad.runs[0], self.case, self.number)
         _say(grown_text([{"largest_changes": changes}]))
@@ -248,7 +235,7 @@ class Bisection:
         good, runs = fmean(self.good.values), f" in {len(trial.runs)} runs" * self.limit.varies
         ratio = f"× {fmean(trial.values) / good:.4f}" if good else "-"
         columns = f"{self._amount(trial):>10}  {ratio:>8}  {verdict + runs:<4}"
-        _say(f"{trial.name:<9.9}  {columns}  {self.candidates.describe(trial.name)}")
+        _say(f"{trial.name:<9.9}  {columns}  {describe_commit(trial.name)}")
 
     def _amount(self, trial: Trial) -> str:
         return amount(fmean(trial.values), self.number["unit"], self.number["after"])

@@ -1,23 +1,13 @@
-"""The candidates of a bisection: commits of a repository, or released versions of a package.
-
-`Commits` and `Releases` order the candidates, and make a folder in which a command runs with one.
-"""
+"""Commits of a repository: their order in a bisection, and folders in which a command runs."""
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import Version
-
 from dpbench.core.errors import ConfigurationError
-from dpbench.launch.processes import run
 from dpbench.results.conditions import git
 
 Place = tuple[Path, list[Path]]
@@ -62,7 +52,6 @@ class Commits:
     def __init__(self, text: str, folder: Path) -> None:
         self.good, self.bad = range_ends(text)
         self._folder, self._below = folder, git_output("rev-parse", "--show-prefix")
-        self.describe = describe_commit
 
     def between(self, good: Sequence[str], bad: str) -> list[str]:
         """Return the commits between the ``good`` commits and ``bad``, in the best order to try.
@@ -82,54 +71,3 @@ class Commits:
         finally:
             rmtree(tree, ignore_errors=True)  # git does not remove an unfinished worktree
             git(Path(), "worktree", "remove", "--force", "--force", str(tree))
-
-
-class Releases:
-    """The released versions of a package in ``NAME==LOW..HIGH``. They are installed in a folder."""
-
-    def __init__(self, text: str, folder: Path) -> None:
-        try:
-            wanted = Requirement(re.sub(r"==(.+?)\.\.", r">=\1,<=", text))
-        except InvalidRequirement as error:
-            raise ConfigurationError(f"package {text!r}: write NAME==LOW..HIGH") from error
-        listed = pip("index", "versions", wanted.name).partition("Available versions: ")[2]
-        known = sorted(re.findall(r"[^\s,]+", listed.partition("\n")[0]), key=Version)
-        self._names = [*wanted.specifier.filter(known)]
-        if len(self._names) < 2:
-            raise ConfigurationError(
-                f"{text!r} must contain at least two of the releases {', '.join(known)}"
-            )
-        self.good, self.bad = self._names[0], self._names[-1]
-        self._folder, self._package, self._needed = folder, wanted.name, dict[str, list[str]]()
-
-    def between(self, good: Sequence[str], bad: str) -> list[str]:
-        """Return the versions between the last ``good`` and ``bad``, from the middle outwards."""
-        first, end = max(map(self._names.index, good)), self._names.index(bad)
-        places = sorted(range(first + 1, end), key=lambda place: abs(2 * place - first - end))
-        return [self._names[place] for place in places]
-
-    def describe(self, name: str) -> str:
-        """Return the packages that pip installed for this version but not for the good version."""
-        known = [] if name == self.good else self._needed[self.good]
-        return " ".join(n for n in self._needed.get(name, ()) if n not in known) or "as installed"
-
-    @contextmanager
-    def place(self, name: str) -> Iterator[Place]:
-        """Make a folder with a version and the dependencies that are not installed here."""
-        folder, report = self._folder / name, self._folder / "report.json"
-        pip("install", "--dry-run", "--report", str(report), f"{self._package}=={name}")
-        found = [item["metadata"] for item in json.loads(report.read_bytes())["install"]]
-        self._needed[name] = [f"{each['name']}=={each['version']}" for each in found]
-        if found:
-            pip("install", "--no-deps", "--target", str(folder), *self._needed[name])
-        yield Path(), [folder]
-        rmtree(folder, ignore_errors=True)
-
-
-def pip(*words: str) -> str:
-    """Run pip for this Python, and return its output. Raise an error if pip fails."""
-    program = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    code, output = run([*program, *words], timeout=None)
-    if code:
-        raise ConfigurationError(f"pip {words[0]}: {last_line(output)}")
-    return output

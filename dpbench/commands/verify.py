@@ -24,7 +24,7 @@ Examples:
   dpbench verify --trainer dpsgd
   dpbench verify --trainer mypackage.trainers:MyTrainer --trainable lora:4
   dpbench verify --trainer dpsgd_ghost --parallel fsdp2 --gpus 2
-  dpbench verify --trainer book_keeping --workload resnet:depth=18,image_size=32 --batch-size 4
+  dpbench verify --trainer fused --workload resnet:depth=18,image_size=32 --batch-size 4
 """
 
 from __future__ import annotations

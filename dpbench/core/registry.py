@@ -226,10 +226,7 @@ TRAINERS = Registry(
         "dpsgd": "dpbench.training.dpsgd:DPSGDTrainer",
         "dpsgd_ghost": "dpbench.training.fast_gradient_clipping:DPGhostClippingTrainer",
         "dpsgd_fgc": "dpbench.training.fast_gradient_clipping:DPFastGradientClippingTrainer",
-        "lean": "dpbench.training.lean:LeanTrainer",
-        "ghost_lean": "dpbench.training.ghost_lean:GhostLeanTrainer",
         "micro_batch": "dpbench.training.micro_batch:MicroBatchTrainer",
-        "book_keeping": "dpbench.training.book_keeping:BookKeepingTrainer",
         "fused": "dpbench.training.fused:FusedTrainer",
     },
     (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.training.correlated_noise import INDEPENDENT, mechanism
+from dpbench.training.correlated_noise import INDEPENDENT, weights_of
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.workloads.base import (
     Batch,
@@ -66,11 +66,10 @@ class TrainerBase(ABC):
         micro_batches: number of equal parts of a batch, over which gradients accumulate. With
             Poisson sampling, the number of parts varies, see `parts`.
         compile: whether to compile the model and its loss as one function.
-        noise: ``independent`` noise in each step, or noise that is correlated over steps:
-            ``banded`` or ``blt``.
-        bands: see `dpbench.training.correlated_noise.mechanism`.
-        buffers: see `dpbench.training.correlated_noise.mechanism`.
-        noise_steps: the argument ``steps`` of `dpbench.training.correlated_noise.mechanism`.
+        noise: ``independent`` noise in each step, or ``banded`` noise, which is correlated over
+            steps.
+        bands: see `dpbench.training.correlated_noise.weights_of`.
+        noise_steps: the argument ``steps`` of `dpbench.training.correlated_noise.weights_of`.
         sampling: ``fixed``, or ``poisson`` for batches with any number of examples, including 0.
         autocast: the 16-bit type of ``torch.autocast`` for the losses; None for no autocast. With
             float16, `StandardTrainer` scales the losses with a ``GradScaler``, and private trainers
@@ -105,7 +104,6 @@ class TrainerBase(ABC):
         compile: bool = False,
         noise: str = "independent",
         bands: int = 1,
-        buffers: int = 0,
         noise_steps: int = 1000,
     ) -> None:
         check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm, learning_rate)
@@ -123,8 +121,7 @@ class TrainerBase(ABC):
         self.joint_batch_size = batch_size * ranks
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
-        self.mechanism = mechanism(noise, bands, buffers, noise_steps)
-        self.noise_weights = self.mechanism.weights
+        self.noise_weights = weights_of(noise, bands, noise_steps)
         if self.noise_weights != INDEPENDENT:
             if noise not in self.noises or parallel != "none":
                 where = "" if parallel == "none" else f" under parallel={parallel}"
@@ -132,8 +129,7 @@ class TrainerBase(ABC):
                 raise ConfigurationError(
                     f"{type(self).__name__} adds no {noise} noise{where}; use noise={supported}"
                 )
-            over = f"{bands} steps" if bands > 1 else f"all steps, by {buffers} buffers"
-            self.labels = {**self.labels, "noise correlated over": over}
+            self.labels = {**self.labels, "noise correlated over": f"{bands} steps"}
         self.model = self.distribute(model.train())
         if compile:
             if not self.compiles:

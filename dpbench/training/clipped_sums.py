@@ -11,11 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
-from dpbench.training.correlated_noise import NOISES
+from dpbench.training.correlated_noise import NOISES, CorrelatedNoise
 from dpbench.training.gradient_sums import Buffer, Sums, in_buffers
-from dpbench.training.kept_noise import KeptNoise
 from dpbench.training.model_snapshot import ModelSnapshot
-from dpbench.training.norm_bounds import clipping_factors, total
+from dpbench.training.norms import clipping_factors, total
 from dpbench.training.parallel import broadcast_parameters, own_generator, own_part, rank_and_ranks
 from dpbench.training.phases import phase
 from dpbench.training.reductions import Reduction, as_gradient
@@ -25,8 +24,7 @@ from dpbench.training.refusals import ONLY_GHOST, check_layers
 class ClippedSumTrainer(TrainerBase):
     """Adds noise to sums of clipped gradients, and updates the parameters.
 
-    A subclass clips each example's gradient, and adds the clipped gradients to `sums`. Only
-    `dpbench.training.lean.ClippedMeanTrainer` and its subclasses compute means instead of `sums`.
+    A subclass clips each example's gradient, and adds the clipped gradients to `sums`.
 
     The constructor has the arguments of `TrainerBase`.
 
@@ -55,7 +53,7 @@ class ClippedSumTrainer(TrainerBase):
         check_alike(self.trained)
         self.sharing = in_buffers(self.trained)
         self.snapshot = ModelSnapshot(self.model)
-        self.kept_noise = KeptNoise(self.mechanism)
+        self.correlated = CorrelatedNoise(self.noise_weights)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []
         together = self.parallel != "none"
@@ -130,17 +128,20 @@ class ClippedSumTrainer(TrainerBase):
         # The deviation is not passed to `add_` as ``alpha``, because a CPU rounds ``alpha`` to the
         # gradients' dtype. In bf16 the noise could be up to 0.4 % too small.
         if deviation := self.noise_multiplier * self.max_grad_norm:
-            own = own_part(gradient, "ddp") if self.parallel == "ddp" else gradient
+            own = own_part(gradient) if self.parallel == "ddp" else gradient
             if len(self.noise_weights) > 1:
-                self.kept_noise.add_to(own, deviation, number, self.generator)
+                own.add_(self.correlated.draw(own, deviation, number, self.generator))
             else:
                 own.add_(torch.empty_like(own).normal_(std=deviation, generator=self.generator))
         gradient.div_(self.joint_batch_size)
 
-    @torch.no_grad()
     def update(self) -> None:
         """Turn the sums into noisy means, and let the optimizer step with these means."""
-        reductions = self.all_reductions()
+        self.noisy_step(self.all_reductions())
+
+    @torch.no_grad()
+    def noisy_step(self, reductions: Sequence[Reduction]) -> None:
+        """Turn reduced sums into noisy means, and let the optimizer step with these means."""
         if self.parallel != "ddp":
             with phase("noise"):
                 for each in reductions:

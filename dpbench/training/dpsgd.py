@@ -7,6 +7,7 @@ https://arxiv.org/abs/1607.00133.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import DRAWN_BY, PRIVATE, Batch, TrainerBase, mean_of
-from dpbench.training.correlated_noise import NOISES
-from dpbench.training.kept_noise import KeptNoise
+from dpbench.training.correlated_noise import NOISES, CorrelatedNoise
 from dpbench.training.phases import in_phase, phase
 from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
 
@@ -39,17 +39,17 @@ def mark_phases(optimizer: DPOptimizer) -> None:
             setattr(optimizer, method, in_phase(name, getattr(optimizer, method)))
 
 
-def correlate_noise(optimizer: DPOptimizer, kept: KeptNoise) -> None:
-    """Make Opacus's optimizer add correlated noise."""
+def correlate_noise(optimizer: DPOptimizer, weights: Sequence[float]) -> None:
+    """Make Opacus's optimizer add correlated noise with these weights."""
     deviation = optimizer.noise_multiplier * optimizer.max_grad_norm
+    correlated = CorrelatedNoise(weights)
 
     def add_noise() -> None:
         for parameter in optimizer.params:
             total = parameter.summed_grad
             _check_processed_flag(total)
-            noise = torch.zeros_like(total, memory_format=torch.contiguous_format)
-            kept.add_to(noise, deviation, parameter, optimizer.generator)
-            parameter.grad = (total + noise).view_as(parameter)
+            noise = correlated.draw(total, deviation, parameter, optimizer.generator)
+            parameter.grad = (total + noise).to(total.dtype).view_as(parameter)
             _mark_as_processed(total)
 
     optimizer.add_noise = add_noise
@@ -84,7 +84,7 @@ class OpacusTrainer(TrainerBase):
         self.grad_sample_module = self.wrap()
         self.optimizer = self.private_optimizer()
         if len(self.noise_weights) > 1:
-            correlate_noise(self.optimizer, KeptNoise(self.mechanism))
+            correlate_noise(self.optimizer, self.noise_weights)
         mark_phases(self.optimizer)
 
     def distribute(self, model: nn.Module) -> nn.Module:

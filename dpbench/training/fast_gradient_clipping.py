@@ -108,8 +108,8 @@ class DPGhostClippingTrainer(DPFastGradientClippingTrainer):
             if parameter.requires_grad and (rows := len(parameter)) < ranks:
                 raise self.refusal(
                     f"Opacus cannot add noise to {name}, which has only {rows} row"
-                    f"{'s' * (rows > 1)} for {ranks} ranks; use ghost_lean, whose ranks draw noise "
-                    f"for their own shards, or use fewer ranks"
+                    f"{'s' * (rows > 1)} for {ranks} ranks; use fused, whose ranks draw noise for "
+                    f"their own shards, or use fewer ranks"
                 )
 
     def shard(self, model: nn.Module) -> nn.Module:

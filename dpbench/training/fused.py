@@ -1,17 +1,24 @@
 """DP-SGD with flat clipping that moves few more bytes than a step without privacy.
 
-The method is book-keeping (`dpbench.training.book_keeping`) with merged passes. If norms are
-cheapest from products of tokens × tokens, a GPU uses one kernel for all large layers of equal
-shape, and does not store these products. With SGD, Adam and AdamW, the update itself draws the
-noise. On a GPU, forward, backward and clip run as CUDA graphs where possible, and do not wait for
-Python.
+The only backward computes gradients with respect to layers' outputs, but not with respect to
+parameters. For most layers, per-example norms and the sum of clipped gradients are computed later,
+from output gradients and saved activations. This method is "book-keeping" of Bu et al.,
+"Differentially Private Optimization on Large Foundation Models" (2022),
+https://arxiv.org/abs/2210.00038.
+
+Passes over memory are merged. If norms are cheapest from products of tokens × tokens, a GPU uses
+one kernel for all large layers of equal shape, and does not store these products. With SGD, Adam
+and AdamW, the update itself draws the noise. On a GPU, forward, backward and clip run as CUDA
+graphs where possible, and do not wait for Python.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,52 +26,35 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from dpbench.training.base import DRAWN_BY, Batch
-from dpbench.training.book_keeping import BookKeepingTrainer
-from dpbench.training.ghost_norms import squared_norms_of_alike
-from dpbench.training.gradient_sums import in_buffers
+from dpbench.core.errors import ConfigurationError
+from dpbench.training.base import DRAWN_BY, Batch, mean_of
+from dpbench.training.clipped_sums import ClippedSumTrainer
+from dpbench.training.gradient_sums import Buffer, Factors, KeptGradients, in_buffers
 from dpbench.training.graphs import StepGraphs, recorded_step, signature
-from dpbench.training.kernels import scaled
-from dpbench.training.layer_norm_kernel import layer_norm_samples
+from dpbench.training.kernels import multiplied, scaled
 from dpbench.training.model_snapshot import ModelSnapshot
 from dpbench.training.noisy_updates import Numbers, noisy_mean, noisy_update
-from dpbench.training.norm_ways import PRODUCTS
-from dpbench.training.parallel import rank_and_ranks
-from dpbench.training.per_layer import (
-    Gradients,
-    KeptOfLayer,
-    PairRule,
-    Rule,
-    SampledRule,
-    rule_of,
-    three_dimensional,
-)
+from dpbench.training.norms import GRADIENT, KEPT, PRODUCTS, GhostNorms
+from dpbench.training.parallel import rank_and_ranks, sharded
+from dpbench.training.per_layer import KeptOfLayer, PairRule, Rule, rule_of
 from dpbench.training.phases import phase
 from dpbench.training.reductions import Reduction
 from dpbench.training.updates import MergedUpdate, Update, groups_of, why_not
 
 
-class LayerNormRule(SampledRule):
-    """Computes the per-sample gradients of a layer norm by one operator, `layer_norm_samples`."""
+class FusedTrainer(ClippedSumTrainer):
+    """Trains with one backward pass. The phase ``clip`` computes norms, factors and weighted sums.
 
-    layer: nn.LayerNorm
-
-    def __init__(self, layer: nn.Module, name: str) -> None:
-        Rule.__init__(self, layer, name)  # the rule needs no sampler of Opacus
-
-    def gradients(self, x: Tensor, g: Tensor) -> Gradients:
-        samples = layer_norm_samples(three_dimensional(x), three_dimensional(g), self.layer.eps)
-        made = zip((self.layer.weight, self.layer.bias), samples, strict=True)
-        return {p: each for p, each in made if p is not None and p.requires_grad}
-
-
-class FusedTrainer(BookKeepingTrainer):
-    """`BookKeepingTrainer` with merged passes, and with CUDA graphs on a GPU.
+    A layer may be called several times. For a linear layer or an embedding, the backward keeps
+    either activations and output gradients, or per-sample gradients. For other layers, the backward
+    keeps per-sample gradients. Activation checkpointing does not change which tensors the backward
+    keeps.
 
     With SGD, Adam and AdamW, the parameters and moving averages become views of flat buffers. The
     update draws and adds the noise, so there is no phase ``noise``. A separate pass adds the noise
     before the optimizer's own step for other optimizers, for options that
     `dpbench.training.updates.why_not` names, and under FSDP2 for all optimizers except plain SGD.
+    Every optimizer works if its ``step`` needs no closure.
 
     Under DDP, all ranks draw the same noise from the same seeds. So no noise is sent, and every
     rank knows the noise. Under FSDP2, each rank draws the noise for its shards, which stay outside
@@ -76,39 +66,83 @@ class FusedTrainer(BookKeepingTrainer):
     threshold or a layer's training mode has changed. If the model cannot be captured, a warning
     says why, and all steps run eagerly. Under FSDP2, the graphs contain FSDP2's collectives, see
     `dpbench.training.parallel.leave_group`. Micro-batches under FSDP2 always run eagerly.
+
+    Attributes:
+        ways: how the last step computed the norms of each trained layer, by the layer's name; see
+            `dpbench.training.norms`.
+
+    Args:
+        model: the workload's model.
+        batch_size: number of examples in each batch.
+        graphs: whether steps run as CUDA graphs on a GPU, where possible.
+        kernels: whether to use dpbench's kernels, and to merge noise and update. If False, the step
+            consists of PyTorch's operators, noise has a phase of its own before the optimizer's
+            step, and with several ranks each rank draws the noise of its share.
+        options: further arguments of `TrainerBase`.
+
+    Raises:
+        ConfigurationError: the trainer cannot clip a layer or parameter of the model.
     """
 
-    scaled = staticmethod(scaled)
-    draws_in_update = True
-    has_kernel = True
-    in_graphs = True
-    noises = ("independent", "banded")  # `blt` would need buffers in memory
+    known_ways: Collection[str] = (PRODUCTS, GRADIENT, KEPT)
 
-    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int,
+        graphs: bool = True,
+        kernels: bool = True,
+        **options: Any,
+    ) -> None:
+        self.in_graphs, self.kernels = graphs, kernels
+        self.draws_in_update = kernels
         super().__init__(model, batch_size=batch_size, **options)
-        self.sharing = in_buffers(self.trained, groups_of(self.plain_optimizer))
-        why = why_not(self.plain_optimizer)
-        if self.parallel == "fsdp2" and not is_plain(self.plain_optimizer):
-            why = "the optimizer's state is sharded"
-        self.merged = not why
+        check_untied(model)
+        self._listening = False
+        self._uses_are_checked = False  # the first step checks how the model uses parameters
+        self.seen: dict[nn.Module, KeptOfLayer] = {}
+        self.rules: dict[nn.Module, Rule[Any]] = {}
+        self.ways: dict[str, str] = {}
+        for name, layer in list(model.named_modules()):
+            if any(p.requires_grad for p in layer.parameters(recurse=False)):
+                rule = self.rules[layer] = rule_of(layer, name, kernels=kernels)
+                layer.register_forward_hook(partial(self._keep, rule), with_kwargs=True)
         self._update: MergedUpdate | None = None
-        if self.merged:
-            self.labels = {**self.labels, "noise": "in the update"}
-            if self.parallel != "fsdp2":
-                self._update = MergedUpdate(self.sharing)
-        self._warned: set[str] = set()
-        self.snapshot = ModelSnapshot(self.model, in_place=True)
-        self._seed_buffers()
+        if kernels:
+            self._merge_update()
+        self.snapshot = ModelSnapshot(self.model, in_place=graphs or kernels)
         self._graphs: StepGraphs | None = None
-        self._is_first = True
+        self._is_first = graphs
         self.layers = [*self.model.modules()]
         self.last_block: Any = None  # the last FSDP2 block that forward ran
         for layer in self.layers[1:]:
             if isinstance(layer, FSDPModule):
                 layer.register_forward_hook(self._note_block)
 
+    def distribute(self, model: nn.Module) -> nn.Module:
+        if self.parallel != "fsdp2":
+            return super().distribute(model)
+        self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
+        return sharded(model, self.workload)
+
     def _note_block(self, block: nn.Module, *_: object) -> None:
         self.last_block = block
+
+    # --- noise and update ------------------------------------------------------------------------
+
+    def _merge_update(self) -> None:
+        """Let the update draw the noise if possible, and give each buffer a seed."""
+        self.sharing = in_buffers(self.trained, groups_of(self.plain_optimizer))
+        self._warned: set[str] = set()
+        why = why_not(self.plain_optimizer)
+        if self.parallel == "fsdp2" and not is_plain(self.plain_optimizer):
+            why = "the optimizer's state is sharded"
+        if not why:
+            self.labels = {**self.labels, "noise": "in the update"}
+            if self.parallel != "fsdp2":
+                self._update = MergedUpdate(self.sharing)
+        self._seed_buffers()
 
     def _seed_buffers(self) -> None:
         """Give each buffer a seed. Under FSDP2, the seeds differ between ranks."""
@@ -128,48 +162,11 @@ class FusedTrainer(BookKeepingTrainer):
         if self.parallel == "fsdp2":
             self.seeds, self._seeds_of_a_step = seeds + rank * number, ranks * number
 
-    def rule_of(self, layer: nn.Module, name: str) -> Rule[Any]:
-        usual = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1
-        return LayerNormRule(layer, name) if usual else rule_of(layer, name)
-
-    def squared_norms(self, seen: dict[nn.Module, KeptOfLayer]) -> list[Tensor]:
-        alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-        rest = {n: calls for n, calls in seen.items() if self.ways[self.rules[n].name] != PRODUCTS}
-        for layer, rule in self.rules.items():
-            if layer in seen and layer not in rest and isinstance(rule, PairRule):
-                x, g = rule.joined(seen[layer])
-                kind = (rule.trains_bias, x.shape[1:], x.dtype, g.shape[1:], g.dtype)
-                alike.setdefault(kind, []).append((x, g))
-        norms = super().squared_norms(rest)
-        for (trains_bias, *_), pairs in alike.items():
-            xs, gs = zip(*pairs, strict=True)
-            norms += squared_norms_of_alike(list(xs), list(gs), bool(trains_bias)).unbind()
-        return norms
-
-    def train_step(self, batch: Batch) -> Tensor:
-        # Operators inside a graph cannot be counted. Under FSDP2, only the last micro-batch reduces
-        # gradients, but every replay of a graph would run the collectives that the graph contains.
-        graphs = self.trained[0].is_cuda and _get_current_dispatch_mode() is None
-        graphs = graphs and not (self.parallel == "fsdp2" and self.micro_batches > 1)
-        if not graphs:
-            self._is_first = self.replays = False
-            return super().train_step(batch)
-        self.begin_step()
-        parts = [part for _, part in self.parts(batch)]  # raises if the batch size is wrong
-        if parts and self._is_first:
-            self._is_first = False
-            self._graphs = recorded_step(self, parts[0])
-        fits = parts and self._graphs and signature(self, parts[0]) == self._graphs.signature
-        self.replays = bool(fits)
-        if not (fits and self._graphs):
-            return super().train_step(batch)
-        loss = self._graphs.replay(parts)
-        reductions, self._reductions = self._reductions, []
-        self._add_noise_and_update(reductions)
-        return loss
-
-    def update(self) -> None:
-        self._add_noise_and_update(self.all_reductions())
+    def noisy_step(self, reductions: Sequence[Reduction]) -> None:
+        if self.kernels:
+            self._add_noise_and_update(reductions)
+        else:
+            super().noisy_step(reductions)
 
     @torch.no_grad()
     def _add_noise_and_update(self, reductions: Sequence[Reduction]) -> None:
@@ -225,6 +222,229 @@ class FusedTrainer(BookKeepingTrainer):
             torch._foreach_add_(shards, reduction.parts(change))
         elif length := shards[0].numel():
             noisy_update(shards[0].view(-1), [], gradient[:length], seed, "plain", numbers)
+
+    # --- step ------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self.begin_step()
+        # Operators inside a graph cannot be counted. Under FSDP2, only the last micro-batch reduces
+        # gradients, but every replay of a graph would run the collectives that the graph contains.
+        graphs = self.in_graphs and self.trained[0].is_cuda and _get_current_dispatch_mode() is None
+        graphs = graphs and not (self.parallel == "fsdp2" and self.micro_batches > 1)
+        self._is_first &= graphs
+        parts = [part for _, part in self.parts(batch)] if graphs else []
+        if parts and self._is_first:
+            self._is_first = False
+            self._graphs = recorded_step(self, parts[0])
+        fits = parts and self._graphs and signature(self, parts[0]) == self._graphs.signature
+        self.replays = bool(fits)
+        if not (fits and self._graphs):
+            return self._eager_step(batch)
+        loss = self._graphs.replay(parts)
+        reductions, self._reductions = self._reductions, []
+        self.noisy_step(reductions)
+        return loss
+
+    def _eager_step(self, batch: Batch) -> Tensor:
+        losses = []
+        for last, part in self.parts(batch):
+            with self.without_parameter_gradients():
+                with phase("forward"):
+                    loss = self.mean_loss(self.model, part)
+                with phase("backward"):
+                    # The losses are summed, so that output gradients are not divided by B.
+                    (loss * self.examples).backward()
+            losses.append(loss.detach())
+            del loss  # the loss's graph keeps layers' inputs in memory
+            with phase("clip"):
+                self.clip(last)
+        self.update()
+        return mean_of(losses, self.sizes)
+
+    def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """Return the mean loss. The first call also checks how the model uses its parameters.
+
+        The check raises if the model uses a trained parameter outside the call of the parameter's
+        layer.
+        """
+        if self._uses_are_checked:
+            return super().mean_loss(model, batch)
+        with gradients_only_outside_layers(self.model, self.rules) as names:
+            loss = super().mean_loss(model, batch)
+        check_unused_outside_layers(names, loss)
+        self._uses_are_checked = True
+        return loss
+
+    @contextmanager
+    def without_parameter_gradients(self) -> Iterator[None]:
+        """In this context, keep tensors for clipping, and compute no parameter gradients."""
+        self.seen = {}
+        self._listening = True
+        for parameter in self.trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            self._listening = False
+            for parameter in self.trained:
+                parameter.requires_grad_()
+
+    def _keep(
+        self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
+    ) -> Tensor | None:
+        """Keep a layer's input and, when the backward reaches the layer, the output gradient."""
+        # Activation checkpointing runs the layer first without autograd, and again during backward.
+        if not (self._listening and torch.is_grad_enabled()):
+            return None
+        rule.check_call(given, options, returned, self.examples)
+        is_first = not returned.requires_grad  # no trained layer comes before this layer
+        if is_first:
+            returned.requires_grad_()
+        held = [given[0].detach()]
+        version = held[0]._version
+        seen = self.seen.setdefault(layer, [])
+
+        def keep_gradient(gradient: Tensor) -> None:
+            activations = held.pop()  # otherwise, they would stay in memory until backward ends
+            # Autograd checks only tensors that it has saved, and may not have saved the input.
+            if activations._version != version:
+                raise rule.refusal("its input was changed in place after the call")
+            self._keep_call(rule, seen, activations, gradient.detach())
+
+        returned.register_hook(keep_gradient)
+        return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
+
+    def _keep_call(self, rule: Rule[Any], seen: KeptOfLayer, x: Tensor, g: Tensor) -> None:
+        """Keep a call's tensors. At the layer's first call, choose how to compute norms."""
+        if not seen:
+            alone = self.part_size == self.micro_batches == 1
+            options = {"kernel": self.kernels, "alone": alone}
+            self.ways[rule.name] = rule.way(x, g, self.known_ways, **options)
+        rule.keep(seen, x, g, self.ways[rule.name])
+
+    def clip(self, last: bool) -> None:
+        """Add clipped gradients to the sums. After the last micro-batch, begin reductions."""
+        for buffer in self.clipped(last):
+            self.reduce(buffer)
+
+    @torch.no_grad()
+    def clipped(self, last: bool) -> Iterator[Buffer]:
+        """Add clipped gradients to the sums, and yield each buffer that is complete.
+
+        Buffers are complete only after the last micro-batch. If there is only one rank, no buffer
+        is yielded. All ranks yield the buffers in the same order, even if a layer was not called on
+        some rank.
+        """
+        early = last and self.parallel != "none"
+        seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
+        made: dict[Tensor, Tensor] = {}
+        for layer, rule in self.rules.items():
+            if layer in seen and self.ways[rule.name] == KEPT:
+                made |= seen.pop(layer)[0]
+        kept = KeptGradients(made)
+        norms = kept.squared_norms() + self.squared_norms(seen)
+        factors = Factors(self.factors_for(norms), scaled if self.kernels else multiplied)
+        kept.add_small(factors.exact, self.sums)
+        for layer, rule in self.rules.items():
+            kept.add_large(rule.trained, factors.exact, self.sums)
+            if layer in seen and isinstance(rule, PairRule):
+                rule.weighted_sums(seen.pop(layer), factors, self.sums)
+            if early:
+                yield from self.sums.finish(rule.trained)
+
+    def squared_norms(self, seen: dict[nn.Module, KeptOfLayer]) -> list[Tensor]:
+        """Return squared norms of the per-sample gradients that are not in memory, each ``[B]``.
+
+        Args:
+            seen: pairs of activations and output gradients, by layer.
+        """
+        norms = GhostNorms(together=self.kernels)
+        for layer, rule in self.rules.items():
+            if layer in seen and isinstance(rule, PairRule):
+                pair = rule.joined(seen[layer])
+                norms.add(*pair, way=self.ways[rule.name], bias=rule.trains_bias)
+        return norms.squared_norms()
+
+
+class ChangeableInPlace(torch.autograd.Function):
+    """Returns a tensor that shares a leaf tensor's memory, but may be changed in place."""
+
+    @staticmethod
+    def forward(_: Any, leaf: Tensor) -> Tensor:
+        return leaf.new_empty(0).set_(leaf)  # type: ignore[call-overload, no-any-return]
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@contextmanager
+def gradients_only_outside_layers(
+    model: nn.Module, rules: Mapping[nn.Module, Rule[Any]]
+) -> Iterator[dict[Any, str]]:
+    """Let trained parameters require gradients only outside the calls of their layers.
+
+    Yields:
+        A dictionary from parameters to their names. During the forward, the parameters that FSDP2
+        gathers are added to it.
+    """
+    trained = [parameter for rule in rules.values() for parameter in rule.trained]
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+
+    def switch(on: bool, layer: nn.Module, *_: object) -> None:
+        for name in rules[layer].names:
+            getattr(layer, name).requires_grad_(on)
+
+    def add_gathered(*_: object) -> None:
+        names.update((parameter, name) for name, parameter in model.named_parameters())
+
+    blocks = [layer for layer in model.modules() if isinstance(layer, FSDPModule)]
+    hooks = [layer.register_forward_pre_hook(add_gathered) for layer in blocks]
+    hooks += [layer.register_forward_pre_hook(partial(switch, False)) for layer in rules]
+    hooks += [layer.register_forward_hook(partial(switch, True)) for layer in rules]
+    for parameter in trained:
+        parameter.requires_grad_()
+    try:
+        yield names
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for hook in hooks:
+            hook.remove()
+
+
+def check_unused_outside_layers(names: Mapping[Any, str], loss: Tensor) -> None:
+    """Raise if the loss uses a parameter outside the calls of the parameter's layer."""
+    waiting: list[Any] = [loss.grad_fn]
+    known: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in known:
+            continue
+        known.add(node)
+        if (name := names.get(getattr(node, "variable", None))) is not None:
+            raise ConfigurationError(
+                f"the model uses parameter {name} without a call of its layer, so the gradients "
+                f"of single examples are unknown: call the layer, freeze the parameter with "
+                f"requires_grad_(False), or use the trainer micro_batch"
+            )
+        waiting += (following for following, _ in node.next_functions)
+
+
+def check_untied(model: nn.Module) -> None:
+    """Raise if two layers share a trained parameter, whose gradient is a sum over both layers."""
+    owners = Counter(
+        parameter
+        for layer in model.modules()
+        for parameter in layer.parameters(recurse=False)
+        if parameter.requires_grad
+    )
+    for shared in (parameter for parameter, times in owners.items() if times > 1):
+        names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is shared]
+        raise ConfigurationError(
+            f"{' and '.join(names)} are one parameter of several layers, and this trainer can only "
+            f"compute norms for each layer: untie or freeze them, or use the trainer dpsgd"
+        )
 
 
 @cache

@@ -1,12 +1,16 @@
-"""Sums of clipped gradients, the buffers that hold the sums, and clipping factors for the sums."""
+"""Sums of clipped gradients, the buffers that hold the sums, and per-sample gradients to sum up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from dpbench.training.kernels import weighted_sum
+from dpbench.training.norms import GhostNorms, rounded_down
 
 ALIGNED = 128
 """Each part of a buffer begins at a multiple of this many elements, for fast matrix products."""
@@ -207,7 +211,7 @@ class Factors:
 
     Args:
         exact: the factors ``[B]``, float32 or wider.
-        scaled: the function `scaled` of this file, or a faster function with the same result.
+        scaled: `dpbench.training.kernels.multiplied`, or `dpbench.training.kernels.scaled`.
     """
 
     def __init__(self, exact: Tensor, scaled: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -265,22 +269,59 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
     return first == second
 
 
-def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
-    """Multiply each example by its factor, in float32 or wider, and round the product once.
+ROW = 128
+"""Small gradients are concatenated, and then divided into rows of this many numbers. Each row has
+its own norm."""
 
-    A factor that is first rounded down to bf16 could make the product 0.8 % too small.
+
+class KeptGradients:
+    """Per-sample gradients of several layers.
+
+    Small gradients are concatenated, so that few kernels are launched.
 
     Args:
-        tensor: ``[B, T, N]``.
-        factors: ``[B]``, float32 or wider.
+        samples: the per-sample gradients ``[B, …]``, by parameter. The constructor empties this
+            dictionary.
     """
-    return torch.mul(tensor, factors[:, None, None], out=torch.empty_like(tensor))
 
+    def __init__(self, samples: dict[Tensor, Tensor]) -> None:
+        small = {p: g for p, g in samples.items() if p.numel() < LARGE}
+        self._large = {p: g for p, g in samples.items() if p not in small}
+        samples.clear()
+        self._joined: list[tuple[list[Tensor], Tensor]] = []
+        for dtype in dict.fromkeys(each.dtype for each in small.values()):
+            alike = [p for p, each in small.items() if each.dtype == dtype]
+            parts = [(each := small.pop(p)).reshape(len(each), p.numel()) for p in alike]
+            rest = -sum(part.shape[1] for part in parts) % ROW
+            parts.append(parts[0].new_zeros(len(parts[0]), rest))
+            self._joined.append((alike, torch.cat(parts, 1)))
 
-def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert factors to another dtype. Never round up, which would weaken clipping."""
-    rounded = factors.to(dtype)
-    if dtype == factors.dtype:
-        return rounded
-    lower = torch.nextafter(rounded, torch.zeros_like(rounded))
-    return torch.where(rounded > factors, lower, rounded)
+    def squared_norms(self) -> list[Tensor]:
+        """Return for each part of the gradient the squared norms of all examples, ``[B]``."""
+        norms = GhostNorms()
+        for (first, *_), samples in self._joined:
+            norms.add_samples(samples.unflatten(1, (-1, ROW)), first.dtype)
+        for parameter, samples in self._large.items():
+            norms.add_samples(samples, parameter.dtype)
+        return norms.squared_norms()
+
+    def add_small(self, factors: Tensor, sums: Sums) -> None:
+        """Add the clipped gradients of all small parameters to ``sums``."""
+        while self._joined:
+            parameters, samples = self._joined.pop()
+            total = samples.new_empty(samples.shape[1], dtype=parameters[0].dtype)
+            weighted_sum(samples, factors, total)
+            sizes = [parameter.numel() for parameter in parameters]
+            parts = total[: sum(sizes)].split(sizes)
+            totals = zip(parameters, parts, strict=True)
+            sums.add_many({parameter: part.view(parameter.shape) for parameter, part in totals})
+
+    def add_large(self, parameters: Collection[Tensor], factors: Tensor, sums: Sums) -> None:
+        """Add the clipped gradients of the large parameters among ``parameters`` to ``sums``.
+
+        The per-sample gradients of these parameters are freed.
+        """
+        for parameter in parameters:
+            if parameter in self._large:
+                samples = self._large.pop(parameter).flatten(1)
+                sums.add_written(parameter, partial(weighted_sum, samples, factors))

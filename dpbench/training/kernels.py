@@ -1,4 +1,4 @@
-"""Operators for norms and sums, in Triton for a GPU and in PyTorch for a CPU.
+"""Operators for gradients, norms and sums, in Triton for a GPU and in PyTorch for a CPU.
 
 dpbench's logical counts assume that each operator reads its arguments once and writes its results
 once. The Triton kernels store no intermediate results, so these counts are close to hardware
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
-
-from dpbench.training import gradient_sums
 
 EXAMPLES_AT_A_TIME = 2
 """Number of examples whose products of tokens × tokens are in memory at the same time, if
@@ -40,19 +38,9 @@ def has_tf32() -> bool:
     return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
-def is_in_tf32(dtype: torch.dtype, tf32: bool | None = None) -> bool:
-    """Return True if the update may use TF32. If ``tf32`` is None, `has_tf32` decides."""
-    return dtype == torch.float32 and (has_tf32() if tf32 is None else tf32)
-
-
-def convolves_in_tf32(device: torch.device) -> bool:
-    """Return True if a convolution of float32 tensors may use TF32, which rounds to 11 bits.
-
-    By default, PyTorch allows this for convolutions on a GPU, but not for matrix products.
-    """
-    cudnn: Any = torch.backends.cudnn
-    by_cudnn = device.type == "cuda" and cudnn.conv.fp32_precision == "tf32"
-    return by_cudnn or has_tf32()  # cuDNN does not compute all convolutions
+def is_in_tf32(dtype: torch.dtype) -> bool:
+    """Return True if the update may use TF32."""
+    return dtype == torch.float32 and has_tf32()
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -69,7 +57,7 @@ def _wide_product_fake(a: Tensor, b: Tensor) -> Tensor:
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the B products of ``[B, I, K]`` and ``[B, K, J]``, in float64 or float32.
 
-    `dpbench.training.norm_bounds.product_error` bounds the error of these products.
+    `dpbench.training.norms.product_error` bounds the error of these products.
     """
     product: Tensor = torch.ops.dpbench.wide_product.default(a, b)
     return product
@@ -109,7 +97,7 @@ def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
 
 @custom_op("dpbench::gram_norms", mutates_args=())
 def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
-    """Return `dpbench.training.norm_bounds.GramSums` for layers of equal shape, ``[6, layers, B]``.
+    """Return `dpbench.training.norms.GramSums` for layers of equal shape, ``[6, layers, B]``.
 
     The sums are over the elements of products T × T, where T is the number of tokens. The products
     are ``x xᵀ``, or ``x xᵀ + 1`` with a bias, and ``g gᵀ``. For an embedding, x has row indices,
@@ -155,7 +143,7 @@ def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gram_sums(of_x: Tensor, of_g: Tensor, bias: bool = False) -> Tensor:
-    """Return `dpbench.training.norm_bounds.GramSums`, ``[6, B]``, from products in memory.
+    """Return `dpbench.training.norms.GramSums`, ``[6, B]``, from products in memory.
 
     The products are the results of `products`. On a GPU, one kernel reads them once.
     """
@@ -249,13 +237,22 @@ def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return table
 
 
+def multiplied(tensor: Tensor, factors: Tensor) -> Tensor:
+    """Multiply each example by its factor, in float32 or wider, and round the product once.
+
+    A factor that is first rounded down to bf16 could make the product 0.8 % too small.
+
+    Args:
+        tensor: ``[B, T, N]``.
+        factors: ``[B]``, float32 or wider.
+    """
+    return torch.mul(tensor, factors[:, None, None], out=torch.empty_like(tensor))
+
+
 @custom_op("dpbench::scaled", mutates_args=())
 def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
-    """Multiply each example by its factor, as `dpbench.training.gradient_sums.scaled` does.
-
-    On a GPU, a Triton kernel multiplies float32 and bf16 tensors.
-    """
-    return gradient_sums.scaled(tensor, factors)
+    """Return the result of `multiplied`. On a GPU, a Triton kernel multiplies float32 and bf16."""
+    return multiplied(tensor, factors)
 
 
 @scaled.register_fake
@@ -266,7 +263,7 @@ def _(tensor: Tensor, factors: Tensor) -> Tensor:
 @scaled.register_kernel("cuda")
 def _(tensor: Tensor, factors: Tensor) -> Tensor:
     if tensor.dtype not in TILINGS:
-        return gradient_sums.scaled(tensor, factors)
+        return multiplied(tensor, factors)
     examples = len(tensor)
     length = tensor.numel() // examples
     blocks = -(-length // 2048)
@@ -321,6 +318,45 @@ torch.library.register_fake("dpbench::weighted_sum", _weighted_sum_fake)
 @register_flop_formula(torch.ops.dpbench.weighted_sum)
 def _(samples: Any, factors: Any, *, out: Any = None, out_shape: Any = None) -> int:
     return int(2 * samples[0] * samples[1])
+
+
+@custom_op("dpbench::layer_norm_samples", mutates_args=())
+def layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    """Return the per-sample gradients of a layer norm's weight and bias, ``[2, B, H]``.
+
+    The gradients are computed in float32, or in float64 for float64 inputs.
+
+    Args:
+        x: the layer's input, ``[B, T, H]``.
+        g: the output gradient, ``[B, T, H]``.
+        eps: the layer norm's epsilon.
+    """
+    return _layer_norm_samples(x, g, eps)
+
+
+def _layer_norm_samples(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normal = torch.nn.functional.layer_norm(x.to(wide), x.shape[-1:], eps=eps)
+    return torch.stack([(normal * g).sum(1), g.to(wide).sum(1)])
+
+
+@layer_norm_samples.register_fake
+def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(2, len(x), x.shape[-1], dtype=wide)
+
+
+@layer_norm_samples.register_kernel("cuda")
+def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float64:  # the kernel computes in float32
+        return _layer_norm_samples(x, g, eps)
+    examples, tokens, width = x.shape
+    samples = torch.zeros(2, examples, width, device=x.device)
+    triton_kernels()["layer_norm_samples"][examples, -(-tokens // 16)](
+        x.contiguous(), g.contiguous(), samples[0], samples[1], tokens, width, eps, 16,
+        1 << (width - 1).bit_length(), num_warps=8,
+    )  # fmt: skip
+    return samples
 
 
 @cache

@@ -7,7 +7,6 @@ mean of the ranks' mean gradients is the mean gradient of the whole batch.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -54,22 +53,18 @@ def mesh_of_all(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (distributed.get_world_size(),))
 
 
-def sharded(
-    model: nn.Module, workload: Workload, apart: Sequence[type[nn.Module]] = ()
-) -> nn.Module:
+def sharded(model: nn.Module, workload: Workload) -> nn.Module:
     """Shard the model with FSDP2.
 
     Args:
         model: the model.
         workload: names the model's blocks, each of which is sharded separately.
-        apart: classes of layers that are also sharded separately.
 
     Raises:
         ConfigurationError: the workload does not name the model's blocks.
     """
     mesh = mesh_of_all(next(model.parameters()).device.type)
-    layers = [layer for layer in model.modules() if isinstance(layer, tuple(apart))]
-    for each in [*layers, *workload.blocks(model)]:
+    for each in workload.blocks(model):
         fully_shard(each, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -111,20 +106,14 @@ def broadcast_parameters(model: nn.Module) -> nn.Module:
     return model
 
 
-def own_part(gradient: Any, parallel: str) -> Tensor:
-    """Return the part of a gradient to which this rank adds noise.
+def own_part(gradient: Tensor) -> Tensor:
+    """Return the elements of a flat gradient to which this rank adds noise under DDP.
 
-    The part is the rank's shard under FSDP2, some of the rows under DDP, and the whole gradient for
-    one rank. A rank knows the noise that it draws, so every rank must be trusted to keep it secret.
-    If rank 0 drew all noise, only rank 0 would know the noise.
+    A rank knows the noise that it draws, so every rank must be trusted to keep it secret. If rank 0
+    drew all noise, only rank 0 would know the noise.
     """
-    if parallel == "fsdp2":
-        gradient = gradient.to_local()
-    if parallel == "ddp":
-        rank, ranks = rank_and_ranks()
-        gradient = torch.atleast_1d(gradient).tensor_split(ranks)[rank]
-    part: Tensor = gradient
-    return part
+    rank, ranks = rank_and_ranks()
+    return gradient.tensor_split(ranks)[rank]
 
 
 def own_generator(device: torch.device) -> torch.Generator:

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.gradient_sums import Factors, Sums, add_rows
-from dpbench.training.kernels import has_tf32
-from dpbench.training.norm_ways import KEPT, Shape, cheapest
+from dpbench.training.kernels import has_tf32, layer_norm_samples
+from dpbench.training.norms import KEPT, Shape, cheapest
 from dpbench.training.parallel import kind_of
 
 Gradients = Mapping[Tensor, Tensor]
@@ -93,7 +93,7 @@ class Rule(ABC, Generic[L]):
                 )
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
-        """Choose how to compute norms, among ``ways`` of `dpbench.training.norm_ways`."""
+        """Choose how to compute norms, among ``ways`` of `dpbench.training.norms`."""
         return KEPT
 
     def keep(self, seen: KeptOfLayer, x: Tensor, g: Tensor, way: str) -> None:
@@ -131,7 +131,7 @@ class LinearRule(PairRule[Any]):
     """Rule of linear layers, including Hugging Face's ``Conv1D``, whose weight is transposed."""
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
-        if "weight" not in self._trained and KEPT in ways:
+        if "weight" not in self._trained:
             return KEPT  # the layer trains only its bias
         tokens = math.prod(g.shape[1:-1])
         shape = Shape(len(g), tokens, x.shape[-1], g.shape[-1], g.itemsize, tf32=has_tf32())
@@ -248,17 +248,40 @@ class SampledRule(Rule[nn.Module]):
         return {parameter: each for parameter, each in made.items() if parameter.requires_grad}
 
 
+class LayerNormRule(SampledRule):
+    """Computes the per-sample gradients of a layer norm by one operator, `layer_norm_samples`."""
+
+    layer: nn.LayerNorm
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        Rule.__init__(self, layer, name)  # the rule needs no sampler of Opacus
+
+    def gradients(self, x: Tensor, g: Tensor) -> Gradients:
+        samples = layer_norm_samples(three_dimensional(x), three_dimensional(g), self.layer.eps)
+        made = zip((self.layer.weight, self.layer.bias), samples, strict=True)
+        return {p: each for p, each in made if p is not None and p.requires_grad}
+
+
 RULES: Mapping[str, type[Rule[Any]]] = {
     "torch.nn.modules.linear.Linear": LinearRule,
     "transformers.pytorch_utils.Conv1D": LinearRule,
     "torch.nn.modules.sparse.Embedding": EmbeddingRule,
 }
 """The rule of each class of layers, by the name of the class. The keys are names, because a library
-that defines a class may not be installed. The rule of all other classes is `SampledRule`."""
+that defines a class may not be installed. The rule of all other classes is `SampledRule`, but see
+`rule_of`."""
 
 
-def rule_of(layer: nn.Module, name: str) -> Rule[Any]:
-    """Make the rule for a layer that has its own parameters."""
+def rule_of(layer: nn.Module, name: str, *, kernels: bool) -> Rule[Any]:
+    """Make the rule for a layer that has its own parameters.
+
+    Args:
+        layer: the layer.
+        name: the layer's name in the model.
+        kernels: whether `LayerNormRule` is the rule of usual layer norms.
+    """
+    if kernels and isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1:
+        return LayerNormRule(layer, name)
     kind = kind_of(layer)
     return RULES.get(f"{kind.__module__}.{kind.__qualname__}", SampledRule)(layer, name)
 

@@ -28,8 +28,7 @@ NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
 """Texts in errors that Opacus may raise because a parameter has no gradient of any kind."""
 
 ONLY_GHOST = (
-    "its norms need whole gradients of parameters; use fused, book_keeping, dpsgd_ghost or "
-    "ghost_lean, or parallel=ddp"
+    "its norms need whole gradients of parameters; use fused or dpsgd_ghost, or parallel=ddp"
 )
 """Reason why a private trainer does not train under FSDP2, and what would work."""
 

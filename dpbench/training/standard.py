@@ -11,7 +11,10 @@ from dpbench.training.phases import phase
 
 
 class StandardTrainer(TrainerBase):
-    """Trains with minibatch gradient descent, without privacy."""
+    """Trains with minibatch gradient descent, without privacy.
+
+    Has the phases ``forward``, ``backward`` and ``optimizer``, and the arguments of `TrainerBase`.
+    """
 
     def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel == "ddp":

@@ -30,7 +30,7 @@ def gram_norms(
     """Compute one tile of the products ``x xᵀ`` and ``g gᵀ``, for one layer and one example.
 
     The products have tokens × tokens elements. The tile's contributions to
-    `dpbench.training.norm_bounds.GramSums` are added to ``sums``, ``[6, layers, B]``. The products
+    `dpbench.training.norms.GramSums` are added to ``sums``, ``[6, layers, B]``. The products
     are symmetric, so only tiles on or below the diagonal are computed, and a tile below the
     diagonal counts twice.
 
@@ -173,34 +173,6 @@ def layer_norm_samples(
         of_bias += gradient
     tl.atomic_add(weights + example * width + column, of_weight, mask=inside)
     tl.atomic_add(biases + example * width + column, of_bias, mask=inside)
-
-
-@triton.jit
-def add_kept_noise(
-    total, z, kept, out, weights, decays, length,
-    rows: tl.constexpr, buffered: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Compute a block of `dpbench.training.kept_noise.add_banded`, or of `add_buffered`."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < length
-    newest = tl.load(z + at, mask=inside)
-    past = tl.zeros((block,), tl.float32)
-    row = kept
-    for i in tl.static_range(rows):
-        past += tl.load(weights + i + 1) * tl.load(row + at, mask=inside)
-        row += length
-    if buffered:
-        newest -= past
-        row = kept
-        for i in tl.static_range(rows):
-            value = tl.load(decays + i) * tl.load(row + at, mask=inside) + newest
-            tl.store(row + at, value, mask=inside)
-            row += length
-        added = tl.load(weights) * newest
-    else:
-        tl.store(out + at, newest, mask=inside)
-        added = tl.load(weights) * newest + past
-    tl.store(total + at, tl.load(total + at, mask=inside).to(tl.float32) + added, mask=inside)
 
 
 @triton.jit

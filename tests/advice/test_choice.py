@@ -31,45 +31,47 @@ def frame(**methods: dict[str, Any]) -> pd.DataFrame:
 
 def test_the_fastest_private_method_is_named_and_opacus_compared() -> None:
     methods = frame(
-        lean={"predicted_seconds": 1.1},
+        dpsgd_fgc={"predicted_seconds": 1.1},
         dpsgd_ghost={"predicted_seconds": 2.2, "logical_bytes": 1.6},
     )
     name, reason = _choice(methods, 8, 80e9)
-    assert name == "lean"
-    assert reason.startswith("Use `lean`: its step should take 1100.0 ms, 1.10 times a standard")
+    assert name == "dpsgd_fgc"
+    assert reason.startswith(
+        "Use `dpsgd_fgc`: its step should take 1100.0 ms, 1.10 times a standar"
+    )
     assert "`dpsgd_ghost` would take 2.0 times as long, move 1.6 times as much" in reason
     assert "save no memory" in reason
 
 
 def test_memory_that_another_method_saves_is_said() -> None:
-    methods = frame(lean={"peak_memory_bytes": 4.0}, dpsgd_ghost={"predicted_seconds": 2.0})
+    methods = frame(dpsgd_fgc={"peak_memory_bytes": 4.0}, dpsgd_ghost={"predicted_seconds": 2.0})
     assert "save 75% of the memory" in _choice(methods, 8, 80e9)[1]
 
 
 def test_what_is_close_is_said() -> None:
     methods = frame(
-        lean={"predicted_seconds": 1.0},
+        dpsgd_fgc={"predicted_seconds": 1.0},
         fused={"predicted_seconds": 1.03},
         dpsgd={"predicted_seconds": 1.2},
     )
     name, reason = _choice(methods, 8, 80e9)
-    assert name == "lean"
+    assert name == "dpsgd_fgc"
     assert "`fused` is within 3%" in reason
 
 
 def test_a_method_that_does_not_fit_is_not_named() -> None:
     methods = frame(
-        lean={"predicted_seconds": 1.0, "fits": False},
+        dpsgd_fgc={"predicted_seconds": 1.0, "fits": False},
         dpsgd_ghost={"predicted_seconds": 2.0},
     )
     name, reason = _choice(methods, 8, 80e9)
     assert name == "dpsgd_ghost"
-    assert "2.00 times a standard step; `lean` does not fit" in reason
+    assert "2.00 times a standard step; `dpsgd_fgc` does not fit" in reason
 
 
 def test_a_method_for_larger_batches_is_said_where_they_are_near() -> None:
     methods = frame(
-        lean={"largest_batch": 10}, micro_batch={"predicted_seconds": 9.0, "largest_batch": 99}
+        dpsgd_fgc={"largest_batch": 10}, micro_batch={"predicted_seconds": 9.0, "largest_batch": 99}
     )
     assert "for batches above 10, use `micro_batch`" in _choice(methods, 8, 80e9)[1]
     assert "for batches" not in _choice(methods, 4, 80e9)[1]
@@ -77,26 +79,28 @@ def test_a_method_for_larger_batches_is_said_where_they_are_near() -> None:
 
 def test_where_none_fits_the_one_with_the_largest_batch_is_said() -> None:
     none = {"fits": False}
-    methods = frame(lean={**none, "largest_batch": 2}, micro_batch={**none, "largest_batch": 5})
+    methods = frame(
+        dpsgd_fgc={**none, "largest_batch": 2}, micro_batch={**none, "largest_batch": 5}
+    )
     name, reason = _choice(methods, 8, 80e9)
     assert name is None
     assert reason == ("No private method fits 80 GB at batch 8; `micro_batch` fits up to batch 5.")
-    alone = frame(lean={**none, "largest_batch": 0})
+    alone = frame(dpsgd_fgc={**none, "largest_batch": 0})
     assert "even one example does not fit" in _choice(alone, 8, 80e9)[1]
 
 
 def test_methods_are_listed_by_time_after_the_standard_step() -> None:
-    listed = frame(dpsgd={"predicted_seconds": 3.0}, lean={"predicted_seconds": 2.0})
-    assert [*listed.trainer] == ["standard", "lean", "dpsgd"]
+    listed = frame(dpsgd={"predicted_seconds": 3.0}, dpsgd_fgc={"predicted_seconds": 2.0})
+    assert [*listed.trainer] == ["standard", "dpsgd_fgc", "dpsgd"]
     assert [*listed.predicted_ratio] == [1, 2, 3]
 
 
 def test_advice_of_a_case() -> None:
-    advice = dpbench.advise(TINY, trainers=["dpsgd", "lean"], memory=2e9)
+    advice = dpbench.advise(TINY, trainers=["dpsgd", "dpsgd_fgc"], memory=2e9)
     assert isinstance(advice, dpbench.Advice)
-    assert advice.trainer in ("dpsgd", "lean")
+    assert advice.trainer in ("dpsgd", "dpsgd_fgc")
     table = advice.frame.set_index("trainer")
-    assert {*table.index} == {"standard", "dpsgd", "lean"}
+    assert {*table.index} == {"standard", "dpsgd", "dpsgd_fgc"}
     assert math.isnan(table.above_floor_bytes["standard"])
     assert table.above_floor_bytes["dpsgd"] > 0
     assert (table.roofline_seconds < table.predicted_seconds).all()
@@ -106,10 +110,10 @@ def test_advice_of_a_case() -> None:
 
 def test_a_method_that_refuses_is_told_with_its_reason_and_never_named() -> None:
     ranks = Case("standard", 4, 8, model_size="100x16x1x2", parallel="fsdp2", gpus=2)
-    advice = advise(ranks, trainers=["lean", "dpsgd_ghost"])
+    advice = advise(ranks, trainers=["dpsgd_fgc", "dpsgd_ghost"])
     assert advice.trainer == "dpsgd_ghost"
-    assert advice.refused["lean"].startswith("LeanTrainer does not train under parallel=fsdp2")
-    assert "lean" not in {*advice.frame.trainer}
+    assert "does not train under parallel=fsdp2" in advice.refused["dpsgd_fgc"]
+    assert "dpsgd_fgc" not in {*advice.frame.trainer}
 
 
 def test_more_memory_never_makes_the_largest_batch_smaller() -> None:
@@ -136,10 +140,10 @@ def test_what_was_measured_stands_beside_it() -> None:
     with METRICS.including(run.metrics):
         [case] = {o.case for o in run.outcomes if o.case.trainer == "dpsgd"}
         rows = run.summary
-    methods = pd.DataFrame({"trainer": ["standard", "dpsgd", "lean"]})
+    methods = pd.DataFrame({"trainer": ["standard", "dpsgd", "dpsgd_fgc"]})
     shown = with_measured(methods, rows, case).set_index("trainer")
     ratios = rows[(rows.metric == "dram_ratio") & (rows.phase == "step") & (rows.case == case)]
     by = ratios.set_index("instrument").value
     assert by["ncu"] != by["cupti"]
     assert shown.measured_bytes_ratio["dpsgd"] == by["ncu"]
-    assert pd.isna(shown.measured_seconds["lean"])
+    assert pd.isna(shown.measured_seconds["dpsgd_fgc"])

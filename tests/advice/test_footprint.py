@@ -91,8 +91,8 @@ def test_a_workload_of_ones_own_is_counted() -> None:
 
 
 def test_why_a_case_cannot_be_counted_is_returned_and_others_are_counted() -> None:
-    cases = [Case(name, 4, 8, model_size="9x16x1x2") for name in ("lean", "dpsgd_ghost")]
-    refused = Case("lean", 4, 8, model_size="9x16x1x2", parallel="fsdp2", gpus=2)
+    cases = [Case(name, 4, 8, model_size="9x16x1x2") for name in ("dpsgd", "dpsgd_ghost")]
+    refused = Case("dpsgd", 4, 8, model_size="9x16x1x2", parallel="fsdp2", gpus=2)
     found = dict(footprints([refused, *cases]))
     assert isinstance(found[refused], CaseRefused)
     assert "does not train under parallel=fsdp2" in str(found[refused])
@@ -112,7 +112,7 @@ def made(live: dict[int, int]) -> Footprint:
 def test_an_example_alone_is_no_measure_of_larger_batches() -> None:
     assert made({1: 7, 2: 20, 3: 30}).peak(1) == (7, "clip")
     assert made({1: 7, 2: 20, 3: 30}).peak(5) == (50, "clip")
-    assert {step.batch_size for step in footprint(Case("lean", 1, 8, model_size=DEEP)).counts} == {
+    assert {step.batch_size for step in footprint(Case("dpsgd", 1, 8, model_size=DEEP)).counts} == {
         *(1, 2, 3)
     }
 

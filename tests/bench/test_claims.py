@@ -28,14 +28,16 @@ def test_one_copy_accounts_for_most_bytes_and_one_product_for_most_time_saved() 
     def saved(metric: object, change: str) -> float:
         return metric(place, "dpsgd") - metric(place, f"lean:changes={change}")  # type: ignore[operator]
 
-    for metric, change in ((gb, "kept"), (ms, "unused")):
-        together = metric(METHODS[0], "dpsgd") - metric(METHODS[0], "lean")
-        assert saved(metric, change) > together / 2
+    for metric, most, less in ((gb, "kept", "unused"), (ms, "unused", "kept")):
+        assert saved(metric, most) > 1.9 * saved(metric, less)
 
 
-def test_the_changes_save_a_third_of_opacus_bytes_or_more() -> None:
-    for before, after in (("dpsgd", "lean"), ("dpsgd_ghost", "ghost_lean")):
-        assert ratio(gb, METHODS[0], after, before) < 0.69
+def test_two_changes_save_a_quarter_of_opacus_bytes_or_more() -> None:
+    place = Place("opacus-changes")
+    for before, by in (("dpsgd", "lean"), ("dpsgd_ghost", "ghost_lean")):
+        names = [f"{by}:changes={each}" for each in ("unused", "kept" if by == "lean" else "none")]
+        saved = sum(gb(place, before) - gb(place, name) for name in names)
+        assert saved > gb(place, before) / 4
 
 
 def test_no_diff_changes_an_update() -> None:
@@ -82,7 +84,7 @@ def test_sessions_differ_in_bytes_by_less_than_1_percent(place: Place) -> None:
 
 
 def test_under_ddp_all_send_the_same_and_opacus_in_more_calls() -> None:
-    for trainer in ("dpsgd", "dpsgd_ghost", "lean", "fused"):
+    for trainer in ("dpsgd", "dpsgd_ghost", "fused"):
         sent, standard = (
             value(COUNTED_RANKS, SENT, trainer=name, parallel="ddp", gpus=64)
             for name in (trainer, "standard")
@@ -90,9 +92,9 @@ def test_under_ddp_all_send_the_same_and_opacus_in_more_calls() -> None:
         assert sent == standard
     calls = {
         trainer: collectives(COUNTED_RANKS, trainer=trainer, parallel="ddp", gpus=64)
-        for trainer in ("standard", "dpsgd", "lean")
+        for trainer in ("standard", "dpsgd", "fused")
     }
-    assert calls["standard"] < calls["lean"] < calls["dpsgd"]
+    assert calls["standard"] < calls["fused"] < calls["dpsgd"]
 
 
 def test_every_private_trainer_was_measured_in_four_cells() -> None:
@@ -100,20 +102,10 @@ def test_every_private_trainer_was_measured_in_four_cells() -> None:
 
 
 def test_drawing_noise_again_moves_no_bytes_and_needs_no_memory_but_storing_it_does() -> None:
-    for precision in ("fp32", "bf16"):
-        place = Place("banded-256", "8x256", precision)
-        for metric in (gb, peak):
-            drawn, stored = (
-                metric(place, f"{trainer}:bands=16,noise=banded") - metric(place, trainer)
-                for trainer in ("fused", "lean")
-            )
-            assert abs(drawn) < 0.1 < 15 * 5.3 < stored
-
-
-def test_at_fp32_storing_a_noise_takes_less_time_than_drawing_it_again() -> None:
     place = Place("banded-256", "8x256", "fp32")
-    drawn, stored = (
-        ms(place, f"{trainer}:bands=16,noise=banded") - ms(place, trainer)
-        for trainer in ("fused", "lean")
-    )
-    assert 0.7 < stored / drawn < 0.9
+    for metric in (gb, peak):
+        drawn, stored = (
+            metric(place, f"{trainer}:bands=8,noise=banded") - metric(place, trainer)
+            for trainer in ("fused", "dpsgd")
+        )
+        assert abs(drawn) < 0.1 < 7 * 5.3 < stored

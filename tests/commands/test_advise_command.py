@@ -10,7 +10,7 @@ from dpbench.commands.cli import main
 from dpbench.core.gpu import Gpu
 
 SMALL = ["--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2"]
-METHODS = ["--trainer=dpsgd", "--trainer=lean"]
+METHODS = ["--trainer=dpsgd", "--trainer=dpsgd_fgc"]
 
 
 def test_the_first_line_says_what_to_use_and_a_table_why(
@@ -21,7 +21,7 @@ def test_the_first_line_says_what_to_use_and_a_table_why(
     first, _, title, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("Use `")
     assert title.startswith("99x16x1x2 fp32, batch 2, sequence 8, NVIDIA H100 80GB HBM3")
-    table = [line for line in lines if line.startswith(("standard", "dpsgd", "lean"))]
+    table = [line for line in lines if line.startswith(("standard", "dpsgd"))]
     assert len(table) == 3, "the whole table fits in 100 columns"
     assert max(map(len, lines)) <= 100
     assert "Bytes, FLOP, launches and peak memory are counted." in " ".join(lines)
@@ -50,9 +50,9 @@ def test_a_method_that_was_named_and_refuses_is_a_failure(
 ) -> None:
     ranks = [*SMALL, "--parallel=fsdp2", "--gpus=2", "--trainer=dpsgd_ghost"]
     assert main(["advise", *ranks]) == 0
-    assert main(["advise", *ranks, "--trainer=lean"]) == 1
+    assert main(["advise", *ranks, "--trainer=dpsgd_fgc"]) == 1
     table = " ".join(capsys.readouterr().out.split())
-    assert "lean: LeanTrainer does not train under parallel=fsdp2" in table
+    assert "dpsgd_fgc: DPFastGradientClippingTrainer does not train under parallel=fsdp2" in table
 
 
 def test_other_workloads_have_no_sequence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,8 +25,6 @@ PATIENCE = 300
     [
         ([LIMIT, "main~1..main", "--"], "end with -- COMMAND"),
         ([LIMIT, "main~1..main", "--", "pytest"], "with {json} in place of the run's file"),
-        ([LIMIT, "--", "cp", "{json}"], "name either commits as GOOD..BAD, or a --package"),
-        ([LIMIT, "a..b", "--package=x==1..2", "--", "{json}"], "name either commits"),
         (["peak_memory:1%", "main~1..main", "--", "{json}"], "unknown metric 'peak_memory'"),
         (["peak_memory_bytes", "main~1..main", "--", "{json}"], "write METRIC[@PHASE]:5%"),
         ([LIMIT, "main~1..other", "--", "{json}"], "finds no range 'main~1..other' here"),

@@ -105,10 +105,7 @@ def test_smoke_says_which_trainers_work(capsys: pytest.CaptureFixture[str]) -> N
         "[TEST OK] DPSGDTrainer passed local test.",
         "[TEST OK] DPGhostClippingTrainer passed local test.",
         "[TEST OK] DPFastGradientClippingTrainer passed local test.",
-        "[TEST OK] LeanTrainer passed local test.",
-        "[TEST OK] GhostLeanTrainer passed local test.",
         "[TEST OK] MicroBatchTrainer passed local test.",
-        "[TEST OK] BookKeepingTrainer passed local test.",
         "[TEST OK] FusedTrainer passed local test.",
     ]
 

@@ -265,3 +265,16 @@ def test_a_csv_file_has_every_number_before_and_after(tmp_path: Path) -> None:
 def test_a_csv_file_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "1", "2", "--csv", "/dev/full"]) == 2
     assert capsys.readouterr().err == "dpbench compare: /dev/full: No space left on device\n"
+
+
+def test_runs_that_name_trainers_of_before_are_still_shown_and_compared(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for file, before in (("methods-256", "mixed_ghost"), ("opacus-changes", "lean:changes=kept")):
+        assert main(["show", str(RESULTS / f"h200-{file}.json")]) == 0
+        assert f"\n{before} " in capsys.readouterr().out
+    runs = [str(RESULTS / f"{card}-adamw-1024.json") for card in ("h200", "h100")]
+    assert main(["compare", *runs, "--across"]) == 0
+    shown = capsys.readouterr().out
+    assert "\nlean " in shown
+    assert "\nghost_lean " in shown

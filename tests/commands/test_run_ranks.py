@@ -44,7 +44,7 @@ def test_a_parameter_with_fewer_rows_than_ranks_is_named(
     instrument: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Counted and for real alike: Opacus's noise for all shards cannot be added to its shards."""
-    ghost = ["--trainer=dpsgd_ghost", "--trainer=ghost_lean", "--parallel=fsdp2", "--gpus=2"]
+    ghost = ["--trainer=dpsgd_ghost", "--trainer=fused", "--parallel=fsdp2", "--gpus=2"]
     command = [*RUN[:2], "--model-size=1x8x1x2", "--batch-size=4", f"--instrument={instrument}"]
     assert main([*command, "--device=cpu", "--active=1", *ghost, "--json=run.json"]) == 1
     cases = json.loads(Path("run.json").read_bytes())["cases"]

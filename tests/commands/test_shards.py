@@ -139,9 +139,11 @@ def test_a_shard_by_another_instrument_is_missing_by_the_first() -> None:
 
 def test_shards_of_different_grids_are_refused_by_what_differs() -> None:
     first, _ = shards()
-    grid = GRID1.with_axes(trainer=["standard", "lean"])
+    grid = GRID1.with_axes(trainer=["standard", "fused"])
     other = run_of("2/2", Shard(2, 2).cases(grid.cases()), "2/2", grid)
-    with pytest.raises(ConfigurationError, match=r"grid's trainer \['standard', 'dpsgd', .*'lean'"):
+    with pytest.raises(
+        ConfigurationError, match=r"grid's trainer \['standard', 'dpsgd', .*'fused'"
+    ):
         merge_runs([first, other])
 
 

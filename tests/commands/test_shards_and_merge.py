@@ -66,7 +66,7 @@ def test_local_executor_measures_each_shard_in_a_job(
     first, second = sorted(Path("dpbench_shards").glob("shard-*.json"))
     done = first.stat().st_mtime_ns
     second.write_text("{")  # damaged
-    assert main([*on_cluster, "--resume", "--trainer=lean"]) == 2
+    assert main([*on_cluster, "--resume", "--trainer=micro_batch"]) == 2
     assert "because this session differs: grid's trainer ['standard', 'd" in capsys.readouterr().err
     with locked(first.with_name(".lock")):
         assert main([*on_cluster, "--resume"]) == 2

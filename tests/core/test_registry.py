@@ -56,10 +56,7 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         ("dpsgd", "DPSGDTrainer"),
         ("dpsgd_ghost", "DPGhostClippingTrainer"),
         ("dpsgd_fgc", "DPFastGradientClippingTrainer"),
-        ("lean", "LeanTrainer"),
-        ("ghost_lean", "GhostLeanTrainer"),
         ("micro_batch", "MicroBatchTrainer"),
-        ("book_keeping", "BookKeepingTrainer"),
         ("fused", "FusedTrainer"),
     ],
 )

@@ -26,6 +26,7 @@ from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 
+PLAIN = "fused:graphs=false,kernels=false"
 SIZE = ModelSize(500, 64, 2, 4)
 
 
@@ -79,7 +80,7 @@ def train_several_shapes_and_rates(trainer: Any) -> None:
 def test_steps_of_several_shapes_and_rates_are_those_of_opacus(options: dict[str, Any]) -> None:
     reference = moved(train_several_shapes_and_rates, made("dpsgd", **options))
     tolerance = 3e-2 if "autocast" in options else 1e-4
-    for name in ("book_keeping", "fused"):
+    for name in (PLAIN, "fused"):
         trainer = made(name, **options)
         update = moved(train_several_shapes_and_rates, trainer)
         assert (update - reference).norm() < tolerance * reference.norm(), name
@@ -105,7 +106,7 @@ def test_adapters_and_recomputed_activations_are_recorded(
     made_by: Callable[..., Any], checkpointing: bool, micro_batches: int
 ) -> None:
     updates = []
-    for name in ("fused", "book_keeping"):
+    for name in ("fused", PLAIN):
         trainer = made_by(name, micro_batches=micro_batches)
         if checkpointing:
             checkpoint_blocks(trainer.workload, trainer.model)
@@ -116,9 +117,9 @@ def test_adapters_and_recomputed_activations_are_recorded(
 
 
 @pytest.mark.parametrize("sizes", [(6, 3, 0, 9, 1, 13), (0, 5, 6)], ids=str)
-def test_poisson_batches_of_every_size_are_those_of_book_keeping(sizes: tuple[int, ...]) -> None:
+def test_poisson_batches_of_every_size_are_those_without_kernels(sizes: tuple[int, ...]) -> None:
     batch = tuple(torch.cat(each) for each in zip(*batches_of(40, 3), strict=True))
-    trainers = [made(name, sampling="poisson") for name in ("fused", "book_keeping")]
+    trainers = [made(name, sampling="poisson") for name in ("fused", PLAIN)]
     for size in sizes:
         part = tuple(tensor[-size or len(tensor) :] for tensor in batch)
         losses = [float(trainer.train_step(part)) for trainer in trainers]
@@ -177,7 +178,7 @@ def test_what_cannot_be_recorded_says_why_once_and_trains_without_graphs(
         update = moved(train, trainer)
     assert len([each for each in caught if "CUDA graphs" in str(each.message)]) == 1
     assert trainer._graphs is None
-    expected = moved(train, built(SimpleBigModel, "book_keeping"))
+    expected = moved(train, built(SimpleBigModel, PLAIN))
     assert (update - expected).norm() < 1e-4 * expected.norm()
     assert F.dropout(torch.ones(9, device="cuda"), 0.5).isfinite().all()
     assert held_by_graphs(torch.cuda.memory_snapshot(), 0) <= before
@@ -230,7 +231,7 @@ def test_graphs_with_kept_gradients_take_the_steps_of_a_loop_over_examples(
 
 
 def test_the_first_step_makes_the_graphs_and_returns_the_loss_of_its_own_batch() -> None:
-    trainer, plain = made("fused"), made("book_keeping")
+    trainer, plain = made("fused"), made(PLAIN)
     for number, batch in enumerate(batches_of(40, 3)):
         losses = [float(each.train_step(batch)) for each in (trainer, plain)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)

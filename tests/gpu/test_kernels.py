@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 from dpbench.core.model_size import ModelSize
 from dpbench.training import kernels
-from dpbench.training.ghost_norms import squared_norms_of_alike
 from dpbench.training.kernels import (
     TILINGS,
     gram_norms,
     gram_norms_by_kernel,
     gram_sums,
+    layer_norm_samples,
     products,
     scaled,
     weighted_sum,
 )
-from dpbench.training.layer_norm_kernel import layer_norm_samples
+from dpbench.training.norms import squared_norms_of_alike
 from tests.training.test_norm_bounds import OURS, alike, norms_of, update_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]

@@ -47,7 +47,7 @@ CASE = Case("standard", batch_size=8, seq_len=16, model_size="99x64x2x2", parall
 WIDE = replace(CASE, model_size="99x512x1x2")
 """Has matrices that are reduced one by one, while others are summed up."""
 
-SHARDED = {"standard", "dpsgd_ghost", "ghost_lean", "book_keeping", "fused"}
+SHARDED = {"standard", "dpsgd_ghost", "fused"}
 """Trainers that train under FSDP2."""
 
 
@@ -93,7 +93,7 @@ def trained(case: Case, *, alone: bool = False) -> tuple[Tensor, Tensor]:
 def distances_from_one_process(case: Case) -> dict[str, Any]:
     """How far the update of two steps is from that of the joint batch, by trainer and parallel."""
     far: dict[str, float] = {}
-    for trainer in TRAINERS if case.model_size == CASE.model_size else ("lean", "fused"):
+    for trainer in TRAINERS if case.model_size == CASE.model_size else ("dpsgd", "fused"):
         alone = replace(case, trainer=trainer, parallel="none", gpus=1)
         before, expected = trained(alone, alone=True)
         for parallel in ("ddp", "fsdp2"):
@@ -118,7 +118,7 @@ def test_sums_that_are_reduced_while_others_are_computed_are_those_of_one_proces
     tmp_path: Path,
 ) -> None:
     for rank in ask(distances_from_one_process, tmp_path, WIDE):
-        assert {*rank["far"]} == {"lean@ddp", "fused@ddp", "fused@fsdp2"}
+        assert {*rank["far"]} == {"dpsgd@ddp", "fused@ddp", "fused@fsdp2"}
         assert {pair: far for pair, far in rank["far"].items() if not far < APART} == {}
 
 

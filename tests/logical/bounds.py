@@ -44,7 +44,8 @@ def shallow(case: Case, layers: int) -> Case:
     return replace(case, model_size=f"{size.vocabulary}x{size.hidden}x{layers}x{size.heads}")
 
 
-METHODS = tuple(name for name in TRAINERS if name not in GRIDS["grid1"].values("trainer"))
+PLAIN = "fused:graphs=false,kernels=false"
+METHODS = (*(name for name in TRAINERS if name not in GRIDS["grid1"].values("trainer")), PLAIN)
 """Trainers outside the transformer's grids, counted in two cells: all have the same operators."""
 
 CASES = list(dict.fromkeys(case for name in ("grid1", "grid2") for case in GRIDS[name].cases()))

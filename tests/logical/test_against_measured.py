@@ -48,10 +48,3 @@ def over_logical(case: Case) -> float:
 def test_logical_bytes_are_a_floor_of_what_is_measured_at_fp32() -> None:
     for case in GRIDS["grid1"].cases():
         assert over_logical(case) > 0.99, case.id
-
-
-def test_changes_to_opacus_save_more_than_keeping_gradients_was_measured_to() -> None:
-    """h200-opacus-changes.json has 283.6 GB, 0.5 % more than the count."""
-    assert of_all_layers(Case("lean", 8, 256)) < 0.9 * 283.6
-    ghost = of_all_layers(Case("dpsgd_ghost", 8, 256))
-    assert of_all_layers(Case("ghost_lean", 8, 256)) < 0.7 * ghost

@@ -65,9 +65,7 @@ def test_a_step_that_compiles_does_not_count() -> None:
         run_case(compiled("standard"), TimingRecorder(1), device="cpu", warmup=0, active=1)
 
 
-@pytest.mark.parametrize(
-    "trainer", [*(t for t in TRAINERS if t not in COMPILED), "micro_batch:vmap=true"]
-)
+@pytest.mark.parametrize("trainer", [t for t in TRAINERS if t not in COMPILED])
 def test_trainers_with_hooks_say_that_they_cannot_be_compiled(trainer: str) -> None:
     with pytest.raises(ConfigurationError, match="does not train under compile=on: compiled"):
         build(compiled(trainer), CPU, 1)

@@ -1,4 +1,4 @@
-"""Merged passes: each operator does what it says, and a step what book-keeping does."""
+"""Merged passes: each operator does what it says, and a step what it does without them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical.logical import Logical
 from dpbench.training import kernels
 from dpbench.training.base import Batch
-from dpbench.training.ghost_norms import squared_norms_of_alike
-from dpbench.training.gradient_sums import ALIGNED, one_buffer, rounded_down, scaled
+from dpbench.training.gradient_sums import ALIGNED, one_buffer
 from dpbench.training.graphs import signature
-from dpbench.training.kernels import gram_norms
-from dpbench.training.layer_norm_kernel import layer_norm_samples
+from dpbench.training.kernels import gram_norms, layer_norm_samples, multiplied
+from dpbench.training.norms import rounded_down, squared_norms_of_alike
 
 SIZE = ModelSize(50, 16, 1, 2)
+PLAIN = "fused:graphs=false,kernels=false"
 
 
 def made(trainer: str = "fused", **options: Any) -> Any:
@@ -109,7 +109,7 @@ def test_a_factor_is_never_rounded_up_nor_by_more_than_a_step(
     assert (above.double() > factors.double()).all()
 
 
-@pytest.mark.parametrize("scale", [scaled, kernels.scaled])
+@pytest.mark.parametrize("scale", [multiplied, kernels.scaled])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_an_example_is_scaled_by_the_whole_factor_and_rounded_once(
     dtype: torch.dtype, scale: Callable[[Tensor, Tensor], Tensor]
@@ -133,8 +133,8 @@ def test_each_part_of_a_buffer_begins_where_matrix_products_want_it() -> None:
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def test_steps_of_several_shapes_and_rates_are_those_of_book_keeping() -> None:
-    trainers = [made("fused"), made("book_keeping")]
+def test_steps_of_several_shapes_and_rates_are_those_without_kernels() -> None:
+    trainers = [made("fused"), made(PLAIN)]
     for tokens, rate in ((8, 0.1), (12, 0.1), (8, 0.5)):
         for trainer in trainers:
             trainer.plain_optimizer.param_groups[0]["lr"] = rate
@@ -156,7 +156,7 @@ def test_a_graph_is_of_one_shape_threshold_and_mode_of_each_layer() -> None:
     assert signature(trainer, batch_of(8)) != recorded
 
 
-@pytest.mark.parametrize("trainer_name", ["fused", "book_keeping"])
+@pytest.mark.parametrize("trainer_name", ["fused", PLAIN])
 def test_noise_differs_between_steps_and_between_runs(trainer_name: str) -> None:
     def moved_in_two_steps(seed: int) -> list[Tensor]:
         torch.manual_seed(0)

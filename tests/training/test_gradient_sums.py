@@ -8,8 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.training.gradient_sums import LARGE, Sums, in_buffers, summed_by_row
-from dpbench.training.kept_gradients import KeptGradients
+from dpbench.training.gradient_sums import (
+    LARGE,
+    KeptGradients,
+    Sums,
+    in_buffers,
+    summed_by_row,
+)
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))

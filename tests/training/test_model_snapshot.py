@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpbench import TRAINERS
 from dpbench.core.errors import ConfigurationError
-from tests.training.test_book_keeping import BOTH, EXAMPLES, TOKENS, Given, between, frozen
+from tests.training.test_fused_layers import BOTH, EXAMPLES, PLAIN, TOKENS, Given, between, frozen
 
 WORKLOAD = Given(lambda: frozen(between(nn.Linear(6, 6)), "0.weight"), TOKENS)
 
@@ -80,7 +80,7 @@ def test_a_change_is_refused_by_name_before_anything_is_updated(
     assert all(map(torch.equal, values(trains.model), before))
 
 
-@pytest.mark.parametrize("trainer", ["book_keeping", "micro_batch"])
+@pytest.mark.parametrize("trainer", [PLAIN, "micro_batch"])
 def test_where_no_buffer_holds_parameters_they_may_move(trainer: str) -> None:
     trains = made(trainer)
     trains.train_step(TOKENS)

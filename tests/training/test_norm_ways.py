@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from dpbench import TRAINERS, Case
 from dpbench.child.build import build
 from dpbench.core.case_names import resolve
-from dpbench.training.norm_ways import GRADIENT, KEPT, PRODUCTS, Shape, cheapest, costs
+from dpbench.training.norms import GRADIENT, KEPT, PRODUCTS, Shape, cheapest, costs
 from dpbench.training.parallel import kind_of
 from tests.training.test_norm_bounds import Weighted, forced
 
 ALL = (PRODUCTS, GRADIENT, KEPT)
+PLAIN = "fused:graphs=false,kernels=false"
 NUMBERS = st.integers(1, 20_000)
 LINEAR = st.builds(
     Shape,
@@ -97,12 +98,10 @@ def test_trainers_say_which_way_each_layer_went() -> None:
     assert short["up"] == short["token_embedding"] == long["token_embedding"] == PRODUCTS
     assert short["final_norm"] == alone["up"] == alone["token_embedding"] == long["up"] == KEPT
     tables = {"token_embedding": GRADIENT, "position_embedding": GRADIENT}
-    assert ways_of("book_keeping", 4, 64) == long | tables  # it has no kernel for products
-    two_passes = {name: way if "norm" in name else GRADIENT for name, way in long.items()}
-    assert ways_of("ghost_lean", 4, 64) == two_passes
+    assert ways_of(PLAIN, 4, 64) == long | tables  # it has no kernel for products
 
 
-@pytest.mark.parametrize("trainer", ["fused", "book_keeping"])
+@pytest.mark.parametrize("trainer", ["fused", PLAIN])
 def test_gradients_of_adapters_are_kept(trainer: str) -> None:
     ways = ways_of(trainer, 2, 64, trainable="lora:2")
     assert {*ways.values()} == {KEPT}
@@ -134,9 +133,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(("examples", "parts"), [(1, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize(
     ("trainer", "way"),
-    [("book_keeping", way) for way in ALL] + [("fused", PRODUCTS), ("fused", KEPT)]
-    + [("ghost_lean", PRODUCTS), ("ghost_lean", GRADIENT)],
-)  # fmt: skip
+    [(PLAIN, way) for way in ALL] + [("fused", PRODUCTS), ("fused", KEPT)],
+)
 def test_each_way_moves_parameters_by_the_mean_of_clipped_gradients(
     trainer: str, way: str, examples: int, parts: int, layer: str
 ) -> None:

@@ -26,7 +26,11 @@ from dpbench.workloads.base import examples_in, part_sizes, parts_of
 
 CPU = torch.device("cpu")
 PRIVATE = [name for name in TRAINERS if name != "standard"]
-FURTHER = ["micro_batch:vmap=true", "dpsgd:grad_sample=functorch", "dpsgd:grad_sample=ew"]
+FURTHER = [
+    "fused:graphs=false,kernels=false",
+    "dpsgd:grad_sample=functorch",
+    "dpsgd:grad_sample=ew",
+]
 poisson = partial(Case, batch_size=4, seq_len=8, model_size="50x16x1x2", sampling="poisson")
 
 
@@ -92,7 +96,7 @@ def test_few_sizes_have_the_expected_mean(expected: int) -> None:
     assert sizes[0] == sizes[1]
     assert sum(sizes[0]) / 10 == pytest.approx(expected, abs=0.2 * expected**0.5)
     assert len({*sizes[0]}) > 2
-    assert batch_sizes(poisson("lean", batch_size=expected), 1) == pytest.approx([expected], abs=1)
+    assert batch_sizes(poisson("dpsgd", batch_size=expected), 1) == pytest.approx([expected], abs=1)
     assert (0 in sizes[0]) == (expected == 1)
 
 
@@ -135,10 +139,10 @@ def test_a_step_is_counted_for_each_size() -> None:
             if (row.phase, row.metric) == ("step", "logical_read_bytes")
         }
 
-    sizes = batch_sizes(poisson("book_keeping"), 5)
-    counted = read(poisson("book_keeping"))
+    sizes = batch_sizes(poisson("fused"), 5)
+    counted = read(poisson("fused"))
     for repeat in (0, 1):  # trained in one part
-        alone = poisson("book_keeping", batch_size=sizes[repeat], sampling="fixed")
+        alone = poisson("fused", batch_size=sizes[repeat], sampling="fixed")
         assert counted[repeat] == read(alone)[0]
     assert counted[sizes.index(7)] == max(counted.values())
 

@@ -86,25 +86,3 @@ def test_an_update_stores_each_number_once(
     target = GPUTarget("cuda", capability, 32)
     ptx = triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
     assert ptx.count("st.global") == 4 * (1 + averages)  # four blocks
-
-
-@pytest.mark.parametrize("buffered", [False, True])
-@pytest.mark.parametrize("kind", ["bf16", "fp32"])
-@pytest.mark.parametrize("capability", [80, 90, 120])
-def test_adding_kept_noise_stores_what_it_changes_once(
-    capability: int, kind: str, buffered: bool
-) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from dpbench.training.triton_kernels import add_kept_noise
-
-    constants = {"rows": 7, "buffered": buffered, "block": 1024}
-    types = {"total": f"*{kind}", "length": "i32"} | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "*fp32") for name in add_kept_noise.arg_names}
-    places = ("total", "z", "kept", "out", "length")
-    aligned = {(add_kept_noise.arg_names.index(n),): [["tt.divisibility", 16]] for n in places}
-    source = ASTSource(add_kept_noise, signature, constants, aligned)
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
-    tensors = 1 + (7 if buffered else 1)  # a thread writes its eight numbers at once or in halves
-    assert tensors <= ptx.count("st.global") <= 2 * tensors

@@ -228,9 +228,9 @@ def parameters(trainer: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*MERGED, *NOT_MERGED])
-def test_fused_trains_with_every_optimizer_as_book_keeping_does(name: str) -> None:
+def test_fused_trains_with_every_optimizer_as_it_does_without_merged_updates(name: str) -> None:
     options = {"optimizer": (MERGED | NOT_MERGED)[name], "learning_rate": 0.01}
-    trainers = [made(each, **options) for each in ("fused", "book_keeping")]
+    trainers = [made(each, **options) for each in ("fused", "fused:kernels=false")]
     where = trainers[0].labels["noise"]
     assert where == ("in the update" if name in MERGED else "in a phase of its own")
     start = parameters(trainers[0])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpbench import Batch, BookKeepingTrainer, StandardTrainer, TrainerBase, Workload
+from dpbench import Batch, FusedTrainer, StandardTrainer, TrainerBase, Workload
 from dpbench.training.base import mean_of
-from dpbench.training.correlated_noise import NOISES, Mechanism, whitening
-from dpbench.training.norm_ways import PRODUCTS
+from dpbench.training.correlated_noise import NOISES
+from dpbench.training.norms import PRODUCTS
 from dpbench.training.per_layer import KeptOfLayer, LinearRule
 from dpbench.workloads.base import examples_in, parts_of
 
@@ -100,7 +100,7 @@ class AdaptersUnclipped(Looped):
         return {n: gradients[n] if n.endswith("up.weight") else g for n, g in clipped.items()}
 
 
-class GhostThatDiffers(BookKeepingTrainer):
+class GhostThatDiffers(FusedTrainer):
     """Opacus #692: ghost norms differ from per-sample norms; here they sum the norms of tokens."""
 
     known_ways = (PRODUCTS,)
@@ -316,32 +316,6 @@ class WeightsShifted(Banded):
         super().__init__(model, **options)
         newest, *others = self.noise_weights
         self.used = (newest, 0.0, *others)
-
-
-def of_buffers(mechanism: Mechanism, shares: Sequence[float], decays: Sequence[float]) -> Any:
-    """The weights of ``blt`` with other buffers than it says, and its sensitivity."""
-    powers = [
-        sum(s * d ** (k - 1) for s, d in zip(shares, decays, strict=True)) for k in range(1, 300)
-    ]
-    return [mechanism.weights[0] * weight for weight in whitening([1.0, *powers], 300)]
-
-
-class BufferDropped(Banded):
-    """The buffer with the largest share is missing."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        _, decays, shares = self.mechanism
-        left = [i for i, share in enumerate(shares) if share < max(shares)]
-        few = [[of[i] for i in left] for of in (shares, decays)]
-        self.used = of_buffers(self.mechanism, *few)
-
-
-class DecaysSwapped(Banded):
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        _, decays, shares = self.mechanism
-        self.used = of_buffers(self.mechanism, shares, decays[::-1])
 
 
 class OneSeedForAllSteps(Banded):

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from dpbench import BookKeepingTrainer
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
 from dpbench.training.fused import FusedTrainer
-from dpbench.training.ghost_lean import GhostLeanTrainer
 from tests.verify.faulty import Gradients, Looped
 
 
@@ -75,27 +73,23 @@ class OneNotReduced(OverRanks):
         return super().mean(noisy_sum)
 
 
-class SharesOfOneSeed(BookKeepingTrainer):
+class SharesOfOneSeed(FusedTrainer):
     """Each rank draws noise for its part of a buffer, all from one seed."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
+        super().__init__(model, kernels=False, **options)
         self.generator = torch.Generator().manual_seed(int(torch.randint(2**60, ())))
 
 
-class ShardsOfOneSeed(GhostLeanTrainer):
+class ShardsOfOneSeed(SharesOfOneSeed):
     """Each rank draws noise for its shards, all from one seed."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.generator = torch.Generator().manual_seed(int(torch.randint(2**60, ())))
 
-
-class ShardsOfDefaultGenerator(GhostLeanTrainer):
+class ShardsOfDefaultGenerator(FusedTrainer):
     """Each rank draws noise for its shards from PyTorch's default generator."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
+        super().__init__(model, kernels=False, **options)
         self.generator = None
 
 

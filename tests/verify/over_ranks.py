@@ -29,7 +29,6 @@ from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement
 from dpbench.training import gradient_sums
 from dpbench.training.fused import FusedTrainer
-from dpbench.training.lean import LeanTrainer
 from dpbench.verify.reference import distances
 from dpbench.verify.trained_model import TrainedModel
 from dpbench.verify.trainer_checks import verify_here
@@ -75,14 +74,6 @@ class Apart(FusedTrainer):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
             super().__init__(model, **options)
-
-    def train_step(self, batch: Batch) -> Tensor:
-        with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
-            return super().train_step(batch)
-
-
-class LeanApart(LeanTrainer):
-    """`LeanTrainer` that treats matrices as large."""
 
     def train_step(self, batch: Batch) -> Tensor:
         with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):

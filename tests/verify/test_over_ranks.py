@@ -11,7 +11,8 @@ import pytest
 from tests.verify.over_ranks import ROWS, WIDTH, over_ranks, run, small
 
 FAULTY = "tests.verify.faulty_ranks"
-APART, LEAN_APART = (f"tests.verify.over_ranks:{each}" for each in ("Apart", "LeanApart"))
+APART = "tests.verify.over_ranks:Apart"
+PLAIN = "fused:graphs=false,kernels=false"
 
 OF_OPACUS = [
     "dpsgd@ddp",
@@ -24,29 +25,25 @@ OF_OPACUS = [
     "dpsgd_ghost@fsdp2",
 ]
 OF_OURS = [
-    "ghost_lean@ddp",
-    "book_keeping@ddp",
+    f"{PLAIN}@ddp",
     "micro_batch@ddp",
-    "micro_batch:vmap=true@ddp",
     f"{APART}@ddp",
     f"{APART}@ddp@adamw",
     f"{APART}@fsdp2",
     f"{APART}@fsdp2@adamw",
-    f"{LEAN_APART}@ddp",
-    "ghost_lean@fsdp2",
+    f"{PLAIN}@fsdp2",
 ]
 THREE_RANKS = [
     "standard@fsdp2",
     "dpsgd@ddp",
     "dpsgd_ghost@fsdp2",
-    "lean@ddp",
+    f"{PLAIN}@ddp",
     "fused@ddp",
     f"{APART}@fsdp2",
-    "ghost_lean@fsdp2",
 ]
 
 RIGHT = {
-    "some": (2, ["dpsgd_ghost@fsdp2", "lean@ddp", f"{APART}@fsdp2"]),
+    "some": (2, ["dpsgd_ghost@fsdp2", f"{PLAIN}@ddp", f"{APART}@fsdp2"]),
     "of Opacus": (2, ["standard@ddp", "standard@fsdp2", *OF_OPACUS]),
     "of ours": (2, [*OF_OURS, f"{FAULTY}:OverRanks@ddp"]),
     "three ranks": (3, THREE_RANKS),
@@ -58,10 +55,9 @@ OPACUS_NORMS = ("dpsgd_ghost", "dpsgd_fgc")
 
 REFUSED = {
     "dpsgd:clip=per_layer,grad_sample=functorch@ddp": "Unexpected grad_sample_mode: functorch",
-    "dpsgd@fsdp2": "use fused, book_keeping, dpsgd_ghost or ghost_lean, or parallel",
-    "dpsgd_fgc@fsdp2": "use fused, book_keeping, ",
-    "lean@fsdp2": "use fused, book_keeping, ",
-    "micro_batch@fsdp2": "use fused, book_keeping, ",
+    "dpsgd@fsdp2": "use fused or dpsgd_ghost, or parallel=ddp",
+    "dpsgd_fgc@fsdp2": "use fused or dpsgd_ghost, ",
+    "micro_batch@fsdp2": "use fused or dpsgd_ghost, ",
     f"{FAULTY}:Looped@ddp": "the trainer does not override distribute(model)",
 }
 FAULTS = {
@@ -87,16 +83,14 @@ SOME_FAULTS = ("NoiseOfEachRank@ddp", "ReducedTwice@ddp", "FusedShardsOfOneSeed@
 
 COUNTED = [
     "dpsgd@ddp",
-    "lean@ddp",
-    "book_keeping@ddp",
+    f"{PLAIN}@ddp",
     "fused@ddp",
     "dpsgd_ghost@fsdp2",
-    "ghost_lean@fsdp2",
+    f"{PLAIN}@fsdp2",
     "standard@fsdp2",
     "fused@fsdp2",
     f"{APART}@ddp",
     f"{APART}@fsdp2",
-    f"{LEAN_APART}@ddp",
 ]
 PARAMETERS = 2 * ROWS * WIDTH + WIDTH**2 + 3 * WIDTH
 
@@ -167,22 +161,19 @@ def test_less_is_drawn_sent_and_called(tmp_path: Path) -> None:
     )
     # Under DDP ranks share the drawing, and small gradients share one reduction.
     assert drawn["dpsgd@ddp"] == PARAMETERS  # by rank 0 only
-    for trainer in ("lean@ddp", "book_keeping@ddp"):
-        assert PARAMETERS / 2 <= drawn[trainer] < 0.6 * PARAMETERS  # with padding
+    assert PARAMETERS / 2 <= drawn[f"{PLAIN}@ddp"] < 0.6 * PARAMETERS  # with padding
     assert calls["dpsgd@ddp"] == 6
-    assert calls["lean@ddp"] == calls["book_keeping@ddp"] == calls["fused@ddp"] == 1
+    assert calls[f"{PLAIN}@ddp"] == calls["fused@ddp"] == 1
     # Under FSDP2 Opacus gathers three times, reduces twice, and each rank draws all noise.
-    opacus, ours = "dpsgd_ghost@fsdp2", "ghost_lean@fsdp2"
+    opacus, ours = "dpsgd_ghost@fsdp2", f"{PLAIN}@fsdp2"
     assert (sent[opacus], drawn[opacus]) == (5 * 4 * PARAMETERS, PARAMETERS)
     assert PARAMETERS / 2 <= drawn[ours] < 0.6 * PARAMETERS
     assert calls[ours] < calls[opacus]
-    # One reduction less, and the embedding twice not gathered.
-    assert sent[ours] <= 4 * 4 * PARAMETERS - 2 * 4 * ROWS * WIDTH
     # `fused` reduces only the sums, in as even parts as FSDP2.
     for trainer in ("fused@fsdp2", f"{APART}@fsdp2"):
         assert sent[trainer] == sent["standard@fsdp2"]
     # A sum is reduced while the next is computed; those of small parameters are reduced as one.
     orders = {pair: counts[pair]["order"].lstrip("m") for pair in COUNTED}
     assert orders["dpsgd@ddp"].strip("r") == orders["fused@ddp"].strip("r") == ""
-    for trainer in (f"{APART}@ddp", f"{APART}@fsdp2", f"{LEAN_APART}@ddp"):
+    for trainer in (f"{APART}@ddp", f"{APART}@fsdp2"):
         assert re.fullmatch("r+(m+r+)+", orders[trainer]), (trainer, orders[trainer])

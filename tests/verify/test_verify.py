@@ -27,7 +27,7 @@ PRIVATE = [
     "dpsgd:grad_sample=ew",
     "dpsgd_ghost",
     "dpsgd_fgc",
-    "book_keeping",
+    "fused:graphs=false,kernels=false",
     "fused",
 ]
 QUICK = ["dpsgd", "dpsgd_ghost", "fused"]
@@ -35,9 +35,7 @@ QUICK = ["dpsgd", "dpsgd_ghost", "fused"]
 
 CORRELATED = (
     "fused:noise=banded,bands=4",
-    "lean:noise=banded,bands=4",
-    "lean:noise=blt,buffers=3",
-    "dpsgd:noise=blt,buffers=3",
+    "dpsgd:noise=banded,bands=4",
 )
 
 
@@ -107,7 +105,7 @@ def test_they_pass_on_a_gpu(trainer: str, precision: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", [*PRIVATE, "lean", "ghost_lean", "micro_batch"])
+@pytest.mark.parametrize("trainer", [*PRIVATE, "micro_batch"])
 def test_they_pass_with_poisson_batches(trainer: str) -> None:
     checks = checks_of(trainer, sampling="poisson")
     assert not unexpected(trainer, checks)
@@ -143,7 +141,7 @@ def test_a_right_trainer_of_ones_own_passes(name: str, optimizer: str) -> None:
         ("fused", {"optimizer": "momentum"}),
         ("fused", {"trainable": "lora:2", "optimizer": "adamw"}),
         ("fused", {"activation_checkpointing": "on", "optimizer": "torch.optim:RMSprop"}),
-        ("book_keeping", {"trainable": "*.bias", "micro_batches": 1}),
+        ("fused", {"trainable": "*.bias", "micro_batches": 1}),
         ("dpsgd_ghost", {"trainable": "lora:2", "optimizer": "adamw"}),
         ("dpsgd", {"activation_checkpointing": "on"}),
         ("fused", {"precision": "bf16"}),
@@ -154,7 +152,7 @@ def test_a_right_trainer_of_ones_own_passes(name: str, optimizer: str) -> None:
                 torch.__version__ < "2.12", reason="PyTorch's CPU ends noise in bf16 at 3.3 σ"
             ),
         ),
-        ("book_keeping", {"precision": "bf16-amp"}),
+        ("fused", {"precision": "bf16-amp"}),
     ],
     ids=str,
 )
@@ -172,7 +170,7 @@ def test_the_reference_is_in_float32_where_the_model_has_to_be() -> None:
 
 def test_small_parameters_are_judged_by_more_steps() -> None:
     case = "layer:layer=layernorm,width=2,length=3"
-    assert not wrong(checks_of("book_keeping", workload=case))
+    assert not wrong(checks_of("fused", workload=case))
 
 
 def test_losses_that_are_made_of_gradients_are_verified() -> None:
@@ -290,7 +288,7 @@ BANDED = "noise=banded,bands=4"
 @pytest.mark.repeats
 @pytest.mark.parametrize(
     "trainer",
-    ["dpsgd", "fused", *slow("dpsgd_fgc", "micro_batch", "lean", f"{FAULTY}:Banded")],
+    ["dpsgd", "fused", *slow("dpsgd_fgc", "micro_batch", f"{FAULTY}:Banded")],
 )
 def test_noise_that_is_correlated_over_steps_passes_as_what_it_says(trainer: str) -> None:
     assert not unexpected(trainer, checks_of(f"{trainer}:{BANDED}", micro_batches=1))
@@ -314,21 +312,6 @@ def test_other_weights_than_a_trainer_says_are_named(name: str, check: str, said
     assert said in "\n".join(wrong(checks)[check])
 
 
-@pytest.mark.parametrize(
-    ("trainer", "said"),
-    [
-        *slow(("lean", ""), ("dpsgd", ""), (f"{FAULTY}:Banded", "")),
-        (f"{FAULTY}:BufferDropped", "in step 2"),
-        *slow((f"{FAULTY}:DecaysSwapped", "in step"), (f"{FAULTY}:OneSeedForAllSteps", "in step")),
-    ],
-)
-def test_other_buffers_than_a_trainer_says_are_found(trainer: str, said: str) -> None:
-    checks = checks_of(f"{trainer}:noise=blt,buffers=3", micro_batches=1)
-    found = wrong(checks) if said else dict(unexpected(trainer, checks))
-    assert bool(found) == bool(said)
-    assert said in "\n".join(found.get("noise: parameters, steps, runs", []))
-
-
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -340,7 +323,7 @@ def test_other_buffers_than_a_trainer_says_are_found(trainer: str, said: str) ->
         (f"{FAULTY}:SaysNothing", {}, "unknown label clips of trainer SaysNothing 'per block'"),
         ("dpsgd:max_grad_norm=0.5", {}, "verify chooses max_grad_norm"),
         (
-            "book_keeping",
+            "fused",
             {"workload": "layer:layer=lstm,width=64,length=5"},
             "one parameter of sev",
         ),
@@ -370,7 +353,7 @@ def test_a_trainer_that_fails_is_named_with_its_error() -> None:
 def test_the_seed_of_whoever_asks_stays_as_it_was() -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    checks_of("book_keeping")
+    checks_of("fused")
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -388,10 +371,10 @@ def test_a_weight_that_is_used_by_hand_is_told_from_one_that_is_not_used(trainer
 
 def test_a_weight_that_is_used_by_hand_is_refused_and_one_that_is_not_used_is_not() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"layer 1 .* uses the layer's parameters without calling"
+        ConfigurationError, match=r"parameter 1\.weight without a call of its layer"
     ):
-        checks_of("ghost_lean", workload="tests.verify.right:ByHand")
-    checks = checks_of("ghost_lean", workload="tests.verify.right:ByHand:unused=true")
+        checks_of("fused", workload="tests.verify.right:ByHand")
+    checks = checks_of("fused", workload="tests.verify.right:ByHand:unused=true")
     assert [check.name for check in checks if not check.passed] == []
 
 

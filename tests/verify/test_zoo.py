@@ -13,6 +13,7 @@ from tests.verify import wrong
 
 SMALL = "tests.verify.over_ranks:Small"
 OWN = "tests.verify.faulty"
+PLAIN = "fused:graphs=false,kernels=false"
 
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("dpsgd", {}),
@@ -34,13 +35,13 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("dpsgd:grad_sample=ew", {}),
     ("dpsgd_fgc", {}),
     ("dpsgd_fgc", {"trainable": "*.bias"}),
-    ("lean", {}),
-    ("lean", {"precision": "bf16", "micro_batches": 4}),
-    ("ghost_lean", {"workload": "layer:layer=groupnorm"}),
+    ("fused", {}),
+    ("fused", {"precision": "bf16", "micro_batches": 4}),
+    ("fused", {"workload": "layer:layer=groupnorm"}),
     ("micro_batch", {}),
     ("micro_batch", {"precision": "bf16"}),
-    ("micro_batch:vmap=true", {}),
-    ("micro_batch:vmap=true", {"trainable": "lora:2", "optimizer": "adamw"}),
+    (PLAIN, {}),
+    (PLAIN, {"trainable": "lora:2", "optimizer": "adamw"}),
     (f"{OWN}:Looped", {}),
     (f"{OWN}:Looped", {"micro_batches": 1, "optimizer": "momentum"}),
     (f"{OWN}:ByLayer", {}),
@@ -49,7 +50,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("tests.verify.right:LeavesNaNOut", {}),
     ("tests.verify.right:MeanOfNoisyParameters", {}),
 ]
-NORMS_BY_PRODUCTS = ("ghost_lean", "book_keeping", "fused")
+NORMS_BY_PRODUCTS = (PLAIN, "fused")
 """Trainers with norms by products, whose clipping norm is an upper bound of the true one."""
 
 

@@ -28,7 +28,7 @@ PAIRS = (
     ("dpsgd_ghost", "ddp"),
     ("dpsgd_ghost", "fsdp2"),
     ("dpsgd_fgc", "ddp"),
-    ("lean", "ddp"),
+    ("fused:graphs=false,kernels=false", "ddp"),
     ("fused", "ddp"),
     ("fused", "fsdp2"),
 )

@@ -431,10 +431,10 @@ def test_a_table_says_that_it_is_of_one_rank(axes: dict[str, Any], alone: bool) 
 
 
 @pytest.mark.slow
-def test_ghost_lean_keeps_shards_alone_between_steps() -> None:
+def test_fused_keeps_shards_alone_between_steps() -> None:
     def peak(trainer: str) -> float:
         case = case_of(trainer, "fsdp2", model_size="64x128x4x4", batch_size=4, seq_len=8)
         rows = Logical().count(case).rows
         return max(row.value for row in rows if row.metric == "peak_memory_bytes")
 
-    assert peak("ghost_lean") < 1.25 * peak("standard")
+    assert peak("fused") < 1.25 * peak("standard")

@@ -48,7 +48,7 @@ def before(what: str) -> tuple[str, str]:
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("trainer", ["standard", "dpsgd", "dpsgd_ghost", "ghost_lean"])
+@pytest.mark.parametrize("trainer", ["standard", "dpsgd", "dpsgd_ghost", "fused"])
 def test_peak_of_running_steps_is_that_of_the_case_counted_without_data(trainer: str) -> None:
     """But for the two other batches of the case, which lie in its memory all the time."""
     case = resolve(replace(CASE, trainer=trainer))

@@ -1,8 +1,22 @@
 """Upper bounds of the norms of per-sample gradients, and clipping factors from these bounds.
 
-If rounding makes a norm too small, the clipped gradient can exceed the threshold. So each norm is
-increased by bounds of two rounding errors: the error of the norm, and the error of the update. Most
-bounds hold in the worst case. The bounds that data could exceed are named below.
+`cheapest` chooses how to compute the norms of a layer. The choice depends on shapes and dtypes, and
+on whether matrix products use TF32, but not on values. An example has T tokens. A linear layer
+multiplies the example's activations ``[T, K]`` by a weight of K × N numbers. There are three ways
+to compute the squared norm:
+
+- ``products`` sums over products T × T of activations and of output gradients.
+- ``gradient`` computes the per-sample gradient, and discards it after computing the norm. For an
+  embedding, only the rows that the example looks up are computed.
+- ``kept`` computes the per-sample gradient, and keeps it for the update.
+
+Mixed ghost clipping chooses between the first two ways for each layer (Bu, Mao and Xu, "Scalable
+and Efficient Training of Large Convolutional Neural Networks with Differential Privacy", 2022,
+https://arxiv.org/abs/2205.10683).
+
+**Bounds.** If rounding makes a norm too small, the clipped gradient can exceed the threshold. So
+each norm is increased by bounds of two rounding errors: the error of the norm, and the error of the
+update. Most bounds hold in the worst case. The bounds that data could exceed are named below.
 
 **Norms from products T × T**, where T is the number of tokens. An example has activations x and
 output gradients g, each with one row per token. The example's gradient is ``G = Σ g_t x_tᵀ``,
@@ -24,8 +38,7 @@ Numerical Algorithms, 2nd edition, 2002, sections 3.1 and 4.2).
 
 **Norms of kept gradients.** The update multiplies exactly the gradient whose norm was computed. So
 only two errors are left. The first is the error of the norm, which is computed row by row. The
-second is the rounding of the update's result. If the update is a matrix product in TF32, there is a
-third error, because TF32 rounds the gradient and the clipping factor. See `sample_bound`.
+second is the rounding of the update's result. See `sample_bound`.
 
 **If gradients are not kept**, the update computes them again, and rounds three kinds of numbers:
 
@@ -33,14 +46,13 @@ third error, because TF32 rounds the gradient and the clipping factor. See `samp
   where u is the unit roundoff of this dtype.
 - Sums over T tokens are rounded. The norm of a sum over some tokens is at most ``(|A| |B|)^½``. The
   added error is this norm times a number of unit roundoffs. In 16 bits and with TF32, tensor cores
-  may truncate sums, so 3 T units of float32 are added, which is the worst case. If the update sums
-  in 16 bits, T units of the 16-bit dtype are added. In all other cases, 2 T^½ units are added, but
-  at most T units. Data could exceed 2 T^½ units. If roundings are independent and uniform, this is
-  very unlikely, unless one number of a gradient is more than half of the gradient's norm (Higham
-  and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5),
-  2019, theorem 2.4). If the norm was computed from the gradient, A and B are unknown. The norm of a
-  sum over some tokens is then assumed to be at most ``D^½``, with D as below, as if tokens were
-  independent.
+  may truncate sums, so 3 T units of float32 are added, which is the worst case. In all other cases,
+  2 T^½ units are added, but at most T units. Data could exceed 2 T^½ units. If roundings are
+  independent and uniform, this is very unlikely, unless one number of a gradient is more than half
+  of the gradient's norm (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis,
+  SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). If the norm was computed from the gradient, A and
+  B are unknown. The norm of a sum over some tokens is then assumed to be at most ``D^½``, with D as
+  below, as if tokens were independent.
 - The numbers that the update multiplies are rounded, such as c·g with the clipping factor c. In
   float32 and float64, the worst case is added: ``T^½ u D^½`` with ``D = Σ |x_t|² |g_t|²``. **In 16
   bits and with TF32,** ``u D^½`` **is added, which is the worst case for one token only.** If an
@@ -48,8 +60,7 @@ third error, because TF32 rounds the gradient and the clipping factor. See `samp
   all tokens, and exceed this bound. The bound ``u (λ Σ|g_t|²)^½``, with the largest eigenvalue λ of
   A, would hold for such data, but would lower clipping factors more on ordinary data. With TF32, u
   is 2⁻¹⁰, because the norm is computed from x and g rounded to 11 bits, and the update rounds x and
-  c·g. In the second backward pass of `GhostLeanTrainer`, each layer between the loss and the
-  clipped layer rounds c·g again, but the bound includes only one of these roundings.
+  c·g.
 
 A NaN in a gradient is not hidden: the norm, the clipping factor and the update also become NaN. If
 a norm is too large for its dtype, the norm is infinite, and the clipping factor is 0.
@@ -58,14 +69,115 @@ a norm is too large for its dtype, the norm is infinite, and the clipping factor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dpbench.training.gradient_sums import rounded_down
-from dpbench.training.kernels import TILINGS, has_tf32, is_in_tf32, wide_type
+from dpbench.training.kernels import (
+    TILINGS,
+    by_kernel,
+    gram_norms,
+    gram_sums,
+    has_tf32,
+    is_in_tf32,
+    products,
+    wide_product,
+    wide_type,
+)
+
+PRODUCTS, GRADIENT, KEPT = "products", "gradient", "kept"
+"""Names of the three ways."""
+
+FLOPS_PER_BYTE = {2: 206, 4: 14, 8: 14}
+"""FLOPs that a GPU can compute in the time in which it moves one byte, by bytes per number. The
+values are for an H200, which computes 989, 67 and 67 TFLOP/s with numbers of 2, 4 and 8 bytes, and
+moves 4.8 TB/s (https://www.nvidia.com/en-us/data-center/h200/). For an A100, the values would be
+156, 10 and 10."""
+
+TF32_FLOPS_PER_BYTE = 103
+"""Used instead of `FLOPS_PER_BYTE` for float32 numbers whose products use TF32. An H200 computes
+494 TFLOP/s with TF32."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a linear layer or an embedding, and of a batch.
+
+    Attributes:
+        examples: B, the number of examples.
+        tokens: T, the number of tokens in an example.
+        width: K, the number of input features, or the number of rows of an embedding.
+        height: N, the number of output features.
+        itemsize: bytes per number.
+        rows: whether the layer is an embedding, whose inputs are row indices.
+        tf32: whether products of float32 numbers use TF32.
+    """
+
+    examples: int
+    tokens: int
+    width: int
+    height: int
+    itemsize: int = 4
+    rows: bool = False
+    tf32: bool = False
+
+
+def costs(shape: Shape, *, kernel: bool = False) -> dict[str, float]:
+    """Return the cost of each way in bytes, without the matrix product that computes the update.
+
+    FLOPs are counted as the number of bytes that a GPU moves in the same time.
+
+    Args:
+        shape: sizes of the layer and the batch.
+        kernel: whether one kernel computes products T × T in tiles, without writing them to memory.
+            The products are symmetric, so the kernel computes about half of each product.
+    """
+    examples, tokens, width, height, itemsize, rows, tf32 = shape
+    wide, weight, read = max(itemsize, 4), width * height, 0 if rows else width
+    # Norms read activations and output gradients. Later, the narrower of these two tensors is
+    # multiplied by the clipping factors.
+    pairs = tokens * (read + height + 2 * (min(read, height) or height)) * itemsize
+    flops, squares = tokens**2 * (read + height), 4 * tokens**2 * wide
+    each: dict[str, tuple[float, float]] = {
+        PRODUCTS: (flops, pairs) if kernel else (2 * flops, pairs + squares),
+        GRADIENT: (2 * tokens * weight, pairs + 2 * weight * wide),
+        KEPT: (0, 3 * weight * itemsize),
+    }
+    if rows:  # sums in float32 over the looked-up rows, which are zeroed, added to and read
+        each[GRADIENT] = 0, pairs + tokens * height * (2 * itemsize + 6 * wide)
+    rate = TF32_FLOPS_PER_BYTE if tf32 and itemsize == 4 else FLOPS_PER_BYTE[itemsize]
+    return {way: max(examples, 1) * (moved + flops / rate) for way, (flops, moved) in each.items()}
+
+
+def cheapest(
+    shape: Shape, ways: Collection[str], *, kernel: bool = False, alone: bool = False
+) -> str:
+    """Return the cheapest of ``ways``.
+
+    The other ways must keep activations and output gradients in memory. The way ``kept`` is
+    considered only for a linear layer, and only if a per-sample gradient is no larger than the
+    larger of the example's activations and output gradients. If ``alone``, ``kept`` is always
+    considered, even for an embedding.
+
+    Args:
+        shape: sizes of the layer and the batch.
+        ways: the ways that a trainer supports.
+        kernel: see `costs`.
+        alone: whether the batch has a single example, whose gradient the update needs anyway.
+    """
+    fits = alone or (min(shape.width, shape.height) <= shape.tokens and not shape.rows)
+    cost = costs(shape, kernel=kernel)
+    return min((way for way in ways if way != KEPT or fits), key=cost.__getitem__)
+
+
+def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert factors to another dtype. Never round up, which would weaken clipping."""
+    rounded = factors.to(dtype)
+    if dtype == factors.dtype:
+        return rounded
+    lower = torch.nextafter(rounded, torch.zeros_like(rounded))
+    return torch.where(rounded > factors, lower, rounded)
 
 
 class ProductError(NamedTuple):
@@ -155,15 +267,14 @@ class GramSums(NamedTuple):
     g_squares: Tensor
 
 
-def clipping_factors(squared_norms: Tensor, threshold: float, divisor: int = 1) -> Tensor:
-    """Return clipping factors divided by ``divisor``, ``[B]``, rounded down.
+def clipping_factors(squared_norms: Tensor, threshold: float) -> Tensor:
+    """Return clipping factors, ``[B]``, rounded down.
 
     Args:
         squared_norms: upper bounds of the examples' squared norms, ``[B]``.
         threshold: C, the clipping threshold.
-        divisor: for example the batch size, so that a weighted sum of gradients is a mean.
     """
-    exact = (threshold / (squared_norms.double().sqrt() + 1e-6)).clamp(max=1.0) / divisor
+    exact = (threshold / (squared_norms.double().sqrt() + 1e-6)).clamp(max=1.0)
     return rounded_down(exact, squared_norms.dtype)
 
 
@@ -183,26 +294,19 @@ def wide_unit(dtype: torch.dtype) -> float:
     return unit(torch.promote_types(dtype, torch.float32))
 
 
-def of_terms(dtype: torch.dtype, tokens: int, tf32: bool | None = None) -> float:
+def of_terms(dtype: torch.dtype, tokens: int) -> float:
     """Bound the error from rounding the numbers that the update multiplies, in units of ``D^½``.
 
     D is `GramSums.diagonal`.
     """
     if dtype.itemsize == 2:
         return unit(dtype)
-    return 2.0**-10 if is_in_tf32(dtype, tf32) else math.sqrt(tokens) * unit(dtype)
+    return 2.0**-10 if is_in_tf32(dtype) else math.sqrt(tokens) * unit(dtype)
 
 
-def of_sums(
-    dtype: torch.dtype,
-    tokens: int,
-    summed_in: torch.dtype | None = None,
-    tf32: bool | None = None,
-) -> float:
+def of_sums(dtype: torch.dtype, tokens: int) -> float:
     """Bound the error from rounding sums over tokens in the update, relative to the largest sum."""
-    if summed_in is not None:
-        return tokens * unit(summed_in)
-    if dtype.itemsize == 2 or is_in_tf32(dtype, tf32):
+    if dtype.itemsize == 2 or is_in_tf32(dtype):
         return 3 * tokens * wide_unit(dtype)
     return min(tokens, 2 * math.sqrt(tokens)) * wide_unit(dtype)
 
@@ -212,8 +316,6 @@ def gram_bound(
     tokens: int,
     errors: tuple[ProductError, ProductError],
     dtype: torch.dtype,
-    summed_in: torch.dtype | None = None,
-    tf32: bool | None = None,
 ) -> Tensor:
     """Return upper bounds of the squared norms of the update's gradients, ``[layers, B]``.
 
@@ -222,8 +324,6 @@ def gram_bound(
         tokens: T, the number of tokens.
         errors: bounds of the errors of the products ``x xᵀ`` and ``g gᵀ``.
         dtype: dtype in which the update multiplies.
-        summed_in: dtype in which the update sums over tokens, if narrower than float32.
-        tf32: whether the update may use TF32; None to use `has_tf32`.
     """
     stacked = torch.stack([*parts], 1)
     sums = GramSums(*stacked)
@@ -243,8 +343,8 @@ def gram_bound(
     higher = 1 + 4 * (number + sum(map(sum, errors)))
     truncated = sum(error.truncated for error in errors)
     squared = torch.add(sums.squared_norm, error, alpha=higher)
-    rounded = sizes.sqrt_().mul_(of_sums(dtype, tokens, summed_in, tf32) * higher)
-    rounded.add_(sums.diagonal.sqrt(), alpha=of_terms(dtype, tokens, tf32) * higher)
+    rounded = sizes.sqrt_().mul_(of_sums(dtype, tokens) * higher)
+    rounded.add_(sums.diagonal.sqrt(), alpha=of_terms(dtype, tokens) * higher)
     if truncated:
         rounded.add_(squared.clamp(min=0).sqrt_(), alpha=truncated * higher)
     return with_rounding(squared, rounded, dtype)
@@ -269,9 +369,7 @@ def gradient_bound(
     return with_rounding(squared, rounded, dtype)
 
 
-def row_bound(
-    parts: Sequence[Tensor], tokens: int, dtype: torch.dtype, summed_in: torch.dtype | None = None
-) -> Tensor:
+def row_bound(parts: Sequence[Tensor], tokens: int, dtype: torch.dtype) -> Tensor:
     """Return bounds like those of `gram_bound`, but from the rows of an embedding's gradient.
 
     If n tokens look up a row, the row's gradient is the sum of the output gradients g of these
@@ -283,14 +381,11 @@ def row_bound(
             which is ``Σ|g|²`` over tokens.
         tokens: T, the number of tokens.
         dtype: dtype in which the update multiplies.
-        summed_in: dtype in which the update sums over tokens, if narrower than float32.
     """
     squares, sums, diagonal = torch.stack([*parts], 1)
     squared = torch.add(squares.sqrt(), sums, alpha=unit(sums.dtype)).square()
-    in_update = unit(summed_in) if summed_in else wide_unit(dtype)
-    return with_rounding(
-        squared, in_update * sums + of_terms(dtype, tokens) * diagonal.sqrt(), dtype
-    )
+    rounded = wide_unit(dtype) * sums + of_terms(dtype, tokens) * diagonal.sqrt()
+    return with_rounding(squared, rounded, dtype)
 
 
 def with_rounding(squared: Tensor, rounded: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -320,31 +415,146 @@ def row_norms(samples: Tensor) -> Tensor:
     return norms
 
 
-def sample_bound(
-    norms: Sequence[Tensor], width: int, dtype: torch.dtype, by_product: bool = False
-) -> Tensor:
+def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
     """Return upper bounds ``[1, B]`` of the squared norms of kept gradients.
 
     Args:
         norms: `row_norms` of the gradients.
         width: the number of elements in a row, or an upper bound of this number.
         dtype: dtype of the update.
-        by_product: whether the update multiplies gradients and factors in a matrix product, which
-            may round both to 11 bits.
     """
     rows = torch.cat([*norms], 1)
     squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
     squares *= 1 + (width + 8) * unit(rows.dtype)
-    rounded = squares.sqrt() * 2.0**-10 if by_product and is_in_tf32(dtype) else 0.0
-    return with_rounding(squares, rounded, dtype)[None]
+    return with_rounding(squares, 0.0, dtype)[None]
 
 
-def squared_sample_norms(samples: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return upper bounds ``[B]`` of the squared norms of per-sample gradients.
+def squared_sample_norms(samples: Tensor) -> Tensor:
+    """Return upper bounds ``[B]`` of the squared norms of per-sample gradients ``[B, …]``."""
+    width = samples.shape[-1] if samples.dim() > 1 else 1
+    return sample_bound([row_norms(samples)], width, samples.dtype)[0]
+
+
+class GhostNorms:
+    """Computes upper bounds of squared norms, for each example and each part of its gradient.
+
+    A part is, for example, the gradient of one layer. The parts are added layer by layer. Each
+    bound takes about twenty small kernels, whose launches would make a step slower. So
+    `squared_norms` computes the bounds of all layers with equal settings at once. Until then, only
+    the sums or norms that the bounds need are kept.
 
     Args:
-        samples: the gradients that the update multiplies by clipping factors, ``[B, …]``.
-        dtype: dtype of the update; None for the dtype of ``samples``.
+        together: whether one operator computes products T × T of all layers of equal shape. Their
+            activations and output gradients are kept until `squared_norms`.
     """
-    width = samples.shape[-1] if samples.dim() > 1 else 1
-    return sample_bound([row_norms(samples)], width, dtype or samples.dtype)[0]
+
+    def __init__(self, *, together: bool = False) -> None:
+        self._together = together
+        self._parts: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+
+    def add(
+        self,
+        x: Tensor,
+        g: Tensor,
+        *,
+        way: str = PRODUCTS,
+        bias: bool = False,
+    ) -> None:
+        """Add a linear layer or an embedding.
+
+        Args:
+            x: activations ``[B, T, K]`` of a linear layer, or row indices ``[B, T]`` int64 of an
+                embedding.
+            g: output gradients, ``[B, T, N]``.
+            way: ``products`` computes the norms from products T × T, and ``gradient`` from
+                per-sample gradients.
+            bias: whether the bias is trained.
+        """
+        tokens = g.shape[1]
+        if way == PRODUCTS and self._together:
+            kind = bias, x.shape[1:], x.dtype, g.shape[1:], g.dtype
+            self._alike.setdefault(kind, []).append((x, g))
+            return
+        if way == PRODUCTS:
+            errors = product_error(x), product_error(g)
+            self._put(gram_sums(*products(x, g), bias), gram_bound, tokens, errors, g.dtype)
+            return
+        if x.dim() == 2:
+            self._put(row_sums(x, g), row_bound, tokens, g.dtype)
+            return
+        lengths = torch.linalg.vector_norm(g, dim=2, dtype=wide_type(g, g))
+        of_x = torch.linalg.vector_norm(x, dim=2, dtype=lengths.dtype)
+        samples, error = wide_product(g.mT, x), product_error(g.mT, x)
+        self._put_gradient(samples, of_x * lengths, error, tokens, g.dtype)
+        if bias:
+            samples, error = g.sum(1, dtype=torch.float64), ProductError(tokens * 2.0**-53, 0.0)
+            self._put_gradient(samples, lengths, error, tokens, g.dtype)
+
+    def _put_gradient(
+        self, samples: Tensor, lengths: Tensor, error: ProductError, tokens: int, dtype: torch.dtype
+    ) -> None:
+        squares = row_norms(samples).square().sum(1)
+        sums = torch.stack([squares.to(lengths.dtype), lengths.sum(1), lengths.square().sum(1)])
+        self._put(sums, gradient_bound, tokens, error, dtype)
+
+    def add_samples(self, samples: Tensor, dtype: torch.dtype) -> None:
+        """Add per-sample gradients that are in memory.
+
+        Args:
+            samples: the per-sample gradients, ``[B, …]``.
+            dtype: dtype of the parameter.
+        """
+        # The update is assumed to round to the narrower of the two dtypes.
+        dtype = min(dtype, samples.dtype, key=lambda each: each.itemsize)
+        width = samples.shape[-1] if samples.dim() > 1 else 1
+        self._put(row_norms(samples), sample_bound, width, dtype)
+
+    def _put(self, part: Tensor, bound: Callable[..., Tensor], *about: object) -> None:
+        self._parts.setdefault((bound, part.dtype, *about), []).append(part)
+
+    def squared_norms(self) -> list[Tensor]:
+        """Return for each part upper bounds of squared norms, ``[B]``, in float32 or wider."""
+        kinds = self._parts.items()
+        made = [bound(parts, *about) for (bound, _, *about), parts in kinds]
+        for (bias, *_), pairs in self._alike.items():
+            xs, gs = zip(*pairs, strict=True)
+            made.append(squared_norms_of_alike([*xs], [*gs], bias))
+        return [each for norms in made for each in norms.unbind()]
+
+
+def row_sums(rows: Tensor, g: Tensor) -> Tensor:
+    """Return the sums ``[3, B]`` from which `row_bound` bounds norms of an embedding's gradients.
+
+    The shapes of all tensors are independent of the data, so that a CUDA graph can contain this
+    function.
+    """
+    examples, tokens = rows.shape
+    order = rows.argsort(1)
+    differs = rows.gather(1, order).diff(dim=1).ne(0).long()
+    slot = torch.zeros_like(rows).scatter_(1, order[:, 1:], differs.cumsum(1))
+    slot += tokens * torch.arange(examples, device=rows.device)[:, None]
+    wide = wide_type(g, g)
+    lengths = torch.linalg.vector_norm(g, dim=2, dtype=wide)
+
+    def added(values: Tensor) -> Tensor:
+        sums = values.new_zeros(values.shape, dtype=wide).flatten(0, 1)
+        return sums.index_add_(0, slot.flatten(), values.to(wide).flatten(0, 1)).view(values.shape)
+
+    squares = row_norms(added(g)).square().sum(1)
+    sums = torch.linalg.vector_norm(added(torch.ones_like(lengths)) * added(lengths), dim=1)
+    return torch.stack([squares, sums, lengths.square().sum(1)])
+
+
+def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
+    """Return upper bounds of the squared norms for layers of equal shape, ``[layers, B]``.
+
+    Args:
+        xs: for each layer the argument ``x`` of `GhostNorms.add`.
+        gs: for each layer the argument ``g`` of `GhostNorms.add`.
+        bias: whether the layers have a trained bias.
+    """
+    x, g = xs[0], gs[0]
+    errors = [product_error(each, by_kernel=by_kernel(x, g)) for each in (x, g)]
+    parts = gram_norms(xs, gs, bias).unbind(1)
+    return gram_bound(parts, x.shape[1], (errors[0], errors[1]), g.dtype)

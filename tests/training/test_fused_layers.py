@@ -18,9 +18,9 @@ from dpbench.training.base import Momentum
 from dpbench.verify.reference import Examples
 from dpbench.verify.verification import Verification
 
-BOTH = ("book_keeping", "fused")
-BY_EXAMPLE = ("micro_batch", "micro_batch:vmap=true")
-TWO_PASSES = ("ghost_lean", "ghost_lean:norms=products")
+PLAIN = "fused:graphs=false,kernels=false"
+BOTH = (PLAIN, "fused")
+PRIVATE = (*BOTH, "micro_batch")
 EXAMPLES = 5
 
 
@@ -175,24 +175,16 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 CANNOT = {
-    "book_keeping": {"recurrent"},
+    PLAIN: {"recurrent"},
     "fused": {"recurrent"},
-    "micro_batch:vmap=true": {"checkpointed the other way"},
-    "lean": {"LayerNorm of 2-D", "checkpointed the other way"},
-    "ghost_lean": {"recurrent", "twice", "Conv twice"},
-    "ghost_lean:norms=products": {"recurrent", "twice", "Conv twice"},
 }
-"""What is refused; by ``lean``, because Opacus 1.6 cannot."""
-
-NOT_FOR_OPACUS = {"Conv, reflecting", "Embedding with padding", "Conv changed in place"}
-"""Opacus 1.6 pads with zeros, trains the padding, and its hooks end in PyTorch's error."""
+"""What is refused."""
 
 CLIPPED = [
     (layers, trainer)
     for layers in LAYERS
-    for trainer in (*BOTH, *BY_EXAMPLE, *TWO_PASSES, "lean")
+    for trainer in PRIVATE
     if layers not in CANNOT.get(trainer, ())
-    and not (trainer == "lean" and layers in NOT_FOR_OPACUS)
 ]
 
 
@@ -267,7 +259,7 @@ def test_gradients_that_cancel_leave_parameters_numbers(trainer: str) -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("trainer", [*BOTH, *BY_EXAMPLE])
+@pytest.mark.parametrize("trainer", PRIVATE)
 @pytest.mark.parametrize("options", [{}, {"optimizer": Momentum}, {"micro_batches": 5}], ids=str)
 def test_a_step_that_failed_leaves_nothing_to_the_next(
     trainer: str, options: dict[str, Any]
@@ -303,7 +295,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(
     "trainer",
     [
         pytest.param(trainer, marks=[pytest.mark.slow] if trainer != "fused" else [])
-        for trainer in (*BOTH, *BY_EXAMPLE, *TWO_PASSES, "lean")
+        for trainer in PRIVATE
     ],
 )
 def test_at_fp32_each_gradient_of_long_sequences_is_within_1e5_of_that_at_float64(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpbench import TRAINERS
 from dpbench.core.errors import ConfigurationError
-from tests.training.test_book_keeping import BOTH, EXAMPLES, TOKENS, FirstOf, Given
+from tests.training.test_fused_layers import BOTH, EXAMPLES, TOKENS, FirstOf, Given
 
 
 class Norm(nn.Module):
@@ -143,4 +143,4 @@ def test_embeddings_whose_gradients_are_of_no_single_example_are_refused(
     embedding: Callable[[], nn.Module], why: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=why):
-        TRAINERS["book_keeping"](nn.Sequential(embedding()), batch_size=EXAMPLES)
+        TRAINERS["fused"](nn.Sequential(embedding()), batch_size=EXAMPLES)
