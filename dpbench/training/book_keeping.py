@@ -134,7 +134,7 @@ class BookKeepingTrainer(ClippedSumTrainer):
         if is_first:
             returned.requires_grad_()
         held = [given[0].detach()]
-        version = held[0]._version
+        version, shape = held[0]._version, returned.shape
         seen = self.seen.setdefault(layer, [])
 
         def keep_gradient(gradient: Tensor) -> None:
@@ -142,10 +142,14 @@ class BookKeepingTrainer(ClippedSumTrainer):
             # Autograd checks only tensors that it has saved, and may not have saved the input.
             if activations._version != version:
                 raise rule.refusal("its input was changed in place after the call")
-            self._keep_call(rule, seen, activations, gradient.detach())
+            self._keep_call(rule, seen, activations, gradient.detach().reshape(shape))
 
-        returned.register_hook(keep_gradient)
-        return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
+        if is_first:
+            returned.register_hook(keep_gradient)
+            return ChangeableInPlace.apply(returned)  # type: ignore[no-untyped-call, no-any-return]
+        heard, passed_on = heard_when_changed(returned)
+        heard.register_hook(keep_gradient)
+        return passed_on
 
     def _keep_call(self, rule: Rule[Any], seen: KeptOfLayer, x: Tensor, g: Tensor) -> None:
         """Keep a call's tensors. At the layer's first call, choose how to compute norms."""
@@ -197,6 +201,26 @@ class BookKeepingTrainer(ClippedSumTrainer):
                 pair = rule.joined(seen[layer])
                 norms.add(*pair, way=self.ways[rule.name], bias=rule.trains_bias)
         return norms.squared_norms()
+
+
+def heard_when_changed(returned: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the tensor whose hook also runs if a layer's output is then changed in place.
+
+    If a view is changed in place, autograd gives the view a new history, without its hooks. So the
+    hook must be on the tensor that the view shows. A linear layer with a bias returns such a view
+    if its input has more than two dimensions. Of a view that shows a part, or in another order, the
+    layer's caller must get a copy.
+
+    Returns:
+        The tensor for the hook, and the copy, or None if there is no copy.
+    """
+    whole = returned._base
+    if whole is None:
+        return returned, None
+    in_order = whole.is_contiguous() and returned.is_contiguous()
+    if in_order and whole.requires_grad and whole.numel() == returned.numel():
+        return whole, None
+    return returned, returned.clone()
 
 
 class ChangeableInPlace(torch.autograd.Function):
