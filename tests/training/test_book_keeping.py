@@ -211,7 +211,7 @@ CANNOT = {
 """What is refused; by ``lean``, because Opacus 1.6 cannot."""
 
 IN_PLACE = {"3-D changed in place", "3-D with a residual in place", "turned and changed in place"}
-NOT_FOR_OPACUS = {*("Conv, reflecting", "Embedding with padding", "Conv changed in place"), *IN_PLACE}
+NOT_FOR_OPACUS = IN_PLACE | {"Conv, reflecting", "Embedding with padding", "Conv changed in place"}
 """Opacus 1.6 pads with zeros, trains the padding, and its hooks end in PyTorch's error."""
 
 CLIPPED = [
