@@ -28,6 +28,7 @@ from dpbench.training.norm_ways import GRADIENT, KEPT, PRODUCTS
 from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import KeptOfLayer, PairRule, Rule, rule_of
 from dpbench.training.phases import phase
+from dpbench.training.refusals import BY_EXAMPLE
 
 
 class BookKeepingTrainer(ClippedSumTrainer):
@@ -283,7 +284,7 @@ def check_unused_outside_layers(names: Mapping[Any, str], loss: Tensor) -> None:
             raise ConfigurationError(
                 f"the model uses parameter {name} without a call of its layer, so the gradients "
                 f"of single examples are unknown: call the layer, freeze the parameter with "
-                f"requires_grad_(False), or use the trainer micro_batch"
+                f"requires_grad_(False), or {BY_EXAMPLE}"
             )
         waiting += (following for following, _ in node.next_functions)
 
@@ -300,5 +301,5 @@ def check_untied(model: nn.Module) -> None:
         names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is shared]
         raise ConfigurationError(
             f"{' and '.join(names)} are one parameter of several layers, and this trainer can only "
-            f"compute norms for each layer: untie or freeze them, or use the trainer dpsgd"
+            f"compute norms for each layer: untie or freeze them, or {BY_EXAMPLE}"
         )
