@@ -1,7 +1,9 @@
 """Check that every trainer can train a tiny model.
 
-Each trainer takes two steps on a tiny model, or on a workload of your own. A line for each trainer
-says whether the steps worked. The exit code is 0 if they worked for every trainer.
+Each trainer takes two steps on a tiny model, or on a workload of your own. Gradients of a trainer
+with the label ``clips`` are then compared with the clipped gradients of a loop over examples. A
+line for each trainer says whether the steps worked. The exit code is 0 if they worked for every
+trainer. For all checks of clipping and noise, use dpbench verify.
 
 Examples:
   dpbench smoke
@@ -12,17 +14,26 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from dpbench.commands.case_arguments import add_case, chosen_case
-from dpbench.core.case import AXES
+from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.core.names import joined, parted
 from dpbench.core.option_fields import axis_help
 from dpbench.core.registry import TRAINERS
 from dpbench.core.settings import declare
 
+if TYPE_CHECKING:
+    from dpbench.verify.reference import Examples
+    from dpbench.verify.trained_model import TrainedModel
+
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
+
+FAR, FAR_ROUNDED = 1e-3, 0.5
+"""Largest allowed relative errors of a gradient, at fp32 and at other precisions. These are larger
+than those of verify, because smoke looks for gradients that are missing or not clipped."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +59,54 @@ def run(options: argparse.Namespace) -> int:
             short, parameters = parted(name)
             name = joined(TRAINERS[short].__name__, parameters)
             smoke_test(case, device=options.device)
+            why_not = compare_with_loop(case, options.device)
         except Exception as error:  # report any error
             failed += 1
             where = own_line(error.__traceback__)
             print(f"[TEST FAILED] {name}: {type(error).__name__}: {error}{where}")
         else:
-            print(f"[TEST OK] {name} passed local test.")
+            note = f" Its gradients were not compared with a loop's: {why_not}." if why_not else ""
+            print(f"[TEST OK] {name} passed local test.{note}")
     return 1 if failed else 0
+
+
+def compare_with_loop(case: Case, device: str) -> str:
+    """Compare a step that clips about half of the gradients with a loop over the examples.
+
+    Returns:
+        Why the trainer's gradients could not be compared, or "". A trainer without the label
+        ``clips`` is not private, and is not compared.
+
+    Raises:
+        AssertionError: a gradient is wrong.
+    """
+    from dpbench.child.build import build, labels_of, pick_device
+    from dpbench.verify.reference import CLIPS, distances, thresholds
+
+    clips = labels_of(build(case, pick_device(device), 1)[0]).get("clips")
+    if clips not in CLIPS:
+        return f"its label clips is {clips!r}" if clips else ""
+    try:
+        model, examples = _loop(case.baseline, device)
+        half, *_ = thresholds([examples], clips)
+        [seen] = model.steps(case, 1, model.batches, sigma=0.0, threshold=half)
+    except ConfigurationError as error:
+        return str(error)
+    far = distances(seen, examples.mean(examples.factors(clips, half)), examples.sizes)
+    worst = max(far, key=lambda name: far[name])
+    if far[worst] > (FAR if case.precision == "fp32" else FAR_ROUNDED):
+        raise AssertionError(
+            f"the clipped gradient of {worst} is off by {far[worst]:.2g} of its norm from that of "
+            f"a loop over the examples; dpbench verify says more"
+        )
+    return ""
+
+
+@cache
+def _loop(case: Case, device: str) -> tuple[TrainedModel, Examples]:
+    """Return a case's model, and the per-sample gradients of its batch from a loop."""
+    from dpbench.child.build import pick_device
+    from dpbench.verify.trained_model import TrainedModel
+
+    model = TrainedModel(case, pick_device(device), steps=1)
+    return model, model.examples()[0]

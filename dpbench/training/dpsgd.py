@@ -21,7 +21,13 @@ from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import DRAWN_BY, PRIVATE, Batch, TrainerBase, mean_of
 from dpbench.training.correlated_noise import NOISES, CorrelatedNoise
 from dpbench.training.phases import in_phase, phase
-from dpbench.training.refusals import ONLY_GHOST, check_layers, refusals
+from dpbench.training.refusals import (
+    ONLY_GHOST,
+    check_layers,
+    check_rows,
+    refusals,
+    refuse_strided_inputs,
+)
 
 
 def mark_phases(optimizer: DPOptimizer) -> None:
@@ -81,6 +87,8 @@ class OpacusTrainer(TrainerBase):
                 "fp16-amp needs a GradScaler, which would scale gradients before Opacus clips "
                 "them: use bf16-amp"
             )
+        if self.mode not in ("functorch", "ew"):
+            refuse_strided_inputs(self.model)
         self.grad_sample_module = self.wrap()
         self.optimizer = self.private_optimizer()
         if len(self.noise_weights) > 1:
@@ -147,7 +155,10 @@ class OpacusTrainer(TrainerBase):
             loss = self.private_loss(part)
             mean: Tensor = loss.detach()  # in fast gradient clipping, this returns the mean loss
         with phase("backward"):
-            self.backward(loss)
+            try:
+                self.backward(loss)
+            finally:  # explains errors, too
+                check_rows(self.model, self.examples)
         with phase("optimizer"):
             if not last:  # Opacus's BatchMemoryManager does the same
                 self.optimizer.signal_skip_step()

@@ -39,6 +39,7 @@ from dpbench.training.parallel import rank_and_ranks, sharded
 from dpbench.training.per_layer import KeptOfLayer, PairRule, Rule, rule_of
 from dpbench.training.phases import phase
 from dpbench.training.reductions import Reduction
+from dpbench.training.refusals import BY_EXAMPLE
 from dpbench.training.updates import MergedUpdate, Update, groups_of, why_not
 
 
@@ -301,7 +302,7 @@ class FusedTrainer(ClippedSumTrainer):
         if is_first:
             returned.requires_grad_()
         held = [given[0].detach()]
-        version = held[0]._version
+        version, shape = held[0]._version, returned.shape
         seen = self.seen.setdefault(layer, [])
 
         def keep_gradient(gradient: Tensor) -> None:
@@ -309,10 +310,14 @@ class FusedTrainer(ClippedSumTrainer):
             # Autograd checks only tensors that it has saved, and may not have saved the input.
             if activations._version != version:
                 raise rule.refusal("its input was changed in place after the call")
-            self._keep_call(rule, seen, activations, gradient.detach())
+            self._keep_call(rule, seen, activations, gradient.detach().reshape(shape))
 
-        returned.register_hook(keep_gradient)
-        return ChangeableInPlace.apply(returned) if is_first else None  # type: ignore[no-untyped-call]
+        if is_first:
+            returned.register_hook(keep_gradient)
+            return ChangeableInPlace.apply(returned)  # type: ignore[no-untyped-call, no-any-return]
+        heard, passed_on = heard_when_changed(returned)
+        heard.register_hook(keep_gradient)
+        return passed_on
 
     def _keep_call(self, rule: Rule[Any], seen: KeptOfLayer, x: Tensor, g: Tensor) -> None:
         """Keep a call's tensors. At the layer's first call, choose how to compute norms."""
@@ -364,6 +369,26 @@ class FusedTrainer(ClippedSumTrainer):
                 pair = rule.joined(seen[layer])
                 norms.add(*pair, way=self.ways[rule.name], bias=rule.trains_bias)
         return norms.squared_norms()
+
+
+def heard_when_changed(returned: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the tensor whose hook also runs if a layer's output is then changed in place.
+
+    If a view is changed in place, autograd gives the view a new history, without its hooks. So the
+    hook must be on the tensor that the view shows. A linear layer with a bias returns such a view
+    if its input has more than two dimensions. Of a view that shows a part, or in another order, the
+    layer's caller must get a copy.
+
+    Returns:
+        The tensor for the hook, and the copy, or None if there is no copy.
+    """
+    whole = returned._base
+    if whole is None:
+        return returned, None
+    in_order = whole.is_contiguous() and returned.is_contiguous()
+    if in_order and whole.requires_grad and whole.numel() == returned.numel():
+        return whole, None
+    return returned, returned.clone()
 
 
 class ChangeableInPlace(torch.autograd.Function):
@@ -426,7 +451,7 @@ def check_unused_outside_layers(names: Mapping[Any, str], loss: Tensor) -> None:
             raise ConfigurationError(
                 f"the model uses parameter {name} without a call of its layer, so the gradients "
                 f"of single examples are unknown: call the layer, freeze the parameter with "
-                f"requires_grad_(False), or use the trainer micro_batch"
+                f"requires_grad_(False), or {BY_EXAMPLE}"
             )
         waiting += (following for following, _ in node.next_functions)
 
@@ -443,7 +468,7 @@ def check_untied(model: nn.Module) -> None:
         names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is shared]
         raise ConfigurationError(
             f"{' and '.join(names)} are one parameter of several layers, and this trainer can only "
-            f"compute norms for each layer: untie or freeze them, or use the trainer dpsgd"
+            f"compute norms for each layer: untie or freeze them, or {BY_EXAMPLE}"
         )
 
 

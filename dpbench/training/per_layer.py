@@ -28,6 +28,7 @@ from dpbench.training.gradient_sums import Factors, Sums, add_rows
 from dpbench.training.kernels import has_tf32, layer_norm_samples
 from dpbench.training.norms import KEPT, Shape, cheapest
 from dpbench.training.parallel import kind_of
+from dpbench.training.refusals import BY_EXAMPLE
 
 Gradients = Mapping[Tensor, Tensor]
 """Per-sample gradients ``[B, …]``, by parameter."""
@@ -76,7 +77,7 @@ class Rule(ABC, Generic[L]):
         kind = kind_of(self.layer).__name__
         return ConfigurationError(
             f"{which} ({kind}) cannot be clipped in one backward pass: {why}; "
-            f"change the layer, freeze it with requires_grad_(False), or use the trainer dpsgd"
+            f"change the layer, freeze it with requires_grad_(False), or {BY_EXAMPLE}"
         )
 
     def check_call(self, given: Any, options: Any, returned: Any, examples: int) -> None:
@@ -244,7 +245,12 @@ class SampledRule(Rule[nn.Module]):
             raise self.refusal(
                 "its output is its block's output, so FSDP2 gathers its parameters too late"
             )
-        made = sampler(self.layer, [as_computed(x, g)], g)
+        try:  # Opacus 1.6 reads images that are not contiguous in the wrong order
+            made = sampler(self.layer, [as_computed(x, g).contiguous()], g)
+        except RuntimeError as error:
+            if not any(known in str(error) for known in ("functorch", "vmap")):
+                raise
+            raise self.refusal(" ".join(str(error).split())) from error
         return {parameter: each for parameter, each in made.items() if parameter.requires_grad}
 
 

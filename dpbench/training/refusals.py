@@ -6,13 +6,16 @@ Each error says what would work. Most errors name the layer or parameter that is
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import opacus.layers
+import torch
 from opacus.utils.module_utils import trainable_modules
 from opacus.validators import ModuleValidator
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpbench.core.errors import ConfigurationError, own_line
@@ -26,6 +29,12 @@ NO_SAMPLE = ("Per sample gradient is not initialized", "_norm_sample")
 
 NO_GRADIENT = (*NO_SAMPLE, "'NoneType' object")
 """Texts in errors that Opacus may raise because a parameter has no gradient of any kind."""
+
+BY_EXAMPLE = "use the trainer micro_batch, which trains one example after another"
+"""What works if a layer cannot be clipped together with others."""
+
+TO_CONTIGUOUS = f"call .contiguous() on its input, or {BY_EXAMPLE}"
+REPLACED = "replace it, or freeze it with requires_grad_(False)"
 
 ONLY_GHOST = (
     "its norms need whole gradients of parameters; use fused or dpsgd_ghost, or parallel=ddp"
@@ -61,6 +70,39 @@ def check_layers(model: nn.Module) -> None:
             raise ConfigurationError(_about(name, layer, errors[0]))
 
 
+def refuse_strided_inputs(model: nn.Module) -> None:
+    """Make trained 2-D convolutions raise if rows of their input do not follow one another.
+
+    Opacus 1.6 reads such an input, for example in the format ``channels_last``, in the wrong order,
+    and computes other gradients.
+    """
+
+    def check(name: str, layer: nn.Module, given: Any) -> None:
+        if torch.is_grad_enabled() and not given[0][0, 0].is_contiguous():
+            raise CannotTrain(_about(name, layer, "its input is not contiguous", TO_CONTIGUOUS))
+
+    for name, layer in trainable_modules(model):
+        if kind_of(layer) is nn.Conv2d:
+            layer.register_forward_pre_hook(partial(check, name))
+
+
+def check_rows(model: nn.Module, examples: int) -> None:
+    """Raise if Opacus's per-sample gradients, or their norms, are not those of the examples."""
+    wrong = {
+        name: len(rows)
+        for name, parameter in model.named_parameters()
+        for attribute in ("grad_sample", "_norm_sample")
+        if isinstance(rows := getattr(parameter, attribute, None), Tensor) and len(rows) != examples
+    }
+    if wrong:
+        raise CannotTrain(
+            f"Opacus cannot train parameter {_first_of([*wrong])}: it has "
+            f"{next(iter(wrong.values()))} per-sample gradients for {examples} examples, because "
+            f"the first dimension of its layer's input is not the example; move the examples there "
+            f"(repeat what examples share), or {BY_EXAMPLE}"
+        )
+
+
 @contextmanager
 def refusals(model: nn.Module) -> Iterator[None]:
     """Raise `CannotTrain` instead of an error of Opacus in this context, if the model caused it."""
@@ -81,9 +123,14 @@ def _explained(error: Exception, model: nn.Module) -> str:
         )
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name in HOOKS and not any(word in words for word in MACHINE_ERRORS):
-            layer = frame.f_locals["module"]
-            names = (name for name, each in model.named_modules() if each is layer)
-            return _about(next(names, ""), layer, words)
+            return _about_hook(frame.f_locals["module"], model, words)
+    partly = [name for name, p in _trained(model) if hasattr(p, "_current_grad_sample")]
+    if partly and any(known in words for known in NO_GRADIENT):
+        return (
+            f"Opacus cannot train parameter {_first_of(partly)}: the backward does not reach every "
+            f"call of its layer; pass use_reentrant=True to checkpointing, and call the layer "
+            f"under torch.no_grad() if the loss does not depend on this call"
+        )
     unused = _without(model, "grad", "grad_sample", "_norm_sample")
     if unused and any(known in words for known in NO_GRADIENT):
         return (
@@ -93,30 +140,50 @@ def _explained(error: Exception, model: nn.Module) -> str:
     unheard = _without(model, "grad_sample", "_norm_sample")
     if unheard and any(known in words for known in NO_SAMPLE):
         return (
-            f"Opacus cannot train parameter {unheard}, because Opacus's hooks on its layer did not "
-            f"run ({words}); call the layer itself, and use use_reentrant=True for checkpointing"
+            f"Opacus cannot train parameter {unheard}: it found no per-sample gradient or norm "
+            f"({words}); call the layer itself, with two or three dimensions if it is linear, or "
+            f"{BY_EXAMPLE}"
         )
     return ""
 
 
-def _without(model: nn.Module, *attributes: str) -> str:
-    """Return the name of the first trained parameter that has none of ``attributes``.
+def _about_hook(layer: nn.Module, model: nn.Module, words: str) -> str:
+    """Return the line about an error in one of Opacus's hooks."""
+    name = next((name for name, each in model.named_modules() if each is layer), "")
+    if "Parameter tying" not in words:
+        ways_out = {"view size": TO_CONTIGUOUS, "list index": "pass its input by position"}
+        way_out = next((way for known, way in ways_out.items() if known in words), None)
+        return _about(name, layer, words, way_out or f"replace it, or {BY_EXAMPLE}")
+    own = {*layer.parameters(recurse=False)}
+    if sum(p in own for _, p in model.named_parameters(remove_duplicate=False)) > len(own):
+        return _about(name, layer, words, f"give each layer its own parameters, or {BY_EXAMPLE}")
+    words = "ghost clipping needs the gradients of all its calls, and it is called more than once"
+    once = "call it once, pass use_reentrant=True to checkpointing"
+    return _about(name, layer, words, f"{once}, or {BY_EXAMPLE}")
 
-    If several parameters have none, the text also contains the number of the others. If every
-    trained parameter has one of the attributes, the text is empty.
-    """
-    names = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        and all(getattr(parameter, each, None) is None for each in attributes)
-    ]
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def _without(model: nn.Module, *attributes: str) -> str:
+    """Return the name of the first trained parameter that has none of ``attributes``."""
+    return _first_of(
+        [
+            name
+            for name, parameter in _trained(model)
+            if all(getattr(parameter, each, None) is None for each in attributes)
+        ]
+    )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Return the first name and the number of the others; "" if there are no names."""
     return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else "".join(names)
 
 
-def _about(name: str, layer: nn.Module, words: str) -> str:
+def _about(name: str, layer: nn.Module, words: str, way_out: str = REPLACED) -> str:
     which = f"layer {name}" if name else "the model, which is one layer"
-    way_out = "replace it, or freeze it with requires_grad_(False)"
     if hasattr(opacus.layers, own := f"DP{type(layer).__name__}"):
         way_out = f"use opacus.layers.{own} instead"
     elif isinstance(layer, _BatchNorm):
@@ -125,6 +192,4 @@ def _about(name: str, layer: nn.Module, words: str) -> str:
         way_out = "make it with track_running_stats=False"
     elif isinstance(layer, nn.EmbeddingBag):
         way_out = "pass offsets to it, or use Embedding and the sum or mean of its output"
-    elif "Parameter tying" in words:
-        way_out = "give each layer its own parameters, or use another trainer"
     return f"Opacus cannot train {which} ({type(layer).__name__}): {words}; {way_out}"

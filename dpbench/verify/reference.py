@@ -57,11 +57,11 @@ class Examples:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         each = []
         for example in parts_of(batch, [1] * examples_in(batch)):
-            loss = losses(model, example).sum()
-            found = torch.autograd.grad(
-                loss, [*trained.values()], allow_unused=True, materialize_grads=True
-            )
+            model.zero_grad(set_to_none=True)
+            losses(model, example).sum().backward()  # reentrant checkpointing needs backward()
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained.values()]
             each.append([gradient.float() for gradient in found])
+        model.zero_grad(set_to_none=True)
         stacked = map(torch.stack, zip(*each, strict=True))
         return cls(dict(zip(trained, stacked, strict=True)))
 

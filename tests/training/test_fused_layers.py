@@ -87,6 +87,26 @@ class Shared(nn.Module):
         return torch.cat([layer(v) for layer, v in zip(self.layers, views, strict=True)], 2)
 
 
+class Residual(nn.Module):
+    """Adds its input to a layer's output in place, as model code often does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        y += x
+        return y
+
+
+class Turned(nn.Linear):
+    """A layer whose output is a view in another order than its memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
 class FirstOf(nn.Module):
     """What a recurrent layer returns, without its states."""
 
@@ -153,6 +173,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 2)),
         IMAGES,
     ),
+    "3-D changed in place": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.ReLU(inplace=True)),
+        TOKENS,
+    ),
+    "3-D with a residual in place": (lambda: between(Residual(nn.Linear(6, 6))), TOKENS),
+    "turned and changed in place": (lambda: between(Residual(Turned(4, 4))), TOKENS),
     "Conv of many channels": (lambda: nn.Conv2d(2, 40, 3, stride=2, padding=(1, 2)), IMAGES),
     "Conv1d of many channels": (
         lambda: nn.Conv1d(4, 40, 3, padding="same", dilation=2, bias=False),

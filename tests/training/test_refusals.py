@@ -158,7 +158,7 @@ def case_of(workload: type, trainer: str = "dpsgd") -> Case:
         (WithoutEffect, "parameter 1.other.weight (and 1 more): ", "freeze it with"),
         (
             Unheard,
-            "parameter 1.inner.weight, because Opacus's hooks on its layer did not run",
+            "parameter 1.inner.weight: it found no per-sample gradient or norm",
             "call the layer",
         ),
         (InPlace, "Opacus adds hooks to every layer", "write y = y + x instead of y += x"),
