@@ -8,7 +8,7 @@ separate metrics.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -29,8 +29,8 @@ NO_FLOPS = "FLOPS NOT COUNTED"
 
 ELSEWHERE = f"{NOT_COUNTED}: operators that ran in other threads or forks while steps counted"
 
-STEP_LOST = f"{NOT_COUNTED}: counted step {{}}, because the script ended a dispatch mode of PyTorch"
-"""A note on a step, by its number, whose operators dpbench did not receive."""
+STEP_LOST = f"{NOT_COUNTED}: a step in which the script ended a dispatch mode of dpbench"
+"""The first words of a note on a step whose operators dpbench did not receive."""
 
 HEAVY = 0.01
 """An operator is heavy if its share of the logical bytes of a step is larger than this."""
@@ -92,7 +92,7 @@ def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
     """
     counts = list(counts)
     total = sum(count.total_bytes for count in counts)
-    guessed = Counter[str]()
+    guessed: dict[str, float] = defaultdict(float)
     for count in counts:
         guessed[count.operator] += count.total_bytes * count.general_rule
     return {name: size / total for name, size in guessed.items() if size > HEAVY * total}

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed
-from torch._ops import HigherOrderOperator, OpOverload, OperatorBase
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,13 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_dispatch_stack_at,
-    _len_torch_dispatch_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from dpbench.core.case import ALL_PHASES, OUTSIDE
 from dpbench.core.metrics import unit
@@ -310,7 +304,8 @@ class RealTensorCounter(OperatorCounter):
         if self._heard > heard:  # the operators that it ran are counted instead
             return out
         try:
-            self._record(phase, func, (cost_by_subclass if by_subclass else cost)(func, args, kwargs, out))
+            costs = cost_by_subclass if by_subclass else cost
+            self._record(phase, func, costs(func, args, kwargs, out))
             self.memory.run(phase, [*args, *kwargs.values()], out)
         except Exception as error:  # a failure to count must not stop the script
             self._note_uncounted(func, args, out, error)
@@ -343,7 +338,8 @@ class RealTensorCounter(OperatorCounter):
 
 def _modes() -> list[TorchDispatchMode]:
     """Return the dispatch modes of this thread, from the outermost to the innermost."""
-    return [_get_dispatch_stack_at(depth) for depth in range(_len_torch_dispatch_stack())]
+    depth = torch._C._len_torch_dispatch_stack()
+    return [torch._C._get_dispatch_stack_at(number) for number in range(depth)]
 
 
 def _set_modes(modes: Iterable[TorchDispatchMode]) -> None:
@@ -361,9 +357,8 @@ def _is_traced() -> bool:
 def _reaches_modes() -> bool:
     """Return True if PyTorch calls dispatch modes in this thread."""
     key = torch._C.DispatchKey.Python
-    return torch._C._dispatch_tls_is_dispatch_key_included(
-        key
-    ) and not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    return not excluded and torch._C._dispatch_tls_is_dispatch_key_included(key)
 
 
 def operator_counts(calls: Calls, steps: int = 1) -> tuple[OperatorCount, ...]:
@@ -378,15 +373,16 @@ def operator_counts(calls: Calls, steps: int = 1) -> tuple[OperatorCount, ...]:
         for what, amount in zip(each._fields[:-1], each[:-1], strict=True):
             total[what] += times * amount
 
-    def mean(total: int) -> float:
-        return total / steps if total % steps else total // steps
-
     counts = [
         OperatorCount(
-            *(phase, name, *(mean(count[what]) for what in ("calls", "read_bytes", "write_bytes", "flops"))),
-            *(rules.uses_general_rule(name), mean(count["collective_bytes"]), *place),
+            phase=phase,
+            operator=name,
+            general_rule=rules.uses_general_rule(name),
+            module=place.module,
+            line=place.line,
+            **{what: n / steps if n % steps else n // steps for what, n in each.items()},
         )
-        for (phase, name, place), count in totals.items()
+        for (phase, name, place), each in totals.items()
     ]
     return tuple(sorted(counts, key=lambda count: -count.total_bytes))
 

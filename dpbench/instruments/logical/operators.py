@@ -39,7 +39,11 @@ def have_own_operators(types: Iterable[type]) -> bool:
 
     Examples are a ``DTensor``, a nested tensor and a quantized weight.
     """
-    return any(not issubclass(kind, (FakeTensor, FunctionalTensor)) for kind in types)
+    plain = torch._C._disabled_torch_dispatch_impl
+    return any(
+        kind.__torch_dispatch__ is not plain and kind not in (FakeTensor, FunctionalTensor)
+        for kind in types
+    )
 
 
 def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:

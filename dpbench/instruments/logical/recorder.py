@@ -92,12 +92,12 @@ class LogicalRecorder(Recorder):
         self.notes = [f"{note} ({times}×)" for note, times in sorted(self._assumed.items())]
         where = "CUDA" if on_cuda() else "the CPU"
         self.notes.append(f"operators were counted while they ran on {where}")
-        self.notes += [STEP_LOST.format(step) for step in self._lost]
+        self.notes += [f"{STEP_LOST}: counted step {step}" for step in self._lost]
         if self._uncompiled:
             self.notes.append("functions that use torch.compile ran uncompiled")
 
     def _count(self, operators: Sequence[OperatorCount], peaks: Mapping[str, int]) -> None:
-        """Add the counts of the last step, which becomes the step of the peak if it has the peak."""
+        """Add the counts of the last step, and keep its memory lines if it has the peak."""
         from dpbench.instruments.logical.counter import operator_counts
 
         if all(max(peaks.values()) > max(others.values()) for _, others in self._steps):

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpbench.child.recorder import Recorder
 from dpbench.core.case import Case
 from dpbench.instruments.in_process import InProcessInstrument
-from dpbench.instruments.logical.operators import have_own_operators
 from dpbench.instruments.logical.memory import LiveMemory, tensors, track_resizing
+from dpbench.instruments.logical.operators import have_own_operators
 from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.results.outcome import Outcome
 from dpbench.training.base import Batch
