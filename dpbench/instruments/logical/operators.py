@@ -34,7 +34,7 @@ def is_composite(func: OpOverload) -> bool:
     )
 
 
-def have_own_operators(types: Iterable[type]) -> bool:
+def have_own_operators(types: Iterable[Any]) -> bool:
     """Return True if an argument is of a tensor subclass that runs other operators instead.
 
     Examples are a ``DTensor``, a nested tensor and a quantized weight.

@@ -56,7 +56,7 @@ def flames(data: PageData) -> Chart | None:
     return Chart("flames", BY_OPERATOR, table, panels)
 
 
-def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], int]:
+def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], float]:
     """Return a dictionary from the path of each box to the bytes of the box.
 
     The path of the step is ``()``. Paths below the step are ``(phase,)``, ``(phase, module)`` and
