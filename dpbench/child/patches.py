@@ -96,7 +96,7 @@ class _Watching:
         self._codes: set[CodeType] = set()  # the wrappers' code, which Dynamo must not compile
         self.further: dict[str, Callable[[Any], None]] = {
             "torch": self.torch,
-            DYNAMO: self.dynamo,
+            DYNAMO: self.compiler,
             "opacus.optimizers.optimizer": self.opacus,
             "opacus.grad_sample.grad_sample_module_fast_gradient_clipping": self.norms,
         }
@@ -216,6 +216,11 @@ class _Watching:
         after = optimizer.register_optimizer_step_post_hook(self._after_update)
         self.finder.undo.callback(before.remove)
         self.finder.undo.callback(after.remove)
+
+    def compiler(self, eval_frame: Any) -> None:
+        """Handle the import of PyTorch's compiler."""
+        self.dynamo(eval_frame)
+        self.finder.recorder.compiler(eval_frame)
 
     def dynamo(self, eval_frame: Any) -> None:
         """Exclude the wrappers from compilation, as Dynamo excludes the wrapped functions.

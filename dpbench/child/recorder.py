@@ -108,6 +108,13 @@ class Recorder(PhaseListener):
     def prepare(self) -> None:
         """Do slow work, or work that may fail, such as imports, before the GPU is locked."""
 
+    def compiler(self, eval_frame: Any) -> None:
+        """Prepare for functions that use torch.compile, once PyTorch has imported its compiler.
+
+        Args:
+            eval_frame: the module ``torch._dynamo.eval_frame``.
+        """
+
     @property
     def finished(self) -> bool:
         """True if the recorder has observed all wanted steps."""

@@ -95,7 +95,7 @@ def _print(before: Run, after: Run, verdict: Verdict, tables: Sequence[Table]) -
     """Print the changes from one run to another. Return True if the comparison has failed."""
     title = f"{before.name} -> {after.name}"
     print(f"{title}\n\n{as_text(tables)}\n")
-    if grown := grown_text(verdict.regressions, verdict.memory):
+    if grown := grown_text(verdict.regressions, verdict.largest):
         print(f"{grown}\n")
     for note in verdict.notes:
         print(printable(f"{note}."))

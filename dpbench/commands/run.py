@@ -175,7 +175,7 @@ def show(session: Session, command: str) -> None:
     try:
         print(as_text(tables, terminal_width()), file=to)
         verdict = session.comparison.verdict
-        if verdict and (grown := grown_text(verdict.regressions, verdict.memory)):
+        if verdict and (grown := grown_text(verdict.regressions, verdict.largest)):
             print(f"\n{grown}", file=to)
         to.flush()
     finally:  # print problems last, even if the tables cannot be printed

@@ -97,7 +97,7 @@ class Peak(Aggregation):
     The values of phases do not add up to the value of the step.
     """
 
-    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "mean", "rank": "max"}
+    over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "max", "rank": "max"}
     adds_up: ClassVar[bool] = False
 
 

@@ -149,6 +149,7 @@ class PendingFunction(PendingMeasurement):
                     self._take()
         outcome = seen.outcome
         self.operators, self.notes = outcome.operators, outcome.notes
+        self.memory_lines = outcome.memory_lines
         self.imported = imported_files()
         if not any(row.value for row in outcome.rows):
             raise CaseFailed(

@@ -10,7 +10,7 @@ import pandas as pd
 
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metric import Peak, Share
+from dpbench.core.metric import Share
 from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Script, Subject, samples_poisson, subject_from
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, OWN_COLUMNS, PLACE, STEP
@@ -124,7 +124,7 @@ def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
     ``column``, which is ``"rank"`` or ``"repeat"``, is the column in which these rows differ. The
     new columns are ``count``, ``mean``, ``median``, ``sum``, ``min`` and ``max``. The definition of
     the metric chooses which of these columns becomes ``value``. For steps with Poisson batches, the
-    mean is used instead of the median, and the maximum is used for peaks.
+    mean is used instead of the median.
     """
     reduced = rows.groupby(keys, sort=False, as_index=False).agg(
         **{how: ("value", how) for how in ("count", "mean", "median", "sum", "min", "max")},
@@ -139,10 +139,7 @@ def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
             f"combined: register the metric"
         )
     how = reduced.metric.map({n: m.over(column) if m else "mean" for n, m in known.items()})
-    peaks = [name for name, metric in known.items() if metric and isinstance(metric.how, Peak)]
-    how = how.mask(varied & (how == "median"), "mean").mask(
-        varied & reduced.metric.isin(peaks), "max"
-    )
+    how = how.mask(varied & (how == "median"), "mean")
     reduced["value"] = reduced["mean"]
     for other in {*how} - {"mean"}:
         reduced["value"] = reduced.value.mask(how == other, reduced[other])

@@ -51,13 +51,38 @@ def largest_changes(
     return _largest(case, operator_changes(before, after, case, column), regression["phase"])
 
 
+def changes_of_all(before: Run, after: Run, compared: pd.DataFrame) -> list[dict[str, Any]]:
+    """List what changed most in all cases of two runs: operators, phases and memory.
+
+    Args:
+        before: the first run.
+        after: the second run.
+        compared: the numbers of both runs, see `dpbench.results.compare.pairs`. Phases are listed
+            by their DRAM bytes, because counted bytes are those of operators.
+
+    Returns:
+        A dictionary for each change, with the fields of `largest_changes`.
+    """
+    cases = dict.fromkeys(each.case for each in after.outcomes)
+    by_operator = (_largest(c, operator_changes(before, after, c), STEP) for c in cases)
+    phases = compared[(compared.metric == "dram_bytes") & (compared.phase != STEP)]
+    phases = phases[phases.relative.abs() > SHARE].rename(columns={"change": "bytes"})
+    phases = phases.assign(name="dram_bytes", module="", line="")
+    found = [change for changes in by_operator for change in changes]
+    columns = ["trainer", *WHERE, "line", "bytes"]
+    found += [dict(zip(columns, row, strict=True)) for row in phases[columns].to_numpy()]
+    memory = [change for case in cases for change in grown_memory(before, after, case)]
+    return sorted(found, key=lambda change: -abs(change["bytes"]))[:MOST] + memory
+
+
 def grown_memory(before: Run, after: Run, case: Subject) -> list[dict[str, Any]]:
     """List the functions whose memory changed most. Memory is taken at the peak of a step.
 
     The entries have the same fields as in `largest_changes`. The list is empty if one of the runs
     did not record the memory of the case by source line.
     """
-    return _largest(case, _changes(*(_of_memory(run, case) for run in (before, after))), STEP)
+    found = _largest(case, _changes(*(_of_memory(run, case) for run in (before, after))), STEP)
+    return [{**each, "name": f"memory of {each['name']}"} for each in found]
 
 
 def operator_changes(
@@ -127,6 +152,7 @@ def _largest(case: Subject, changes: pd.DataFrame, phase: str) -> list[dict[str,
     """List the largest changes of a phase or, for `STEP`, of all phases."""
     of_phase = changes[(changes.phase == phase) | (phase == STEP)].head(MOST)
     most = of_phase.change.abs().max()
-    of_phase = of_phase[of_phase.change.abs() > SHARE * most].rename(columns={"change": "bytes"})
+    least = max(SHARE * most, 0.5)  # means over different numbers of steps are rounded
+    of_phase = of_phase[of_phase.change.abs() > least].rename(columns={"change": "bytes"})
     listed = of_phase[[*WHERE, "line", "bytes"]].to_dict("records")
     return [{"trainer": case.trainer, **{str(k): v for k, v in each.items()}} for each in listed]

@@ -295,7 +295,7 @@ class Verdict:
         unjudged: the limits that could not be checked, each with the cases and the reason.
         notes: cases that were not compared, other differences, and why the reference is incomplete
             or failed.
-        memory: the functions of scripts whose memory at the peak changed, see `grown_memory`.
+        largest: what changed most, whether it has a limit or not, see `changes_of_all`.
     """
 
     changes: pd.DataFrame
@@ -303,7 +303,7 @@ class Verdict:
     regressions: list[dict[str, Any]]
     unjudged: list[Unjudged]
     notes: list[str]
-    memory: Sequence[Mapping[str, Any]] = ()
+    largest: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
@@ -320,7 +320,7 @@ class Verdict:
             _distinct(row for each in verdicts for row in each.regressions),
             _distinct(row for each in verdicts for row in each.unjudged),
             first.notes,
-            first.memory,
+            first.largest,
         )
 
 

@@ -20,10 +20,10 @@ import pandas as pd
 from dpbench.core.case import AXES
 from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Subject, samples_poisson, subject_from
-from dpbench.results.changes import grown_memory, largest_changes
+from dpbench.results.changes import changes_of_all, largest_changes
 from dpbench.results.compare import CHANGES, Limit, Unjudged, Verdict, listed, other_baseline, pairs
 from dpbench.results.conditions import differing_conditions
-from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED
+from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED, STEP_LOST
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
@@ -81,14 +81,13 @@ class Gate:
         table = pd.concat(judged, ignore_index=True) if judged else nothing
         is_shown = compared.before.notna() & compared.shared
         is_shown &= compared.after.notna() | (compared.of == "")
-        cases = dict.fromkeys(each.case for each in after.outcomes if each.memory_lines)
         return Verdict(
             compared.loc[is_shown, CHANGES].reset_index(drop=True),
             table,
             self._regressions(table),
             unjudged,
             [*self._notes()],
-            [change for case in cases for change in grown_memory(self.before, after, case)],
+            changes_of_all(self.before, after, compared),
         )
 
     @cached_property
@@ -216,7 +215,7 @@ class Gate:
             unknown = sorted(note for note in before | after if note.startswith(NO_FLOPS))
             if unknown:
                 return unknown[0]
-        before -= {ELSEWHERE}
+        before = {note for note in before if not note.startswith((ELSEWHERE, STEP_LOST))}
         fresh = sorted(note for note in after - before if note.startswith(NOT_COUNTED))
         return f"{fresh[0]} in {self.after.name}" if fresh else ""
 

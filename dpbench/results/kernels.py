@@ -8,7 +8,7 @@ separate metrics.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -28,6 +28,9 @@ NO_FLOPS = "FLOPS NOT COUNTED"
 """The first words of a note on an operator whose floating-point operations were not counted."""
 
 ELSEWHERE = f"{NOT_COUNTED}: operators that ran in other threads or forks while steps counted"
+
+STEP_LOST = f"{NOT_COUNTED}: a step in which the script ended a dispatch mode of dpbench"
+"""The first words of a note on a step whose operators dpbench did not receive."""
 
 HEAVY = 0.01
 """An operator is heavy if its share of the logical bytes of a step is larger than this."""
@@ -51,22 +54,24 @@ class Entry:
 class OperatorCount(Entry):
     """The calls of one operator in one phase, for one module and one source line.
 
+    For a script or function, the numbers are means over the counted steps.
+
     Logical bytes are counted from the sizes of inputs and outputs, without hardware.
     """
 
     phase: str
     operator: str  # e.g. aten.clone
-    calls: int
-    read_bytes: int  # logical bytes
-    write_bytes: int  # logical bytes
-    flops: int  # a multiply-add counts as two
+    calls: float
+    read_bytes: float  # logical bytes
+    write_bytes: float  # logical bytes
+    flops: float  # a multiply-add counts as two
     general_rule: bool = False  # true if the bytes are a guess from the schema
-    collective_bytes: int = 0  # bytes sent to other ranks
+    collective_bytes: float = 0  # bytes sent to other ranks
     module: str = ""  # the module whose forward ran the operator, e.g. blocks.*.mlp, or empty
     line: str = ""  # e.g. model.py:24 forward; in backward, the line of the forward operator
 
     @property
-    def total_bytes(self) -> int:
+    def total_bytes(self) -> float:
         """The sum of the logical bytes read and written."""
         return self.read_bytes + self.write_bytes
 
@@ -87,7 +92,7 @@ def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
     """
     counts = list(counts)
     total = sum(count.total_bytes for count in counts)
-    guessed = Counter[str]()
+    guessed: dict[str, float] = defaultdict(float)
     for count in counts:
         guessed[count.operator] += count.total_bytes * count.general_rule
     return {name: size / total for name, size in guessed.items() if size > HEAVY * total}

@@ -45,8 +45,8 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
         One row for each case, device, instrument, phase and metric. The columns include ``case``,
         the fields of the case, ``instrument``, ``device``, ``phase``, ``metric``, ``unit``, and:
 
-        - ``value``: the mean over the steps, or the median for times, rates and shares. With
-          Poisson batches, times, rates and shares also have the mean, and peaks have the maximum.
+        - ``value``: the mean over the steps, the median for times, rates and shares, or the maximum
+          for peaks. With Poisson batches, times, rates and shares also have the mean.
           Ranks are combined as the metric defines. Some steps of a script can lack a phase, such as
           the optimizer under gradient accumulation. In these steps, a metric whose phases add up to
           the step counts as 0. If a case is no script and one of its steps lacks the metric, the

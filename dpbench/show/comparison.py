@@ -129,19 +129,19 @@ def exceeded_lines(regressions: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def grown_text(
-    regressions: Iterable[Mapping[str, Any]], memory: Iterable[Mapping[str, Any]] = ()
+    regressions: Iterable[Mapping[str, Any]], largest: Iterable[Mapping[str, Any]] = ()
 ) -> str:
     """List, one on each line, the largest changes of operators, kernels and functions.
 
     A line is, for example, ``dpsgd clip: aten.clone +85.9 GB, in blocks.*.mlp (model.py:24
-    forward)``. Changes of memory come last.
+    forward)``. The changes of regressions come first.
 
     Args:
         regressions: the regressions of a verdict, with the largest changes of each.
-        memory: changes of memory, see `dpbench.results.changes.grown_memory`.
+        largest: further changes, see `dpbench.results.changes.changes_of_all`.
     """
     changes = [change for row in regressions for change in row.get("largest_changes", ())]
-    changes += [{**each, "name": f"memory of {each['name']}"} for each in memory]
+    changes += largest
     lines = [f"  {each['trainer']} {each['phase']}: {change_text(each)}" for each in changes]
     return printable("\n".join(["What changed most:", *dict.fromkeys(lines)])) if lines else ""
 

@@ -61,15 +61,14 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
 
 
 def memory_table(outcome: Outcome, top: int) -> Table:
-    """Make a table of the source lines that allocated most of the last step's peak memory.
+    """Make a table of the source lines that allocated most of the peak memory.
 
     The table has at most ``top`` lines.
     """
     lines = pd.DataFrame(map(asdict, outcome.memory_lines))
     lines["share"] = lines.held_bytes / lines.held_bytes.sum()
     peaks = [row for row in outcome.rows if row.metric == "peak_memory_bytes"]
-    last = max(row.repeat for row in peaks)
-    peak = max((r for r in peaks if r.repeat == last and r.phase != STEP), key=lambda r: r.value)
+    peak = max((row for row in peaks if row.phase != STEP), key=lambda row: row.value)
     columns: dict[str, Shown] = {
         "allocated at": ("line", partial(textwrap.fill, width=LINE_WIDTH)),
         "in": ("phase", str),

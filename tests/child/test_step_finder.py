@@ -69,6 +69,9 @@ class Trace:
     def forked(self) -> None:
         pass
 
+    def compiler(self, eval_frame: object) -> None:
+        pass
+
     def end_step(self) -> None:
         self.steps.append(self.observed.replace(".", ""))
 

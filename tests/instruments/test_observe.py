@@ -14,7 +14,7 @@ from torch import nn
 
 from dpbench import observe
 from dpbench.core.errors import ConfigurationError
-from dpbench.instruments.logical.recorder import LogicalRecorder, NothingCounted
+from dpbench.instruments.logical.recorder import NothingCounted
 from dpbench.instruments.nsys.nsys import Nsys
 
 
@@ -150,12 +150,10 @@ def test_what_cannot_be_observed_is_refused(options: dict[str, Any], words: str)
 
 def test_logical_counting_says_that_nothing_compiled_was_used() -> None:
     model = torch.compile(nn.Linear(32, 64), backend="eager")
-    counted = LogicalRecorder()
-    for _ in range(2):
-        model(torch.randn(4, 32)).sum().backward()
-        counted.start_step()
-        model(torch.randn(4, 32)).sum().backward()
-        counted.end_step()
-    counted.close()
-    assert "functions that use torch.compile ran uncompiled" in counted.notes[-1]
-    assert "aten.addmm" in {operator.operator for operator in counted.operators}
+    with observe("logical") as seen:
+        for _ in range(2):
+            model(torch.randn(4, 32)).sum().backward()
+            with seen.step():
+                model(torch.randn(4, 32)).sum().backward()
+    assert "functions that use torch.compile ran uncompiled" in seen.outcome.notes
+    assert "aten.addmm" in {operator.operator for operator in seen.outcome.operators}

@@ -15,26 +15,27 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import distributed
-from torch._ops import OpOverload
+from torch import Tensor, distributed
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from dpbench.core.case import ALL_PHASES, OUTSIDE
 from dpbench.core.metrics import unit
 from dpbench.core.subject import Subject
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import CUDA_REPLACEMENTS, as_on_cuda
-from dpbench.instruments.logical.costs import Cost, cost
+from dpbench.instruments.logical.costs import Cost, cost, cost_by_subclass
 from dpbench.instruments.logical.flops import formula_of, lacks_formula
 from dpbench.instruments.logical.memo import Memo, result_maker
 from dpbench.instruments.logical.memory import (
@@ -44,7 +45,12 @@ from dpbench.instruments.logical.memory import (
     tensors,
     track_resizing,
 )
-from dpbench.instruments.logical.operators import device_of, is_composite, is_distributed, label
+from dpbench.instruments.logical.operators import (
+    device_of,
+    have_own_operators,
+    is_composite,
+    label,
+)
 from dpbench.instruments.logical.source_lines import Place, PlaceFinder
 from dpbench.instruments.logical.stand_ins import (
     STAND_INS,
@@ -68,6 +74,10 @@ NAMESPACES_WITHOUT_WORK = ("prim", "profiler")
 """Namespaces of operators that move no data, for example ``prim::device``."""
 
 
+Calls: TypeAlias = Counter[tuple[str, str, Cost, Place]]
+"""Number of calls by phase, operator, cost and place (module and source line)."""
+
+
 class OperatorCounter(TorchDispatchMode):
     """A `PhaseListener` that counts the latest step by phase and operator.
 
@@ -89,11 +99,12 @@ class OperatorCounter(TorchDispatchMode):
         self._values = AssumedValues()
         self.memory: LiveMemory = LiveMemory()
         self._phase: str | None = None
+        self._heard = 0  # number of operators that this mode has received
+        self._passed: Any = None  # the operator that is left to a tensor subclass
         self._forget()
 
     def _forget(self) -> None:
-        # Number of calls by phase, operator, cost and place (module and source line).
-        self.calls = Counter[tuple[str, str, Cost, Place]]()
+        self.calls: Calls = Counter()
         self._places = PlaceFinder()
         # For each operator in a phase: live bytes after the first call and after the last call, and
         # the maximum of live bytes after a call.
@@ -132,29 +143,23 @@ class OperatorCounter(TorchDispatchMode):
 
         Operators that move the most bytes come first.
         """
-        totals: dict[tuple[str, str, Place], Counter[str]] = defaultdict(Counter)
-        for (phase, name, each, place), times in self.calls.items():
-            total = totals[phase, name, place]
-            total["calls"] += times
-            for what, amount in zip(each._fields[:-1], each[:-1], strict=True):
-                total[what] += times * amount
-        counts = [
-            OperatorCount(
-                *(phase, name, count["calls"], count["read_bytes"], count["write_bytes"]),
-                *(count["flops"], rules.uses_general_rule(name), count["collective_bytes"], *place),
-            )
-            for (phase, name, place), count in totals.items()
-        ]
-        return tuple(sorted(counts, key=lambda count: -count.total_bytes))
+        return operator_counts(self.calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_distributed(types):
-            return NotImplemented  # PyTorch then dispatches the operator on this rank's tensors
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a fast path, because this call is frequent
+        if func is self._passed:
+            self._passed = None
+            return NotImplemented  # PyTorch then calls the subclass
         if func.namespace in NAMESPACES_WITHOUT_WORK:
             return func(*args, **kwargs)
+        self._heard += 1
+        if have_own_operators(types):
+            heard, out = self._heard, self._run_by_subclass(func, args, kwargs)
+            if self._phase is not None and self._heard == heard:
+                self._record(self._phase, func, cost_by_subclass(func, args, kwargs, out))
+            return out
         if is_composite(func):  # inference mode does not decompose operators
             with self:
                 return CUDA_REPLACEMENTS.get(func, func.decompose)(*args, **kwargs)
@@ -182,6 +187,12 @@ class OperatorCounter(TorchDispatchMode):
             first, _, most = self.live.get(place, (now, now, now))
             self.live[place] = first, now, max(most, now)
         return out
+
+    def _run_by_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of a tensor subclass. This mode receives the subclass's own operators."""
+        self._passed = func
+        with self:
+            return func(*args, **kwargs)
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -236,35 +247,83 @@ class RealTensorCounter(OperatorCounter):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.memory = ScriptMemory()
-        self.memory.track_existing()
+        self.lost = False  # whether the script took this mode away during the last step
 
     def start_step(self) -> None:
+        self.put_below()
         self.memory.start_step()
         super().start_step()
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.lost = _modes().count(self) != 1 or not _reaches_modes()
+
+    def put_below(self) -> None:
+        """Put this mode below all modes of the script, which may end in any order.
+
+        Modes are pushed again, because the end of inference mode or of a compiled function makes
+        PyTorch ignore modes that began within it.
+        """
+        _set_modes([self, *self._others()])
+
+    def remove(self) -> None:
+        """Remove this mode, wherever it is among the modes of the script."""
+        _set_modes(self._others())
+
+    def _others(self) -> list[TorchDispatchMode]:
+        return [mode for mode in _modes() if mode is not self]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return True, so that PyTorch does not compile this method in a compiled script."""
         return True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that PyTorch compiles the branches of ``torch.cond`` under this mode."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_distributed(types):
-            return NotImplemented  # PyTorch then dispatches the operator on this rank's tensors
         kwargs = kwargs or {}
-        if self._phase is None or func.namespace in NAMESPACES_WITHOUT_WORK:
+        if func is self._passed:
+            self._passed = None
+            return NotImplemented  # PyTorch then calls the subclass
+        phase, heard, by_subclass = self._phase, self._heard, have_own_operators(types)
+        if phase is None or func.namespace in NAMESPACES_WITHOUT_WORK or _is_traced():
             return func(*args, **kwargs)
-        if is_composite(func):  # inference mode does not decompose operators
+        self._heard = heard = heard + 1
+        if by_subclass:
+            out = self._run_by_subclass(func, args, kwargs)
+        elif isinstance(func, HigherOrderOperator) and lacks_formula(func):
+            out = func(*pytree.tree_map(self._listening, args), **kwargs)
+        elif is_composite(func):  # inference mode does not decompose operators
             with self:
                 return func.decompose(*args, **kwargs)
-        phase = self._phase
-        out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if self._heard > heard:  # the operators that it ran are counted instead
+            return out
         try:
-            self._record(phase, func, cost(func, args, kwargs, out))
+            costs = cost_by_subclass if by_subclass else cost
+            self._record(phase, func, costs(func, args, kwargs, out))
             self.memory.run(phase, [*args, *kwargs.values()], out)
         except Exception as error:  # a failure to count must not stop the script
             self._note_uncounted(func, args, out, error)
         return out
+
+    def _listening(self, value: Any) -> Any:
+        """Return a function that does the same, but whose operators this mode receives.
+
+        Values that are no functions are returned unchanged.
+        """
+        if not callable(value) or isinstance(value, (Tensor, OperatorBase)):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return value(*args, **kwargs)
+
+        return call
 
     def _note_uncounted(self, func: Any, args: Any, out: Any, error: Exception) -> None:
         """Add a note that an operator was not counted, with the reason."""
@@ -275,6 +334,57 @@ class RealTensorCounter(OperatorCounter):
         self.notes[f"{NOT_COUNTED}: {label(func)}: {why}"] += 1
         if formula_of(func) or lacks_formula(func):
             self.notes[f"{NO_FLOPS}: {label(func)} multiplies but was not counted"] += 1
+
+
+def _modes() -> list[TorchDispatchMode]:
+    """Return the dispatch modes of this thread, from the outermost to the innermost."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return [torch._C._get_dispatch_stack_at(number) for number in range(depth)]
+
+
+def _set_modes(modes: Iterable[TorchDispatchMode]) -> None:
+    for _ in _modes():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def _is_traced() -> bool:
+    """Return True if PyTorch only makes a graph of the operators, and does not run them."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _reaches_modes() -> bool:
+    """Return True if PyTorch calls dispatch modes in this thread."""
+    key = torch._C.DispatchKey.Python
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    return not excluded and torch._C._dispatch_tls_is_dispatch_key_included(key)
+
+
+def operator_counts(calls: Calls, steps: int = 1) -> tuple[OperatorCount, ...]:
+    """Return the counts of each operator by phase, module and source line, as means over steps.
+
+    Operators that move the most bytes come first.
+    """
+    totals: dict[tuple[str, str, Place], Counter[str]] = defaultdict(Counter)
+    for (phase, name, each, place), times in calls.items():
+        total = totals[phase, name, place]
+        total["calls"] += times
+        for what, amount in zip(each._fields[:-1], each[:-1], strict=True):
+            total[what] += times * amount
+
+    counts = [
+        OperatorCount(
+            phase=phase,
+            operator=name,
+            general_rule=rules.uses_general_rule(name),
+            module=place.module,
+            line=place.line,
+            **{what: n / steps if n % steps else n // steps for what, n in each.items()},
+        )
+        for (phase, name, place), each in totals.items()
+    ]
+    return tuple(sorted(counts, key=lambda count: -count.total_bytes))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dpbench.core.case import OUTSIDE
 from dpbench.instruments.logical.source_lines import short_path, source_frame
@@ -34,6 +35,31 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors(item)
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the data of a tensor.
+
+    These are the inner tensors of a subclass without memory of its own, and otherwise the tensor
+    itself.
+    """
+    if not is_wrapper(tensor):
+        yield tensor
+        return
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    for inner in tensors([getattr(tensor, name) for name in names or vars(tensor)]):
+        yield from parts(inner)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return True if a tensor is of a subclass that has no memory of its own."""
+    if type(tensor) in (Tensor, nn.Parameter, FakeTensor):
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return True
+    return False
 
 
 def region_of(tensor: Tensor) -> tuple[Region, int]:
@@ -149,17 +175,18 @@ class ScriptMemory(LiveMemory):
         for each in [each for each in gc.get_objects() if type(each) in kinds]:
             if type(each) in modules:
                 found["buffers"] += vars(each).get("_buffers", {}).values()
+                found["parameters"] += vars(each).get("_parameters", {}).values()
             elif type(each) in optimizers:
                 states = vars(each).get("state", {}).values()
                 found["optimizer state"] += [v for s in states for v in dict(s).values()]
             else:
                 found["parameters"].append(each)
-        found["gradients"] = [p.grad for p in found["parameters"] if p.is_leaf]
+        found["gradients"] = [p.grad for p in tensors(found["parameters"]) if p.is_leaf]
         for what, values in found.items():
             for tensor in tensors(values):
                 with suppress(RuntimeError, ValueError):  # sparse or uninitialized tensors
-                    local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a DTensor
-                    self.track(local, (OUTSIDE, f"{what} {BEFORE}", 0, ""))
+                    for part in parts(tensor):
+                        self.track(part, (OUTSIDE, f"{what} {BEFORE}", 0, ""))
 
     def start_step(self) -> None:
         """Forget the peak of the last step, and free tensors in reference cycles."""
@@ -177,13 +204,15 @@ class ScriptMemory(LiveMemory):
             made: result of the operator.
         """
         self.phase = phase
-        given = [(each, each.untyped_storage()._cdata in self._known) for each in tensors(used)]
+        used = [part for each in tensors(used) for part in parts(each)]
+        given = [(each, each.untyped_storage()._cdata in self._known) for each in used]
         if phase != OUTSIDE or any(known for _, known in given):
             for tensor, known in given:
                 if not known:
                     self.track(tensor, (OUTSIDE, f"others {BEFORE}", 0, ""))
             for tensor in tensors(made):
-                self.track(tensor)
+                for part in parts(tensor):
+                    self.track(part)
 
     def track(self, tensor: Tensor, origin: Origin | None = None) -> None:
         """Track the storage of a tensor with its current size."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
@@ -32,9 +34,16 @@ def is_composite(func: OpOverload) -> bool:
     )
 
 
-def is_distributed(types: Iterable[type]) -> bool:
-    """Return True if an argument is a DTensor, or the unfinished result of a collective."""
-    return any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types)
+def have_own_operators(types: Iterable[Any]) -> bool:
+    """Return True if an argument is of a tensor subclass that runs other operators instead.
+
+    Examples are a ``DTensor``, a nested tensor and a quantized weight.
+    """
+    plain = torch._C._disabled_torch_dispatch_impl
+    return any(
+        kind.__torch_dispatch__ is not plain and kind not in (FakeTensor, FunctionalTensor)
+        for kind in types
+    )
 
 
 def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder, on_cuda
 from dpbench.core.subject import Subject
-from dpbench.results.kernels import OperatorCount
+from dpbench.results.kernels import STEP_LOST, OperatorCount
 from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:
@@ -36,36 +38,73 @@ class LogicalRecorder(Recorder):
         super().__init__(wanted)
         # The operators of each step, and the peak of live bytes by phase.
         self._steps: list[tuple[Sequence[OperatorCount], Mapping[str, int]]] = []
+        self._calls = Counter[Any]()  # the calls of all steps
+        self._lost: list[int] = []  # numbers of the steps that were not counted
+        self._uncompiled = False  # whether a function that uses torch.compile ran
         self._assumed = Counter[str]()
 
     @cached_property
-    def listener(self) -> RealTensorCounter:
-        import torch
-
+    def counter(self) -> RealTensorCounter:
         from dpbench.instruments.logical.counter import RealTensorCounter
-        from dpbench.instruments.logical.memory import track_resizing
 
         counter = RealTensorCounter()
+        self.held.callback(counter.remove)
+        return counter
+
+    @cached_property
+    def listener(self) -> RealTensorCounter:
+        from dpbench.instruments.logical.memory import ScriptMemory, track_resizing
+
+        counter = self.counter
         gc.collect()
+        counter.memory = ScriptMemory()
+        counter.memory.track_existing()
         self.held.enter_context(freeze_existing_objects())
         self.held.enter_context(track_resizing(counter.memory))
-        self.held.enter_context(counter)
-        # Dynamo cannot compile under a dispatch mode, and raises an error with `fullgraph`.
-        self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return counter
+
+    def compiler(self, eval_frame: Any) -> None:
+        """Run compiled functions as they are, except what ``torch.cond`` and its like compile."""
+
+        def callback(given: Any) -> Any:
+            operators = sys.modules.get("torch._higher_order_ops.utils")
+            if getattr(operators, "_in_hop_compile", bool)():
+                return given
+            if given not in (None, False) and not self._uncompiled:
+                self._uncompiled = True
+                # The end of the compiled function restores what PyTorch dispatches to now.
+                self.counter.put_below()
+            return None
+
+        # With the stance, PyTorch does not complain of functions that must be compiled as a whole.
+        stance = eval_frame.DynamoStance("force_eager")
+        self.held.enter_context(patch.object(eval_frame, "_stance", stance))
+        self.held.enter_context(patch.object(eval_frame, "_callback_from_stance", callback))
 
     def end_step(self) -> None:
         super().end_step()
-        self.operators = self.listener.operators
-        self._steps.append((self.operators, self.listener.peaks))
-        self.memory_lines = self.listener.memory.lines()
+        counter = self.listener
+        if counter.lost:
+            self._lost.append(self.observed)
+        else:
+            self._count(counter.operators, counter.peaks)
         self._assumed.update(self.listener.notes)
         self.notes = [f"{note} ({times}×)" for note, times in sorted(self._assumed.items())]
         where = "CUDA" if on_cuda() else "the CPU"
         self.notes.append(f"operators were counted while they ran on {where}")
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo and dynamo.counters["frames"]["total"]:
+        self.notes += [f"{STEP_LOST}: counted step {step}" for step in self._lost]
+        if self._uncompiled:
             self.notes.append("functions that use torch.compile ran uncompiled")
+
+    def _count(self, operators: Sequence[OperatorCount], peaks: Mapping[str, int]) -> None:
+        """Add the counts of the last step, and keep its memory lines if it has the peak."""
+        from dpbench.instruments.logical.counter import operator_counts
+
+        if all(max(peaks.values()) > max(others.values()) for _, others in self._steps):
+            self.memory_lines = self.listener.memory.lines()
+        self._steps.append((operators, peaks))
+        self._calls.update(self.listener.calls)
+        self.operators = operator_counts(self._calls, len(self._steps))
 
     def rows(self, case: Subject) -> list[Measurement]:
         from dpbench.instruments.logical.counter import logical_rows
@@ -77,6 +116,15 @@ class LogicalRecorder(Recorder):
             for repeat, (operators, peaks) in enumerate(self._steps)
             for row in logical_rows(case, operators, peaks, peaks, repeat)
         ]
+
+    def close(self) -> None:
+        """Release resources, but not yet within a function that uses torch.compile.
+
+        Its end makes PyTorch call dispatch modes again, so one must be left.
+        """
+        stack = traceback.walk_stack(sys._getframe())
+        if not any(frame.f_code.co_name == "compile_wrapper" for frame, _ in stack):
+            super().close()
 
     def forked(self) -> None:
         self.close()

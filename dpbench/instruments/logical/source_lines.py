@@ -64,7 +64,7 @@ class PlaceFinder:
                 break
             if (module := _module_of(frame)) is not None:  # an empty `nn.Sequential` is false
                 modules.append(module)
-            if source is None and not _is_skipped(frame.f_code.co_filename):
+            if source is None and _is_source(frame):
                 source = frame
         if of_node and source is None:
             return of_node
@@ -104,8 +104,7 @@ def source_frame(frame: FrameType) -> FrameType:
 
     If all frames are in such code, returns ``frame``.
     """
-    outside = (each for each in _outer_frames(frame) if not _is_skipped(each.f_code.co_filename))
-    return next(outside, frame)
+    return next(filter(_is_source, _outer_frames(frame)), frame)
 
 
 def line_of(frame: FrameType) -> str:
@@ -122,6 +121,12 @@ def _outer_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _is_source(frame: FrameType) -> bool:
+    """Return True if a frame is of user code, but not of a user's dispatch mode or subclass."""
+    code = frame.f_code
+    return code.co_name != "__torch_dispatch__" and not _is_skipped(code.co_filename)
+
+
 @cache
 def _is_skipped(file: str) -> bool:
     """Return True if a file belongs to PyTorch, Python's import system or dpbench.
@@ -130,7 +135,7 @@ def _is_skipped(file: str) -> bool:
     """
     ours = Path(__file__).parents[2]
     of_steps = file.startswith((f"{ours / 'training'}", f"{ours / 'workloads'}"))
-    passed = str(ours), str(Path(str(torch.__file__)).parent), "<frozen"
+    passed = str(ours), str(Path(str(torch.__file__)).parent), "<frozen", "<eval_with_key>"
     return file.startswith(passed) and not of_steps
 
 

@@ -56,13 +56,13 @@ def flames(data: PageData) -> Chart | None:
     return Chart("flames", BY_OPERATOR, table, panels)
 
 
-def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], int]:
+def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], float]:
     """Return a dictionary from the path of each box to the bytes of the box.
 
     The path of the step is ``()``. Paths below the step are ``(phase,)``, ``(phase, module)`` and
     so on, down to the source line. Boxes that are too small to draw are left out.
     """
-    boxes: dict[tuple[str, ...], int] = defaultdict(int)
+    boxes: dict[tuple[str, ...], float] = defaultdict(int)
     for each in operators:
         place = each.phase, each.module or OUTSIDE_MODULES, each.operator, each.line
         for depth in range(5):
@@ -71,7 +71,7 @@ def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], int]:
     return {place: size for place, size in boxes.items() if size > least or not place}
 
 
-def _icicle(boxes: dict[tuple[str, ...], int]) -> Json:
+def _icicle(boxes: dict[tuple[str, ...], float]) -> Json:
     number = {place: str(at) for at, place in enumerate(boxes)}
     trace = {
         "type": "icicle",

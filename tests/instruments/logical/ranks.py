@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpbench.child.recorder import Recorder
 from dpbench.core.case import Case
 from dpbench.instruments.in_process import InProcessInstrument
-from dpbench.instruments.logical.counter import is_distributed
 from dpbench.instruments.logical.memory import LiveMemory, tensors, track_resizing
+from dpbench.instruments.logical.operators import have_own_operators
 from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.results.outcome import Outcome
 from dpbench.training.base import Batch
@@ -53,7 +53,7 @@ class Alive(TorchDispatchMode):
         self.memory = LiveMemory()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_distributed(types):
+        if have_own_operators(types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for tensor in tensors(out):

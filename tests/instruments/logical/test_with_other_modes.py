@@ -1,0 +1,359 @@
+"""Counts of scripts that have dispatch modes, compiled functions and tensor subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
+
+from dpbench.results.kernels import NOT_COUNTED
+from tests.instruments.logical.test_scripts import by_step, counted
+
+ROWS, WIDTH = 8, 64
+STEP_FLOPS = 2 * 2 * ROWS * WIDTH * WIDTH  # forward, and the gradient of the weight
+STEPS = 9
+
+Loop = Callable[[], None]
+
+
+def trained(step: Callable[[nn.Module, Any], object], steps: int = STEPS) -> None:
+    """Train a layer, with ``step`` for its forward, backward and update."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        step(model, optimizer)
+
+
+def update(model: nn.Module, optimizer: Any) -> None:
+    model(torch.ones(ROWS, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Seen(TorchDispatchMode):
+    """A mode of a script that notes the operators that it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def plain() -> None:
+    trained(update)
+
+
+def in_a_counter_of_each_step() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        with FlopCounterMode(display=False) as own:
+            update(model, optimizer)
+        assert own.get_total_flops() == STEP_FLOPS
+
+    trained(step)
+
+
+def in_two_counters() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        with FlopCounterMode(display=False) as outer, Seen() as seen:
+            with FlopCounterMode(display=False) as inner:
+                loss = model(torch.ones(ROWS, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (outer.get_total_flops(), inner.get_total_flops()) == (STEP_FLOPS, STEP_FLOPS / 2)
+        assert seen.names.count("aten::addmm") == 1
+
+    trained(step)
+
+
+def in_a_counter_of_forward_alone() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        with FlopCounterMode(display=False) as own:
+            loss = model(torch.ones(ROWS, WIDTH)).square().mean()
+        loss.backward()
+        assert own.get_total_flops() == STEP_FLOPS / 2
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trained(step)
+
+
+def in_counters_from_step_to_step() -> None:
+    opened = ExitStack()
+    numbers: list[int] = []
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        numbers.append(len(numbers))
+        loss = model(torch.ones(ROWS, WIDTH)).square().mean()
+        if numbers[-1] % 3 == 0:
+            opened.close()
+            opened.enter_context(Seen())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with opened:
+        trained(step)
+
+
+def in_one_counter_from_before_the_first_step() -> None:
+    with FlopCounterMode(display=False) as own:
+        plain()
+    assert own.get_total_flops() == STEPS * STEP_FLOPS
+
+
+def in_a_profiler() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        with torch.profiler.profile(with_flops=True):
+            update(model, optimizer)
+
+    trained(step)
+
+
+def with_modes_disabled_between_steps() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        with Seen():
+            update(model, optimizer)
+            with _disable_current_modes():
+                torch.ones(ROWS).sum()
+
+    trained(step)
+
+
+def in_a_function_of_func() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        def loss(values: Any) -> Tensor:
+            return functional_call(model, values, (torch.ones(ROWS, WIDTH),)).square().mean()
+
+        gradients = grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trained(step)
+
+
+def compiled(**how: Any) -> Loop:
+    def loop() -> None:
+        def step(model: nn.Module, optimizer: Any) -> None:
+            loss_of = compiled_losses.setdefault(
+                id(model),
+                torch.compile(lambda x: model(x).square().mean(), backend="aot_eager", **how),
+            )
+            loss_of(torch.ones(ROWS, WIDTH)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        compiled_losses: dict[int, Any] = {}
+        trained(step)
+
+    return loop
+
+
+def compiled_in_a_counter() -> None:
+    with FlopCounterMode(display=False) as own:
+        compiled()()
+    assert own.get_total_flops() == STEPS * STEP_FLOPS
+
+
+LOOPS: list[Loop] = [
+    plain,
+    in_a_counter_of_each_step,
+    in_two_counters,
+    in_a_counter_of_forward_alone,
+    in_counters_from_step_to_step,
+    in_one_counter_from_before_the_first_step,
+    in_a_profiler,
+    with_modes_disabled_between_steps,
+    in_a_function_of_func,
+    compiled(),
+    compiled(fullgraph=True),
+    compiled_in_a_counter,
+]
+
+
+@pytest.mark.parametrize(("skip", "go_on"), [(0, True), (2, False)])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__qualname__.partition(".")[0])
+def test_each_step_is_counted_whatever_modes_a_script_has(
+    loop: Loop, skip: int, go_on: bool
+) -> None:
+    outcome = counted(loop, steps=4, skip=skip, go_on=go_on)
+    assert by_step(outcome) == [STEP_FLOPS] * 4
+    assert len({*by_step(outcome, metric="logical_read_bytes")}) == 1
+    assert not [note for note in outcome.notes if NOT_COUNTED in note]
+    assert not torch._C._len_torch_dispatch_stack()
+    assert torch.ones(2).sum() == 2, "nothing is left of a dispatch mode"
+
+
+@pytest.mark.parametrize("way", ["popped", "disabled", "pushed again", "ignored"])
+def test_a_step_without_the_mode_that_counts_is_named_and_has_no_numbers(way: str) -> None:
+    numbers: list[int] = []
+    opened = ExitStack()
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        numbers.append(len(numbers))
+        with opened if numbers[-1] == 3 else ExitStack() as here:
+            loss = model(torch.ones(ROWS, WIDTH)).square().mean()
+            if numbers[-1] == 2:
+                if way == "popped":
+                    torch._C._pop_torch_dispatch_stack()
+                elif way == "disabled":  # from the middle of this step to the middle of the next
+                    opened.enter_context(_disable_current_modes())
+                elif way == "pushed again":
+                    torch._C._push_on_torch_dispatch_stack(torch._C._get_dispatch_stack_at(0))
+                else:
+                    opened.enter_context(torch._C._DisableTorchDispatch())  # type: ignore[no-untyped-call]
+        loss.backward()
+        del here
+        optimizer.step()
+        optimizer.zero_grad()
+
+    outcome = counted(lambda: trained(step), steps=6, skip=1, go_on=True)
+    lost = [note for note in outcome.notes if note.startswith(STEP_LOST)]
+    assert f"{STEP_LOST}: counted step 2" in lost
+    assert by_step(outcome) == [STEP_FLOPS] * (6 - len(lost))
+    assert len(lost) <= 2
+    assert not torch._C._len_torch_dispatch_stack()
+
+
+class Int8(Tensor):
+    """An int8 weight that acts as a float32 one."""
+
+    q: Tensor
+
+    @staticmethod
+    def __new__(cls, q: Tensor) -> Int8:
+        made: Int8 = Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, q: Tensor) -> None:
+        self.q = q
+
+    def written_out(self) -> Tensor:
+        return self.q.float()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].q)
+        args = tree_map_only(cls, cls.written_out, args)
+        return func(*args, **(kwargs or {}))
+
+
+class Flattened(Int8):
+    """As those of torchao: with names of its inner tensors, and products by ``__torch_function__``."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["q"], None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.matmul or func is Tensor.__matmul__:
+            return args[0] @ args[1].q.float()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Unseen(Int8):
+    """Runs its operators where no dispatch mode receives them."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Marked(Tensor):
+    """Has memory of its own, and leaves its operators to PyTorch."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def weighted(weight: Callable[[Tensor], Tensor], *, write_out: bool = False) -> Outcome:
+    """The outcome of steps with a frozen int8 weight of one of the classes."""
+
+    def loop() -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.b = nn.Parameter(torch.zeros(256))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x @ (w.float() if write_out else w) + self.b
+
+        w = weight(torch.ones(256, 256, dtype=torch.int8))
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(6):
+            net(torch.ones(8, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    outcome: Outcome = counted(loop)
+    return outcome
+
+
+def numbers_of(outcome: Outcome) -> dict[str, list[float]]:
+    names = ("logical_read_bytes", "logical_write_bytes", "flops", "peak_memory_bytes")
+    return {name: by_step(outcome, metric=name) for name in names}
+
+
+@pytest.mark.parametrize(
+    "made", [Int8, Flattened, lambda q: Int8(Int8(q.clone())), lambda q: nn.Parameter(Int8(q), False)]
+)
+def test_a_tensor_subclass_counts_as_the_operators_that_it_runs(
+    made: Callable[[Tensor], Tensor],
+) -> None:
+    plain = numbers_of(weighted(lambda q: q, write_out=True))
+    found = numbers_of(weighted(made))
+    nested = made(torch.ones(1, dtype=torch.int8))
+    if isinstance(getattr(nested, "q", None), Int8):  # the inner one is written out too
+        assert found["flops"] == plain["flops"]
+        assert found["logical_read_bytes"] > plain["logical_read_bytes"]
+    else:
+        assert found == plain
+    assert plain["logical_read_bytes"][0] < 7 * 256 * 256
+
+
+def test_what_a_subclass_runs_out_of_sight_is_not_counted_by_name() -> None:
+    [note] = (note for note in weighted(Unseen).notes if NOT_COUNTED in note and "FLOPS" not in note)
+    assert note.startswith(f"{NOT_COUNTED}: aten.mm: a subclass of Tensor ran operators that")
+
+
+def test_a_subclass_with_memory_of_its_own_counts_as_a_tensor() -> None:
+    marked = weighted(lambda q: q.float().as_subclass(Marked))
+    assert numbers_of(marked) == numbers_of(weighted(lambda q: q.float()))
+
+
+def test_jagged_tensors_count_as_their_values() -> None:
+    def loop(nested: bool) -> Loop:
+        def step(model: nn.Module, optimizer: Any) -> None:
+            rows = [torch.ones(3, WIDTH), torch.ones(5, WIDTH)]
+            x = torch.nested.nested_tensor(rows, layout=torch.jagged) if nested else torch.cat(rows)
+            out = model(x)
+            (out.values() if nested else out).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return lambda: trained(step)
+
+    jagged, joined = (counted(loop(nested)) for nested in (True, False))
+    assert by_step(jagged) == by_step(joined) == [STEP_FLOPS] * 3
+    for phase in ("backward", "optimizer"):
+        moved = [by_step(each, phase, "logical_write_bytes") for each in (jagged, joined)]
+        assert moved[0][0] == pytest.approx(moved[1][0], rel=0.25)
+    assert not [note for note in jagged.notes if NOT_COUNTED in note]
