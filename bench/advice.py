@@ -35,7 +35,7 @@ CLOSE = 0.05
 def measured() -> pd.DataFrame:
     """Return each timed case, with the medians of its time and of its busy share over files."""
     parts = []
-    for path in sorted(RESULTS.glob("h200-*.json")):
+    for path in sorted(RESULTS.glob("h200-*.json.xz")):
         rows = run(path).summary
         if len(rows):
             parts.append(of_one_instrument(rows[(rows.phase == STEP) & (rows.gpus == 1)]))

@@ -23,7 +23,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.runs import RESULTS, ROOT, file_of
+from bench.runs import RESULTS, ROOT, file_of, text_of, write_packed
 
 PLAN: dict[str, str] = tomllib.loads((RESULTS / "evidence.toml").read_text("utf-8"))["measured"]
 """Options of ``dpbench run`` for each file, by the file's name as in `bench.runs`."""
@@ -34,13 +34,20 @@ def command(name: str, options: str, into: Path) -> list[str]:
     kept = ["--save", name, "--resume", "--storage", str(into / "runs")]
     return [
         *(sys.executable, "-m", "dpbench", "run", *shlex.split(options)),
-        *(*kept, "--json", str(into / file_of(name))),
+        *(*kept, "--json", str(into / Path(file_of(name)).stem)),
     ]
 
 
 def is_complete(file: Path) -> bool:
     """Return True if a file exists and contains a complete run."""
-    return file.exists() and json.loads(file.read_bytes())["session"]["status"] == "complete"
+    return file.exists() and json.loads(text_of(file))["session"]["status"] == "complete"
+
+
+def pack(file: Path) -> None:
+    """Replace the JSON file of a complete run by a compressed file, whose name ends in ``.xz``."""
+    if is_complete(file):
+        write_packed(file.with_name(f"{file.name}.xz"), text_of(file))
+        file.unlink()
 
 
 def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
@@ -55,6 +62,7 @@ def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             process.wait()
+        pack(into / Path(file_of(name)).stem)
     return [name for name in plan if not is_complete(into / file_of(name))]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import bench.evidence_tables
 import bench.rank_tables  # noqa: F401 - both register tables
 from bench.cells import TABLES
-from bench.runs import BOUNDS, ROOT, path_of, run
+from bench.runs import BOUNDS, ROOT, path_of, run, text_of, write_packed
 from dpbench.core.case import OPTIONAL_AXES, USUAL
 from dpbench.results.outcome import LISTS, document_text
 from dpbench.results.run import Run
@@ -65,8 +65,7 @@ def outdated(pages: list[Path], *, write: bool) -> list[Path]:
 
 def committed_runs() -> list[Path]:
     """Return the files of runs in docs and its folders, and the file that test_bounds.py reads."""
-    files = (*(ROOT / "docs").glob("**/*.json"), BOUNDS)
-    return [file for file in files if '"rows": [' in file.read_text("utf-8")]
+    return [*(ROOT / "docs").glob("**/*.json.xz"), BOUNDS]
 
 
 def shortened(text: str) -> str:
@@ -102,7 +101,8 @@ def main() -> int:
         PICTURE.write_text(picture(), encoding="utf-8")
         RUN_SCHEMA.write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
         for path in committed_runs():
-            path.write_text(shortened(path.read_text(encoding="utf-8")), encoding="utf-8")
+            if (short := shortened(text := text_of(path))) != text:
+                write_packed(path, short)
     for page in pages:
         print(f"{page.relative_to(ROOT)}: {'differs from the runs' if check else 'renewed'}")
     return int(check and bool(pages))

@@ -1,14 +1,15 @@
 """Read numbers of committed runs for the documents.
 
 A file is named without ``h200-`` and without its ending: ``"methods-256"`` is
-``docs/results/h200-methods-256.json``. Axes choose rows of a file: ``cell="8x256"`` (batch size ×
-sequence length), ``precision="bf16"``, or any column of a run's summary. The axes must choose
-exactly one number. A count is the mean over the counted steps, and a time is the median over
-the timed steps.
+``docs/results/h200-methods-256.json.xz``. Axes choose rows of a file: ``cell="8x256"`` (batch size
+× sequence length), ``precision="bf16"``, or any column of a run's summary. The axes must choose
+exactly one number. A count is the mean over the counted steps, and a time is the median over the
+timed steps.
 """
 
 from __future__ import annotations
 
+import lzma
 import re
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ import pandas as pd
 
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
+from dpbench.results.schema import unpacked
 from dpbench.results.summary import of_one_instrument
 
 ROOT = Path(__file__).parents[1]
@@ -30,13 +32,25 @@ LAYERS = 24
 
 def file_of(name: str) -> str:
     """Return the name of a measured run's file. Without the prefix ``h100-``, adds ``h200-``."""
-    return f"{name}.json" if name.startswith("h100-") else f"h200-{name}.json"
+    return f"{name}.json.xz" if name.startswith("h100-") else f"h200-{name}.json.xz"
 
 
 def path_of(name: str) -> Path:
     """Return the path of a run: of the counted run with this name, else of the measured run."""
-    counted = RESULTS / f"{name}.json"
+    counted = RESULTS / f"{name}.json.xz"
     return counted if counted.exists() else RESULTS / file_of(name)
+
+
+def text_of(path: Path) -> str:
+    """Return the JSON text of a run's file, which xz may have compressed."""
+    return unpacked(path.read_bytes()).decode()
+
+
+def write_packed(path: Path, text: str) -> None:
+    """Write the JSON text of a run, compressed by xz if the file's name ends in ``.xz``."""
+    data = text.encode()
+    strongest = 9 | lzma.PRESET_EXTREME
+    path.write_bytes(lzma.compress(data, preset=strongest) if path.suffix == ".xz" else data)
 
 
 @cache

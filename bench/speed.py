@@ -82,7 +82,7 @@ def test_session_of_16_cases(benchmark: Benchmark, tmp_path: Path) -> None:
 
 def test_comparing_two_runs(benchmark: Benchmark) -> None:
     """Time loading and comparing two runs."""
-    runs = (RESULTS / f"h200-cupti-grid1-{session}.json" for session in (1, 2))
+    runs = (RESULTS / f"h200-cupti-grid1-{session}.json.xz" for session in (1, 2))
     benchmark(command, "compare", *runs)
 
 

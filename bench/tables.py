@@ -25,7 +25,7 @@ from bench.cells import (
     ratio,
     table,
 )
-from bench.runs import counted, path_of, value
+from bench.runs import RESULTS, counted, value
 
 METHODS = by_length("methods")
 PLACES = [
@@ -109,7 +109,7 @@ def ghost() -> str:
 @table
 def time() -> str:
     """Return the extra time of private steps over standard steps, and three shares of this time."""
-    roofs = json.loads(path_of("ceilings").read_text(encoding="utf-8"))["ceilings"]
+    roofs = json.loads((RESULTS / "h200-ceilings.json").read_text(encoding="utf-8"))["ceilings"]
 
     def shown(place: Place, trainer: str) -> str:
         more, flops, idle, moved = (

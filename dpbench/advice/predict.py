@@ -25,16 +25,16 @@ KERNEL_SECONDS = 5e-6
 must start the kernel, and is not fully used at the kernel's beginning and end."""
 
 BANDWIDTH_SHARE = 0.8
-"""Assumed bandwidth of a kernel, divided by the bandwidth of a copy. In `h200-methods-1024.json`,
+"""Assumed bandwidth of a kernel, divided by the bandwidth of a copy. In `h200-methods-1024`,
 measured quotients are 0.70 to 0.89 for noise, clip and optimizer at fp32."""
 
 CONVOLUTION_SHARE = 0.5
 """Operations per second in convolutions, divided by those in large matrix products. Measured for
-fp32 in `h200-resnet-64.json`, and assumed for all precisions."""
+fp32 in `h200-resnet-64`, and assumed for all precisions."""
 
 DRAWN_OPERATIONS = 69
 """Time to draw a normal random number, divided by the time of a float32 operation in a large matrix
-product. In `h200-banded-256.json`, the trainer ``fused`` draws 1.34e9 more numbers for each
+product. In `h200-banded-256`, the trainer ``fused`` draws 1.34e9 more numbers for each
 further band of its noise, which takes 1.8 ms."""
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16-amp"}
@@ -92,7 +92,7 @@ def predict(footprint: Footprint, card: Roofs) -> Seconds:
 def _of_float32(footprint: Footprint, operator: str) -> str:
     """Return the precision in which an operator multiplies float32 matrices.
 
-    Attention is assumed not to use TF32, as in the runs of `h200-methods-16x1024.json`.
+    Attention is assumed not to use TF32, as in the runs of `h200-methods-16x1024`.
     """
     is_tf32 = footprint.case.precision == "tf32" and "attention" not in operator
     return "tf32" if is_tf32 else "fp32"

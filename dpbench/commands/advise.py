@@ -14,7 +14,7 @@ Examples:
   dpbench advise --trainable lora:16 --optimizer adamw --precision bf16 --seq-len 1024 --gpu h100
   dpbench advise --workload resnet --set depth=50 --batch-size 64 --memory 24GB
   dpbench advise --trainer dpsgd --trainer fused --trainer mine=package.module:Trainer
-  dpbench advise docs/results/h200-methods-256.json --precision bf16
+  dpbench advise docs/results/h200-methods-256.json.xz --precision bf16
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Run:
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Run:
-        """Read and check a run from the bytes of its file."""
+        """Read and check a run from the bytes of its file, which xz may have compressed."""
         with naming(path):
             saved = parsed(data)
             with METRICS.including(cls(path, saved).metrics):
@@ -119,8 +119,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The label, or the name of the file without its suffix, e.g. ``0001_before``."""
-        return self.label or printable(self.path.stem)
+        """The label, or the name of the file without its endings, e.g. ``0001_before``."""
+        return self.label or printable(Path(self.path.name.removesuffix(".xz")).stem)
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -176,6 +176,33 @@ class _Head(msgspec.Struct):
     schema: int
 
 
+LARGEST = 2**28
+"""Largest number of bytes to which the compressed file of a run may unpack."""
+
+_XZ = b"\xfd7zXZ\0"
+"""The first bytes of every xz file."""
+
+
+def unpacked(data: bytes) -> bytes:
+    """Return the text of a run from the bytes of its file, which xz may have compressed.
+
+    Raises:
+        ValueError: the file is incomplete, or its text has more than `LARGEST` bytes.
+        lzma.LZMAError: the file is damaged, or unpacking it needs more than 128 MiB of memory.
+    """
+    if not data.startswith(_XZ):
+        return data
+    import lzma  # some builds of Python lack it
+
+    unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=2**27)
+    text = unpacker.decompress(data, LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"it unpacks to more than {LARGEST / 1e6:.0f} MB; unpack it with unxz")
+    if not unpacker.eof or unpacker.unused_data:
+        raise ValueError("it is not one complete xz file; write it again with xz")
+    return text
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Turn any error while a run's file is read into a `ConfigurationError` that names the file."""
@@ -187,7 +214,11 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """Decode and check a document, and fill in optional axes that the document leaves out."""
+    """Decode and check a document, and fill in optional axes that the document leaves out.
+
+    xz may have compressed the document.
+    """
+    data = unpacked(data)
     head = msgspec.json.decode(data, type=_Head)
     if head.schema != SCHEMA:
         upgrade = "; upgrade dpbench" if head.schema > SCHEMA else ""

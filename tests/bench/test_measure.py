@@ -32,7 +32,8 @@ def test_what_a_call_has_no_time_for_is_left_to_the_next(tmp_path: Path) -> None
     plan = {"one": f"{TINY} --trainer standard"}
     assert measure(plan, tmp_path, 0) == ["one"]
     assert measure(plan, tmp_path, 120) == []
-    assert is_complete(tmp_path / "h200-one.json")
+    assert is_complete(tmp_path / "h200-one.json.xz")
+    assert not (tmp_path / "h200-one.json").exists()
 
 
 def test_an_interrupted_file_is_not_complete(tmp_path: Path) -> None:

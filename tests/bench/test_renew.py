@@ -20,7 +20,7 @@ from bench.renew import (
     renewed,
     shortened,
 )
-from bench.runs import RESULTS, ROOT, run, value
+from bench.runs import RESULTS, ROOT, run, text_of, value
 from dpbench.results.schema import json_schema, parsed
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
@@ -71,9 +71,7 @@ BEGUN_BY_A_SCRIPT = (
 """Digests of the only changes, see docs/results/README.md: an untracked script."""
 
 
-@pytest.mark.parametrize(
-    "file", sorted(path.name for path in RESULTS.glob("*.json") if "ceilings" not in path.name)
-)
+@pytest.mark.parametrize("file", sorted(path.name for path in RESULTS.glob("*.json.xz")))
 def test_a_committed_run_is_complete_and_of_a_clean_commit(file: str) -> None:
     known = run(RESULTS / file)
     code = known.environment["code"]
@@ -95,7 +93,7 @@ def test_measurements_that_a_page_names_can_be_made(page: str) -> None:
 
 @pytest.mark.parametrize("path", committed_runs(), ids=lambda path: path.name)
 def test_committed_runs_hold_nothing_that_follows_from_their_rows(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+    text = text_of(path)
     assert not [name for name in DERIVED if f'"{name}": [' in text]
     assert '"compile": "off"' not in text
 

@@ -161,7 +161,7 @@ def test_case_that_fails_now_is_exit_code_1(
         (["1", "9"], "no run number 0009 in .dpbench; its latest runs are 0001, 0002"),
         (["1", "absent.json"], "no run file absent.json"),
         (["1", "2", "--fail", "dram:5%"], "unknown metric 'dram'"),
-        (["1", str(RESULTS / "h200-ncu-precisions.json")], "the runs have no case in common"),
+        (["1", str(RESULTS / "h200-ncu-precisions.json.xz")], "the runs have no case in common"),
     ],
 )
 def test_what_cannot_be_compared_is_exit_code_2(
@@ -271,9 +271,9 @@ def test_runs_that_name_trainers_of_before_are_still_shown_and_compared(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for file, before in (("methods-256", "mixed_ghost"), ("opacus-changes", "lean:changes=kept")):
-        assert main(["show", str(RESULTS / f"h200-{file}.json")]) == 0
+        assert main(["show", str(RESULTS / f"h200-{file}.json.xz")]) == 0
         assert f"\n{before} " in capsys.readouterr().out
-    runs = [str(RESULTS / f"{card}-adamw-1024.json") for card in ("h200", "h100")]
+    runs = [str(RESULTS / f"{card}-adamw-1024.json.xz") for card in ("h200", "h100")]
     assert main(["compare", *runs, "--across"]) == 0
     shown = capsys.readouterr().out
     assert "\nlean " in shown

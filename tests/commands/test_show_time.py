@@ -9,11 +9,12 @@ import pytest
 
 from dpbench.commands.cli import main
 from dpbench.results.run import Run
+from dpbench.results.schema import unpacked
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"
-CUPTI, GRID1 = RESULTS / "h200-methods-256.json", ROOT / "tests/data/saved/grid1.json"
-SESSION = RESULTS / "h200-cupti-grid1-1.json"
+CUPTI, GRID1 = RESULTS / "h200-methods-256.json.xz", ROOT / "tests/data/saved/grid1.json"
+SESSION = RESULTS / "h200-cupti-grid1-1.json.xz"
 COUNTED = ROOT / "tests/data/logical-1b-bs8-seq256.json"
 
 
@@ -93,7 +94,7 @@ def test_a_ceiling_that_was_not_measured_is_not_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run.json"
-    by_autocast = (RESULTS / "h200-methods-amp.json").read_text()
+    by_autocast = unpacked((RESULTS / "h200-methods-amp.json.xz").read_bytes()).decode()
     run.write_text(by_autocast.replace('"bf16-amp"', '"fp16-amp"'))
     text = " ".join(shown(capsys, run, "--time").split())
     assert "No ceiling of arithmetic at fp16-amp: name a FILE that has it" in text

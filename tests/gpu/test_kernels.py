@@ -19,7 +19,7 @@ from dpbench.training.kernels import (
     weighted_sum,
 )
 from dpbench.training.norms import squared_norms_of_alike
-from tests.training.test_norm_bounds import OURS, alike, norms_of, update_of
+from tests.training.test_norms import OURS, alike, norms_of, update_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 

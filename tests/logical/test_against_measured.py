@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 @cache
 def measured() -> pd.Series:
     """DRAM bytes of a step of Grid 1 in GB, by trainer, batch size and sequence length."""
-    summary = own_values(Run.load(RESULTS / "h200-ncu-grid1-1.json").summary)
+    summary = own_values(Run.load(RESULTS / "h200-ncu-grid1-1.json.xz").summary)
     step = summary[(summary.metric == "dram_bytes") & (summary.phase == STEP)]
     return step.set_index(["trainer", "batch_size", "seq_len"]).value / 1e9
 

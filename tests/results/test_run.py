@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -305,3 +306,42 @@ def test_parts_are_one_run_in_which_each_case_stands_once() -> None:
     assert (merged.name, merged.status, merged.regressed) == ("second", INTERRUPTED, True)
     assert (merged.session["seconds"], merged.cases_asked, len(merged.frame)) == (7.0, 2, 3)
     assert list(Run.merge([merged, merged]).outcomes) == list(merged.outcomes)
+
+
+@pytest.fixture
+def packed(saved: Path) -> Path:
+    """The saved run, as ``xz`` compresses it."""
+    path = saved.with_name(f"{saved.name}.xz")
+    path.write_bytes(lzma.compress(saved.read_bytes()))
+    return path
+
+
+def test_a_compressed_run_is_read_as_the_run_and_has_its_name(saved: Path, packed: Path) -> None:
+    plain, run = Run.load(saved), Run.load(packed)
+    assert (run.name, run.document) == (plain.name, plain.document)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda data: data[:-20], "it is not one complete xz file; write it again with xz"),
+        (lambda data: data + data, "it is not one complete xz file"),
+        (lambda data: data[:40] + b"x" * 20 + data[60:], "Corrupt input data"),
+    ],
+)
+def test_a_damaged_compressed_run_is_named_in_a_line(
+    packed: Path, spoil: Callable[[bytes], bytes], words: str
+) -> None:
+    packed.write_bytes(spoil(packed.read_bytes()))
+    with pytest.raises(ConfigurationError, match=words) as error:
+        Run.load(packed)
+    assert str(error.value).startswith(f"run file {packed} cannot be read: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_small_file_that_unpacks_to_very_much_is_refused(tmp_path: Path) -> None:
+    bomb, packer = tmp_path / "bomb.json.xz", lzma.LZMACompressor(preset=0)
+    parts = [packer.compress(bytes(2**24)) for _ in range(17)]
+    bomb.write_bytes(b"".join([*parts, packer.flush()]))
+    with pytest.raises(ConfigurationError, match="it unpacks to more than 268 MB; unpack it with"):
+        Run.load(bomb)

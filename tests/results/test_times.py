@@ -167,7 +167,7 @@ def breakdown(path: Path) -> pd.DataFrame:
 
 def recorded(*names: str) -> pd.DataFrame:
     """What private steps of recorded runs take more than standard ones."""
-    found = pd.concat([additional(breakdown(RESULTS / f"h200-{name}.json")) for name in names])
+    found = pd.concat([additional(breakdown(RESULTS / f"h200-{name}.json.xz")) for name in names])
     found = found[found.trainer.isin(OF_OPACUS)]
     return found.drop_duplicates([*AXES])  # a cell is in two grids
 
@@ -191,7 +191,7 @@ def test_arithmetic_explains_more_than_bytes_at_fp32() -> None:
 
 
 def test_bounds_stay_within_the_recorded_times() -> None:
-    files = (RESULTS / "h200-methods-256.json", COUNTED)
+    files = (RESULTS / "h200-methods-256.json.xz", COUNTED)
     every = pd.concat([Run.load(path).summary for path in files])
     times = time_breakdown(every[every.precision == "fp32"], find_ceilings("NVIDIA H200"))
     known = times[times.left_seconds.notna()]

@@ -16,7 +16,7 @@ from dpbench.child.build import build
 from dpbench.core.case_names import resolve
 from dpbench.training.norms import GRADIENT, KEPT, PRODUCTS, Shape, cheapest, costs
 from dpbench.training.parallel import kind_of
-from tests.training.test_norm_bounds import Weighted, forced
+from tests.training.test_norms import Weighted, forced
 
 ALL = (PRODUCTS, GRADIENT, KEPT)
 PLAIN = "fused:graphs=false,kernels=false"
