@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dpbench.commands.cli import main
-from dpbench.results.kernels import ELSEWHERE
+from dpbench.results.kernels import ELSEWHERE, STEP_LOST
 from tests.commands.test_exec import ProcessHere, processes_here
 
 __all__ = ["ProcessHere", "processes_here"]
@@ -175,3 +175,72 @@ def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
     assert main([*EXEC, *limited, "train.py"]) == 0
     assert f"train: {differ}" in capfd.readouterr().err  # in the reference
     assert json.loads(Path("run.json").read_text())["session"]["unjudged"] == []
+
+
+EVALUATING = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+every = int(sys.argv[1])
+x, y = torch.randn(640, 64), torch.randint(8, (640,))
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    of_step = slice(32 * step, 32 * step + 32)
+    nn.functional.cross_entropy(model(x[of_step]), y[of_step]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if every and (step + 1) % every == 0:
+        with torch.no_grad():
+            evaluated = model(x.repeat(20, 1)).softmax(1)
+            del evaluated
+"""
+
+
+@pytest.mark.parametrize("every", [3, 4])
+def test_operators_and_memory_are_of_all_counted_steps_and_what_changed_is_listed(
+    every: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An evaluation lies in the third or in the last of the counted steps."""
+    Path("train.py").write_text(EVALUATING)
+    exec_ = ["exec", "--instrument=logical", "--skip=1", "--steps=4"]
+    assert main([*exec_, "--json=before.json", "train.py", "0"]) == 0
+    assert "What changed most" not in capfd.readouterr().out
+    told = [*exec_, "--json=after.json", "--compare=before.json", "--name=train"]
+    assert main([*told, "train.py", str(every)]) == 0
+    shown = capfd.readouterr().out
+    assert "What changed most:\n  train outside: aten." in shown
+    assert "  train outside: memory of train.py +" in shown
+    assert main(["compare", "before.json", "after.json"]) == 0
+    assert "What changed most:\n  train outside: aten." in capfd.readouterr().out
+    after = json.loads(Path("after.json").read_text())
+    whole = [row for row in after["rows"] if row["phase"] == "step"]
+    for metric, field in {
+        "logical_read_bytes": "read_bytes",
+        "logical_write_bytes": "write_bytes",
+        "flops": "flops",
+    }.items():
+        of_steps = [row["value"] for row in whole if row["metric"] == metric]
+        assert len({*of_steps}) > 1
+        assert sum(each[field] for each in after["operators"]) == pytest.approx(sum(of_steps) / 4)
+    largest = max(row["value"] for row in whole if row["metric"] == "peak_memory_bytes")
+    assert sum(line["held_bytes"] for line in after["memory_lines"]) == largest > 3e6
+    assert after["summary"][0]["logical_peak_memory_bytes"] == largest
+
+
+def test_a_gate_fails_on_a_step_that_was_not_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    write("train.py")
+    assert main([*EXEC, "--save=one", "train.py"]) == 0
+    text = Path("train.py").read_text()
+    taken = "        if number == 2: torch._C._pop_torch_dispatch_stack(None)\n"
+    text = text.replace("for batch in batches:", "for number, batch in enumerate(batches):")
+    Path("train.py").write_text(
+        text.replace("        ways[HOW]()\n", f"{taken}        ways[HOW]()\n")
+    )
+    assert main([*EXEC, LIMIT, "--save=two", "--compare=1", "train.py"]) == 1
+    shown = capfd.readouterr()
+    assert f"{STEP_LOST}: counted step 2" in " ".join(shown.out.split())
+    assert "was not checked for train: 0001_one has 2 steps, but this session has 1" in shown.err
+    assert main([*EXEC, LIMIT, "--compare=2", "train.py"]) == 1  # both lack it
+    assert f"was not checked for train: {STEP_LOST}" in capfd.readouterr().err

@@ -13,9 +13,14 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from dpbench import observe
+from dpbench.child.messages import Steps
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.subject import Script
+from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.logical.recorder import NothingCounted
 from dpbench.instruments.nsys.nsys import Nsys
+from dpbench.instruments.observe import FunctionInstrument
+from dpbench.runner import measure
 
 
 def step_of(*, private: bool) -> Callable[[], None]:
@@ -157,3 +162,11 @@ def test_logical_counting_says_that_nothing_compiled_was_used() -> None:
                 model(torch.randn(4, 32)).sum().backward()
     assert "functions that use torch.compile ran uncompiled" in seen.outcome.notes
     assert "aten.addmm" in {operator.operator for operator in seen.outcome.operators}
+
+
+def test_a_function_that_is_measured_has_lines_of_memory() -> None:
+    function = FunctionInstrument(Logical(), step_of(private=True), Steps(1, 2))
+    outcome = measure(Script("step"), [function])
+    peaks = [row.value for row in outcome.rows if row.metric == "peak_memory_bytes"]
+    assert sum(line.held_bytes for line in outcome.memory_lines) == max(peaks)
+    assert any("test_observe.py" in line.line for line in outcome.memory_lines)

@@ -65,7 +65,7 @@ def cost_by_subclass(
     if not any(map(is_wrapper, (*used, *made))):
         return cost(func, args, kwargs, out)
     old, new = ({id(part) for each in all_ for part in parts(each)} for all_ in (used, made))
-    if new - old:
+    if new - old and not rules.is_free(func):
         raise UnsupportedOperation("a subclass of Tensor ran operators that were not seen")
     return Cost(0, 0, 0, 0)
 

@@ -70,6 +70,9 @@ _arange = torch.ops.aten.arange
 CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _arange.start_step)
 """Operators that create constants of a model, such as the rates of stochastic depth."""
 
+PYTHON = torch._C.DispatchKey.Python
+"""Key by which PyTorch calls dispatch modes."""
+
 NAMESPACES_WITHOUT_WORK = ("prim", "profiler")
 """Namespaces of operators that move no data, for example ``prim::device``."""
 
@@ -252,11 +255,17 @@ class RealTensorCounter(OperatorCounter):
     def start_step(self) -> None:
         self.put_below()
         self.memory.start_step()
+        self.lost = False
         super().start_step()
 
-    def end_step(self) -> None:
-        super().end_step()
-        self.lost = _modes().count(self) != 1 or not _reaches_modes()
+    def switch(self, phase: str) -> None:
+        super().switch(phase)
+        self.lost |= torch._C._dispatch_tls_is_dispatch_key_excluded(PYTHON)
+
+    def is_heard(self) -> bool:
+        """Return True if PyTorch calls this mode once for each operator of this thread."""
+        included = torch._C._dispatch_tls_is_dispatch_key_included(PYTHON)
+        return included and _modes().count(self) == 1
 
     def put_below(self) -> None:
         """Put this mode below all modes of the script, which may end in any order.
@@ -352,13 +361,6 @@ def _set_modes(modes: Iterable[TorchDispatchMode]) -> None:
 def _is_traced() -> bool:
     """Return True if PyTorch only makes a graph of the operators, and does not run them."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-
-
-def _reaches_modes() -> bool:
-    """Return True if PyTorch calls dispatch modes in this thread."""
-    key = torch._C.DispatchKey.Python
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    return not excluded and torch._C._dispatch_tls_is_dispatch_key_included(key)
 
 
 def operator_counts(calls: Calls, steps: int = 1) -> tuple[OperatorCount, ...]:

@@ -82,8 +82,9 @@ class LogicalRecorder(Recorder):
         self.held.enter_context(patch.object(eval_frame, "_callback_from_stance", callback))
 
     def end_step(self) -> None:
-        super().end_step()
         counter = self.listener
+        counter.lost |= not counter.is_heard()
+        super().end_step()
         if counter.lost:
             self._lost.append(self.observed)
         else:

@@ -98,7 +98,7 @@ FREE = names(
     alias detach detach_ lift_fresh _unsafe_view _reshape_alias view_as_real view_as_complex
     empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_
     unsafe_split unsafe_split_with_sizes set_ squeeze_ unsqueeze_ transpose_ t_ as_strided_
-    is_same_size record_stream
+    is_same_size record_stream _nested_get_jagged_dummy
     c10d::barrier _c10d_functional::wait_tensor _c10d_functional::_wrap_tensor_autograd
     """
 )
