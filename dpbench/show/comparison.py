@@ -159,7 +159,7 @@ OPERATIONS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
 
 
 def amount(value: float, unit: str, beside: float = 0.0) -> str:
-    """Write a value with its unit. Bytes are in kB, MB or GB, arithmetic in kFLOP to TFLOP, times in ms.
+    """Write a value with its unit. Bytes are in kB to GB, FLOP in kFLOP to TFLOP, and times in ms.
 
     The unit of bytes is chosen for the larger of ``value`` and ``beside``, so that two numbers side
     by side have the same unit.
