@@ -29,6 +29,13 @@ KNOWN_METHODS = ("dpsgd_ghost", "dpsgd_fgc", "dpsgd")
 """Opacus's methods. The recommended method is compared with the first of these methods that fits
 the memory and has no predicted time close to the recommended method's."""
 
+SLOW = 4.0
+"""If the recommended step takes more times a standard step, the advice says what to change in the
+model, so that a faster method trains it."""
+
+ON_ALL_LAYERS = ("fused", "dpsgd")
+"""Methods whose refusals say what to change in the model."""
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -104,6 +111,8 @@ def advise(
     frame = _over_standard(pd.DataFrame(rows))
     ways = {each.trainer: ways for each, found in counted.items() if (ways := found.ways)}
     trainer, reason = _choice(frame, case.batch_size, memory)
+    if frame[frame.trainer == trainer].predicted_ratio.gt(SLOW).any():
+        reason = _changes(refused) + reason
     return Advice(trainer, reason, frame, refused, ways)
 
 
@@ -158,7 +167,7 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
         most = private.sort_values("largest_batch", kind="stable").iloc[-1]
         fits = f"`{most.trainer}` fits up to batch {most.largest_batch}"
         fits = fits if most.largest_batch else "even one example does not fit"
-        return None, f"No private method fits {memory / 1e9:.0f} GB at batch {batch_size}; {fits}."
+        return None, f"No private method fits {memory / 1e9:.3g} GB at batch {batch_size}; {fits}."
     best = fitting.iloc[0]
     parts = [
         f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
@@ -179,6 +188,17 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
     if best.largest_batch < most.largest_batch and best.largest_batch < 2 * batch_size:
         parts.append(f"for batches above {best.largest_batch}, use `{most.trainer}`")
     return str(best.trainer), "; ".join(parts) + "."
+
+
+def _changes(refused: Mapping[str, str]) -> str:
+    """Return what to change in the model so that faster methods train it, as text."""
+    whys = {
+        name: refused[name].partition(", or use the trainer")[0]
+        for name in ON_ALL_LAYERS
+        if name in refused
+    }
+    told = "; ".join(f"`{name}` refuses: {why}" for name, why in whys.items())
+    return f"Change the model for a faster step: {told}. As it is: " if told else ""
 
 
 def _compared(best: pd.Series[Any], other: pd.Series[Any]) -> str:

@@ -167,7 +167,7 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
         "DRAM\n÷": ("measured_bytes_ratio", ratio),
     }
     columns = {header: shown for header, shown in columns.items() if shown[0] in frame}
-    card_text = f"{card} with {memory / 1e9:.0f} GB" if memory else card
+    card_text = f"{card} with {memory / 1e9:.3g} GB" if memory else card
     title = ", ".join([*title_parts({**case.columns, "trainer": ""}), card_text])
     return Table.of(
         f"{title}: ÷ is the ratio to the standard step", frame, columns, _notes(advice, case)
@@ -175,12 +175,14 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
 
 
 def _notes(advice: Advice, case: Case) -> Iterator[str]:
+    from dpbench.show.comparison import amount
+
     standard = advice.frame.iloc[0]
     yield "Bytes, FLOP, launches and peak memory are counted. Roofline, launch, time are predicted."
     yield (
-        f"A standard step has {standard.logical_bytes / 1e9:.1f} GB, "
-        f"{standard.flops / 1e12:.2f} TFLOP, {standard.launches:.0f} launches, and "
-        f"{standard.peak_memory_bytes / 1e9:.1f} GB of peak memory."
+        f"A standard step has {amount(standard.logical_bytes, 'B')}, "
+        f"{amount(standard.flops, 'FLOP')}, {standard.launches:.0f} launches, and "
+        f"{amount(standard.peak_memory_bytes, 'B')} of peak memory."
     )
     yield (
         "Least times: roofline is the time for the bytes or the arithmetic of each operator, at "
@@ -196,5 +198,6 @@ def _notes(advice: Advice, case: Case) -> Iterator[str]:
     for trainer, ways in advice.ways.items():
         listed = ", ".join(f"{number} {way}" for way, number in ways.items())
         yield f"{trainer}: number of layers by the way to their norms: {listed}."
-    for trainer, why in advice.refused.items():
-        yield f"{trainer}: {why}"
+    for why in dict.fromkeys(advice.refused.values()):
+        trainers = ", ".join(name for name, other in advice.refused.items() if other == why)
+        yield f"{trainers}: {why}"

@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> int:
             if rank:
                 session.store.keep([rank.gather(measure(case, scripts))])
                 session.write()
-            _measure(session, case, scripts)
+            _measure(session, case, scripts, _misplaced(options))
         finally:  # keep and print what an interrupted session has measured
             outcomes = session.store.outcomes()
             failed = any(
@@ -213,7 +213,7 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
     try:
         pending.rows()
     except InstrumentError as error:
-        print(f"dpbench exec: {error}", file=sys.stderr)
+        print(f"dpbench exec: {error}{_misplaced(options)}", file=sys.stderr)
         return 1
     finally:
         pending.cancel()
@@ -223,12 +223,21 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
     return 0 if compared and all(check.passed for check in checks) else 1
 
 
-def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> None:
+def _misplaced(options: argparse.Namespace) -> str:
+    """Return a hint on options of this command that were given to the script, or ""."""
+    [_, *given] = options.module or options.program
+    known = {f"--{name.replace('_', '-')}" for name in (*vars(options), "continue")}
+    if found := [each for each in given if each.partition("=")[0] in known]:
+        return f"; the script was given {found[0]}: options of dpbench exec go before the script"
+    return ""
+
+
+def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun], misplaced: str) -> None:
     """Run the script once for each instrument, and print the errors of runs that fail."""
     for script in scripts:
         outcome = session.measure(case, [script])
         if outcome.error:
-            print(f"dpbench exec: {outcome.message}", file=sys.stderr)
+            print(f"dpbench exec: {outcome.message}{misplaced}", file=sys.stderr)
             if outcome.error == ScriptInterrupted.__name__:
                 raise KeyboardInterrupt  # instead of running the script again
         elif isinstance(script.instrument, TorchProfiler):
@@ -293,7 +302,13 @@ def _standards(
         for outcome in scripts
         if (rows := [r for r in outcome.rows if (r.device, r.instrument) in sources])
     ]
-    if len({outcome.case.trainer for outcome in scripts}) != 1 or not shared:
+    if len(names := dict.fromkeys(outcome.case.trainer for outcome in scripts)) != 1:
+        raise ConfigurationError(
+            f"--baseline {named}: {run.path} has {'the scripts ' * bool(names)}"
+            f"{', '.join(names) or 'no script'}; name a run of one script, which dpbench exec "
+            f"--save NAME SCRIPT saves"
+        )
+    if not shared:
         present = ", ".join(f"{device} by {name}" for device, name in run.sources) or "nothing"
         needed = " or ".join(f"{device} by {name}" for device, name in sources)
         raise ConfigurationError(

@@ -266,7 +266,7 @@ def _run_from_reports(reports: Sequence[Path], phase: str | None = None) -> Run:
     read = [(path, ncu.case_of(path)) for path in reports]
     named = [path.resolve() for path in reports]
     for path, (_, case) in zip(named, read[:], strict=True):
-        above = path.parents[1] / path.name
+        above = path.parent.parent / path.name
         if path.parent.name == ncu.KERNELS and above.exists() and above not in named:
             read.append((above, case))
     for path, case in read:

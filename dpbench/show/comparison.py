@@ -154,8 +154,12 @@ def change_text(change: Mapping[str, Any]) -> str:
     return f"{change['name']} {sign}{amount(abs(change['bytes']), 'B')}{module}{line}"
 
 
+OPERATIONS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
+"""The units of arithmetic, each with its size in operations."""
+
+
 def amount(value: float, unit: str, beside: float = 0.0) -> str:
-    """Write a value with its unit. Bytes are in kB, MB or GB, and times in ms.
+    """Write a value with its unit. Bytes are in kB to GB, FLOP in kFLOP to TFLOP, and times in ms.
 
     The unit of bytes is chosen for the larger of ``value`` and ``beside``, so that two numbers side
     by side have the same unit.
@@ -165,6 +169,9 @@ def amount(value: float, unit: str, beside: float = 0.0) -> str:
     if unit == "B":
         unit = byte_unit(max(value, 0.0 if pd.isna(beside) else beside))
         return f"{three_digits(value / BYTES[unit])} {unit}"
+    if unit == "FLOP":
+        unit, size = next(each for each in OPERATIONS if value >= each[1] or each[0] == "kFLOP")
+        return f"{three_digits(value / size)} {unit}"
     if unit == "s":
         return f"{value * 1e3:.1f} ms"
     return f"{value:.4g}" if unit == "1" else f"{value:.4g} {unit}"

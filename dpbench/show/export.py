@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpbench.core.subject import Subject
 from dpbench.results.kernels import guesses
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import STEP
@@ -43,14 +44,18 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
     view = view or TableOptions()
     summary = run.summary
     listed = tables(summary, view, outcomes)
-    guessed = [
-        f"WARNING: {outcome.case.id}: {part:.0%} of the logical bytes are a guess from the schema "
-        f"of {operator}, because dpbench does not know the operator's kernels."
+    guessed = _of_cases(
+        (
+            outcome.case,
+            f"{part:.0%} of the logical bytes are a guess from the schema of {operator}, because "
+            f"dpbench does not know the operator's kernels",
+        )
         for outcome in outcomes
         for operator, part in guesses(outcome.operators).items()
-    ]
+    )
+    guessed = [f"WARNING: {line}" for line in guessed]
     listed[:1] = [replace(table, notes=(*table.notes, *guessed)) for table in listed[:1]]
-    assumed = [f"{o.case.id}: {note}." for o in outcomes for note in o.notes]
+    assumed = _of_cases((o.case, note) for o in outcomes for note in o.notes)
     return [
         *listed,
         *recorded_tables(summary, run.frame),
@@ -58,6 +63,18 @@ def summary_tables(run: Run, view: TableOptions | None = None) -> list[Table]:
         *(table for o in outcomes for table in kernel_tables(o, summary, view.top)),
         trainer_table(trainer_summary(outcomes), assumed),
     ]
+
+
+def _of_cases(notes: Iterable[tuple[Subject, str]]) -> list[str]:
+    """Return each note once, with the first case for which it holds and the number of others."""
+    cases: dict[str, dict[Subject, None]] = {}
+    for case, note in notes:
+        cases.setdefault(note, {})[case] = None
+    lines = []
+    for note, (first, *others) in cases.items():
+        more = f" and {len(others)} more case{'s' * (len(others) > 1)}" if others else ""
+        lines.append(f"{first.id}{more}: {note}.")
+    return lines
 
 
 def memory_table(outcome: Outcome, top: int) -> Table:

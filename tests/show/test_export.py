@@ -15,7 +15,7 @@ from dpbench.core.settings import Settings
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import COLUMNS, STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.show.export import STEP_SUMMARY, append_step_summary
+from dpbench.show.export import STEP_SUMMARY, append_step_summary, summary_tables
 from dpbench.show.layout import Table
 from dpbench.show.outputs import csv_rows, markdown_tables
 from dpbench.show.view import TableOptions
@@ -54,6 +54,21 @@ MEASURED = [
     *rows("dpsgd", "clip", dram_read_bytes=[30.0], dram_write_bytes=[10.0]),
     *rows("dpsgd", step_time_seconds=[0.1, 0.3, 0.2], samples_per_second=[80.0, 26.0, 40.0]),
 ]
+
+
+def test_a_note_of_several_cases_is_said_once() -> None:
+    cases = [Case(trainer, batch_size=8, seq_len=256) for trainer in ("standard", "dpsgd", "fused")]
+    outcomes = [
+        Outcome(case, tuple(rows(case.trainer, dram_read_bytes=[1.0])), notes=("all alike", own))
+        for case, own in zip(cases, ("first", "second", "second"), strict=True)
+    ]
+    *_, last = summary_tables(Run(Path("run"), document(outcomes, {}, {})))
+    standard, dpsgd, _ = (case.id for case in cases)
+    assert last.notes == (
+        f"{standard} and 2 more cases: all alike.",
+        f"{standard}: first.",
+        f"{dpsgd} and 1 more case: second.",
+    )
 
 
 # --- CSV -------------------------------------------------------------------------------------
