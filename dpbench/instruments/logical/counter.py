@@ -356,8 +356,9 @@ def _set_modes(modes: Iterable[TorchDispatchMode]) -> None:
 
 
 def _is_traced() -> bool:
-    """Return True if PyTorch only makes a graph of the operators, and does not run them."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    """Return True if operators run on tensors without data, or only become part of a graph."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) for key in (keys.PROXY, keys.FAKE))
 
 
 def operator_counts(calls: Calls, steps: int = 1) -> tuple[OperatorCount, ...]:

@@ -65,6 +65,8 @@ class LogicalRecorder(Recorder):
 
     def compiler(self, eval_frame: Any) -> None:
         """Run compiled functions as they are, except what ``torch.cond`` and its like compile."""
+        # With this stance, PyTorch does not complain of functions that must be compiled as a whole.
+        stance = eval_frame.DynamoStance("force_eager")
 
         def callback(given: Any) -> Any:
             operators = sys.modules.get("torch._higher_order_ops.utils")
@@ -74,10 +76,9 @@ class LogicalRecorder(Recorder):
                 self._uncompiled = True
                 # The end of the compiled function restores what PyTorch dispatches to now.
                 self.counter.put_below()
+            eval_frame._stance = stance  # the script may have set another one
             return None
 
-        # With the stance, PyTorch does not complain of functions that must be compiled as a whole.
-        stance = eval_frame.DynamoStance("force_eager")
         self.held.enter_context(patch.object(eval_frame, "_stance", stance))
         self.held.enter_context(patch.object(eval_frame, "_callback_from_stance", callback))
 
