@@ -253,14 +253,21 @@ class RealTensorCounter(OperatorCounter):
     PyTorch chooses the operators of that device, for example for attention and dropout.
     """
 
-    memory: ScriptMemory
+    memory: Any
 
     def __init__(self) -> None:
         super().__init__(None)
         self.lost = False  # whether the script took this mode away during the last step
 
+    def track_memory(self) -> None:
+        """Begin to track memory, once the device is known. The first step also does this."""
+        self.memory = ScriptMemory()
+        self.memory.track_existing()
+
     def start_step(self) -> None:
         self.put_below()
+        if not isinstance(self.memory, ScriptMemory):
+            self.track_memory()
         self.memory.start_step()
         self.lost = False
         super().start_step()

@@ -53,12 +53,11 @@ class LogicalRecorder(Recorder):
 
     @cached_property
     def listener(self) -> RealTensorCounter:
-        from dpbench.instruments.logical.memory import ScriptMemory, track_resizing
+        from dpbench.instruments.logical.memory import track_resizing
 
         counter = self.counter
         gc.collect()
-        counter.memory = ScriptMemory()
-        counter.memory.track_existing()
+        counter.track_memory()
         self.held.enter_context(freeze_existing_objects())
         self.held.enter_context(track_resizing(counter.memory))
         return counter
