@@ -13,8 +13,9 @@ PyTorch choose the same operators as for CUDA tensors.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -152,7 +153,7 @@ class OperatorCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a fast path, because this call is frequent
-        if func is self._passed:
+        if func is self._passed and have_own_operators(types):
             self._passed = None
             return NotImplemented  # PyTorch then calls the subclass
         if func.namespace in NAMESPACES_WITHOUT_WORK:
@@ -164,8 +165,7 @@ class OperatorCounter(TorchDispatchMode):
                 self._record(self._phase, func, cost_by_subclass(func, args, kwargs, out))
             return out
         if is_composite(func):  # inference mode does not decompose operators
-            with self:
-                return CUDA_REPLACEMENTS.get(func, func.decompose)(*args, **kwargs)
+            return self._listen(CUDA_REPLACEMENTS.get(func, func.decompose), *args, **kwargs)
         device = device_of(func, kwargs)
         runs = in_place_variant(func, args)
         effect, inputs = self._memo.look_up(runs, args, kwargs)
@@ -194,8 +194,15 @@ class OperatorCounter(TorchDispatchMode):
     def _run_by_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of a tensor subclass. This mode receives the subclass's own operators."""
         self._passed = func
+        try:
+            return self._listen(func, *args, **kwargs)
+        finally:
+            self._passed = None
+
+    def _listen(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function whose operators this mode receives."""
         with self:
-            return func(*args, **kwargs)
+            return function(*args, **kwargs)
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -246,14 +253,21 @@ class RealTensorCounter(OperatorCounter):
     PyTorch chooses the operators of that device, for example for attention and dropout.
     """
 
-    memory: ScriptMemory
+    memory: Any
 
     def __init__(self) -> None:
         super().__init__(None)
         self.lost = False  # whether the script took this mode away during the last step
 
+    def track_memory(self) -> None:
+        """Begin to track memory, once the device is known. The first step also does this."""
+        self.memory = ScriptMemory()
+        self.memory.track_existing()
+
     def start_step(self) -> None:
         self.put_below()
+        if not isinstance(self.memory, ScriptMemory):
+            self.track_memory()
         self.memory.start_step()
         self.lost = False
         super().start_step()
@@ -294,7 +308,7 @@ class RealTensorCounter(OperatorCounter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is self._passed:
+        if func is self._passed and have_own_operators(types):
             self._passed = None
             return NotImplemented  # PyTorch then calls the subclass
         phase, heard, by_subclass = self._phase, self._heard, have_own_operators(types)
@@ -306,8 +320,7 @@ class RealTensorCounter(OperatorCounter):
         elif isinstance(func, HigherOrderOperator) and lacks_formula(func):
             out = func(*pytree.tree_map(self._listening, args), **kwargs)
         elif is_composite(func):  # inference mode does not decompose operators
-            with self:
-                return func.decompose(*args, **kwargs)
+            return self._listen(func.decompose, *args, **kwargs)
         else:
             out = func(*args, **kwargs)
         if self._heard > heard:  # the operators that it ran are counted instead
@@ -321,18 +334,9 @@ class RealTensorCounter(OperatorCounter):
         return out
 
     def _listening(self, value: Any) -> Any:
-        """Return a function that does the same, but whose operators this mode receives.
-
-        Values that are no functions are returned unchanged.
-        """
-        if not callable(value) or isinstance(value, (Tensor, OperatorBase)):
-            return value
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return value(*args, **kwargs)
-
-        return call
+        """Return a function with `_listen` around it, and any other value unchanged."""
+        is_function = callable(value) and not isinstance(value, (Tensor, OperatorBase))
+        return partial(self._listen, value) if is_function else value
 
     def _note_uncounted(self, func: Any, args: Any, out: Any, error: Exception) -> None:
         """Add a note that an operator was not counted, with the reason."""
@@ -359,8 +363,9 @@ def _set_modes(modes: Iterable[TorchDispatchMode]) -> None:
 
 
 def _is_traced() -> bool:
-    """Return True if PyTorch only makes a graph of the operators, and does not run them."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    """Return True if operators run on tensors without data, or only become part of a graph."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) for key in (keys.PROXY, keys.FAKE))
 
 
 def operator_counts(calls: Calls, steps: int = 1) -> tuple[OperatorCount, ...]:

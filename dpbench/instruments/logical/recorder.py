@@ -53,18 +53,19 @@ class LogicalRecorder(Recorder):
 
     @cached_property
     def listener(self) -> RealTensorCounter:
-        from dpbench.instruments.logical.memory import ScriptMemory, track_resizing
+        from dpbench.instruments.logical.memory import track_resizing
 
         counter = self.counter
         gc.collect()
-        counter.memory = ScriptMemory()
-        counter.memory.track_existing()
+        counter.track_memory()
         self.held.enter_context(freeze_existing_objects())
         self.held.enter_context(track_resizing(counter.memory))
         return counter
 
     def compiler(self, eval_frame: Any) -> None:
         """Run compiled functions as they are, except what ``torch.cond`` and its like compile."""
+        # With this stance, PyTorch does not complain of functions that must be compiled as a whole.
+        stance = eval_frame.DynamoStance("force_eager")
 
         def callback(given: Any) -> Any:
             operators = sys.modules.get("torch._higher_order_ops.utils")
@@ -74,10 +75,9 @@ class LogicalRecorder(Recorder):
                 self._uncompiled = True
                 # The end of the compiled function restores what PyTorch dispatches to now.
                 self.counter.put_below()
+            eval_frame._stance = stance  # the script may have set another one
             return None
 
-        # With the stance, PyTorch does not complain of functions that must be compiled as a whole.
-        stance = eval_frame.DynamoStance("force_eager")
         self.held.enter_context(patch.object(eval_frame, "_stance", stance))
         self.held.enter_context(patch.object(eval_frame, "_callback_from_stance", callback))
 
