@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
 
-LARGE = 2**26
-"""Number of trained elements above which gradients are not compared, because that takes long."""
-
 FAR, FAR_ROUNDED = 1e-3, 0.5
 """Largest allowed relative errors of a gradient, at fp32 and at other precisions. These are larger
 than those of verify, because smoke looks for gradients that are missing or not clipped."""
@@ -85,13 +82,14 @@ def compare_with_loop(case: Case, device: str) -> str:
     """
     from dpbench.child.build import build, labels_of, pick_device
     from dpbench.verify.reference import CLIPS, distances, thresholds
+    from dpbench.verify.verification import LARGE_MODEL
 
     trainer, _ = build(case, pick_device(device), 1)
     clips = labels_of(trainer).get("clips")
     if clips not in CLIPS:
         return f"its label clips is {clips!r}" if clips else ""
-    if sum(p.numel() for p in trainer.model.parameters() if p.requires_grad) > LARGE:
-        return "the model is large"
+    if sum(p.numel() for p in trainer.model.parameters() if p.requires_grad) > LARGE_MODEL:
+        return "the model is large; dpbench verify compares them"
     try:
         model, examples = _loop(case.baseline, device)
         half, *_ = thresholds([examples], clips)
