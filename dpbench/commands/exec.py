@@ -40,6 +40,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 
 from dpbench.child.failures import InstrumentError, ScriptInterrupted
 from dpbench.child.script_ranks import Rank
@@ -88,6 +89,12 @@ SAME_SIZE_FLOPS = 0.01
 
 INSTRUMENT_OPTIONS = ("ncu_path", "ncu_metrics", "profile_dir", "profile_threshold")
 """Options of instruments that apply to scripts."""
+
+OPTIONS = {
+    *(*COMMON, "--timeout", "--continue", "--name"),
+    *(f"--{n.replace('_', '-')}" for n in (*chain(*DECLARED.values()), *INSTRUMENT_OPTIONS)),
+}
+"""All options of this command."""
 
 REFUSED_BY_VERIFY = ("instrument", "baseline", *DECLARED["files"], *DECLARED["saved runs"][:-1])
 """Options that --verify refuses."""
@@ -178,7 +185,7 @@ def run(options: argparse.Namespace) -> int:
             if rank:
                 session.store.keep([rank.gather(measure(case, scripts))])
                 session.write()
-            _measure(session, case, scripts, _misplaced(options))
+            _measure(session, case, scripts)
         finally:  # keep and print what an interrupted session has measured
             outcomes = session.store.outcomes()
             failed = any(
@@ -213,7 +220,7 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
     try:
         pending.rows()
     except InstrumentError as error:
-        print(f"dpbench exec: {error}{_misplaced(options)}", file=sys.stderr)
+        print(f"dpbench exec: {error}{_misplaced(script, str(error))}", file=sys.stderr)
         return 1
     finally:
         pending.cancel()
@@ -223,21 +230,21 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
     return 0 if compared and all(check.passed for check in checks) else 1
 
 
-def _misplaced(options: argparse.Namespace) -> str:
-    """Return a hint on options of this command that were given to the script, or ""."""
-    [_, *given] = options.module or options.program
-    known = {f"--{name.replace('_', '-')}" for name in (*vars(options), "continue")}
-    if found := [each for each in given if each.partition("=")[0] in known]:
-        return f"; the script was given {found[0]}: options of dpbench exec go before the script"
-    return ""
+def _misplaced(script: ScriptRun, said: str) -> str:
+    """Return a hint if a script refused arguments, and some are options of this command."""
+    found = [a for a in script.program[1:] if a.partition("=")[0] in OPTIONS]
+    if not found or "exit status 2" not in said:
+        return ""
+    return f"; the script was given {found[0]}: options of dpbench exec go before the script"
 
 
-def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun], misplaced: str) -> None:
+def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> None:
     """Run the script once for each instrument, and print the errors of runs that fail."""
     for script in scripts:
         outcome = session.measure(case, [script])
         if outcome.error:
-            print(f"dpbench exec: {outcome.message}{misplaced}", file=sys.stderr)
+            hint = _misplaced(script, outcome.message)
+            print(f"dpbench exec: {outcome.message}{hint}", file=sys.stderr)
             if outcome.error == ScriptInterrupted.__name__:
                 raise KeyboardInterrupt  # instead of running the script again
         elif isinstance(script.instrument, TorchProfiler):

@@ -82,10 +82,14 @@ def compare_with_loop(case: Case, device: str) -> str:
     """
     from dpbench.child.build import build, labels_of, pick_device
     from dpbench.verify.reference import CLIPS, distances, thresholds
+    from dpbench.verify.verification import LARGE_MODEL
 
-    clips = labels_of(build(case, pick_device(device), 1)[0]).get("clips")
+    trainer, _ = build(case, pick_device(device), 1)
+    clips = labels_of(trainer).get("clips")
     if clips not in CLIPS:
         return f"its label clips is {clips!r}" if clips else ""
+    if sum(p.numel() for p in trainer.model.parameters() if p.requires_grad) > LARGE_MODEL:
+        return "the model is large; dpbench verify compares them"
     try:
         model, examples = _loop(case.baseline, device)
         half, *_ = thresholds([examples], clips)
@@ -109,4 +113,7 @@ def _loop(case: Case, device: str) -> tuple[TrainedModel, Examples]:
     from dpbench.verify.trained_model import TrainedModel
 
     model = TrainedModel(case, pick_device(device), steps=1)
-    return model, model.examples()[0]
+    try:
+        return model, model.examples()[0]
+    except RuntimeError as error:
+        raise ConfigurationError(f"the loop fails: {' '.join(str(error).split())}") from error

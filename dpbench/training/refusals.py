@@ -78,7 +78,7 @@ def refuse_strided_inputs(model: nn.Module) -> None:
     """
 
     def check(name: str, layer: nn.Module, given: Any) -> None:
-        if torch.is_grad_enabled() and not given[0][0, 0].is_contiguous():
+        if given and torch.is_grad_enabled() and not given[0][:1, :1].is_contiguous():
             raise CannotTrain(_about(name, layer, "its input is not contiguous", TO_CONTIGUOUS))
 
     for name, layer in trainable_modules(model):
@@ -154,12 +154,13 @@ def _about_hook(layer: nn.Module, model: nn.Module, words: str) -> str:
         ways_out = {"view size": TO_CONTIGUOUS, "list index": "pass its input by position"}
         way_out = next((way for known, way in ways_out.items() if known in words), None)
         return _about(name, layer, words, way_out or f"replace it, or {BY_EXAMPLE}")
-    own = {*layer.parameters(recurse=False)}
-    if sum(p in own for _, p in model.named_parameters(remove_duplicate=False)) > len(own):
-        return _about(name, layer, words, f"give each layer its own parameters, or {BY_EXAMPLE}")
-    words = "ghost clipping needs the gradients of all its calls, and it is called more than once"
-    once = "call it once, pass use_reentrant=True to checkpointing"
-    return _about(name, layer, words, f"{once}, or {BY_EXAMPLE}")
+    own, way_out = {*layer.parameters(recurse=False)}, "give each layer its own parameters"
+    if sum(p in own for _, p in model.named_parameters(remove_duplicate=False)) == len(own):
+        words = (
+            "ghost clipping needs the gradients of all its calls, and it is called several times"
+        )
+        way_out = "call it once, pass use_reentrant=True to checkpointing"
+    return _about(name, layer, words, f"{way_out}, or {BY_EXAMPLE}")
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -168,13 +169,10 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _without(model: nn.Module, *attributes: str) -> str:
     """Return the name of the first trained parameter that has none of ``attributes``."""
-    return _first_of(
-        [
-            name
-            for name, parameter in _trained(model)
-            if all(getattr(parameter, each, None) is None for each in attributes)
-        ]
+    lacking = (
+        n for n, p in _trained(model) if all(getattr(p, a, None) is None for a in attributes)
     )
+    return _first_of([*lacking])
 
 
 def _first_of(names: Sequence[str]) -> str:

@@ -186,7 +186,7 @@ ROWS = {
     "checkpointed, ghost": Row(
         GHOST,
         lambda: Net(partial(recomputed, use_reentrant=False), mid=mid()),
-        "it is called more than once; call it once, pass use_reentrant=True",
+        "it is called several times; call it once, pass use_reentrant=True",
         lambda: Net(partial(recomputed, use_reentrant=True), mid=mid()),
     ),
     "detached": Row(
