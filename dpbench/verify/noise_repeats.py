@@ -25,6 +25,9 @@ from dpbench.verify.noise_draw import Draw, joined_noise
 PAIR_ELEMENTS = 4096
 """Largest number of leading elements of each parameter that `pair_correlations` compares."""
 
+PAIR_ROWS = 4096
+"""Largest number of parameters, each counted in every step, that `pair_correlations` compares."""
+
 STEP_ELEMENTS = 2**20
 """Largest number of leading elements of a whole step that `pair_correlations` compares."""
 
@@ -44,7 +47,8 @@ of x is erf(|x|/√2). The slope of the rank times |x| is at most 0.484, so a re
 
 def repeated_values(draws: Sequence[Draw]) -> Comparisons:
     """Find values that repeat in any order and with any sign, as tiny gaps between sorted ranks."""
-    groups = [(name, draws, "") for draw in draws[:1] for name in ("", *draw.noise)]
+    names = dict.fromkeys(name for draw in draws for name in ("", *draw.noise))
+    groups = [(name, draws, "") for name in names]
     groups += [("", [draw], f" in {draw.step_name}") for draw in draws]
     found = []
     for name, group, where in groups:
@@ -65,7 +69,7 @@ def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
     the noise of all steps. In the first step of the first run, each parameter is also correlated
     alone, so that a fault in a single parameter is easier to find.
     """
-    firsts = [draw for draw in draws if draw.step == 1]
+    firsts = [*{draw.run: draw for draw in reversed(draws)}.values()][::-1]
     pieces = [(n, each.double(), d.step_name) for d in firsts[:1] for n, each in d.noise.items()]
     pieces += [("", joined_noise([draw], ""), draw.step_name) for draw in firsts]
     if draws:
@@ -142,7 +146,7 @@ def pair_correlations(draws: Sequence[Draw]) -> Comparisons:
         (name, d.step_name, each[:PAIR_ELEMENTS]) for d in draws for name, each in d.noise.items()
     ]
     steps = [("", d.step_name, joined_noise([d], "")[:STEP_ELEMENTS]) for d in draws]
-    found, number = _correlations(parts)
+    found, number = _correlations(parts[:PAIR_ROWS])
     more, other_number = _correlations(steps)
     return found + more, number + other_number
 
