@@ -31,7 +31,7 @@ allows more if PyTorch's float32 norms have larger errors."""
 SIGMA = 1e4
 """Noise multiplier σ of most noise checks. The gradient is negligible beside such noise."""
 SMALL_SIGMA, FRACTIONAL_SIGMA = 0.0137, 1.37
-"""Two more noise multipliers. Beside `SMALL_SIGMA`, the gradient is not negligible. Its four decimals
+"""Two more noise multipliers. Beside `SMALL_SIGMA`, the gradient is not negligible. Its decimals
 find trainers that round σ."""
 ROUNDED_SIGMA = 1e-12
 """Noise multiplier whose noise is negligible. It is not 0, to find trainers that clip only if σ =
