@@ -20,6 +20,7 @@ from dpbench.training.base import Batch
 from dpbench.verify.check_result import Check
 from dpbench.verify.reference import Gradients
 from dpbench.verify.trained_model import TrainedModel
+from dpbench.verify.update import RATE
 
 DATA_SIGMA = 1e6
 """Noise multiplier σ of these steps."""
@@ -37,14 +38,17 @@ def holds_no_data(model: TrainedModel, case: Case, threshold: float, number: int
     """
 
     def after(batches: Sequence[Batch], seed: int) -> Gradients:
-        list(model.steps(case, number, batches, DATA_SIGMA, threshold, seed))
+        list(model.steps(case, number, batches, DATA_SIGMA, threshold, seed, RATE))
         return model.left()
 
     name = "buffers hold no data"
     if not model.left():
         return Check.judged(name, [], "", "no buffers")
     first, second = model.batches
-    others = [_with_first_of(*pair) for pair in ((first, second), (second, first))]
+    others = [
+        pytree.tree_map(lambda new, old: torch.cat([new, old[1:]]), *pair)
+        for pair in ((_part(second, 0, 1), first), (_part(second, -1, None), second))
+    ]
     runs = [after(model.batches, 1 + seed) for seed in range(DATA_SEEDS)]
     changed = [after(others, 1), after(others, 2)]
     wrong = []
@@ -66,9 +70,8 @@ def holds_no_data(model: TrainedModel, case: Case, threshold: float, number: int
     return Check.judged(name, wrong, "", f"{len(runs[0])} tensors")
 
 
-def _with_first_of(batch: Batch, other: Batch) -> Batch:
-    """Replace the first example of a batch by the first of another batch."""
-    return pytree.tree_map(lambda a, b: torch.cat([b[:1], a[1:]]), batch, other)
+def _part(batch: Batch, start: int, end: int | None) -> Batch:
+    return pytree.tree_map(lambda tensor: tensor[start:end], batch)
 
 
 def _differ(a: Tensor, b: Tensor, hidden: Tensor) -> Tensor:

@@ -126,6 +126,7 @@ class TrainedModel:
         sigma: float = 1.0,
         threshold: float = 1.0,
         seed: int = 0,
+        rate: float | None = None,
     ) -> Iterator[Gradients]:
         """Yield the gradients with which each step updates the parameters.
 
@@ -135,8 +136,12 @@ class TrainedModel:
         from the initial parameters and trains the next batch, or this rank's part of the batch. All
         ranks use the same seed if ``seed`` is odd, and different seeds if it is even. Noise must be
         correct in both cases.
+
+        ``rate`` is the learning rate. The default is `RATE`, or 1/`RATE` if `judges_received`, with
+        which nothing moves parameters before their gradients are computed.
         """
-        options = {"noise_multiplier": sigma, "max_grad_norm": threshold, "learning_rate": RATE}
+        rate = rate or (1 / RATE if self.judges_received else RATE)
+        options = {"noise_multiplier": sigma, "max_grad_norm": threshold, "learning_rate": rate}
         trainer, parameters = self._built(case, seed, **options)
         trained = {name: parameters[name] for name in self.trained}
         starts = {name: local_shard(self.start[name], p) for name, p in parameters.items()}

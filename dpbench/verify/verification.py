@@ -178,21 +178,21 @@ class Verification:
         from now on only what the optimizer receives is judged here. `left_behind` judges the rest.
         """
         case, model = batching.case, self.model
-        steps, received = [], []
-        for step in model.steps(case, number, batching.batches, sigma, threshold):
-            steps.append(step)
-            received.append(model.received)
         tolerance = self.tolerance(batching.label, threshold)
-        far = self.distances(batching, steps, threshold)
-        if not model.judges_received and _largest(far) > tolerance:
-            if all(received):
-                other, flag = received, "judges_received"
+
+        def take() -> tuple[list[Gradients], list[dict[str, float]]]:
+            steps = [*model.steps(case, number, batching.batches, sigma, threshold)]
+            return steps, self.distances(batching, steps, threshold)
+
+        steps, far = take()
+        if _largest(far) > tolerance and not model.keeps_weights and not model.judges_received:
+            flag = "judges_received" if model.received else "keeps_weights"
+            setattr(model, flag, True)
+            others, of_others = take()
+            if _largest(of_others) <= tolerance and self._confirms(flag, batching):
+                steps, far = others, of_others
             else:
-                other, flag = [*differences(steps)], "keeps_weights"
-            of_other = self.distances(batching, other, threshold)
-            if _largest(of_other) <= tolerance and self._confirms(flag, batching):
-                steps, far = other, of_other
-                setattr(model, flag, True)
+                setattr(model, flag, False)
         near = 1e-3 if case.precision == "fp32" else 0.05
         parts = case.micro_batches * case.gpus
         known = cache(
