@@ -124,7 +124,7 @@ def _groups(draws: Sequence[Draw]) -> dict[tuple[str, str], list[Draw]]:
 
 def _deviations(draws: Sequence[Draw]) -> Comparisons:
     """Test the deviation of each run, of all runs, and of each step, jointly and by parameter."""
-    groups = defaultdict[tuple[bool, int, str, str], list[tuple[float, int, float]]](list)
+    groups = defaultdict[tuple[str, str], list[tuple[float, int, float]]](list)
     for draw in draws:
         of_names = [
             (name, float(torch.linalg.vector_norm(z, dtype=torch.float64)) ** 2, z.numel())
@@ -133,11 +133,11 @@ def _deviations(draws: Sequence[Draw]) -> Comparisons:
         of_names.append(
             ("", sum(square for _, square, _ in of_names), sum(n for *_, n in of_names))
         )
-        for order, where in enumerate((draw.run, "", draw.step_name)):
+        for where in {draw.run: 0, "": 0, draw.step_name: 0}:
             for name, square, n in of_names:
-                groups[not name, order, where, name].append((square, n, draw.slack**2))
+                groups[where, name].append((square, n, draw.slack**2))
     found = []
-    for (*_, where, name), group in sorted(groups.items(), key=lambda item: item[0][:2]):
+    for (where, name), group in groups.items():
         square, n, slack_square = map(sum, zip(*group, strict=True))
         norm, expected, slack = square**0.5, n**0.5, slack_square**0.5
         explained = min(max(norm, expected - slack), expected + slack)
@@ -147,7 +147,7 @@ def _deviations(draws: Sequence[Draw]) -> Comparisons:
         message = "no noise" if missing else f"{times:.4g} times the deviation σC/B"
         message += f" ({where})" * bool(where)
         found.append(Comparison(chance, name, message, f"{times:.4g} σC/B"))
-    return found, len(found)
+    return sorted(found, key=lambda each: (not each.name, each.log_chance)), len(found)
 
 
 def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:

@@ -1,4 +1,4 @@
-"""Wrong trainers whose fault shows only in some steps, buffers or states, and right ones beside."""
+"""Wrong trainers whose fault shows only in some steps, buffers or states, and right ones.
 
 Each differs from `faulty.Looped` in a line or two.
 """
