@@ -21,10 +21,9 @@ from dpbench.training.parallel import gathered, part_of_rank, rank_and_ranks
 from dpbench.verify.reference import Examples, Gradients
 from dpbench.verify.update import (
     RATE,
-    OptimizerCopy,
     Parameters,
     Update,
-    groups_by_name,
+    gradients_from_averages,
     local_shard,
     state_of,
     values_of,
@@ -87,7 +86,7 @@ class TrainedModel:
         self.received: Gradients = {}
         """The gradients that an optimizer received in the latest step; empty if none stepped."""
         self.judges_received = False
-        """Whether `steps` yields only what the optimizer receives, not all movement."""
+        """Whether `steps` yields what the optimizer receives, although the optimizer is SGD."""
         self.keeps_weights = False
         """Whether the trainer copies weights of its own to the model, see `restores_weights`."""
 
@@ -130,12 +129,11 @@ class TrainedModel:
     ) -> Iterator[Gradients]:
         """Yield the gradients with which each step updates the parameters.
 
-        If an optimizer steps, the result is the gradient that it receives, plus what else moves the
-        parameters, divided by `RATE`. Else the result is the movement divided by the learning rate
-        of SGD, or it is computed from the moving averages of another optimizer. Each step starts
-        from the initial parameters and trains the next batch, or this rank's part of the batch. All
-        ranks use the same seed if ``seed`` is odd, and different seeds if it is even. Noise must be
-        correct in both cases.
+        With SGD, the result is the update that the step subtracts, divided by the learning rate.
+        With another optimizer, or if `judges_received`, the result is the gradients that the
+        optimizer receives. Each step starts from the initial parameters and trains the next batch,
+        or this rank's part of the batch. All ranks use the same seed if ``seed`` is odd, and
+        different seeds if it is even. Noise must be correct in both cases.
 
         ``rate`` is the learning rate. The default is `RATE`, or 1/`RATE` if `judges_received`, with
         which nothing moves parameters before their gradients are computed.
@@ -195,6 +193,10 @@ class TrainedModel:
     ) -> Gradients:
         """Take a step, and return the gradients with which it updates the parameters.
 
+        Parameters that an optimizer other than SGD did not move get zeros. If a trainer merges the
+        update with the noise, noisy gradients never exist in memory. In this case, the gradients
+        are computed from the optimizer's moving averages, which are set to zero before the step.
+
         Args:
             trainer: the trainer.
             batch: the batch, or this rank's part of it.
@@ -202,31 +204,29 @@ class TrainedModel:
             before: their values before the step.
             plain: whether the optimizer of the case is plain SGD.
         """
-        optimizer, copied = trainer.plain_optimizer, None
-        rates = {name: float(g["lr"]) for name, g in groups_by_name(optimizer, trained).items()}
-        if not (plain or self.received):
-            zero_averages(optimizer)
-            copied = OptimizerCopy(trainer, trained)
-        update = Update(trainer, trained)
-        update.take(batch)
-        self._latest, self.received = (update, trained), {}
-        after = values_of(trained)
-        moved = {name for name, value in after.items() if not torch.equal(before[name], value)}
-        if update.optimizer is not None:
-            zeros = {name: torch.zeros_like(value) for name, value in after.items()}
-            self.received = zeros | update.received
-            if self.judges_received:
-                return self.received
-            by_optimizer = zeros | update.moved
+        if not plain:
+            zero_averages(trainer.plain_optimizer)
+        update = self._latest = Update(trainer, trained, batch)
+        self.received, rates, after = update.received, update.rates, values_of(trained)
+        if self.judges_received and self.received:
+            return self.received
+        if plain:
             return {
-                name: g + (before[name] - by_optimizer[name] - after[name]) / RATE
-                if name in moved or not rates.get(name)
-                else zeros[name]
-                for name, g in self.received.items()
+                name: (before[name] - value) / (rates.get(name) or RATE)
+                if rates.get(name) or name not in self.received
+                else self.received[name]
+                for name, value in after.items()
             }
-        if copied is None or not moved:
-            return {n: (before[n] - each) / (rates.get(n) or RATE) for n, each in after.items()}
-        return copied.gradients()
+        moved = {name for name, value in after.items() if not torch.equal(before[name], value)}
+        received = self.received or {name: torch.zeros_like(value) for name, value in after.items()}
+        if moved and not self.received:
+            received = gradients_from_averages(trainer.plain_optimizer, trained)
+        if moved and not received:
+            raise ConfigurationError(
+                f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure, "
+                "so verify can check it only with --optimizer sgd"
+            )
+        return {n: g * (n in moved or not rates.get(n, RATE)) for n, g in received.items()}
 
     def restores_weights(self, case: Case, batch: Batch) -> bool:
         """Return whether a step with a negligible learning rate undoes a change of parameters.
@@ -244,17 +244,15 @@ class TrainedModel:
             for name, value in values_of(parameters).items()
         )
 
-    def left(self) -> dict[str, Tensor]:
+    def left(self, *, parameters: bool) -> dict[str, Tensor]:
         """Return what the latest step left behind: buffers, and the state of optimizers.
 
-        If `judges_received`, the parameters are included.
+        ``parameters`` adds the trained parameters.
         """
-        update, trained = self._latest
-        left = _buffers(update.trainer.model)
+        update = self._latest
+        left = _buffers(update.trainer.model) | (dict(update.trained) if parameters else {})
         for optimizer in (update.trainer.plain_optimizer, update.optimizer):
-            left |= state_of(optimizer, trained) if optimizer else {}
-        if self.judges_received:
-            left |= trained
+            left |= state_of(optimizer, update.trained) if optimizer else {}
         return {name: gathered(each.detach()).clone() for name, each in left.items()}
 
 

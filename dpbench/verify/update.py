@@ -2,113 +2,72 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.parallel import gathered
-from dpbench.verify.reference import Gradients
 
 RATE = 2.0**30
-"""Learning rate of the checked steps. The movement of parameters is divided by `RATE`. The rate is
-so large that rounding the new values hardly changes this result."""
+"""Learning rate of the checked steps. With SGD, the update is computed as (value before the step -
+value after the step) / `RATE`. The rate is so large that rounding the new value hardly changes this
+result."""
 
 Parameters = Mapping[str, nn.Parameter]
 
 
 class Update:
-    """One observed step of a trainer.
+    """One step of a trainer, and what an optimizer received in it.
 
     Attributes:
         optimizer: the optimizer that stepped: ``plain_optimizer``, or else another optimizer with
             trained parameters. It is None if none stepped, or if it stepped with a closure.
         received: the gradients that this optimizer received, by parameter.
-        moved: how this optimizer moved the parameters: value before its step - value after.
+        rates: the learning rate of each parameter in this optimizer, or else in
+            ``plain_optimizer`` before the step.
     """
 
-    def __init__(self, trainer: TrainerBase, trained: Parameters) -> None:
+    def __init__(self, trainer: TrainerBase, trained: Parameters, batch: Batch) -> None:
+        """Take the step."""
         self.trainer, self.trained = trainer, trained
-        self.names = {id(p): name for name, p in trained.items()}
         self.optimizer: Optimizer | None = None
         self.received: dict[str, Tensor] = {}
-        self.moved: dict[str, Tensor] = {}
-        self._before: dict[str, Tensor] = {}
+        groups = groups_by_name(trainer.plain_optimizer, trained)
+        self.rates = {name: float(group["lr"]) for name, group in groups.items()}
+        # The hook is global: trainers may step differently if the optimizer itself has hooks.
+        hook = register_optimizer_step_pre_hook(self._record)
+        try:
+            trainer.train_step(batch)
+        finally:
+            hook.remove()
 
-    def take(self, batch: Batch) -> None:
-        """Take the step."""
-        # Hooks are global: trainers may step differently if the optimizer itself has hooks.
-        with _removed(register_optimizer_step_pre_hook(self._begin)):  # noqa: SIM117
-            with _removed(register_optimizer_step_post_hook(self._end)):
-                self.trainer.train_step(batch)
-
-    def _begin(self, stepping: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        own = {
-            name: (p, group)
-            for group in stepping.param_groups
-            for p in group["params"]
-            if (name := self.names.get(id(p)))
-        }
+    def _record(self, stepping: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        groups = groups_by_name(stepping, self.trained)
+        # A closure would compute gradients only after this hook.
         closure = len(args) > 1 or options.get("closure") is not None
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if not own or closure or capturing:
+        if not groups or closure or capturing:
             return
         if stepping is not self.optimizer:
             if self.optimizer is self.trainer.plain_optimizer:
                 return
-            self.optimizer, self.received, self.moved = stepping, {}, {}
-        for name, (p, group) in own.items():
-            if p.grad is None:
-                continue
-            gradient = gathered(p.grad).double()
-            self.received[name] = self.received.get(name, 0) + gradient
-            if is_plain_sgd(stepping, group):
-                self.moved[name] = self.moved.get(name, 0) + float(group["lr"]) * gradient
-            else:
-                self._before[name] = gathered(p.detach()).double()
-
-    def _end(self, stepping: Any, *_: Any) -> None:
-        if stepping is self.optimizer:
-            for name, before in self._before.items():
-                change = before - gathered(self.trained[name].detach()).double()
-                self.moved[name] = self.moved.get(name, 0) + change
-            self._before = {}
-
-
-@contextmanager
-def _removed(hook: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def is_plain_sgd(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer subtracts learning rate × gradient, and does nothing else."""
-    more = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    return type(optimizer) is torch.optim.SGD and not any(group[each] for each in more)
+            zeros = {name: torch.zeros_like(each) for name, each in values_of(self.trained).items()}
+            self.optimizer, self.received = stepping, zeros
+        for name, group in groups.items():
+            self.rates[name] = float(group["lr"])
+            if (gradient := self.trained[name].grad) is not None:
+                self.received[name] += gathered(gradient).double()
 
 
 def groups_by_name(optimizer: Optimizer, trained: Parameters) -> dict[str, dict[str, Any]]:
     """Return the parameter group of each trained parameter that an optimizer has."""
-    names = {id(p): name for name, p in trained.items()}
-    return {
-        names[id(p)]: group
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if id(p) in names
-    }
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return {name: groups[id(p)] for name, p in trained.items() if id(p) in groups}
 
 
 def state_of(optimizer: Optimizer, trained: Parameters) -> dict[str, Tensor]:
@@ -148,46 +107,6 @@ def gradients_from_averages(optimizer: Optimizer, trained: Parameters) -> dict[s
             return {}
         found[name] = gathered(average).double() / (1 - group.get("betas", (0.0,))[0])
     return found
-
-
-class OptimizerCopy:
-    """A copy of a trainer's optimizer and parameters, made before a step.
-
-    If a trainer merges the update with the noise, noisy gradients never exist in memory, and no
-    optimizer steps. The copy shows how the optimizer would have moved the parameters.
-    """
-
-    def __init__(self, trainer: TrainerBase, trained: Parameters) -> None:
-        self.trainer, self.trained = trainer, trained
-        self.copy = copy.deepcopy(trainer.plain_optimizer)
-        names = {id(p): name for name, p in trained.items()}
-        originals = (p for group in trainer.plain_optimizer.param_groups for p in group["params"])
-        copies = (p for group in self.copy.param_groups for p in group["params"])
-        self.copies = {names[id(p)]: q for p, q in zip(originals, copies, strict=True)}
-
-    def gradients(self) -> Gradients:
-        """Return the gradients of the step, computed from the optimizer's moving averages.
-
-        What moves parameters otherwise than the copy moves them is added, divided by `RATE`, except
-        differences by rounding.
-        """
-        gradients = gradients_from_averages(self.trainer.plain_optimizer, self.trained)
-        if not gradients:
-            raise ConfigurationError(
-                f"{type(self.trainer).__name__} does not call plain_optimizer.step() without a "
-                "closure, so verify can check it only with --optimizer sgd"
-            )
-        before = values_of(self.copies)
-        for name, p in self.copies.items():
-            p.grad = local_shard(gradients[name].to(p.dtype), p)
-        self.copy.step()
-        for name, expected in values_of(self.copies).items():
-            moved = (expected - before[name]).abs()
-            eps = torch.finfo(self.trained[name].dtype).eps
-            rounding = 4 * eps * (expected.abs() + moved) + 1e-5 * moved
-            beside = expected - gathered(self.trained[name].detach()).double()
-            gradients[name] += torch.where(beside.abs() <= rounding, 0.0, beside) / RATE
-        return gradients
 
 
 def values_of(parameters: Parameters) -> dict[str, Tensor]:
