@@ -45,6 +45,8 @@ unclipped gradients stand out from the noise."""
 DATA_THRESHOLD = 1e-9
 """Clipping threshold of `Verification.left_behind`, as a share of `Verification.below_all`. A raw
 gradient stands out from noise in proportion to so small a threshold."""
+NO_OPTIMIZER = ", if the movement is SGD's, since the trainer calls no step() of an optimizer"
+"""End of a message about a trainer that moves parameters itself."""
 MIN_NOISE = 128
 """Smallest number of noise elements of each parameter in a run with σ = `SIGMA`. Two such runs are
 enough to detect noise that has twice the correct standard deviation."""
@@ -174,8 +176,10 @@ class Verification:
     ) -> Check:
         """Check that steps without noticeable noise subtract the mean of clipped gradients.
 
-        If parameters also move otherwise, but an optimizer receives these means, and noise, then
-        from now on only what the optimizer receives is judged here. `left_behind` judges the rest.
+        If parameters do not move so, but an optimizer receives these means, then from now on what
+        the optimizer receives is judged, and `left_behind` judges what becomes of the parameters.
+        If no optimizer steps, the trainer may keep the weights itself. Then from now on the
+        movement begins at the value after the last step.
         """
         case, model = batching.case, self.model
         tolerance = self.tolerance(batching.label, threshold)
@@ -186,13 +190,15 @@ class Verification:
 
         steps, far = take()
         if _largest(far) > tolerance and not model.keeps_weights and not model.judges_received:
-            flag = "judges_received" if model.received else "keeps_weights"
-            setattr(model, flag, True)
+            model.judges_received = bool(model.received)
+            model.keeps_weights = not model.received and model.restores_weights(
+                case, batching.batches[0]
+            )
             others, of_others = take()
-            if _largest(of_others) <= tolerance and self._confirms(flag, batching):
+            if _largest(of_others) <= tolerance:
                 steps, far = others, of_others
             else:
-                setattr(model, flag, False)
+                model.judges_received = model.keeps_weights = False
         near = 1e-3 if case.precision == "fp32" else 0.05
         parts = case.micro_batches * case.gpus
         known = cache(
@@ -204,23 +210,12 @@ class Verification:
                 i = off[0]
                 error = self._examples(batching, i).diagnose(name, steps[i][name], known(i), near)
                 error = error or f"off by {far[i][name]:.2g} of its norm"
+                error += "" if model.received else NO_OPTIMIZER * (case.optimizer == "sgd")
                 wrong.append(f"{name}: {f'from step {i + 1} on, ' if i else ''}{error}")
         most = _largest(far)
         worst = next(name for step in far for name in step if step[name] == most)
         name = f"gradient{batching.label}{what}"
         return Check.judged(name, wrong, worst, f"{most:.2g} (≤ {tolerance:.2g})")
-
-    def _confirms(self, flag: str, batching: Batching) -> bool:
-        """Return whether a noisy step confirms what steps without noise suggest.
-
-        The suggestion is that an optimizer receives the private gradient, or that the trainer keeps
-        the weights itself.
-        """
-        if flag == "keeps_weights":
-            return self.model.restores_weights(batching.case, batching.batches[0])
-        list(self.model.steps(batching.case, 1, batching.batches, SIGMA, THRESHOLD))
-        norms = [float(g.norm()) for g in self.model.received.values()]
-        return max(norms) * batching.case.batch_size > 100 * THRESHOLD
 
     def _examples(self, batching: Batching, step: int) -> Examples:
         return batching.examples[step % STEPS]
