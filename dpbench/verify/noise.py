@@ -30,8 +30,9 @@ from dpbench.verify.noise_repeats import pair_correlations, repeated_values, shi
 FALSE_ALARM = 1e-6
 """Largest probability that correct noise fails any of the tests."""
 
-TESTS = 12
-"""Number of tests that share `FALSE_ALARM`: six on the workload and six on a linear layer."""
+TESTS = 14
+"""Number of tests that share `FALSE_ALARM`: six on the workload and six on a linear layer, and on
+both that of what steps leave behind (see `dpbench.verify.left_behind`)."""
 
 NO_NOISE = 1e-6
 """Mean square, in units of (σC/B)², below which noise counts as missing. It is not 0, because

@@ -127,7 +127,7 @@ def test_every_number_of_a_noise_test_shows_its_limit() -> None:
     for check in check_noise(
         drawn(torch.float32, torch.Generator().manual_seed(5)), torch.float32, ""
     ):
-        assert check.error_text.endswith(" (≥ 8e-08)")
+        assert check.error_text.endswith(" (≥ 7e-08)")
 
 
 @pytest.mark.parametrize("size", [16, 17, 100, 1001])
