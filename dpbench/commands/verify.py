@@ -3,22 +3,27 @@
 Without noise, each step must subtract the mean of the examples' clipped gradients. The reference is
 a loop over the examples. Half of the norms exceed the first clipping threshold, and all norms
 exceed the second. The second threshold is also tried with micro-batches, and with another batch
-size.
+size. If parameters also move otherwise, for example by weight decay, then the gradients that the
+optimizer receives are judged.
 
-Noise must have the deviation σC/B for several σ, C and B, whatever the gradients are. Its
-distribution must be normal, including the tails. Noise must not repeat between elements,
+Noise must have the deviation σC/B in each step and for several σ, C and B, whatever the gradients
+are. Its distribution must be normal, including the tails. Noise must not repeat between elements,
 parameters, steps, runs and processes, even if it is shifted, mirrored or reordered. Correct noise
-fails with a probability of at most 1e-6.
+fails with a probability of at most 1e-6. Beside each result, "chance" is a bound on the probability
+of a result as extreme.
 
-A linear layer is trained for 240 steps with noise. Two more checks use this layer. An example must
-be clipped even if the terms of its ghost norm cancel. With one rank, an example whose norm is NaN
-must not move finite parameters further than the threshold. With several ranks, gradients are
-compared for the joint batch.
+What steps leave behind in buffers and in the state of optimizers may depend on an example only as
+far as noise hides it. A linear layer is trained for 240 steps, with noise and without. Two more
+checks use this layer. An example must be clipped even if the terms of its ghost norm cancel. With
+one rank, an example whose norm is NaN must not move finite parameters further than the threshold.
+With several ranks, gradients are compared for the joint batch.
 
-Each wrong parameter gets a line with the error. The exit code is 1 if a check fails, and 2 if the
-trainer refuses the case. Some faults are not found: noise that ends after 240 steps, data that the
-trainer keeps outside its model, noise that only its author can predict, and 16-bit noise that
-repeats in another order.
+Each wrong parameter gets a line with the error. The exit code is 1 if a check fails or could not be
+made, and 2 if the trainer refuses the case. Some faults are not found: faults that begin after 240
+steps, data that the trainer keeps outside its model and optimizers, and 16-bit noise that repeats
+in another order. Nor is noise that only its author can tell from correct noise: noise that is
+predictable, that is orthogonal to the gradients' sum, that depends on other noise without
+correlation, or whose pairs are shuffled.
 
 Examples:
   dpbench verify --trainer dpsgd
@@ -56,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the checks. Return 1 if a check failed."""
+    """Print the checks. Return 1 if a check failed or could not be made."""
     case = chosen_case(options, **SMALL)
     locate([case])
     checks = run_checks(case, options.device, processes=True)

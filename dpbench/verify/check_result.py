@@ -39,7 +39,7 @@ class Check:
     def passed(self) -> bool:
         """True if ``wrong`` is empty.
 
-        A check that was not judged also counts as passed, unless an earlier failure prevented the
-        judging.
+        A check that was not judged counts as passed only if it does not apply. Otherwise ``wrong``
+        contains the reason why it could not be judged.
         """
         return not self.wrong

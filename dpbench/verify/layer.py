@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -22,7 +23,7 @@ from dpbench.training.base import Batch
 from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import Gradients
-from dpbench.verify.verification import SIGMA, Verification
+from dpbench.verify.verification import ROUNDED_SIGMA, SIGMA, Verification
 from dpbench.workloads.base import Workload
 
 OUT_FEATURES = 32
@@ -87,25 +88,33 @@ def check_layer(
 
     If the trainer cannot train a linear layer, the checks are not judged.
     """
-    names = f"noise: {NOISE_STEPS} steps", "tokens alike", "norms not finite"
+    all_steps = f"{NOISE_STEPS} steps"
+    names = f"gradient: {all_steps}", f"noise: {all_steps}", "tokens alike", "norms not finite"
     try:
         noisy, *others = [
             Verification(layer_case(case, *s), device, clips, weights) for s in SHAPES
         ]
-        threshold = NOISE_THRESHOLD * noisy.below_all
-        draws = noisy.draws(noisy.batchings[0], SIGMA, threshold, NOISE_STEPS)
+        whole, threshold = noisy.batchings[0], NOISE_THRESHOLD * noisy.below_all
+        gradient = noisy.gradient("", whole, noisy.half, ROUNDED_SIGMA, NOISE_STEPS)
+        for other in others:
+            other.model.keeps_weights = noisy.model.keeps_weights
+            other.model.judges_received = noisy.model.judges_received
+        draws = noisy.draws(whole, SIGMA, threshold, NOISE_STEPS)
     except Exception as error:
         why = f"trains no linear layer: {' '.join(str(error).split()) or type(error).__name__}"
-        yield from (Check(name, NOT_JUDGED, "", why[:80]) for name in names)
+        yield from (Check(name, NOT_JUDGED, "", "", [why[:80]]) for name in names)
         return
+    yield replace(gradient, name=names[0])
+    left = noisy.left_behind(NOISE_STEPS // 2)
+    yield replace(left, name=f"{left.name}: {NOISE_STEPS // 2} steps")
     if noisy.judges_noise:
         checks = [*check_noise(draws, noisy.model.dtype, "parameters, steps")]
         wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
-        yield Check.judged(names[0], wrong, "", checks[0].error_text)
+        yield Check.judged(names[1], wrong, "", checks[0].error_text)
     else:
-        yield Check(names[0], NOT_JUDGED, "", IN_RANK_0)
-    yield _tokens_alike(names[1], others)
-    yield _not_finite(names[2], noisy)
+        yield Check(names[1], NOT_JUDGED, "", IN_RANK_0)
+    yield _tokens_alike(names[2], others)
+    yield _not_finite(names[3], noisy)
 
 
 def layer_case(case: Case, length: int, width: int) -> Case:

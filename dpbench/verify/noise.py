@@ -10,6 +10,7 @@ any of its comparisons is below the share of that comparison.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -23,14 +24,15 @@ from dpbench.verify.noise_bounds import (
     log_chance_of_count,
     log_chance_of_mean_square,
 )
-from dpbench.verify.noise_draw import Draw, joined_noise
+from dpbench.verify.noise_draw import Draw, joined_noise, sorted_values
 from dpbench.verify.noise_repeats import pair_correlations, repeated_values, shift_correlations
 
 FALSE_ALARM = 1e-6
 """Largest probability that correct noise fails any of the tests."""
 
-TESTS = 12
-"""Number of tests that share `FALSE_ALARM`: six on the workload and six on a linear layer."""
+TESTS = 14
+"""Number of tests that share `FALSE_ALARM`: six on the workload and six on a linear layer, and on
+both that of what steps leave behind (see `dpbench.verify.left_behind`)."""
 
 NO_NOISE = 1e-6
 """Mean square, in units of (σC/B)², below which noise counts as missing. It is not 0, because
@@ -51,7 +53,11 @@ with all draws."""
 
 
 def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterator[Check]:
-    """Yield the results of the six noise tests.
+    """Yield the results of the noise tests that apply to the draws.
+
+    Any number of steps and parameters is judged. Without draws, the noise is not judged, which does
+    not pass. The test beside gradients applies to draws that have `Draw.along`, and the test of
+    values to 32-bit parameters.
 
     Args:
         draws: the noise of the steps of one or more runs.
@@ -59,8 +65,10 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
         runs: a list of what is compared, such as "parameters, steps, runs", for the name of a
             check.
     """
-    whole = [draw for draw in draws if len(draw.noise) == len(draws[0].noise)]
-    full = [draw for draw in whole if draw.slack < KNOWN_SLACK]
+    if not draws:
+        yield Check("noise", NOT_JUDGED, "", "", ["no step with noise was seen"])
+        return
+    full = [draw for draw in draws if draw.slack < KNOWN_SLACK]
     deviation = _check("noise: deviation", *_deviations(draws))
     yield deviation
     distribution = Check("noise: distribution", NOT_JUDGED, "", "", ["the deviation is wrong"])
@@ -68,57 +76,79 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
         distribution = _check("noise: distribution", *_distributions(full, torch.finfo(dtype).eps))
     yield distribution
     values = Check("noise: values", NOT_JUDGED, "", "", ["the distribution is wrong"])
-    if distribution.passed:
-        exact = [draw for draw in full if draw.slack < EXACT_SLACK and dtype.itemsize >= 4]
+    exact = [draw for draw in full if draw.slack < EXACT_SLACK and dtype.itemsize >= 4]
+    if not exact:
+        values = Check("noise: values", NOT_JUDGED, "", "does not apply to values of 16 bits")
+    elif distribution.passed:
         values = _check("noise: values", *repeated_values(exact))
     yield values
     yield _check("noise: elements", *shift_correlations(full))
     yield _check(f"noise: {runs}", *pair_correlations(full))
-    yield _check("noise beside gradients", *_along_gradients(draws))
+    if any(draw.along for draw in draws):
+        yield _check("noise beside gradients", *_along_gradients(draws))
 
 
 def _check(name: str, found: Sequence[Comparison], number: int) -> Check:
     """Make a check that fails if any comparison is too unlikely.
 
     ``number`` is the number of the test's comparisons. The check names each wrong parameter once. A
-    failure of all parameters together is named only if it is the first failure.
+    failure of all parameters together is named only if it is the first failure. The result includes
+    a bound on the chance that any of so many comparisons is as extreme, and its limit.
     """
+    if not found:
+        return Check(
+            name, NOT_JUDGED, "", "", ["too few elements of noise that rounding does not hide"]
+        )
     limit = math.log(FALSE_ALARM / TESTS / max(number, 1))
     wrong: dict[str, str] = {}
     for each in found:
         if not each.log_chance >= limit and (each.name or not wrong):
             parameter = each.name or "all parameters"
             wrong.setdefault(parameter, f"{parameter}: {each.message}")
-    worst = min(found, key=lambda each: each.log_chance, default=Comparison(0.0, "", ""))
-    return Check.judged(name, [*wrong.values()], worst.name, worst.error_text)
+    worst = min(found, key=lambda each: each.log_chance)
+    chance = math.exp(min(worst.log_chance + math.log(max(number, 1)), 0.0))
+    how = f"{worst.error_text}, chance {chance:.2g} (≥ {FALSE_ALARM / TESTS:.1g})"
+    return Check.judged(name, [*wrong.values()], worst.name, how)
 
 
 def _groups(draws: Sequence[Draw]) -> dict[tuple[str, str], list[Draw]]:
     """Group draws by (run, parameter). ``""`` stands for all runs, or for all parameters."""
     runs = ["", *dict.fromkeys(draw.run for draw in draws)]
-    names = ["", *(name for draw in draws[:1] for name in draw.noise)]
+    names = ["", *dict.fromkeys(name for draw in draws for name in draw.noise)]
     keys = sorted(product(runs, names), key=lambda key: (key[1] == "", key[0] == ""))
-    return {
+    groups = {
         (run, name): [d for d in draws if run in ("", d.run) and (not name or name in d.noise)]
         for run, name in keys
     }
+    return {key: group for key, group in groups.items() if group}
 
 
 def _deviations(draws: Sequence[Draw]) -> Comparisons:
+    """Test the deviation of each run, of all runs, and of each step, jointly and by parameter."""
+    groups = defaultdict[tuple[str, str], list[tuple[float, int, float]]](list)
+    for draw in draws:
+        of_names = [
+            (name, float(torch.linalg.vector_norm(z, dtype=torch.float64)) ** 2, z.numel())
+            for name, z in draw.noise.items()
+        ]
+        of_names.append(
+            ("", sum(square for _, square, _ in of_names), sum(n for *_, n in of_names))
+        )
+        for where in {draw.run: 0, "": 0, draw.step_name: 0}:
+            for name, square, n in of_names:
+                groups[where, name].append((square, n, draw.slack**2))
     found = []
-    for (run, name), group in _groups(draws).items():
-        values = joined_noise(group, name)
-        n = values.numel()
-        norm, expected = float(values.norm()), n**0.5
-        slack = sum(draw.slack**2 for draw in group) ** 0.5
+    for (where, name), group in groups.items():
+        square, n, slack_square = map(sum, zip(*group, strict=True))
+        norm, expected, slack = square**0.5, n**0.5, slack_square**0.5
         explained = min(max(norm, expected - slack), expected + slack)
         chance = log_chance_of_mean_square(((expected + norm - explained) / expected) ** 2, n)
         times = norm / expected
-        message = "no noise"
-        if not times**2 < NO_NOISE:
-            message = f"{times:.4g} times the deviation σC/B" + f" ({run})" * bool(run)
+        missing = times**2 < NO_NOISE
+        message = "no noise" if missing else f"{times:.4g} times the deviation σC/B"
+        message += f" ({where})" * bool(where)
         found.append(Comparison(chance, name, message, f"{times:.4g} σC/B"))
-    return found, len(found)
+    return sorted(found, key=lambda each: (not each.name, each.log_chance)), len(found)
 
 
 def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
@@ -148,7 +178,7 @@ def _distance(values: Tensor, eps: float) -> tuple[float, float]:
     the Dvoretzky-Kiefer-Wolfowitz Inequality", 1990).
     """
     n = values.numel()
-    normal = torch.special.ndtr(values.sort().values)
+    normal = torch.special.ndtr(sorted_values(values))
     ranks = torch.arange(n + 1, dtype=normal.dtype, device=normal.device) / n
     distance = float(torch.maximum(ranks[1:] - normal, normal - ranks[:-1]).max())
     # A value x is rounded twice, each time by at most eps/2 · |x|. This changes its normal

@@ -20,10 +20,13 @@ from dpbench.verify.noise_bounds import (
     log_chance_of_correlation,
     log_chance_of_count,
 )
-from dpbench.verify.noise_draw import Draw, joined_noise
+from dpbench.verify.noise_draw import Draw, joined_noise, sorted_values
 
 PAIR_ELEMENTS = 4096
 """Largest number of leading elements of each parameter that `pair_correlations` compares."""
+
+PAIR_ROWS = 4096
+"""Largest number of parameters, each counted in every step, that `pair_correlations` compares."""
 
 STEP_ELEMENTS = 2**20
 """Largest number of leading elements of a whole step that `pair_correlations` compares."""
@@ -44,11 +47,12 @@ of x is erf(|x|/√2). The slope of the rank times |x| is at most 0.484, so a re
 
 def repeated_values(draws: Sequence[Draw]) -> Comparisons:
     """Find values that repeat in any order and with any sign, as tiny gaps between sorted ranks."""
-    groups = [(name, draws, "") for draw in draws[:1] for name in ("", *draw.noise)]
+    names = dict.fromkeys(name for draw in draws for name in ("", *draw.noise))
+    groups = [(name, draws, "") for name in names]
     groups += [("", [draw], f" in {draw.step_name}") for draw in draws]
     found = []
     for name, group, where in groups:
-        ranks = torch.erf(joined_noise(group, name).abs() / 2**0.5).sort().values
+        ranks = torch.erf(sorted_values(joined_noise(group, name).abs()) / 2**0.5)
         n = len(ranks) - 1
         if n > 0:
             close = int((ranks.diff() <= SAME_RANK).sum())
@@ -65,7 +69,7 @@ def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
     the noise of all steps. In the first step of the first run, each parameter is also correlated
     alone, so that a fault in a single parameter is easier to find.
     """
-    firsts = [draw for draw in draws if draw.step == 1]
+    firsts = [*{draw.run: draw for draw in reversed(draws)}.values()][::-1]
     pieces = [(n, each.double(), d.step_name) for d in firsts[:1] for n, each in d.noise.items()]
     pieces += [("", joined_noise([draw], ""), draw.step_name) for draw in firsts]
     if draws:
@@ -105,8 +109,8 @@ def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
         Each correlation is between two stretches of n elements, which begin at a and at b.
         """
         energy = (squares[a + n] - squares[a]) * (squares[b + n] - squares[b])
-        r = products / energy.clamp(min=1e-300).sqrt()
-        return int(log_chance_of_correlation(r * (n >= FEWEST_CORRELATED), n).argmin())
+        squared = products.square_().div_(energy.clamp_(min=1e-300)).mul_(n >= FEWEST_CORRELATED)
+        return int(squared.clamp_(max=1 - 1e-12).neg_().log1p_().mul_(n - 1).argmin())
 
     shifted = torch.fft.irfft(spectrum.abs().square())[:size]
     shifted[0] = 0
@@ -142,7 +146,7 @@ def pair_correlations(draws: Sequence[Draw]) -> Comparisons:
         (name, d.step_name, each[:PAIR_ELEMENTS]) for d in draws for name, each in d.noise.items()
     ]
     steps = [("", d.step_name, joined_noise([d], "")[:STEP_ELEMENTS]) for d in draws]
-    found, number = _correlations(parts)
+    found, number = _correlations(parts[:PAIR_ROWS])
     more, other_number = _correlations(steps)
     return found + more, number + other_number
 

@@ -10,26 +10,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from dpbench.child.build import build
 from dpbench.core.case import BASELINE_TRAINER, MIXED, Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.training.base import Batch
+from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.parallel import gathered, part_of_rank, rank_and_ranks
 from dpbench.verify.reference import Examples, Gradients
+from dpbench.verify.update import (
+    RATE,
+    Parameters,
+    Update,
+    gradients_from_averages,
+    local_shard,
+    state_of,
+    values_of,
+    zero_averages,
+)
 from dpbench.workloads.base import examples_in
-
-RATE = 2.0**30
-"""Learning rate of the checked steps. With SGD, the update is computed as (value before the step -
-value after the step) / `RATE`. The rate is so large that rounding the new value hardly changes this
-result."""
 
 ONE_PROCESS: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
 """Values of the axes ``parallel`` and ``gpus`` of a case that trains in one process."""
+
+FIRST_RUN_STEPS = 8
+"""Number of steps of the first runs, enough to find noise that repeats every few steps, and a
+trainer that changes after a few steps."""
+LARGE_MODEL = 2**21
+"""Number of trained elements above which the first runs of a model have fewer steps. The noise of
+many steps would take gigabytes."""
 
 INITIAL_DEVIATION = 0.02
 """Standard deviation of the random values that replace a trained parameter full of zeros. If one
@@ -65,14 +75,20 @@ class TrainedModel:
         self._buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         self.trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.dtype = self.start[self.trained[0]].dtype
+        elements = sum(self.start[name].numel() for name in self.trained)
+        self.first_steps = steps if elements > LARGE_MODEL else FIRST_RUN_STEPS
         self.reference = "float64"
         """The precision of the reference gradients."""
         self.changed_frozen: set[str] = set()
         """Names of frozen parameters that a step has changed."""
         self.differ_between_ranks: set[str] = set()
         """Names of parameters that differed between ranks after a step."""
-        self.buffers: dict[str, Tensor] = {}
-        """The model's buffers after the latest step."""
+        self.received: Gradients = {}
+        """The gradients that an optimizer received in the latest step; empty if none stepped."""
+        self.judges_received = False
+        """Whether `steps` yields what the optimizer receives, although the optimizer is SGD."""
+        self.keeps_weights = False
+        """Whether the trainer copies weights of its own to the model, see `restores_weights`."""
 
     def examples(self) -> list[Examples]:
         """Return the per-sample gradients of each batch, computed in float64 if possible.
@@ -109,56 +125,135 @@ class TrainedModel:
         sigma: float = 1.0,
         threshold: float = 1.0,
         seed: int = 0,
+        rate: float | None = None,
     ) -> Iterator[Gradients]:
         """Yield the gradients with which each step updates the parameters.
 
         With SGD, the result is the update that the step subtracts, divided by the learning rate.
-        With another optimizer, the result is the gradients that the optimizer receives. Each step
-        starts from the initial parameters and trains the next batch, or this rank's part of the
-        batch. All ranks use the same seed if ``seed`` is odd, and different seeds if it is even.
-        Noise must be correct in both cases.
+        With another optimizer, or if `judges_received`, the result is the gradients that the
+        optimizer receives. Each step starts from the initial parameters and trains the next batch,
+        or this rank's part of the batch. All ranks use the same seed if ``seed`` is odd, and
+        different seeds if it is even. Noise must be correct in both cases.
+
+        ``rate`` is the learning rate. The default is `RATE`, or 1/`RATE` if `judges_received`, with
+        which nothing moves parameters before their gradients are computed.
         """
-        one_process = case.gpus == 1
-        plain = case.optimizer == "sgd"
-        options: dict[str, Any] = {
-            "noise_multiplier": sigma,
-            "max_grad_norm": threshold,
-            "learning_rate": RATE,
-        }
-        trainer, _ = build(case, self.device, 1, seed=seed, alone=one_process, **options)
-        if not one_process and seed % 2:
+        rate = rate or (1 / RATE if self.judges_received else RATE)
+        options = {"noise_multiplier": sigma, "max_grad_norm": threshold, "learning_rate": rate}
+        trainer, parameters = self._built(case, seed, **options)
+        trained = {name: parameters[name] for name in self.trained}
+        starts = {name: local_shard(self.start[name], p) for name, p in parameters.items()}
+        before = {name: self.start[name].double() for name in trained}
+        several = case.gpus > 1
+        for batch in islice(cycle(batches), number):
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(starts[name])
+            own = part_of_this_rank(batch) if several else batch
+            update = self._update(trainer, own, trained, before, plain=case.optimizer == "sgd")
+            self.differ_between_ranks |= names_that_differ(update) if several else set()
+            self.changed_frozen |= {
+                name
+                for name, parameter in parameters.items()
+                if name not in trained and not torch.equal(gathered(parameter), self.start[name])
+            }
+            if self.keeps_weights:
+                before = values_of(trained)
+            yield update
+
+    def _built(
+        self, case: Case, seed: int, **options: Any
+    ) -> tuple[TrainerBase, dict[str, nn.Parameter]]:
+        """Build the trainer of a case, and return its parameters by their names in this model."""
+        trainer, _ = build(case, self.device, 1, seed=seed, alone=case.gpus == 1, **options)
+        if case.gpus > 1 and seed % 2:
             torch.manual_seed(seed)
         model = without_dropout(trainer.model)
         parameters = {_name_in_model(name): p for name, p in model.named_parameters()}
-        buffers = {_name_in_model(name): b for name, b in model.named_buffers()}
         if parameters.keys() != self.start.keys():
             other = sorted(parameters.keys() ^ self.start.keys())[0]
             raise ConfigurationError(
                 f"{type(trainer).__name__} does not train the workload's model: only one of the "
                 f"two models has the parameter {other}"
             )
-        trained = {name: parameters[name] for name in self.trained}
-        step_of = _update_of_sgd if plain else _update_of_other
-        starts = {name: local_shard(self.start[name], p) for name, p in parameters.items()}
-        before = {name: self.start[name].double() for name in trained}
         with torch.no_grad():
-            for name in buffers.keys() & self._buffers.keys():  # initial buffers may be random
-                buffers[name].copy_(self._buffers[name])
-        for batch in islice(cycle(batches), number):
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(starts[name])
-            update = step_of(
-                trainer, batch if one_process else part_of_this_rank(batch), trained, before
-            )
-            self.differ_between_ranks |= set() if one_process else names_that_differ(update)
-            self.changed_frozen |= {
-                name
-                for name, parameter in parameters.items()
-                if name not in trained and not torch.equal(gathered(parameter), self.start[name])
+            for name, buffer in _buffers(model).items():  # initial buffers may be random
+                if name in self._buffers:
+                    buffer.copy_(self._buffers[name])
+        return trainer, parameters
+
+    def _update(
+        self,
+        trainer: TrainerBase,
+        batch: Batch,
+        trained: Parameters,
+        before: Gradients,
+        *,
+        plain: bool,
+    ) -> Gradients:
+        """Take a step, and return the gradients with which it updates the parameters.
+
+        Parameters that an optimizer other than SGD did not move get zeros. If a trainer merges the
+        update with the noise, noisy gradients never exist in memory. In this case, the gradients
+        are computed from the optimizer's moving averages, which are set to zero before the step.
+
+        Args:
+            trainer: the trainer.
+            batch: the batch, or this rank's part of it.
+            trained: the trained parameters.
+            before: their values before the step.
+            plain: whether the optimizer of the case is plain SGD.
+        """
+        if not plain:
+            zero_averages(trainer.plain_optimizer)
+        update = self._latest = Update(trainer, trained, batch)
+        self.received, rates, after = update.received, update.rates, values_of(trained)
+        if self.judges_received and self.received:
+            return self.received
+        if plain:
+            return {
+                name: (before[name] - value) / (rates.get(name) or RATE)
+                if rates.get(name) or name not in self.received
+                else self.received[name]
+                for name, value in after.items()
             }
-            self.buffers = {name: b.detach().clone() for name, b in buffers.items()}
-            yield update
+        moved = {name for name, value in after.items() if not torch.equal(before[name], value)}
+        received = self.received or {name: torch.zeros_like(value) for name, value in after.items()}
+        if moved and not self.received:
+            received = gradients_from_averages(trainer.plain_optimizer, trained)
+        if moved and not received:
+            raise ConfigurationError(
+                f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure, "
+                "so verify can check it only with --optimizer sgd"
+            )
+        return {n: g * (n in moved or not rates.get(n, RATE)) for n, g in received.items()}
+
+    def restores_weights(self, case: Case, batch: Batch) -> bool:
+        """Return whether a step with a negligible learning rate undoes a change of parameters.
+
+        Then the trainer keeps the weights itself, and copies them to the model.
+        """
+        trainer, parameters = self._built(case, 0, learning_rate=1 / RATE**3)
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.add_(1)
+        changed = values_of(parameters)
+        trainer.train_step(part_of_this_rank(batch) if case.gpus > 1 else batch)
+        return any(
+            bool((changed[name] - value > 0.5).any())
+            for name, value in values_of(parameters).items()
+        )
+
+    def left(self, *, parameters: bool) -> dict[str, Tensor]:
+        """Return what the latest step left behind: buffers, and the state of optimizers.
+
+        ``parameters`` adds the trained parameters.
+        """
+        update = self._latest
+        left = _buffers(update.trainer.model) | (dict(update.trained) if parameters else {})
+        for optimizer in (update.trainer.plain_optimizer, update.optimizer):
+            left |= state_of(optimizer, update.trained) if optimizer else {}
+        return {name: gathered(each.detach()).clone() for name, each in left.items()}
 
 
 def _name_in_model(name: str) -> str:
@@ -166,94 +261,8 @@ def _name_in_model(name: str) -> str:
     return name.removeprefix("_module.").removeprefix("module.")
 
 
-Parameters = Mapping[str, nn.Parameter]
-
-
-def _update_of_sgd(trainer: Any, batch: Batch, trained: Parameters, before: Gradients) -> Gradients:
-    """Take a step of plain SGD. Return the subtracted update, divided by the learning rate."""
-    trainer.train_step(batch)
-    return {name: (before[name] - value) / RATE for name, value in values_of(trained).items()}
-
-
-def _update_of_other(
-    trainer: Any, batch: Batch, trained: Parameters, before: Gradients
-) -> Gradients:
-    """Take a step. Return the gradients that the plain optimizer receives.
-
-    Parameters that did not move get zeros. If a trainer merges the update with the noise, noisy
-    gradients never exist in memory. In this case, the gradients are computed from the optimizer's
-    moving averages, which are set to zero before the step.
-    """
-    optimizer = trainer.plain_optimizer
-    received = {name: torch.zeros_like(value) for name, value in before.items()}
-    seen = False
-
-    def record_gradients(
-        stepping: object, args: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> None:
-        nonlocal seen
-        if stepping is not optimizer:
-            return
-        # A closure would compute gradients only after this hook.
-        seen = len(args) == 1 and options.get("closure") is None
-        for name, p in trained.items():
-            if p.grad is not None:
-                received[name] += gathered(p.grad).double()
-
-    for state in optimizer.state.values():
-        if (average := _average_in(state)) is not None:
-            average.zero_()
-    # The hook is global: trainers may step differently if the optimizer itself has hooks.
-    hook = register_optimizer_step_pre_hook(record_gradients)
-    try:
-        trainer.train_step(batch)
-    finally:
-        hook.remove()
-    moved = {name for name, v in values_of(trained).items() if not torch.equal(before[name], v)}
-    if moved and not seen:
-        received = _gradients_from_averages(optimizer, trained)
-    if moved and not received:
-        raise ConfigurationError(
-            f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure, so "
-            "verify can check it only with --optimizer sgd"
-        )
-    return {name: g * (name in moved) for name, g in received.items()}
-
-
-def _average_in(state: Mapping[str, Any]) -> Tensor | None:
-    average: Tensor | None = state.get("exp_avg", state.get("momentum_buffer"))
-    return average
-
-
-def _gradients_from_averages(
-    optimizer: torch.optim.Optimizer, trained: Parameters
-) -> dict[str, Tensor]:
-    """Compute the gradients of one step from an optimizer's moving averages that began at zero.
-
-    Return an empty dict if the optimizer has no such averages, or if its options, such as coupled
-    weight decay, do not allow the computation.
-    """
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    found = {}
-    for name, parameter in trained.items():
-        average, group = _average_in(optimizer.state.get(parameter, {})), groups.get(parameter, {})
-        decays = group.get("weight_decay") and not group.get("decoupled_weight_decay")
-        if average is None or decays or group.get("dampening") or group.get("maximize"):
-            return {}
-        found[name] = gathered(average).double() / (1 - group.get("betas", (0.0,))[0])
-    return found
-
-
-def values_of(parameters: Parameters) -> dict[str, Tensor]:
-    """Return whole parameters in float64, gathered from the ranks' shards."""
-    return {name: gathered(p.detach()).double() for name, p in parameters.items()}
-
-
-def local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's shard of a value, or the whole value of an unsharded parameter."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {_name_in_model(name): buffer for name, buffer in model.named_buffers()}
 
 
 def part_of_this_rank(batch: Batch) -> Batch:

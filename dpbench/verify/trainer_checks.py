@@ -122,6 +122,7 @@ def _take_noisy_steps(case: Case, device: str) -> list[dict[str, Any]]:
 
 def _noise_of_rank(device: str, case: Case) -> dict[str, Any]:
     model, whole = TrainedModel(case, pick_device(device), STEPS), replace(case, micro_batches=1)
+    list(model.steps(whole, model.first_steps, model.batches, 0.0))  # as in the verifying process
     steps = noisy_steps(model, whole, model.batches, STEPS, SIGMA, THRESHOLD, OTHER_PROCESS_SEED)
     arrays = [{name: g.float().cpu().numpy() for name, g in step.items()} for step in steps]
     return {"noise": arrays}

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import cycle
 from operator import itemgetter
 
 import torch
@@ -15,6 +16,7 @@ from dpbench.core.case import Case
 from dpbench.training.correlated_noise import INDEPENDENT, whitening
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check
+from dpbench.verify.left_behind import holds_no_data
 from dpbench.verify.noise import check_noise
 from dpbench.verify.noise_draw import Draw
 from dpbench.verify.reference import Examples, Gradients, distances, thresholds
@@ -23,19 +25,14 @@ from dpbench.workloads.base import Batch
 
 STEPS = 2
 """Usual number of steps in one run of a trainer."""
-FIRST_RUN_STEPS = 8
-"""Number of steps of the first run, enough to find noise that repeats every few steps. The first
-run of a large model has `STEPS` steps."""
-LARGE_MODEL = 2**21
-"""Number of trained elements above which a model is large. The noise of many steps of a large model
-would take gigabytes."""
 TOLERANCE = 1e-5
 """Largest allowed relative error of a parameter's gradient at fp32. `Verification._tolerance`
 allows more if PyTorch's float32 norms have larger errors."""
 SIGMA = 1e4
 """Noise multiplier σ of most noise checks. The gradient is negligible beside such noise."""
-SMALL_SIGMA, FRACTIONAL_SIGMA = 0.05, 1.6
-"""Two more noise multipliers. With `SMALL_SIGMA`, the gradient is not negligible."""
+SMALL_SIGMA, FRACTIONAL_SIGMA = 0.0137, 1.37
+"""Two more noise multipliers. Beside `SMALL_SIGMA`, the gradient is not negligible. Its decimals
+find trainers that round σ."""
 ROUNDED_SIGMA = 1e-12
 """Noise multiplier whose noise is negligible. It is not 0, to find trainers that clip only if σ =
 0."""
@@ -45,6 +42,11 @@ THRESHOLD = 0.7
 LOW_THRESHOLD = 1e-3
 """Clipping threshold with σ = `SMALL_SIGMA`, as a share of `Verification.below_all`. It makes
 unclipped gradients stand out from the noise."""
+DATA_THRESHOLD = 1e-9
+"""Clipping threshold of `Verification.left_behind`, as a share of `Verification.below_all`. A raw
+gradient stands out from noise in proportion to so small a threshold."""
+NO_OPTIMIZER = ", if the movement is SGD's, since the trainer calls no step() of an optimizer"
+"""End of a message about a trainer that moves parameters itself."""
 MIN_NOISE = 128
 """Smallest number of noise elements of each parameter in a run with σ = `SIGMA`. Two such runs are
 enough to detect noise that has twice the correct standard deviation."""
@@ -53,10 +55,6 @@ SEED_STRIDE = 10_000
 each rank from an even seed. The factor keeps the derived seeds larger than all odd seeds."""
 KEPT_NOISE = 2**16
 """Largest number of noise elements of each parameter that are kept if σ < `SIGMA`."""
-DATA_SHARE = 1e-3
-"""Largest allowed change of a buffer by one example, as a share of the change by noise. In a buffer
-that is computed only from noisy parameters, such as a moving average, the share is usually below
-1/`SIGMA`."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +140,13 @@ class Verification:
             other_process: noisy steps of another process. Their noise must not occur in this
                 process.
         """
-        # Noisy steps come first, as in the other process. So noise that repeats in both processes
-        # has the same position in both.
-        draws = self.draw_all(other_process)
         yield Check.judged("reference", [], "", self.model.reference)
-        yield self.gradient(", half clipped", self.batchings[0], self.half, 0.0)
+        # The same number of steps comes before the noisy steps in the other process. So noise that
+        # repeats in both processes has the same position in both.
+        yield self.gradient(
+            ", half clipped", self.batchings[0], self.half, 0.0, self.model.first_steps
+        )
+        draws = self.draw_all(other_process)
         sigmas = (ROUNDED_SIGMA, ROUNDED_SIGMA, 0.0)
         for sigma, batching in zip(sigmas, self.batchings, strict=False):
             yield self.gradient(", all clipped", batching, self.below_all, sigma)
@@ -158,7 +158,7 @@ class Verification:
             yield from check_noise(draws, self.model.dtype, runs)
         else:
             yield Check("noise", NOT_JUDGED, "", IN_RANK_0)
-        yield self.buffers()
+        yield self.left_behind(self.model.first_steps)
         changed = [f"{name}: is frozen, but changes" for name in sorted(self.model.changed_frozen)]
         frozen = len(self.model.start) - len(self.model.trained)
         yield Check.judged("frozen parameters stay", changed, "", f"{frozen} frozen")
@@ -171,26 +171,54 @@ class Verification:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def gradient(self, what: str, batching: Batching, threshold: float, sigma: float) -> Check:
-        """Check that steps without noticeable noise subtract the mean of clipped gradients."""
-        case = batching.case
-        steps = [*self.model.steps(case, STEPS, batching.batches, sigma, threshold)]
-        far = self.distances(batching, steps, threshold)
+    def gradient(
+        self, what: str, batching: Batching, threshold: float, sigma: float, number: int = STEPS
+    ) -> Check:
+        """Check that steps without noticeable noise subtract the mean of clipped gradients.
+
+        If parameters do not move so, but an optimizer receives these means, then from now on what
+        the optimizer receives is judged, and `left_behind` judges what becomes of the parameters.
+        If no optimizer steps, the trainer may keep the weights itself. Then from now on the
+        movement begins at the value after the last step.
+        """
+        case, model = batching.case, self.model
         tolerance = self.tolerance(batching.label, threshold)
+
+        def take() -> tuple[list[Gradients], list[dict[str, float]]]:
+            steps = [*model.steps(case, number, batching.batches, sigma, threshold)]
+            return steps, self.distances(batching, steps, threshold)
+
+        steps, far = take()
+        if _largest(far) > tolerance and not model.keeps_weights and not model.judges_received:
+            model.judges_received = bool(model.received)
+            model.keeps_weights = not model.received and model.restores_weights(
+                case, batching.batches[0]
+            )
+            others, of_others = take()
+            if _largest(of_others) <= tolerance:
+                steps, far = others, of_others
+            else:
+                model.judges_received = model.keeps_weights = False
         near = 1e-3 if case.precision == "fp32" else 0.05
         parts = case.micro_batches * case.gpus
-        known = cache(lambda i: batching.examples[i].candidate_means(self.clips, threshold, parts))
+        known = cache(
+            lambda i: self._examples(batching, i).candidate_means(self.clips, threshold, parts)
+        )
         wrong = []
-        for name in self.model.trained:
+        for name in model.trained:
             if off := [i for i, step in enumerate(far) if step[name] > tolerance]:
                 i = off[0]
-                error = batching.examples[i].diagnose(name, steps[i][name], known(i), near)
+                error = self._examples(batching, i).diagnose(name, steps[i][name], known(i), near)
                 error = error or f"off by {far[i][name]:.2g} of its norm"
+                error += "" if model.received else NO_OPTIMIZER * (case.optimizer == "sgd")
                 wrong.append(f"{name}: {f'from step {i + 1} on, ' if i else ''}{error}")
         most = _largest(far)
         worst = next(name for step in far for name in step if step[name] == most)
         name = f"gradient{batching.label}{what}"
         return Check.judged(name, wrong, worst, f"{most:.2g} (≤ {tolerance:.2g})")
+
+    def _examples(self, batching: Batching, step: int) -> Examples:
+        return batching.examples[step % STEPS]
 
     def distances(
         self, batching: Batching, steps: Sequence[Gradients], threshold: float
@@ -204,7 +232,7 @@ class Verification:
         for added in (1e-6, 0.0):
             wanted = [self.clipped(each, threshold, added) for each in batching.examples]
             sizes = [each.sizes for each in batching.examples]
-            tried.append(list(map(distances, steps, wanted, sizes)))
+            tried.append(list(map(distances, steps, cycle(wanted), cycle(sizes))))
         return min(tried, key=_largest)
 
     def clipped(self, examples: Examples, threshold: float, added: float = 0.0) -> Gradients:
@@ -225,6 +253,10 @@ class Verification:
         steps = [*self.model.steps(opacus, STEPS, batching.batches, 0.0, threshold)]
         return min(2 * _largest(self.distances(batching, steps, threshold)), 0.5)
 
+    def left_behind(self, number: int) -> Check:
+        """Check that noise hides how one example changes what ``number`` steps leave behind."""
+        return holds_no_data(self.model, self.case, DATA_THRESHOLD * self.below_all, number)
+
     # --- noise -----------------------------------------------------------------------------------
 
     @property
@@ -241,15 +273,14 @@ class Verification:
         Args:
             other_process: steps of another process with the first run's batches, σ and threshold.
         """
-        elements = sum(self.model.start[name].numel() for name in self.model.trained)
         first = self.batchings[0]
-        steps = STEPS if elements > LARGE_MODEL else FIRST_RUN_STEPS
-        draws = self.draws(first, SIGMA, THRESHOLD, steps)
+        draws = self.draws(first, SIGMA, THRESHOLD, self.model.first_steps)
         for batching in self.batchings[1:]:
             draws += self.draws(batching, SIGMA, THRESHOLD, STEPS)
         if self.judges_noise:
             device = self.model.device
-            here = ({name: g.to(device) for name, g in step.items()} for step in other_process)
+            taken = ({name: g.to(device) for name, g in step.items()} for step in other_process)
+            here = differences(taken) if self.model.keeps_weights else taken
             draws += self._drawn("another process", first, SIGMA, THRESHOLD, here)
         for batching in self.batchings:
             draws += self.draws(batching, SMALL_SIGMA, LOW_THRESHOLD * self.below_all, STEPS)
@@ -306,25 +337,6 @@ class Verification:
             times = sum(map(abs, whitening(self.weights, i + 1)))
             yield Draw(run, i + 1, noise, along, slack * times)
 
-    # --- buffers ---------------------------------------------------------------------------------
-
-    def buffers(self) -> Check:
-        """Check that one example changes the model's buffers far less than the noise does."""
-        first, second = self.model.batches
-        other = pytree.tree_map(lambda a, b: torch.cat([b[:1], a[1:]]), first, second)
-
-        def after(batch: Batch, seed: int) -> Gradients:
-            list(self.model.steps(self.case, STEPS, [batch, second], SIGMA, THRESHOLD, seed))
-            return {name: b.double() for name, b in self.model.buffers.items()}
-
-        before, other_data, other_noise = after(first, 1), after(other, 1), after(first, 2)
-        wrong = []
-        for name, buffer in before.items():
-            by_data = (other_data[name] - buffer).norm()
-            if not by_data <= DATA_SHARE * (other_noise[name] - buffer).norm():
-                wrong.append(f"{name}: noise does not hide how one example changes this buffer")
-        return Check.judged("buffers hold no data", wrong, "", f"{len(before)} buffers")
-
 
 def noisy_steps(
     model: TrainedModel,
@@ -344,6 +356,14 @@ def noisy_steps(
     number = max(steps, -(-MIN_NOISE // min(sizes.values())) if sigma == SIGMA else 0)
     for i, step in enumerate(model.steps(case, number, batches, sigma, threshold, seed)):
         yield {name: g for name, g in step.items() if i < steps or sizes[name] < MIN_NOISE}
+
+
+def differences(steps: Iterable[Gradients]) -> Iterator[Gradients]:
+    """Yield the first step, and then the difference of each step from the one before."""
+    before: Gradients = {}
+    for step in steps:
+        yield {name: g - before.get(name, 0) for name, g in step.items()}
+        before = step
 
 
 def _largest(far: Sequence[dict[str, float]]) -> float:

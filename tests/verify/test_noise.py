@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
 
+from dpbench.verify.check_result import NOT_JUDGED
 from dpbench.verify.noise import _along_gradients, _deviations, check_noise
 from dpbench.verify.noise_bounds import (
     log_chance_of_correlation,
@@ -89,6 +91,43 @@ def test_nothing_of_right_noise_is_nearly_as_surprising_as_what_fails() -> None:
             likeliest = min((each.log_chance for each in found), default=0.0)
             rarest = min(rarest, likeliest + math.log(max(comparisons, 1)))
         assert rarest > math.log(1e-4)
+
+
+def test_one_step_in_a_hundred_with_less_noise_is_named_by_parameter() -> None:
+    generator = torch.Generator().manual_seed(2)
+    draws = [Draw("", step, {"bias": torch.randn(32, generator=generator)}) for step in range(240)]
+    assert all(check.passed for check in check_noise(draws, torch.float32, "steps"))
+    draws[50].noise["bias"].mul_(0.2)
+    deviation, *_ = check_noise(draws, torch.float32, "steps")
+    [line] = deviation.wrong
+    assert re.fullmatch(r"bias: 0\.[12]\d* times the deviation σC/B \(step 50\)", line)
+
+
+def test_noise_of_no_step_is_not_judged_and_no_pass() -> None:
+    [check] = check_noise([], torch.float32, "steps")
+    assert (check.verdict, check.passed) == (NOT_JUDGED, False)
+
+
+def test_steps_may_have_different_parameters_and_runs_no_name() -> None:
+    generator = torch.Generator().manual_seed(4)
+    shapes: list[dict[str, int]] = [{"a": 300, "b": 3}, {"c": 200}, {"a": 300, "b": 3}]
+    drawn = [{n: torch.randn(k, generator=generator) for n, k in each.items()} for each in shapes]
+    draws = [Draw("", number, noise) for number, noise in enumerate(drawn, 4)]
+    assert all(check.verdict == "ok" for check in check_noise(draws, torch.float32, "steps"))
+    drawn[1]["c"].copy_(drawn[0]["a"][:200])
+    assert [
+        line
+        for check in check_noise(draws, torch.float32, "steps")
+        for line in check.wrong
+        if check.name == "noise: steps" and line.startswith("c")
+    ] == ["c: its noise in step 5 correlates with that of a in step 4 (r = 1 of 200)"]
+
+
+def test_every_number_of_a_noise_test_shows_its_limit() -> None:
+    for check in check_noise(
+        drawn(torch.float32, torch.Generator().manual_seed(5)), torch.float32, ""
+    ):
+        assert check.error_text.endswith(" (≥ 7e-08)")
 
 
 @pytest.mark.parametrize("size", [16, 17, 100, 1001])
