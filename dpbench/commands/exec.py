@@ -65,7 +65,7 @@ from dpbench.results.run import Run
 from dpbench.runner import measure
 from dpbench.session import Session
 from dpbench.session_files import reporting, sources
-from dpbench.verify.check_result import NOT_JUDGED, Check
+from dpbench.verify.check_result import NOTE, OK, Check
 
 COMMON = (
     *("--instrument", "--skip", "--steps", "--batch-size", "--baseline", "--verify", "--output"),
@@ -202,7 +202,7 @@ def run(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace, settings: Settings) -> int:
     """Run the script, and print the checks of its steps.
 
-    The exit code is 1 if a check or the script failed, or if no gradient was compared.
+    The exit code is 1 if a check or the script failed, or if anything could not be judged.
     """
     refused = [name for name in REFUSED_BY_VERIFY if getattr(options, name, None)]
     if refused or options.go_on:
@@ -219,8 +219,7 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
         pending.cancel()
         if checks := [Check(**check) for check in pending.record.get("checks", ())]:
             print(as_text(case, checks))
-    compared = any(c.name == "gradient" and c.verdict != NOT_JUDGED for c in checks)
-    return 0 if compared and all(check.passed for check in checks) else 1
+    return 0 if checks and all(check.verdict in (OK, NOTE) for check in checks) else 1
 
 
 def _measure(session: Session, case: Script, scripts: Sequence[ScriptRun]) -> None:

@@ -20,8 +20,8 @@ from dpbench.verify.check_result import FAILED, NOT_JUDGED, OK, Check
 from tests.verify import scripts
 
 Checks = dict[str, Check]
-ALWAYS = {"loss and sampling"}
-"""What no script can be checked for."""
+NOTES = {"loss and sampling", "seed"}
+"""What no script can be checked for, and what its readers should know."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 
 def verdicts(checks: Checks, verdict: str) -> set[str]:
-    return {name for name, check in checks.items() if check.verdict == verdict} - ALWAYS
+    return {name for name, check in checks.items() if check.verdict == verdict} - NOTES
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,9 @@ def verdicts(checks: Checks, verdict: str) -> set[str]:
 )
 def test_right_private_script_passes_every_check(verified: Callable[..., Checks], how: str) -> None:
     checks = verified("private.py", *how.split())
-    assert verdicts(checks, OK) == checks.keys() - ALWAYS
-    assert checks["gradient"].error_text.endswith(
-        "clipped per layer" if how == "per-layer" else "clipped to 0.1"
-    )
+    assert verdicts(checks, OK) == checks.keys() - NOTES
+    clips = "clipped per layer" if how == "per-layer" else "clipped to 0.1"
+    assert clips in checks["gradient"].error_text
 
 
 ADAPTIVE = """
@@ -123,13 +122,13 @@ def test_thresholds_that_adapt_and_models_that_take_turns_pass(
 
 
 @pytest.mark.parametrize("how", ["plain", "plain lora adamw accumulate scheduler"])
-def test_script_without_privacy_passes_and_is_said_not_to_clip(
+def test_script_without_privacy_is_said_to_have_none(
     verified: Callable[..., Checks], how: str
 ) -> None:
     checks = verified("private.py", *how.split())
     assert verdicts(checks, NOT_JUDGED) == {"clipping and noise"}
     assert not verdicts(checks, FAILED)
-    assert checks["gradient"].error_text.endswith("not clipped by example")
+    assert checks["clipping and noise"].error_text.startswith("not private")
 
 
 @pytest.mark.parametrize(
@@ -145,12 +144,6 @@ def test_script_without_privacy_passes_and_is_said_not_to_clip(
             "plain lora idle-adapters",
             "parameters get gradients",
             "0.down.weight, 0.up.weight, 2.down.weight and 1 more: no gradient in 3 steps",
-        ),
-        (
-            "plain hoards",
-            "gradient",
-            "0.weight, 0.bias, 2.weight and 3 more: still has the gradient of the last step: "
-            "nothing sets it to zero",
         ),
         (
             "hooks half-forgotten",
@@ -198,7 +191,7 @@ def test_noise_that_is_too_small_fails_and_the_gradient_beneath_it_passes(
 ) -> None:
     checks = verified("private.py", "hooks", "little-noise")
     assert verdicts(checks, FAILED) == {"noise: deviation"}
-    assert checks["noise: deviation"].wrong[0].endswith("but σC is 0.1")
+    assert checks["noise: deviation"].wrong[0].startswith("0.weight: 0.")
     assert checks["gradient"].verdict == OK
 
 
@@ -206,9 +199,7 @@ def test_noise_that_is_too_small_fails_and_the_gradient_beneath_it_passes(
     ("how", "check", "why"),
     [
         ("noiseless", "noise", "σ is 0"),
-        ("plain batch-norm", "gradient", "a call cannot be repeated for one example: Expected"),
-        ("plain random", "gradient", "its layers mix examples, or are random"),
-        ("plain own-clipping", "gradient", "if the script's own code clips them"),
+        ("hooks random", "gradient", "its layers mix examples, or are random"),
     ],
 )
 def test_what_cannot_be_checked_is_named(
@@ -234,7 +225,7 @@ def test_exit_status_says_whether_gradients_were_compared_and_right(
 
     monkeypatch.setattr("dpbench.instruments.script.subprocess.Popen", ProcessHere)
     verify = ["exec", "--verify", "--skip=0", "--steps=2"]
-    for how, status in (("hooks", 0), ("unclipped", 1), ("plain own-clipping", 1)):
+    for how, status in (("hooks", 0), ("unclipped", 1), ("plain", 1), ("noiseless", 1)):
         assert main([*verify, "private.py", *how.split()]) == status
         assert "verify private" in capfd.readouterr().out
     assert main([*verify, "--json=run.json", "private.py"]) == 2
