@@ -79,6 +79,7 @@ class Recorder(PhaseListener):
 
     Attributes:
         quick: whether making rows is fast enough to do so after each step.
+        compares_steps: whether optimizers must take the same turns in each step.
         hears_warmup: whether the recorder also observes a case's warm-up steps.
         calls: receives the calls that the training loop makes.
         more: further entries of a script's record.
@@ -94,6 +95,7 @@ class Recorder(PhaseListener):
 
     quick: ClassVar[bool] = True
     hears_warmup: ClassVar[bool] = False
+    compares_steps: ClassVar[bool] = True
 
     calls = Calls()
     more: Mapping[str, Any] = MappingProxyType({})

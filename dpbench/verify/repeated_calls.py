@@ -183,4 +183,6 @@ def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
                 owner.hooks_enabled = False
             for buffer in module.buffers():
                 undo.callback(buffer.copy_, buffer.clone())
+            for layer in module.modules():  # a call may also replace a buffer
+                undo.callback(layer._buffers.update, dict(layer._buffers))
         yield

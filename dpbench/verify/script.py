@@ -375,7 +375,7 @@ class StepChecks(Calls):
             self.clips[f"clipped to {handed.threshold:.4g}"] = None
         for call in calls:
             if call.misread:
-                self.wrong.setdefault(call.misread, {})[worst] = None
+                self.wrong[call.misread] = dict.fromkeys(far)
         for name in (name for name, distance in far.items() if distance > tolerance):
             seen = handed.without_noise[name]
             what = examples.diagnose(name, seen, known, 10 * tolerance) or f"not {CORRECT}"
