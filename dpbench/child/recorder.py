@@ -46,7 +46,13 @@ class NullListener(PhaseListener):
 
 
 class Calls:
-    """Receives the calls that the training loop makes in a step. This base class does nothing."""
+    """Receives the calls that the training loop makes in a step. This base class does nothing.
+
+    Attributes:
+        compares_steps: whether optimizers must take the same turns in each step.
+    """
+
+    compares_steps: ClassVar[bool] = True
 
     def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
         """Return ``call(module, *args, **options)``, the result of a module called by the loop."""
@@ -79,7 +85,6 @@ class Recorder(PhaseListener):
 
     Attributes:
         quick: whether making rows is fast enough to do so after each step.
-        compares_steps: whether optimizers must take the same turns in each step.
         hears_warmup: whether the recorder also observes a case's warm-up steps.
         calls: receives the calls that the training loop makes.
         more: further entries of a script's record.
@@ -95,7 +100,6 @@ class Recorder(PhaseListener):
 
     quick: ClassVar[bool] = True
     hears_warmup: ClassVar[bool] = False
-    compares_steps: ClassVar[bool] = True
 
     calls = Calls()
     more: Mapping[str, Any] = MappingProxyType({})

@@ -138,7 +138,7 @@ class StepFinder:
                 )
             self.steps += steps - 1
             self.end_step()
-        elif self.turns.is_complete_round or not self.recorder.compares_steps:
+        elif self.turns.is_complete_round or not self.calls.compares_steps:
             self.turns.most_turns = max(self.turns.most_turns, self.turns.turns_taken)
             self.turns.begin_step()
             self.end_step()

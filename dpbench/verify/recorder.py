@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class CheckingRecorder(Recorder):
     """Checks a script's steps. `rows` returns no rows, and `more` contains the checks."""
 
-    quick = compares_steps = False
+    quick = False
 
     @cached_property
     def calls(self) -> StepChecks:  # type: ignore[override]

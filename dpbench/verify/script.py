@@ -121,6 +121,8 @@ class Handed:
 class StepChecks(Calls):
     """Records the calls of each step, and checks what private steps hand over."""
 
+    compares_steps = False
+
     def __init__(self) -> None:
         self.steps = 0
         self.worst: list[tuple[float, str, float]] = []  # error, parameter, tolerance
