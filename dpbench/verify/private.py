@@ -1,12 +1,11 @@
-"""What a private training shows of its steps, and Opacus's optimizers as such trainings."""
+"""What a private step shows of itself, and the steps of Opacus's optimizers."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,12 @@ Threshold = float | list[float]
 """The clipping threshold, or one threshold for each parameter."""
 
 
-@runtime_checkable
-class PrivateTraining(Protocol):
-    """A training whose steps hand private gradients to an ordinary optimizer.
+class PrivateStep(Protocol):
+    """A step that hands private gradients over to an ordinary optimizer.
 
-    The gradient that is handed over is the sum of the examples' clipped gradients and of noise with
-    the standard deviation σC, divided by ``divisor``.
+    The gradient is the sum of the examples' clipped gradients and of noise with the standard
+    deviation σC, divided by ``divisor``. An optimizer other than Opacus's offers its steps by a
+    method ``private_step``, which is called when the step begins.
 
     Attributes:
         inner: the optimizer to which gradients are handed over.
@@ -35,28 +34,25 @@ class PrivateTraining(Protocol):
         threshold: the clipping threshold C, or a list of one threshold for each parameter, whose
             norm is C.
         mean: whether the loss is a mean over examples, not a sum.
-        batch_size: the expected number of examples by which a sum is divided for each accumulated
-            batch; 1 if sums are not divided.
+        batch_size: the expected number of examples of each accumulated batch, by which a sum is
+            divided; 1 if sums are not divided.
         divisor: the number by which the sum of this step is divided.
     """
 
-    @property
-    def inner(self) -> Optimizer: ...
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]: ...
-    @property
-    def sigma(self) -> float: ...
-    @property
-    def threshold(self) -> Threshold: ...
-    @property
-    def mean(self) -> bool: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def divisor(self) -> int: ...
+    inner: Optimizer
+    parameters: Sequence[nn.Parameter]
+    sigma: float
+    threshold: Threshold
+    mean: bool
+    batch_size: int
+    divisor: int
 
-    def lower(self, threshold: Threshold, modules: Sequence[nn.Module]) -> None:
-        """Lower the clipping threshold wherever it is kept, also by the hooks of modules."""
+    def lower(self, wanted: Threshold, modules: Sequence[nn.Module]) -> Threshold | None:
+        """Lower the threshold of later steps wherever it is kept, also by the hooks of modules.
+
+        Returns:
+            The threshold before; None if it is not above ``wanted``.
+        """
 
     def without_noise(self, step: Callable[[], Any], seed: int) -> list[Tensor] | None:
         """Return the gradients that a step with σ = 0 would hand over, and undo the step.
@@ -70,58 +66,41 @@ class PrivateTraining(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class OpacusOptimizer:
-    """A `PrivateTraining` by an optimizer of Opacus, which also may be of a derived class."""
+class OpacusStep(PrivateStep):
+    """A step of an optimizer of Opacus, which may be of a derived class."""
 
-    outer: Any
-
-    @property
-    def inner(self) -> Optimizer:
-        inner: Optimizer = self.outer.original_optimizer
-        return inner
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [*self.outer.params]
-
-    @property
-    def sigma(self) -> float:
-        sigma = float(getattr(self.outer, SIGMAS[1], self.outer.noise_multiplier))
-        if sigma and (of_count := getattr(self.outer, "unclipped_num_std", 0)):
+    def __init__(self, outer: Any) -> None:
+        self.outer, self.inner, self.parameters = outer, outer.original_optimizer, [*outer.params]
+        self.sigma = float(getattr(outer, SIGMAS[1], outer.noise_multiplier))
+        if self.sigma and (of_count := getattr(outer, "unclipped_num_std", 0)):
             # Adaptive clipping spends part of the privacy budget on a count of unclipped
             # gradients, so the gradients' noise is larger (https://arxiv.org/abs/1905.03871).
-            sigma = (sigma**-2 - (2 * of_count) ** -2) ** -0.5
-        return sigma
+            self.sigma = (self.sigma**-2 - (2 * of_count) ** -2) ** -0.5
+        self.threshold = self._threshold()
+        self.mean = outer.loss_reduction == "mean"
+        self.batch_size = outer.expected_batch_size if self.mean else 1
+        self.divisor = self.batch_size * (outer.accumulated_iterations if self.mean else 1)
 
-    @property
-    def threshold(self) -> Threshold:
+    def _threshold(self) -> Threshold:
         each = getattr(self.outer, "max_grad_norms", None)
-        return [*map(float, each)] if each is not None else float(self.outer.max_grad_norm)
+        return float(self.outer.max_grad_norm) if each is None else [*map(float, each)]
 
-    @property
-    def mean(self) -> bool:
-        return bool(self.outer.loss_reduction == "mean")
-
-    @property
-    def batch_size(self) -> int:
-        return self.outer.expected_batch_size if self.mean else 1
-
-    @property
-    def divisor(self) -> int:
-        return self.batch_size * (self.outer.accumulated_iterations if self.mean else 1)
-
-    def lower(self, threshold: Threshold, modules: Sequence[nn.Module]) -> None:
-        """See `PrivateTraining.lower`."""
-        if isinstance(threshold, list):
-            self.outer.max_grad_norms = threshold
-        self.outer.max_grad_norm = float(torch.tensor(threshold).norm())
+    def lower(self, wanted: Threshold, modules: Sequence[nn.Module]) -> Threshold | None:
+        """See `PrivateStep.lower`."""
+        now = torch.tensor(before := self._threshold())
+        if now.ndim != torch.tensor(wanted).ndim or not (now > torch.tensor(wanted)).any():
+            return None
+        lowered = torch.minimum(now, torch.tensor(wanted))
+        if lowered.ndim:
+            self.outer.max_grad_norms = lowered.tolist()
+        self.outer.max_grad_norm = float(lowered.norm())
         for owner in (owner for module in modules for owner in hook_owners(module)):
             if hasattr(owner, "max_grad_norm"):
                 owner.max_grad_norm = self.outer.max_grad_norm
+        return before
 
     def without_noise(self, step: Callable[[], Any], seed: int) -> list[Tensor] | None:
-        """See `PrivateTraining.without_noise`."""
+        """See `PrivateStep.without_noise`."""
 
         def stop(optimizer: Any, args: Any, options: Any) -> None:
             if optimizer is self.inner:
@@ -148,7 +127,7 @@ class OpacusOptimizer:
 
 
 def handed_without_noise(
-    private: PrivateTraining, step: Callable[[], Any], number: int
+    private: PrivateStep, step: Callable[[], Any], number: int
 ) -> list[Tensor] | None:
     """Take a step without noise two or three times, and return the gradients if they agree.
 

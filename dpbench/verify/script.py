@@ -29,8 +29,8 @@ from dpbench.verify.influence import Influences, tensors_in
 from dpbench.verify.noise import check_noise
 from dpbench.verify.noise_draw import Draw
 from dpbench.verify.private import (
-    OpacusOptimizer,
-    PrivateTraining,
+    OpacusStep,
+    PrivateStep,
     Threshold,
     gradient_of,
     handed_without_noise,
@@ -99,25 +99,6 @@ class Source:
     sizes: deque[int] = field(default_factory=lambda: deque(maxlen=3))
 
 
-@dataclass
-class Handed:
-    """The gradients that a private step hands over, without noise.
-
-    Attributes:
-        private: the training.
-        sigma: σ of this step.
-        without_noise: the gradients by parameter.
-        threshold: the clipping threshold, or one for each parameter.
-        divisor: the number by which the sum of gradients is divided.
-    """
-
-    private: PrivateTraining
-    sigma: float
-    without_noise: Gradients
-    threshold: Threshold
-    divisor: int
-
-
 class StepChecks(Calls):
     """Records the calls of each step, and checks what private steps hand over."""
 
@@ -144,9 +125,9 @@ class StepChecks(Calls):
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
-        self._private: dict[int, PrivateTraining] = {}  # by the inner optimizer
+        self._private: dict[int, PrivateStep] = {}  # latest steps, by the inner optimizer
         self._parts: dict[int, list[list[Call]]] = {}  # calls of a step that is under way
-        self._handed: dict[int, Handed | None] = {}  # by the inner optimizer
+        self._handed: dict[int, Gradients] = {}  # gradients without noise, to be handed over
         self._lowered: dict[int, Threshold] = {}  # thresholds at which norms are clipped
         self._own: dict[int, Threshold] = {}  # the script's thresholds that have been lowered
 
@@ -199,8 +180,7 @@ class StepChecks(Calls):
         self._passes += 1
 
     def private_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
-        known = isinstance(optimizer, PrivateTraining)
-        private: PrivateTraining = optimizer if known else OpacusOptimizer(optimizer)
+        private = getattr(optimizer, "private_step", lambda: OpacusStep(optimizer))()
         names = {id(p): name for name, p in self.parameters().items()}
         own = {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(private.parameters)}
         key, ids = id(private.inner), {id(p) for p in own.values()}
@@ -211,27 +191,25 @@ class StepChecks(Calls):
         self._parts.setdefault(key, []).append(made)
         for p in own.values():
             self._judged |= self.influences.of([p.grad, *p.__dict__.values()])
-        with self.influences.paused():
-            try:
-                handed = self._handed_over(private, own, step)
-            except NotChecked as reason:
-                self.reasons[str(reason)], self._handed[key] = None, None
-                return
-            if handed:  # otherwise, the step only accumulates gradients
-                self._handed[key] = handed
-                try:
-                    self._compare(handed, own, self._parts.pop(key))
-                except NotChecked as reason:
-                    self.reasons[str(reason)] = None
+        self._handed[key] = {}
+        try:
+            with self.influences.paused():
+                gradients = handed_without_noise(private, step, self.steps)
+                if gradients is None:  # the step only accumulates gradients
+                    del self._handed[key]
+                else:
+                    self._handed[key] = dict(zip(own, gradients, strict=True))
+                    self._compare(private, own, self._parts.pop(key))
+        except NotChecked as reason:
+            self.reasons[str(reason)] = None
 
     def update(self, optimizer: Any) -> None:
         self._note_parameters(optimizer)
-        if id(optimizer) in self._handed:
-            handed = self._handed.pop(id(optimizer))
-            if handed:
-                with self.influences.paused():
-                    self._draw(handed)
-            for p in self._private[id(optimizer)].parameters:
+        key = id(optimizer)
+        if key in self._handed:
+            with self.influences.paused():
+                self._draw(self._private[key], self._handed.pop(key))
+            for p in self._private[key].parameters:
                 if p.grad is not None:
                     self.influences.assign(p.grad, 0)
         elif any(hasattr(p, "summed_grad") for g in optimizer.param_groups for p in g["params"]):
@@ -310,27 +288,14 @@ class StepChecks(Calls):
     def _lower(self) -> None:
         """Lower thresholds for the next step, so that clipping shows."""
         for key, wanted in self._lowered.items():
-            now = self._private[key].threshold
-            lowered = _smaller(now, wanted)
-            if lowered != now:
-                self._own.setdefault(key, now)
-                self._private[key].lower(lowered, [*self._models.values()])
-
-    def _handed_over(
-        self, private: PrivateTraining, own: Mapping[str, Tensor], step: Callable[[], Any]
-    ) -> Handed | None:
-        sigma, divisor, threshold = private.sigma, private.divisor, private.threshold
-        gradients = handed_without_noise(private, step, self.steps)
-        if gradients is None:
-            return None
-        without_noise = {name: g.double() for name, g in zip(own, gradients, strict=True)}
-        return Handed(private, sigma, without_noise, threshold, divisor)
+            if before := self._private[key].lower(wanted, [*self._models.values()]):
+                self._own.setdefault(key, before)
 
     def _compare(
-        self, handed: Handed, own: Mapping[str, nn.Parameter], parts: Sequence[Sequence[Call]]
+        self, private: PrivateStep, own: Mapping[str, nn.Parameter], parts: Sequence[Sequence[Call]]
     ) -> None:
         """Compare a step's gradients without noise with those of a loop over the examples."""
-        private, key = handed.private, id(handed.private.inner)
+        key = id(private.inner)
         passes = [
             [call for call in part if call.backward == number]
             for part in parts
@@ -344,63 +309,48 @@ class StepChecks(Calls):
         examples = replace(Examples.joined(groups), expected=divisor)
         if len(examples.norms) and not any(examples.sizes.values()):
             raise NotChecked("no loss depends on the optimizer's parameters")
+        seen = {name: each.double() for name, each in self._handed[key].items()}
         tried: list[Any] = []
-        for threshold in (handed.threshold, self._own.get(key, handed.threshold)):
+        for threshold in (private.threshold, self._own.get(key, private.threshold)):
             known = _candidate_factors(examples, threshold, [len(g.norms) for g in groups])
-            far = distances(handed.without_noise, examples.mean(known[CORRECT]), examples.sizes)
+            far = distances(seen, examples.mean(known[CORRECT]), examples.sizes)
             clips = bool((known[CORRECT] < 1 - TOLERANCE).any())
             if not tried or clips:  # code of the script may keep its own threshold
                 tried.append((max(far.values()), len(tried), threshold, known, far, clips))
-        _, _, handed.threshold, known, far, clips = min(tried)
+        _, _, private.threshold, known, far, clips = min(tried)
         self.has_clipped |= clips
         if len(examples.norms):
-            self._lowered.setdefault(key, _quarter(examples, handed.threshold))
-        self._record(handed, examples, known, far, [call for each in passes for call in each])
-
-    def _record(
-        self,
-        handed: Handed,
-        examples: Examples,
-        known: Mapping[str, Tensor],
-        far: Mapping[str, float],
-        calls: Sequence[Call],
-    ) -> None:
-        """Record how far gradients are from the loop's, and describe those that are wrong."""
+            self._lowered.setdefault(key, _quarter(examples, private.threshold))
+        how = "clipped per layer"
+        if not isinstance(private.threshold, list):
+            how = f"clipped to {private.threshold:.4g}"
+        self.clips[how + " (lowered for this check)" * (key in self._own)] = None
+        calls = [call for each in passes for call in each]
         tolerance = TOLERANCE_16_BIT if any(call.is_16_bit for call in calls) else TOLERANCE
         worst = max(far, key=far.__getitem__)
         self.worst.append((far[worst], worst, tolerance))
-        own = self._own.get(id(handed.private.inner), handed.threshold)
-        lowered = " at thresholds lowered to clip more" * (own != handed.threshold)
-        if isinstance(handed.threshold, list):
-            self.clips[f"clipped per layer{lowered}"] = None
-        else:
-            self.clips[f"clipped to {handed.threshold:.4g}"] = None
         for call in calls:
             if call.misread:
                 self.wrong[call.misread] = dict.fromkeys(far)
         for name in (name for name, distance in far.items() if distance > tolerance):
-            seen = handed.without_noise[name]
-            what = examples.diagnose(name, seen, known, 10 * tolerance) or f"not {CORRECT}"
+            what = examples.diagnose(name, seen[name], known, 10 * tolerance) or f"not {CORRECT}"
             self.wrong.setdefault(what, {})[name] = None
 
-    def _draw(self, handed: Handed) -> None:
+    def _draw(self, private: PrivateStep, clipped: Gradients) -> None:
         """Record the noise of a step, from the gradients that the inner optimizer receives."""
-        norm = float(torch.tensor(handed.threshold).norm())
-        deviation = handed.sigma * norm / handed.divisor
+        deviation = private.sigma * float(torch.tensor(private.threshold).norm()) / private.divisor
         if not deviation:
             self.noiseless.add(self.steps)
+        if not (deviation and clipped):
             return
-        clipped, noise, along = handed.without_noise, dict[str, Tensor](), dict[str, float]()
-        rounding = 0.0
-        for (name, before), p in zip(clipped.items(), handed.private.parameters, strict=True):
+        noise, along, rounding = dict[str, Tensor](), dict[str, float](), 0.0
+        for (name, before), p in zip(clipped.items(), private.parameters, strict=True):
             received = gradient_of(p)
-            drawn = (received.double() - before) / deviation
-            noise[name] = drawn.flatten()
-            along[name] = float((drawn * before).sum() / (before.norm() or 1.0))
-            rounding = max(rounding, torch.finfo(received.dtype).eps * float(received.norm()))
-        number = [*self._private].index(id(handed.private.inner))
-        run = f"optimizer {number + 1}" * bool(number)
-        slack = 2 * len(noise) ** 0.5 * rounding / deviation
+            noise[name] = ((received.double() - before) / deviation).flatten()
+            along[name] = float(noise[name] @ before.flatten().double() / (before.norm() or 1.0))
+            rounding += (torch.finfo(received.dtype).eps * float(received.norm())) ** 2
+        number = [*self._private].index(id(private.inner))
+        run, slack = f"optimizer {number + 1}" * bool(number), 2 * rounding**0.5 / deviation
         draw = Draw(run, self.steps + 1, noise, along, slack)
         self.draws.setdefault(tuple(noise), []).append(draw)
 
@@ -511,12 +461,6 @@ def _own_name(name: str) -> str:
 
 def _shape(tensors: Sequence[Tensor]) -> str:
     return "×".join(map(str, tensors[0].shape)) if tensors else ""
-
-
-def _smaller(now: Threshold, wanted: Threshold) -> Threshold:
-    if isinstance(now, list) and isinstance(wanted, list):
-        return [*map(min, now, wanted)]
-    return now if isinstance(now, list) or isinstance(wanted, list) else min(now, wanted)
 
 
 def _quarter(examples: Examples, threshold: Threshold) -> Threshold:
