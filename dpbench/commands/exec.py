@@ -16,10 +16,12 @@ If torchrun starts several ranks on one machine, each rank records its own steps
 logical, cupti or torch_profiler. The first rank prints one table and writes the files.
 
 --verify checks a private script instead of measuring it. The optimizer must have the model's
-parameters. Each trainable parameter must get a gradient and move. The noise must have the right
-deviation. The clipped gradients must equal those of a loop over the examples. The exit code is 1 if
-a check fails, or if no gradient could be compared. Checked steps lose their noise, so the script
-always ends after the checked steps.
+parameters. Each trainable parameter must get a gradient and move. A parameter or buffer may depend
+on the private batches only through private steps. Each private step is taken with and without
+noise: without noise, its gradients must equal those of a loop over the examples, clipped, and the
+noise must be normal, independent and of the right deviation. The exit code is 1 if a check fails,
+or if anything could not be judged. The check turns dropout off and lowers clipping thresholds, so
+the script always ends after the checked steps.
 
 Examples:
   dpbench exec plain.py --batch-size 64
@@ -202,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace, settings: Settings) -> int:
     """Run the script, and print the checks of its steps.
 
-    The exit code is 1 if a check or the script failed, or if anything could not be judged.
+    The exit code is 1 if a check or the script failed, or if a check could not be judged.
     """
     refused = [name for name in REFUSED_BY_VERIFY if getattr(options, name, None)]
     if refused or options.go_on:
