@@ -75,6 +75,8 @@ class Influences(TorchDispatchMode):
             named = {a.name: a for a in func._schema.arguments}
             given = dict(zip(named, args, strict=False)) | (kwargs or {})
             written = {n for n in given if (i := named[n].alias_info) and i.is_write}
+            if given.get("training"):  # of batch norm, whose schema does not say what is written
+                written |= {n for n in given if n.startswith("running_")}
             overwrites = bool(OVERWRITES.fullmatch(name)) or written == {"out"}
             if BY_INDEX.fullmatch(name):
                 lists = [v for v in (*given.values(), out) if isinstance(v, (list, tuple))]

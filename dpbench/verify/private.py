@@ -93,10 +93,10 @@ class OpacusStep(PrivateStep):
         lowered = torch.minimum(now, torch.tensor(wanted))
         if lowered.ndim:
             self.outer.max_grad_norms = lowered.tolist()
-        self.outer.max_grad_norm = float(lowered.norm())
-        for owner in (owner for module in modules for owner in hook_owners(module)):
-            if hasattr(owner, "max_grad_norm"):
-                owner.max_grad_norm = self.outer.max_grad_norm
+        # Ghost clipping's hooks have a threshold of their own, which should be the optimizer's.
+        owners = [owner for module in modules for owner in hook_owners(module)]
+        for each in (self.outer, *(o for o in owners if hasattr(o, "max_grad_norm"))):
+            each.max_grad_norm = float(each.max_grad_norm) * float(lowered.norm() / now.norm())
         return before
 
     def without_noise(self, step: Callable[[], Any], seed: int) -> list[Tensor] | None:
@@ -114,7 +114,8 @@ class OpacusStep(PrivateStep):
             for name in SIGMAS:
                 if hasattr(self.outer, name):
                     setattr(self.outer, name, 0.0)
-            self.outer.step_hook = None  # it counts the step's privacy
+            if getattr(self.outer.step_hook, "__module__", "").startswith("opacus."):
+                self.outer.step_hook = None  # it counts the step's privacy
             undo.callback(register_optimizer_step_pre_hook(stop).remove)
             try:
                 if not step():

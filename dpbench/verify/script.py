@@ -118,10 +118,12 @@ class StepChecks(Calls):
         # Parameters of an optimizer but of no called module, and whether each had a gradient:
         self.unowned: dict[int, tuple[Tensor, bool]] = {}
         self.influences = Influences()
-        self.follows = ""  # scheduler by a metric that depends on a batch
+        self.follows = ""  # what changes learning rates
+        self._rates: dict[int, list[Any]] = {}  # learning rates at each optimizer's last step
         self._sources: dict[int, Source] = {}
         self._judged = 0  # sources of the batches in private steps
         self._depends: dict[str, int] = {}  # sources of parameters and buffers
+        self._called: dict[int, nn.Module] = {}  # all called modules, also without gradients
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
@@ -144,6 +146,7 @@ class StepChecks(Calls):
             self.influences.assign(each, source.bit)
 
     def forward(self, call: Any, module: Any, args: Any, options: Any) -> Any:
+        self._called[id(module)] = module
         if not torch.is_grad_enabled():
             return call(module, *args, **options)
         self._forget_unused()
@@ -225,7 +228,7 @@ class StepChecks(Calls):
         named: dict[str, Tensor] = {**self.parameters()}
         for name, p in named.items():
             self.known[name].moved |= not torch.equal(p, self.known[name].start)
-        for module in self._models.values():
+        for module in self._called.values():
             named |= {_own_name(name): buffer for name, buffer in module.named_buffers()}
         for parameter, _ in self.unowned.values():
             named[f"a parameter of the shape {_shape([parameter])}"] = parameter
@@ -246,6 +249,9 @@ class StepChecks(Calls):
 
     def _note_parameters(self, optimizer: Any) -> None:
         """Record which parameters the optimizer has, and which of them have gradients."""
+        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        if self._rates.setdefault(id(optimizer), rates) != rates:
+            self.follows = self.follows or "the script"
         names = {id(p): name for name, p in self.parameters().items()}
         norms = [
             (group, p, 0.0 if p.grad is None else float(p.grad.norm()))
@@ -400,7 +406,7 @@ class StepChecks(Calls):
             why = "not private: no optimizer of Opacus steps"
             yield Check("clipping and noise", NOT_JUDGED, "", why)
         if self.follows:
-            text = f"{self.follows} sets it by a metric; if it is of private data, that is a leak"
+            text = f"{self.follows} changes it; if by a metric of private data, that is a leak"
             yield Check("learning rate", NOTE, "", text)
         if self.draws and torch.initial_seed() < KNOWN_SEED:
             text = f"who knows the seed {torch.initial_seed()} can subtract the noise"
@@ -487,8 +493,8 @@ def _candidate_factors(
     norms = examples.norms if per_layer else examples.norms.norm(dim=1, keepdim=True)
     limit = torch.as_tensor(threshold).to(norms)
     clipped = (limit / (norms + 1e-6)).clamp(max=1.0).expand_as(examples.norms)
-    last = clipped * (len(clipped) / sizes[-1])
-    last[: -sizes[-1]] = 0
+    last = clipped * (len(clipped) / (sizes[-1] or 1))
+    last[: len(last) - sizes[-1]] = 0
     only_last = f"the mean over only the last of {len(sizes)} backward passes"
     common = examples.candidate_means("flat", float(limit.norm()), 1)
     return {CORRECT: clipped} | ({only_last: last} if len(sizes) > 1 else {}) | common

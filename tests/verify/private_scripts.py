@@ -327,6 +327,31 @@ for k in range(6):
     opt.step(); plain.step(); opt.zero_grad(); plain.zero_grad()
 """,
     ),
+    "raw gradients in a hook of the step": (
+        GRADIENT,
+        MADE
+        + """
+def hook(optimizer):
+    for p in optimizer.params: p.grad += .05 * p.grad_sample.mean(0)
+opt.attach_step_hook(hook)
+"""
+        + TRAIN,
+    ),
+    "ghost hooks with a threshold of their own": (
+        GRADIENT,
+        MADE.replace("model, opt,", "model, opt, criterion,").replace(
+            "net()",
+            "net(), max_grad_norm=20.0, grad_sample_mode='ghost', criterion=nn.CrossEntropyLoss()",
+        )
+        + "model.max_grad_norm = 1000.0\n"
+        + TRAIN.replace("loss_of", "criterion"),
+    ),
+    "batch norm of a frozen body": (
+        TRAINED,
+        MADE
+        + "body = nn.BatchNorm1d(16)\n"
+        + TRAIN.replace("    loss_of", "    with torch.no_grad(): x = body(x)\n    loss_of"),
+    ),
     "inner optimizer steps": (
         "clipping and noise",
         MADE + TRAIN.replace("opt.step()", "opt.original_optimizer.step()"),
@@ -446,6 +471,19 @@ for x, _ in loader:
     plain.zero_grad()
     loss_of(model(made), torch.ones(8).long()).backward(); plain.step()
 """,
+    "discriminator as in Opacus's example": """
+critic, maker = nn.Sequential(nn.Linear(16, 8), nn.LeakyReLU(), nn.Linear(8, 1)), nn.Sequential(
+    nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh())
+critic, opt, loader = private(critic, torch.optim.Adam); bce = nn.BCEWithLogitsLoss()
+plain = torch.optim.Adam(maker.parameters(), 1e-3)
+for x, _ in loader:
+    opt.zero_grad(set_to_none=True)
+    real = bce(critic(x), torch.ones(8, 1)); made = maker(torch.randn(8, 4))
+    (real + bce(critic(made.detach()), torch.zeros(8, 1))).backward()
+    opt.step(); opt.zero_grad(set_to_none=True)
+    plain.zero_grad()
+    bce(critic(made), torch.ones(8, 1)).backward(); plain.step()
+""",
     "model of public data": MADE
     + """
 other, public = net(), loader_of(); plain = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -488,6 +526,57 @@ data = TensorDataset(torch.randint(20, (96, 5)), torch.randint(3, (96,)))
 model, opt, loader = private(Names(), torch.optim.Adam, data_loader=DataLoader(data, batch_size=8))
 """
     + TRAIN,
+    "words, Poisson batches, an epsilon": """
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.out = nn.Embedding(30, 8), nn.Linear(8, 3)
+    def forward(self, x): return self.out(self.emb(x).mean(1))
+data = [(torch.randint(30, (k % 5 + 2,)), k % 3) for k in range(96)]
+def padded(batch):
+    texts = nn.utils.rnn.pad_sequence([x for x, _ in batch], batch_first=True)
+    return {"x": texts, "y": torch.tensor([y for _, y in batch])}
+model = Words(); engine = PrivacyEngine(accountant="rdp")
+model, opt, loader = engine.make_private_with_epsilon(
+    module=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1), epochs=3,
+    data_loader=DataLoader(data, batch_size=8, collate_fn=padded), target_epsilon=5.0,
+    target_delta=1e-3, max_grad_norm=1.0)
+for _ in range(3):
+    for batch in loader:
+        loss_of(model(batch["x"]), batch["y"]).backward(); opt.step(); opt.zero_grad()
+""",
+    "empty Poisson batches": MADE.replace(
+        "net()", "net(), poisson_sampling=True, data_loader=loader_of(number=16)"
+    ).replace(
+        "model,",
+        """
+def loader_of(width=16, number=96):
+    data = TensorDataset(torch.randn(number, width), torch.randint(3, (number,)))
+    return DataLoader(data, batch_size=1)
+model,""",
+    )
+    + TRAIN,
+    "16 bits of autocast": MADE
+    + TRAIN.replace(
+        "    loss_of(model(x), y).backward()",
+        "    with torch.autocast('cpu', torch.bfloat16): out = model(x)\n"
+        "    loss_of(out.float(), y).backward()",
+    ),
+    "own loader with workers": MADE.replace(
+        "net()", "net(), data_loader=DataLoader(loader_of().dataset, batch_size=8, num_workers=1)"
+    )
+    + TRAIN,
+    "frozen body, groups of parameters, a warm-up": """
+inner = net(); inner[0].requires_grad_(False)
+groups = lambda p, lr: torch.optim.AdamW(
+    [{"params": [inner[2].weight]}, {"params": [inner[2].bias], "lr": 0.01}], lr=lr)
+model, opt, loader = private(inner, groups)
+rate = torch.optim.lr_scheduler.LambdaLR(opt.original_optimizer, lambda n: min(1.0, n / 3))
+"""
+    + TRAIN
+    + "    rate.step()\n",
+    "raw losses are printed": MADE
+    + TRAIN
+    + "    print(loss_of(model.eval()(x), y).item()); model.train()\n",
     "convolutions": """
 def images(): return nn.Sequential(
     nn.Conv2d(1, 4, 3), nn.ReLU(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, 3))

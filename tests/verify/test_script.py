@@ -21,7 +21,7 @@ from dpbench.verify.check_result import FAILED, NOT_JUDGED, OK, Check
 from tests.verify import private_scripts, scripts
 
 Checks = dict[str, Check]
-NOTES = {"loss and sampling", "seed"}
+NOTES = {"loss and sampling", "learning rate", "seed"}
 """What no script can be checked for, and what its readers should know."""
 
 
