@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -26,7 +26,6 @@ FUNCTIONS: dict[str, dict[str, str]] = {
         "autograd.backward": "backward",
         "autograd.grad": "backward",
         "Tensor.backward": "backward",
-        "utils.data.dataloader._BaseDataLoaderIter.__next__": OUTSIDE,
         "utils.data.dataloader.DataLoader.__iter__": OUTSIDE,
         "nn.utils.clip_grad_norm_": "clip",
         "nn.utils.clip_grad_value_": "clip",
@@ -39,6 +38,9 @@ FUNCTIONS: dict[str, dict[str, str]] = {
     # The backward of ghost clipping's loss runs two backward passes, which count as one.
     "opacus.utils.fast_gradient_clipping_utils": {
         "DPTensorFastGradientClipping.backward": "backward",
+    },
+    "opacus.utils.adaptive_clipping.adaptive_clipping_utils": {
+        "DPTensorFastGradientAdaptiveClipping.backward": "backward",
     },
     # fastDP clips during the backward, and adds noise before the optimizer's step.
     "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
@@ -93,6 +95,7 @@ class _Watching:
     def __init__(self, finder: StepFinder) -> None:
         self.finder = finder
         self._updates: list[tuple[Any, Any]] = []
+        self._stepping: Any = None  # the optimizer of Opacus that steps at the moment
         self._codes: set[CodeType] = set()  # the wrappers' code, which Dynamo must not compile
         self.further: dict[str, Callable[[Any], None]] = {
             "torch": self.torch,
@@ -144,18 +147,47 @@ class _Watching:
 
         return made
 
+    def batch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the fetching of a batch by an iterator of a data loader."""
+        finder = self.finder
+
+        def called(iterator: Any) -> Any:
+            with finder.within(OUTSIDE, begins=True):
+                batch = fetch(iterator)
+            if not (finder.recorder.finished or sys.modules["torch"].is_inference_mode_enabled()):
+                finder.report(finder.recorder.calls.batch, iterator._dataset, batch)
+            return batch
+
+        return called
+
     def outer_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the ``step`` of Opacus's optimizer, which may call another optimizer's ``step``."""
+        """Wrap ``step`` or ``pre_step`` of Opacus's optimizer. Only the outermost is reported."""
         compiles = is_compiling()
 
-        def called(*args: Any, **options: Any) -> Any:
-            if compiles():
-                return step(*args, **options)
-            update = self.finder.begin_update(outer=args[0] if args else None)
+        def called(optimizer: Any, *args: Any, **options: Any) -> Any:
+            if optimizer is self._stepping or compiles():
+                return step(optimizer, *args, **options)
+            for closure in filter(callable, (*args, *options.values())):
+                with sys.modules["torch"].enable_grad():  # as Opacus does
+                    closure()
+                args, options = (), {}
+            before, self._stepping = self._stepping, optimizer
+            update, take = None, partial(step, optimizer, *args, **options)
             try:
-                return step(*args, **options)
+                update = self.finder.begin_update(private=(optimizer, take))
+                return take()
             finally:
                 self.finder.end_update(update)
+                self._stepping = before
+
+        return called
+
+    def plateau(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the step of a scheduler whose learning rate follows a metric."""
+
+        def called(scheduler: Any, metrics: Any, *args: Any, **options: Any) -> Any:
+            self.finder.report(self.finder.calls.schedule_by, metrics)
+            return step(scheduler, metrics, *args, **options)
 
         return called
 
@@ -211,6 +243,9 @@ class _Watching:
 
         self.replace(torch.nn.Module, "__call__", self.module)
         self.replace(torch.amp.GradScaler, "step", self.scaled_update)
+        fetching = torch.utils.data.dataloader._BaseDataLoaderIter
+        self.replace(fetching, "__next__", self.batch)
+        self.replace(torch.optim.lr_scheduler.ReduceLROnPlateau, "step", self.plateau)
         self.replace(optimizer.Optimizer, "__init__", self.optimizer)
         before = optimizer.register_optimizer_step_pre_hook(self._before_update)
         after = optimizer.register_optimizer_step_post_hook(self._after_update)
@@ -241,18 +276,16 @@ class _Watching:
                 for name, phase in OPACUS.items():
                     if name in vars(cls):
                         self.replace(cls, name, self.phase(phase))
-                if "step" in vars(cls):
-                    self.replace(cls, "step", self.outer_update)
+                for name in {"step", "pre_step"} & vars(cls).keys():
+                    self.replace(cls, name, self.outer_update)
 
-        def made(init: Callable[..., None]) -> Callable[..., None]:
-            def initialised(optimizer: Any, /, *args: Any, **options: Any) -> None:
-                watch_all()  # the script may have derived its own classes meanwhile
-                init(optimizer, *args, **options)
-
-            return initialised
+        def derived(cls: Any, /, **options: Any) -> None:
+            super(module.DPOptimizer, cls).__init_subclass__(**options)
+            watch_all()
 
         watch_all()
-        self.replace(module.DPOptimizer, "__init__", made)
+        module.DPOptimizer.__init_subclass__ = classmethod(derived)
+        self.finder.undo.callback(delattr, module.DPOptimizer, "__init_subclass__")
 
     def norms(self, module: ModuleType) -> None:
         """Wrap the method with which ghost clipping computes clipping factors from norms."""

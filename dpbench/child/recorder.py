@@ -46,22 +46,32 @@ class NullListener(PhaseListener):
 
 
 class Calls:
-    """Receives the calls that the training loop makes in a step. This base class does nothing."""
+    """Receives the calls that the training loop makes in a step. This base class does nothing.
+
+    Attributes:
+        compares_steps: whether optimizers must take the same turns in each step.
+    """
+
+    compares_steps: ClassVar[bool] = True
 
     def forward(self, call: Callable[..., Any], module: Any, args: Any, options: Any) -> Any:
         """Return ``call(module, *args, **options)``, the result of a module called by the loop."""
         return call(module, *args, **options)
 
+    def batch(self, dataset: Any, batch: Any) -> None:
+        """Handle a batch that a data loader has fetched, also before the observed steps."""
+
     def backward(self) -> None:
         """Handle the beginning of a backward pass."""
 
-    def update(self, optimizer: Any, outer: Any) -> None:
-        """Handle the beginning of an optimizer's step.
+    def update(self, optimizer: Any) -> None:
+        """Handle the beginning of an optimizer's step."""
 
-        Args:
-            optimizer: the optimizer; None if ``outer`` steps.
-            outer: Opacus's optimizer if it steps; otherwise None.
-        """
+    def private_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
+        """Handle the beginning of a step of Opacus's optimizer, which ``step`` takes once more."""
+
+    def schedule_by(self, metric: Any) -> None:
+        """Handle a metric that the learning rate follows."""
 
 
 class Recorder(PhaseListener):

@@ -12,7 +12,7 @@ every phase.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -138,7 +138,7 @@ class StepFinder:
                 )
             self.steps += steps - 1
             self.end_step()
-        elif self.turns.is_complete_round:
+        elif self.turns.is_complete_round or not self.calls.compares_steps:
             self.turns.most_turns = max(self.turns.most_turns, self.turns.turns_taken)
             self.turns.begin_step()
             self.end_step()
@@ -168,6 +168,13 @@ class StepFinder:
                 return
         if not self._begun:
             self.start_step()
+
+    def report(self, method: Callable[..., object], *arguments: Any) -> None:
+        """Tell the recorder of the loop's calls, and ignore calls that the recorder makes."""
+        if self._is_loop_thread():
+            self._closed = True
+            self._tell(method, *arguments)
+            self._closed = False
 
     @property
     def counts(self) -> bool:
@@ -253,13 +260,13 @@ class StepFinder:
             if evaluation:
                 step.leave(evaluation)
 
-    def begin_update(self, optimizer: Any = None, outer: Any = None) -> Any:
+    def begin_update(self, optimizer: Any = None, private: Sequence[Any] = ()) -> Any:
         """Begin an optimizer's step.
 
         Args:
             optimizer: the optimizer; None if a wrapper of the optimizer steps, which is Opacus's
                 optimizer or a GradScaler.
-            outer: Opacus's optimizer if it steps; otherwise None.
+            private: Opacus's optimizer if it steps, and a function that takes its step once more.
 
         Returns:
             A value to pass to `end_update`.
@@ -274,10 +281,10 @@ class StepFinder:
         within.__enter__()
         self._updating += 1
         self._updates += 1
-        self._closed = True  # ignores calls that the recorder makes
-        self._tell(self.calls.update, optimizer, outer)
-        self._closed = False
+        if private:
+            self.report(self.calls.private_step, *private)
         if optimizer is not None:
+            self.report(self.calls.update, optimizer)
             self._has_updated(optimizer)
             infinite = getattr(optimizer, "found_inf", None)
             if self.counts and infinite is not None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 OK, FAILED, NOT_JUDGED = "ok", "FAILED", "not judged"
+NOTE = "note"
+"""Verdict of what no check can judge, and readers should know."""
 
 IN_RANK_0 = "only rank 0 judges this check"
 """Reason that ranks other than rank 0 give for not judging a check."""
@@ -17,7 +19,7 @@ class Check:
 
     Attributes:
         name: the check's name.
-        verdict: `OK`, `FAILED` or `NOT_JUDGED`.
+        verdict: `OK`, `FAILED`, `NOT_JUDGED` or `NOTE`.
         worst: the name of the parameter with the largest error; empty if no parameter is named.
         error_text: the result in a few words, such as the size of the largest error, or the reason
             why nothing was judged.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class CheckingRecorder(Recorder):
     """Checks a script's steps. `rows` returns no rows, and `more` contains the checks."""
 
+    quick = False
+
     @cached_property
     def calls(self) -> StepChecks:  # type: ignore[override]
         import torch
@@ -26,6 +28,15 @@ class CheckingRecorder(Recorder):
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
         return StepChecks()
 
+    def start_step(self) -> None:
+        if not self.phases:
+            self.held.enter_context(self.calls.influences)
+        super().start_step()
+
+    def forked(self) -> None:
+        self.calls.influences.is_paused = True
+        super().forked()
+
     def end_step(self) -> None:
         self.calls.end_step()
         super().end_step()
@@ -35,4 +46,6 @@ class CheckingRecorder(Recorder):
 
     @property
     def more(self) -> dict[str, Any]:  # type: ignore[override]
-        return {"checks": [asdict(check) for check in self.calls.checks()] if self.observed else []}
+        with self.calls.influences.paused():
+            checks = [asdict(check) for check in self.calls.checks()] if self.observed else []
+        return {"checks": checks}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpbench.verify.influence import tensors_in
 from dpbench.verify.reference import Examples
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.05
@@ -30,7 +31,7 @@ class NotChecked(Exception):
     """A step's gradient cannot be compared. The message says why."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """A call of a module by the training loop, not by another module.
 
@@ -41,6 +42,7 @@ class Call:
         autocast: whether autocast was on, and the dtype of autocast.
         backward: number of the first backward pass that reached the outputs; 0 if none did.
         gradients: gradients of the loss with respect to the outputs, by index of the output.
+        misread: a description of inputs in which an example is not one row, if any.
     """
 
     module: nn.Module
@@ -49,6 +51,12 @@ class Call:
     autocast: tuple[bool, torch.dtype]
     backward: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    misread: str = ""
+
+    @property
+    def dimension(self) -> int:
+        """The dimension of examples in the arguments and outputs, as the per-sample hooks say."""
+        return int(not all(getattr(o, "batch_first", True) for o in hook_owners(self.module)))
 
     @property
     def is_16_bit(self) -> bool:
@@ -70,24 +78,31 @@ def examples_of_pass(
         NotChecked: a call cannot be repeated, outputs do not have one row for each example, or the
             gradients take too much memory.
     """
-    sizes = {len(c.outputs[n]) for c in calls for n in c.gradients if c.outputs[n].ndim}
+    outputs = [(c.outputs[n], c.dimension) for c in calls for n in c.gradients]
+    sizes = {each.shape[dimension] for each, dimension in outputs if each.ndim > dimension}
     size = max(sizes, default=0)
-    if len(sizes) != 1 or not size:
+    if len(sizes) != 1:
         raise NotChecked("the outputs of modules do not all have one row for each example")
     if (needed := size * sum(p.numel() for p in trained.values()) * 4) > MOST_BYTES:
         raise NotChecked(
             f"gradients of {size} examples take {needed / 1e9:.0f} GB: use a smaller batch"
         )
+    if not size:
+        return Examples({name: p.new_zeros(0, *p.shape) for name, p in trained.items()})
     rows = []
     with _undisturbed([call.module for call in calls]):
         for i in range(size):
-            made = [
-                (c, n, out) for c in calls for n, out in _repeat_for_example(c, i, size).items()
-            ]
-            scaled = [c.gradients[n][i : i + 1] * (size if mean else 1) for c, n, _ in made]
-            outs, parameters = [out for *_, out in made], [*trained.values()]
+            outs, starts = list[Tensor](), list[Tensor]()
+            for call in calls:
+                made = _repeat_for_example(call, i, size)
+                scale, rows_of = size if mean else 1, list[Tensor]()
+                for n in made:
+                    rows_of.append(call.gradients[n].narrow(call.dimension, i, 1) * scale)
+                starts += _not_through_others([*made.values()], rows_of)
+                outs += made.values()
+            parameters = [*trained.values()]
             options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
-            rows.append(torch.autograd.grad(outs, parameters, scaled, **options))
+            rows.append(torch.autograd.grad(outs, parameters, starts, **options))
     stacked = [torch.stack([g.float() for g in each]) for each in zip(*rows, strict=True)]
     return Examples(dict(zip(trained, stacked, strict=True)))
 
@@ -97,9 +112,11 @@ def _repeat_for_example(call: Call, i: int, size: int) -> dict[int, Tensor]:
 
     Raise `NotChecked` if an output differs from the example's output in the batch.
     """
+    dimension = call.dimension
 
     def part(tensor: Tensor) -> Tensor:
-        return tensor[i : i + 1] if tensor.ndim and len(tensor) == size else tensor
+        has_rows = tensor.ndim > dimension and tensor.shape[dimension] == size
+        return tensor.narrow(dimension, i, 1) if has_rows else tensor
 
     args, options = pytree.tree_map_only(Tensor, part, call.arguments)
     enabled, dtype = call.autocast
@@ -107,14 +124,14 @@ def _repeat_for_example(call: Call, i: int, size: int) -> dict[int, Tensor]:
     module = getattr(call.module, "_module", call.module)
     try:
         with torch.autocast(call.outputs[0].device.type, dtype, enabled=enabled):
-            out = [each for each in float_tensors(module(*args, **options)) if each.requires_grad]
+            out = trained_outputs(module(*args, **options))
     except Exception as error:  # the script's own code can raise any error
         first_line = str(error).partition("\n")[0]
         raise NotChecked(f"a call cannot be repeated for one example: {first_line}") from error
     near = TOLERANCE_16_BIT if call.is_16_bit else TOLERANCE
-    made = {n: out[n] for n in call.gradients if call.outputs[n].ndim and n < len(out)}
+    made = {n: out[n] for n in call.gradients if call.outputs[n].ndim > dimension and n < len(out)}
     for number, each in made.items():
-        before = call.outputs[number][i : i + 1].detach()
+        before = call.outputs[number].narrow(dimension, i, 1).detach()
         if each.shape != before.shape or (each - before).norm() > near * before.norm():
             raise NotChecked(
                 "a module's output for one example differs from that in the batch: its layers mix "
@@ -123,13 +140,29 @@ def _repeat_for_example(call: Call, i: int, size: int) -> dict[int, Tensor]:
     return made
 
 
-def float_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in a module's output, also in lists, tuples and mappings."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from float_tensors(each)
+def trained_outputs(out: Any) -> list[Tensor]:
+    """Return the different tensors in a module's output that require gradients."""
+    return [*{id(each): each for each in tensors_in(out) if each.requires_grad}.values()]
+
+
+def _not_through_others(outs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Subtract from the gradient of each output what reaches it through the other outputs.
+
+    For example, logits are made of hidden states that the module also returns.
+    """
+    if len(outs) < 2:
+        return gradients
+
+    def of_outs(out: Tensor, gradient: Tensor) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(out, outs, gradient, retain_graph=True, allow_unused=True)
+
+    made_of = [sum(g is not None for g in of_outs(out, torch.ones_like(out))) for out in outs]
+    rest = [*gradients]
+    for j in sorted(range(len(outs)), key=lambda j: -made_of[j]):
+        for i, through in enumerate(of_outs(outs[j], rest[j])):
+            if i != j and through is not None:
+                rest[i] = rest[i] - through
+    return rest
 
 
 def hook_owners(module: nn.Module) -> list[Any]:
@@ -150,4 +183,6 @@ def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
                 owner.hooks_enabled = False
             for buffer in module.buffers():
                 undo.callback(buffer.copy_, buffer.clone())
+            for layer in module.modules():  # a call may also replace a buffer
+                undo.callback(layer._buffers.update, dict(layer._buffers))
         yield

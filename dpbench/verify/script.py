@@ -1,14 +1,21 @@
-"""Checks the steps of a script against a loop over the examples of its batches.
+"""Checks the steps of a private script while the script trains.
 
-While a step runs, the calls of the script's modules are recorded, with the gradients of the loss
-with respect to the calls' outputs. When an optimizer begins to step, the gradients of its
-parameters are compared with gradients of calls repeated for each example (`repeated_calls`).
+Four things are judged. Each rests on what the step itself does:
+
+- *Who is trained.* A parameter or buffer may depend on the private batches only through gradients
+  that a private training has handed over (`Influences`).
+- *What is handed over.* The private step is taken with σ = 0, undone, and taken as it is. Without
+  noise, the gradient that reaches the inner optimizer is the mean of clipped gradients, computed
+  with a loop over the examples (`repeated_calls`).
+- *The noise*: the difference of the two gradients, for each parameter and step (`check_noise`).
+- *Clipping*: the threshold is lowered until norms exceed it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +24,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpbench.child.recorder import Calls
-from dpbench.verify.check_result import FAILED, NOT_JUDGED, Check
+from dpbench.verify.check_result import FAILED, NOT_JUDGED, NOTE, Check
+from dpbench.verify.influence import Influences, tensors_in
+from dpbench.verify.noise import check_noise
+from dpbench.verify.noise_draw import Draw
+from dpbench.verify.private import (
+    OpacusStep,
+    PrivateStep,
+    Threshold,
+    gradient_of,
+    handed_without_noise,
+)
 from dpbench.verify.reference import NEGLIGIBLE, Examples, Gradients, distances
 from dpbench.verify.repeated_calls import (
     TOLERANCE,
@@ -25,22 +42,26 @@ from dpbench.verify.repeated_calls import (
     Call,
     NotChecked,
     examples_of_pass,
-    float_tensors,
-    hook_owners,
+    trained_outputs,
 )
 from dpbench.verify.trained_model import without_dropout
-
-DEVIATIONS = 6
-"""Number of standard errors by which the measured deviation of noise may differ from σC."""
 
 MOST_NAMES = 3
 """Largest number of parameters that one line of a message names."""
 
 CORRECT = "the mean of the examples' clipped gradients"
-STALE = "still has the gradient of the last step: nothing sets it to zero"
 ASSUMPTIONS = (
-    "assumed: the loss is a mean or sum over examples; the sampler draws at its stated rate"
+    "assumed: the loss is a mean or sum over examples; the sampler draws at its stated rate; no "
+    "private value reaches parameters by way of Python numbers, NumPy or files"
 )
+BATCHES_OF_CALLS = 1
+"""The source, in `Influences`, of a private model's inputs that come from no data loader."""
+
+LOWERED = 0.25
+"""The threshold is lowered to this share of the median norm, so that clipping shows."""
+
+KNOWN_SEED = 2**32
+"""PyTorch itself seeds with 64 random bits. A smaller seed has been set by the script."""
 
 
 @dataclass
@@ -62,47 +83,93 @@ class ParameterHistory:
     has_optimizer = had_gradient = should_move = moved = False
 
 
+@dataclass
+class Source:
+    """A data set from which a loader takes batches.
+
+    Attributes:
+        dataset: the data set, which is kept alive for its id.
+        bit: the source in `Influences`.
+        sizes: numbers of examples of the latest batches; 0 where it is not known. A loader may
+            fetch batches ahead.
+    """
+
+    dataset: Any
+    bit: int
+    sizes: deque[int] = field(default_factory=lambda: deque(maxlen=3))
+
+
 class StepChecks(Calls):
-    """Records the calls of each step, and checks gradients with a loop over examples."""
+    """Records the calls of each step, and checks what private steps hand over."""
+
+    compares_steps = False
 
     def __init__(self) -> None:
         self.steps = 0
         self.worst: list[tuple[float, str, float]] = []  # error, parameter, tolerance
         self.wrong: dict[str, dict[str, None]] = {}  # parameters, by a description of the error
-        self.reasons: dict[str, None] = {}  # reasons why gradients could not be compared
+        self.reasons: dict[str, None] = {}  # reasons why steps could not be compared
         self.clips: dict[str, None] = {}  # descriptions of the clipping
+        self.has_clipped = False  # whether a norm exceeded the threshold in a compared step
         self.bypassed = ""  # class of an optimizer that steps in place of a private optimizer
-        self.noise: list[tuple[float, float, int]] = []  # deviation, σC, elements
+        self.draws: dict[tuple[str, ...], list[Draw]] = {}  # noise, by the parameters' names
+        self.noiseless: set[int] = set()  # steps with σ = 0
         self.known: dict[str, ParameterHistory] = {}
         # Parameters of an optimizer but of no called module, and whether each had a gradient:
         self.unowned: dict[int, tuple[Tensor, bool]] = {}
+        self.influences = Influences()
+        self.follows = ""  # what changes learning rates
+        self._rates: dict[int, list[Any]] = {}  # learning rates at each optimizer's last step
+        self._sources: dict[int, Source] = {}
+        self._judged = 0  # sources of the batches in private steps
+        self._depends: dict[str, int] = {}  # sources of parameters and buffers
+        self._called: dict[int, nn.Module] = {}  # all called modules, also without gradients
         self._models: dict[int, nn.Module] = {}
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
-        self._since = 0  # backward passes since the latest call of the private optimizer
-        self._in_last_part = 0  # backward passes between that optimizer's latest two calls
-        self._private: dict[int, Any] = {}  # Opacus's optimizers, by the optimizer they wrap
-        self._threshold: float | list[float] = 0.0
-        self._before: dict[int, Gradients] = {}  # gradients at each optimizer's last step
+        self._private: dict[int, PrivateStep] = {}  # latest steps, by the inner optimizer
+        self._parts: dict[int, list[list[Call]]] = {}  # calls of a step that is under way
+        self._handed: dict[int, Gradients] = {}  # gradients without noise, to be handed over
+        self._lowered: dict[int, Threshold] = {}  # thresholds at which norms are clipped
+        self._own: dict[int, Threshold] = {}  # the script's thresholds that have been lowered
 
     # --- calls from the training loop ------------------------------------------------------------
 
+    def batch(self, dataset: Any, batch: Any) -> None:
+        """Mark a batch. It is private if batches of its data set are used in private steps."""
+        new = Source(dataset, 2 << len(self._sources))
+        source = self._sources.setdefault(id(dataset), new)
+        tensors = [*tensors_in(batch)]
+        sizes = {len(each) if each.ndim else 1 for each in tensors}
+        source.sizes.append(sizes.pop() if len(sizes) == 1 else 0)
+        for each in tensors:
+            self.influences.assign(each, source.bit)
+
     def forward(self, call: Any, module: Any, args: Any, options: Any) -> Any:
+        self._called[id(module)] = module
         if not torch.is_grad_enabled():
             return call(module, *args, **options)
+        self._forget_unused()
         if id(module) not in self._models:
             self._models[id(module)] = without_dropout(module)
             for name, p in self.parameters().items():
                 self.known.setdefault(name, ParameterHistory(p.detach().clone(), p.requires_grad))
+        made = Call(module, None, [], (False, torch.float32))
+        if any(hasattr(p, "summed_grad") for p in module.parameters()):
+            self._lower()
+            made.misread = self._mark_inputs((args, options), made.dimension)
         out = call(module, *args, **options)
-        outputs = [each for each in float_tensors(out) if each.requires_grad]
-        device = outputs[0].device.type if outputs else "cpu"
-        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        given = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, dict(options)))
-        made = Call(module, given, outputs, autocast)
-        for number, each in enumerate(outputs):
+        made.outputs = trained_outputs(out)
+        device = made.outputs[0].device.type if made.outputs else "cpu"
+        made.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        for number, each in enumerate(made.outputs):
             each.register_hook(partial(self._record_gradient, made, number))
-        self._calls.append(made)
+        if made.outputs:
+            with self.influences.paused():
+                made.arguments = pytree.tree_map_only(
+                    Tensor, lambda t: t.detach().clone(), (args, dict(options))
+                )
+            self._calls.append(made)
         return out
 
     def _record_gradient(self, call: Call, number: int, gradient: Tensor) -> None:
@@ -112,65 +179,68 @@ class StepChecks(Calls):
             call.gradients[number] = gradient.detach().clone()
 
     def backward(self) -> None:
+        self._forget_unused()
         self._passes += 1
-        self._since += 1
 
-    def update(self, optimizer: Any, outer: Any) -> None:
-        if hasattr(outer, "original_optimizer"):
-            if id(outer.original_optimizer) not in self._private:
-                self._private[id(outer.original_optimizer)] = outer
-                outer.add_noise = partial(self._add_noise, outer, outer.add_noise)
-            self._in_last_part, self._since = (
-                self._since,
-                0,
-            )  # earlier backward passes belong to virtual steps
-        if optimizer is not None:
-            calls = self._calls
-            # Keep calls without gradients, because a later loss may use their outputs.
-            self._calls = [call for call in calls if not call.gradients]
-            self._note_parameters(optimizer)
-            try:
-                self._compare(optimizer, self._private.get(id(optimizer)), calls)
-            except NotChecked as reason:
-                self.reasons[str(reason)] = None
-            self._before[id(optimizer)] = {
-                name: p.grad.to(torch.float64, copy=True)
-                for name, p in self.parameters().items()
-                if p.grad is not None
-            }
+    def private_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
+        private = getattr(optimizer, "private_step", lambda: OpacusStep(optimizer))()
+        names = {id(p): name for name, p in self.parameters().items()}
+        own = {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(private.parameters)}
+        key, ids = id(private.inner), {id(p) for p in own.values()}
+        self._private[key] = private
+        self._forget_unused()
+        made = [c for c in self._calls if c.gradients and ids & {*map(id, c.module.parameters())}]
+        self._calls = [call for call in self._calls if call not in made]
+        self._parts.setdefault(key, []).append(made)
+        for p in own.values():
+            self._judged |= self.influences.of([p.grad, *p.__dict__.values()])
+        self._handed[key] = {}
+        try:
+            with self.influences.paused():
+                gradients = handed_without_noise(private, step, self.steps)
+                if gradients is None:  # the step only accumulates gradients
+                    del self._handed[key]
+                else:
+                    self._handed[key] = dict(zip(own, gradients, strict=True))
+                    self._compare(private, own, self._parts.pop(key))
+        except NotChecked as reason:
+            self.reasons[str(reason)] = None
 
-    def _add_noise(self, private: Any, add_noise: Any) -> None:
-        """Add noise, measure the noise, and remove it, so that the gradient can be compared."""
-        threshold = float(private.max_grad_norm)
-        self._threshold = getattr(private, "max_grad_norms", threshold)
-        sigma = private.noise_multiplier
-        if sigma and (of_count := getattr(private, "unclipped_num_std", 0)):
-            # Adaptive clipping spends part of the privacy budget on a count of unclipped
-            # gradients, so the gradients' noise is larger (https://arxiv.org/abs/1905.03871).
-            sigma = (sigma**-2 - (2 * of_count) ** -2) ** -0.5
-        expected = float(sigma * threshold)
-        add_noise()
-        noise = [(p.grad - p.summed_grad.view_as(p)).flatten().double() for p in private.params]
-        if expected:
-            drawn = torch.cat(noise)
-            self.noise.append((float(drawn.square().mean().sqrt()), expected, len(drawn)))
-        for p in private.params:
-            p.grad = p.summed_grad.clone().view_as(p)
+    def update(self, optimizer: Any) -> None:
+        self._note_parameters(optimizer)
+        key = id(optimizer)
+        if key in self._handed:
+            with self.influences.paused():
+                self._draw(self._private[key], self._handed.pop(key))
+            for p in self._private[key].parameters:
+                if p.grad is not None:
+                    self.influences.assign(p.grad, 0)
+        elif any(hasattr(p, "summed_grad") for g in optimizer.param_groups for p in g["params"]):
+            self.bypassed = type(optimizer).__name__
+
+    def schedule_by(self, metric: Any) -> None:
+        self.follows = "ReduceLROnPlateau"
 
     def end_step(self) -> None:
-        """Record which parameters have moved."""
+        """Record which parameters have moved, and what parameters and buffers depend on."""
         self.steps += 1
-        self._calls = []
-        for name, p in self.parameters().items():
+        self._calls = [call for call in self._calls if call.gradients]
+        named: dict[str, Tensor] = {**self.parameters()}
+        for name, p in named.items():
             self.known[name].moved |= not torch.equal(p, self.known[name].start)
+        for module in self._called.values():
+            named |= {_own_name(name): buffer for name, buffer in module.named_buffers()}
+        for parameter, _ in self.unowned.values():
+            named[f"a parameter of the shape {_shape([parameter])}"] = parameter
+        for name, each in named.items():
+            self._depends[name] = self._depends.get(name, 0) | self.influences.of(each)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the modules that the loop has called so far, by name."""
         named: dict[str, nn.Parameter] = {}
         for number, module in enumerate(self._models.values()):
             for name, parameter in module.named_parameters():
-                for wrapper in ("_module.", "module.", "_orig_mod."):
-                    name = name.removeprefix(wrapper)
+                name = _own_name(name)
                 if not any(parameter is each for each in named.values()):
                     named[f"module {number + 1}: {name}" if name in named else name] = parameter
         return named
@@ -179,6 +249,9 @@ class StepChecks(Calls):
 
     def _note_parameters(self, optimizer: Any) -> None:
         """Record which parameters the optimizer has, and which of them have gradients."""
+        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        if self._rates.setdefault(id(optimizer), rates) != rates:
+            self.follows = self.follows or "the script"
         names = {id(p): name for name, p in self.parameters().items()}
         norms = [
             (group, p, 0.0 if p.grad is None else float(p.grad.norm()))
@@ -193,56 +266,99 @@ class StepChecks(Calls):
             else:
                 self.unowned[id(p)] = p, norm > 0 or self.unowned.get(id(p), (p, False))[1]
 
-    def _compare(self, optimizer: Any, private: Any, calls: Sequence[Call]) -> None:
-        """Compare an optimizer's gradients with gradients from a loop over the examples."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trained = {n: p for n, p in self.parameters().items() if id(p) in own and p.requires_grad}
-        if private is None and any(hook_owners(call.module) for call in calls):
-            self.bypassed = type(optimizer).__name__
-        passes = sorted({call.backward for call in calls if call.gradients})
-        if not (trained and passes):
+    def _forget_unused(self) -> None:
+        """Forget calls of backward passes whose gradients the script has set to zero."""
+
+        def is_used(p: Any) -> bool:
+            in_grad = p.grad is not None and bool(p.grad.any())
+            return in_grad or getattr(p, "grad_sample", None) is not None
+
+        self._calls = [
+            c for c in self._calls if not c.gradients or any(map(is_used, c.module.parameters()))
+        ]
+
+    def _mark_inputs(self, inputs: Any, dimension: int) -> str:
+        """Mark inputs that come from no loader. Describe inputs whose rows are no examples."""
+        misread = ""
+        for each in (t for t in tensors_in(inputs) if not isinstance(t, nn.Parameter)):
+            bits = self.influences.of(each)
+            if not bits:
+                self.influences.assign(each, BATCHES_OF_CALLS)
+            sizes = {n for s in self._sources.values() if s.bit == bits for n in s.sizes}
+            if sizes and all(sizes) and each.ndim > 1:
+                rows, others = each.shape[dimension], each.shape[1 - dimension]
+                if rows > max(sizes) or (rows not in sizes and others in sizes):
+                    misread = f"{rows} rows are clipped one by one, of {max(sizes)} examples"
+        return misread
+
+    def _lower(self) -> None:
+        """Lower thresholds for the next step, so that clipping shows."""
+        for key, wanted in self._lowered.items():
+            if before := self._private[key].lower(wanted, [*self._models.values()]):
+                self._own.setdefault(key, before)
+
+    def _compare(
+        self, private: PrivateStep, own: Mapping[str, nn.Parameter], parts: Sequence[Sequence[Call]]
+    ) -> None:
+        """Compare a step's gradients without noise with those of a loop over the examples."""
+        key = id(private.inner)
+        passes = [
+            [call for call in part if call.backward == number]
+            for part in parts
+            for number in sorted({call.backward for call in part})
+        ]
+        if not passes:
             raise NotChecked("no loss of a module's outputs trains the optimizer's parameters")
-        mean = private is None or private.loss_reduction == "mean"
-        of_pass = ([c for c in calls if c.backward == n and c.gradients] for n in passes)
-        groups = [examples_of_pass(each, trained, mean=mean) for each in of_pass]
-        examples = Examples.joined(groups)
-        if not any(examples.sizes.values()):
+        groups = [examples_of_pass(each, own, mean=private.mean) for each in passes]
+        in_last = len({call.backward for call in parts[-1]}) or 1
+        divisor = private.batch_size * in_last if private.mean else 1
+        examples = replace(Examples.joined(groups), expected=divisor)
+        if len(examples.norms) and not any(examples.sizes.values()):
             raise NotChecked("no loss depends on the optimizer's parameters")
-        seen = {n: (torch.zeros_like(p) if p.grad is None else p.grad) for n, p in trained.items()}
-        total, scale, known = len(examples.norms), 1.0, dict[str, Tensor]()
-        if private is None:  # expect the sum of the passes' mean gradients
-            shares = [g.norms.new_full(g.norms.shape, total / len(g.norms)) for g in groups]
-            wanted = examples.mean(torch.cat(shares))
-            scale = _scale(seen, wanted)
-            seen = {name: each.double() / (scale or 1) for name, each in seen.items()}
-            clips = "not clipped by example" + " but as a batch" * (abs(scale - 1) > TOLERANCE)
-        else:
-            known = _candidate_factors(examples, self._threshold, [len(g.norms) for g in groups])
-            wanted = examples.mean(known[CORRECT])
-            divisor = private.expected_batch_size * self._in_last_part if mean else 1
-            seen = {name: each.double() * (divisor / total) for name, each in seen.items()}
-            each = isinstance(self._threshold, list)
-            clips = "clipped per layer" if each else f"clipped to {self._threshold:.4g}"
-        far = distances(seen, wanted, examples.sizes)
-        tolerance = TOLERANCE_16_BIT if any(c.is_16_bit for c in calls) else TOLERANCE
+        seen = {name: each.double() for name, each in self._handed[key].items()}
+        tried: list[Any] = []
+        for threshold in (private.threshold, self._own.get(key, private.threshold)):
+            known = _candidate_factors(examples, threshold, [len(g.norms) for g in groups])
+            far = distances(seen, examples.mean(known[CORRECT]), examples.sizes)
+            clips = bool((known[CORRECT] < 1 - TOLERANCE).any())
+            if not tried or clips:  # code of the script may keep its own threshold
+                tried.append((max(far.values()), len(tried), threshold, known, far, clips))
+        _, _, private.threshold, known, far, clips = min(tried)
+        self.has_clipped |= clips
+        if len(examples.norms):
+            self._lowered.setdefault(key, _quarter(examples, private.threshold))
+        how = "clipped per layer"
+        if not isinstance(private.threshold, list):
+            how = f"clipped to {private.threshold:.4g}"
+        self.clips[how + " (lowered for this check)" * (key in self._own)] = None
+        calls = [call for each in passes for call in each]
+        tolerance = TOLERANCE_16_BIT if any(call.is_16_bit for call in calls) else TOLERANCE
         worst = max(far, key=far.__getitem__)
-        if private is None and (scale <= 0 or far[worst] > tolerance):
-            before = self._before.get(id(optimizer), {})
-            rest = {name: each * scale - before.get(name, 0) for name, each in seen.items()}
-            if max(distances(rest, wanted, examples.sizes).values()) > tolerance:
-                raise NotChecked(
-                    "gradients are not the mean of per-sample gradients; if the script's own code "
-                    "clips them, dpbench does not know the clipping threshold"
-                )
-        self.clips[clips] = None
         self.worst.append((far[worst], worst, tolerance))
+        for call in calls:
+            if call.misread:
+                self.wrong[call.misread] = dict.fromkeys(far)
         for name in (name for name, distance in far.items() if distance > tolerance):
-            what = STALE
-            if private is not None:
-                what = (
-                    examples.diagnose(name, seen[name], known, 10 * tolerance) or f"not {CORRECT}"
-                )
+            what = examples.diagnose(name, seen[name], known, 10 * tolerance) or f"not {CORRECT}"
             self.wrong.setdefault(what, {})[name] = None
+
+    def _draw(self, private: PrivateStep, clipped: Gradients) -> None:
+        """Record the noise of a step, from the gradients that the inner optimizer receives."""
+        deviation = private.sigma * float(torch.tensor(private.threshold).norm()) / private.divisor
+        if not deviation:
+            self.noiseless.add(self.steps)
+        if not (deviation and clipped):
+            return
+        noise, along, rounding = dict[str, Tensor](), dict[str, float](), 0.0
+        for (name, before), p in zip(clipped.items(), private.parameters, strict=True):
+            received = gradient_of(p)
+            noise[name] = ((received.double() - before) / deviation).flatten()
+            along[name] = float(noise[name] @ before.flatten().double() / (before.norm() or 1.0))
+            rounding += (torch.finfo(received.dtype).eps * float(received.norm())) ** 2
+        number = [*self._private].index(id(private.inner))
+        run, slack = f"optimizer {number + 1}" * bool(number), 2 * rounding**0.5 / deviation
+        draw = Draw(run, self.steps + 1, noise, along, slack)
+        self.draws.setdefault(tuple(noise), []).append(draw)
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -279,32 +395,57 @@ class StepChecks(Calls):
         thawed = [name for name in frozen if known[name].moved]
         how = f"{len(frozen)} frozen"
         yield _check("frozen parameters stay", thawed, "is frozen, but changes", how)
-        yield self._noise_check()
+        if self.bypassed:
+            line = f"{self.bypassed} steps instead of the optimizer that make_private returns"
+            yield Check("clipping and noise", FAILED, "", "none", [line])
+        if self._private:
+            yield self._dependence_check()
+            yield from self._noise_checks()
+            yield from self._gradient_checks()
+        elif not self.bypassed:
+            why = "not private: no optimizer of Opacus steps"
+            yield Check("clipping and noise", NOT_JUDGED, "", why)
+        if self.follows:
+            text = f"{self.follows} changes it; if by a metric of private data, that is a leak"
+            yield Check("learning rate", NOTE, "", text)
+        if self.draws and torch.initial_seed() < KNOWN_SEED:
+            text = f"who knows the seed {torch.initial_seed()} can subtract the noise"
+            yield Check("seed", NOTE, "", text)
+        yield Check("loss and sampling", NOTE, "", ASSUMPTIONS)
+
+    def _gradient_checks(self) -> Iterator[Check]:
         wrong = [f"{_named([*names])}: {what}" for what, names in self.wrong.items()]
         why = "; ".join(self.reasons)
         if self.worst:
             far, worst, tolerance = max(self.worst)
             error_text = f"{far:.2g} (≤ {tolerance:g}), {', '.join(self.clips)}"
             yield Check.judged("gradient", wrong, worst, error_text)
+            if not self.has_clipped:
+                yield Check("clipping", NOT_JUDGED, "", "no norm exceeded the threshold")
         if why or not self.worst:
             name = "gradient of some steps" if self.worst else "gradient"
-            yield Check(name, NOT_JUDGED, "", why or "no optimizer stepped")
-        yield Check("loss and sampling", NOT_JUDGED, "", ASSUMPTIONS)
+            yield Check(name, NOT_JUDGED, "", why or "no private step was taken")
 
-    def _noise_check(self) -> Check:
-        if self.bypassed:
-            line = f"{self.bypassed} steps instead of the optimizer that make_private returns"
-            return Check("clipping and noise", FAILED, "", "none", [line])
-        if not self.noise:
-            why = "σ is 0" if self._private else "no optimizer of Opacus steps"
-            return Check("noise" if self._private else "clipping and noise", NOT_JUDGED, "", why)
-        wrong = [
-            f"the noise has the standard deviation {got:.4g}, but σC is {expected:.4g}"
-            for got, expected, number in self.noise
-            if abs(got / expected - 1) > DEVIATIONS / (2 * number) ** 0.5
-        ]
-        far = ", ".join(f"{got / expected:.3f}" for got, expected, _ in self.noise)
-        return Check.judged("noise: deviation", wrong[:1], "", f"{far} of σC")
+    def _dependence_check(self) -> Check:
+        name = "trained by private steps"
+        private = self._judged & ~BATCHES_OF_CALLS or self._judged
+        if not private:
+            return Check(name, NOT_JUDGED, "", "no gradient depends on a model's inputs")
+        wrong = [each for each, bits in self._depends.items() if bits & private]
+        words = "depends on private batches otherwise than through a private step"
+        return _check(name, wrong, words, f"{len(self._depends)} parameters and buffers")
+
+    def _noise_checks(self) -> Iterator[Check]:
+        if self.noiseless or not self.draws:
+            steps = f" in {len(self.noiseless)} of {self.steps} steps" * bool(self.draws)
+            why = f"σ is 0{steps}" if self.noiseless else "no private step was compared"
+            yield Check("noise", NOT_JUDGED, "", why)
+        dtypes = {p.dtype for each in self._private.values() for p in each.parameters}
+        dtype = min(dtypes, key=lambda each: each.itemsize, default=torch.float32)
+        for names, draws in self.draws.items():
+            of = f" of {names[0]}, …" * (len(self.draws) > 1)
+            for check in check_noise(draws, dtype, "parameters, steps"):
+                yield replace(check, name=check.name + of)
 
 
 def _check(name: str, wrong: Sequence[str], words: str, how: str) -> Check:
@@ -317,18 +458,27 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
+def _own_name(name: str) -> str:
+    """Return a name in the script's own module, without the prefixes of wrappers."""
+    for wrapper in ("_module.", "module.", "_orig_mod."):
+        name = name.removeprefix(wrapper)
+    return name
+
+
 def _shape(tensors: Sequence[Tensor]) -> str:
     return "×".join(map(str, tensors[0].shape)) if tensors else ""
 
 
-def _scale(seen: Gradients, wanted: Gradients) -> float:
-    """Return the factor s for which s times ``wanted`` is closest to ``seen``."""
-    squares = sum(float(each.square().sum()) for each in wanted.values())
-    return sum(float((seen[name] * each).sum()) for name, each in wanted.items()) / squares
+def _quarter(examples: Examples, threshold: Threshold) -> Threshold:
+    """Return `LOWERED` times the median norm, for each parameter if the threshold is a list."""
+    if isinstance(threshold, list):
+        each: list[float] = (LOWERED * examples.norms.median(dim=0).values).tolist()
+        return [a or b for a, b in zip(each, threshold, strict=True)]
+    return LOWERED * float(examples.norms.norm(dim=1).median()) or threshold
 
 
 def _candidate_factors(
-    examples: Examples, threshold: float | list[float], sizes: Sequence[int]
+    examples: Examples, threshold: Threshold, sizes: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return clipping factors, keyed by a description of the resulting mean.
 
@@ -343,8 +493,8 @@ def _candidate_factors(
     norms = examples.norms if per_layer else examples.norms.norm(dim=1, keepdim=True)
     limit = torch.as_tensor(threshold).to(norms)
     clipped = (limit / (norms + 1e-6)).clamp(max=1.0).expand_as(examples.norms)
-    last = clipped * (len(clipped) / sizes[-1])
-    last[: -sizes[-1]] = 0
+    last = clipped * (len(clipped) / (sizes[-1] or 1))
+    last[: len(last) - sizes[-1]] = 0
     only_last = f"the mean over only the last of {len(sizes)} backward passes"
     common = examples.candidate_means("flat", float(limit.norm()), 1)
     return {CORRECT: clipped} | ({only_last: last} if len(sizes) > 1 else {}) | common

@@ -39,8 +39,6 @@ if "random" in asked:
 if "lora" in asked:
     layers[0], layers[2] = Adapted(layers[0]), Adapted(layers[2])
 model = nn.Sequential(*layers)
-if "batch-norm" in asked:
-    model.insert(1, nn.BatchNorm1d(16))
 trained = [p for p in model.parameters() if p.requires_grad]
 if "adamw" in asked:
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -94,12 +92,9 @@ def train(batches):
     for number, (x, y) in enumerate(batches):
         loss = criterion(model(x), y)
         loss.backward()
-        if "own-clipping" in asked:
-            for p in trained:
-                p.grad.clamp_(-1e-3, 1e-3)
         if (number + 1) % every == 0:
             optimizer.step()
-            optimizer.zero_grad() if "hoards" not in asked else None
+            optimizer.zero_grad()
             scheduler.step() if "scheduler" in asked else None
             if "thaws" in asked:
                 frozen[0].data.mul_(0.99)

@@ -1,0 +1,118 @@
+"""Follows which tensors depend on which data, through all operators that PyTorch dispatches.
+
+Data is marked where it enters: in a data loader's batch. Each operator's results then depend on all
+that the operator reads. What passes through Python numbers, NumPy or a kernel that PyTorch does not
+dispatch is not followed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS_NO_VALUES = re.compile(r"(new_|empty|zeros|ones|full|rand)\w*|\w+_like")
+"""Operators that read only the shapes of their arguments."""
+
+OVERWRITES = re.compile(r"(_foreach_)?(zero|fill|copy|normal|uniform|exponential|random)_")
+"""Operators in place that do not read what they replace."""
+
+BY_INDEX = re.compile(r"_(foreach|fused)_\w+")
+"""Operators on lists of tensors, where each entry depends on the entries at its own index."""
+
+MOST_EXPIRED = 10_000
+"""Number of marked storages after which the storages that no longer exist are forgotten."""
+
+
+class Influences(TorchDispatchMode):
+    """Keeps the sources that each storage depends on, as the bits of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most = MOST_EXPIRED
+        self.is_paused = False
+
+    def of(self, value: Any) -> int:
+        """Return the sources of all tensors in a value."""
+        sources = 0
+        for tensor in tensors_in(value):
+            if storage := _storage(tensor):
+                sources |= self._storages.get(storage._cdata, (None, 0))[1]
+        return sources
+
+    def assign(self, tensor: Tensor, sources: int) -> None:
+        """Replace the sources of a tensor, and of all tensors that share its storage."""
+        if storage := _storage(tensor):
+            if sources:
+                self._storages[storage._cdata] = StorageWeakRef(storage), sources
+            else:
+                self._storages.pop(storage._cdata, None)
+        if len(self._storages) > self._most:
+            kept = {key: each for key, each in self._storages.items() if not each[0].expired()}
+            self._storages, self._most = kept, MOST_EXPIRED + 2 * len(kept)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not follow operators meanwhile."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not (self.is_paused or READS_NO_VALUES.fullmatch(name)):
+            named = {a.name: a for a in func._schema.arguments}
+            given = dict(zip(named, args, strict=False)) | (kwargs or {})
+            written = {n for n in given if (i := named[n].alias_info) and i.is_write}
+            if given.get("training"):  # of batch norm, whose schema does not say what is written
+                written |= {n for n in given if n.startswith("running_")}
+            overwrites = bool(OVERWRITES.fullmatch(name)) or written == {"out"}
+            if BY_INDEX.fullmatch(name):
+                lists = [v for v in (*given.values(), out) if isinstance(v, (list, tuple))]
+                for i in range(max(map(len, lists), default=0)):
+                    at = {n: _entry(v, i) for n, v in given.items()}
+                    self._follow(at, written, _entry(out, i), overwrites)
+            else:
+                self._follow(given, written, out, overwrites)
+        return out
+
+    def _follow(
+        self, given: Mapping[str, Any], written: set[str], out: Any, overwrites: bool
+    ) -> None:
+        sources = self.of([v for n, v in given.items() if not (overwrites and n in written)])
+        for tensor in tensors_in([out, *(given[name] for name in written)]):
+            storage = _storage(tensor)
+            whole = storage and storage.nbytes() == tensor.numel() * tensor.itemsize
+            self.assign(tensor, sources | (0 if overwrites and whole else self.of(tensor)))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value, also in lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(each)
+
+
+def _entry(value: Any, i: int) -> Any:
+    """Return entry ``i`` of a list of tensors; any other value is shared by all entries."""
+    return (value[i] if i < len(value) else None) if isinstance(value, (list, tuple)) else value
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a subclass without storage
+        return None
