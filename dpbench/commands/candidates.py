@@ -29,9 +29,9 @@ def last_line(output: str) -> str:
     return output.strip().rpartition("\n")[2]
 
 
-def git_output(*words: str) -> str:
-    """Run git here without hooks, and return its output. Raise an error if git fails."""
-    if (output := git(Path(), "-c", "core.hooksPath=/dev/null", *words)) is None:
+def git_output(*words: str, fetches: bool = False) -> str:
+    """Run git here, and return its output. Raise an error if git fails."""
+    if (output := git(Path(), *words, fetches=fetches)) is None:
         raise ConfigurationError(f"this command failed: git {' '.join(words)}")
     return output.decode(errors="replace").strip()
 
@@ -77,7 +77,8 @@ class Commits:
         """Make a worktree of a commit, and remove the worktree afterwards."""
         tree = self._folder / name
         try:
-            git_output("worktree", "add", "--detach", str(tree), name)
+            # A partial clone fetches the files of a commit here.
+            git_output("worktree", "add", "--detach", str(tree), name, fetches=True)
             yield tree / self._below, [tree, tree / "src"]
         finally:
             rmtree(tree, ignore_errors=True)  # git does not remove an unfinished worktree
