@@ -180,7 +180,6 @@ parent {parent}
 author Ada <ada@example.org> 1700000000 +0000
 committer Ada <ada@example.org> 1700000000 +0000
 gpgsig -----BEGIN PGP SIGNATURE-----
- 
  iQ
  -----END PGP SIGNATURE-----
 
