@@ -37,10 +37,10 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dpbench.commands.candidates import Commits, Place, Releases, last_line
+from dpbench.commands.candidates import LOCK, PREFIX, Commits, Place, Releases, last_line
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError, DpbenchError
-from dpbench.core.files import printable
+from dpbench.core.files import locked, printable
 from dpbench.core.subject import subject_from
 from dpbench.launch import processes
 from dpbench.results.changes import largest_changes
@@ -80,7 +80,10 @@ def run(options: argparse.Namespace) -> int:
     if bool(options.commits) == bool(options.package):
         raise ConfigurationError("name either commits as GOOD..BAD, or a --package")
     kind, text = (Releases, options.package) if options.package else (Commits, options.commits)
-    with TemporaryDirectory(prefix="dpbench-bisect-", ignore_cleanup_errors=True) as folder:
+    with (
+        TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder,
+        locked(Path(folder, LOCK)),
+    ):
         candidates: Commits | Releases = kind(text, Path(folder))
         return Bisection(
             candidates, limit, command, options.repeat, Path(folder) / "run.json"

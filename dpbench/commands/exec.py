@@ -214,6 +214,8 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
         pending.rows()
     except InstrumentError as error:
         print(f"dpbench exec: {error}", file=sys.stderr)
+        if isinstance(error, ScriptInterrupted):
+            raise KeyboardInterrupt from None
         return 1
     finally:
         pending.cancel()
