@@ -112,7 +112,7 @@ class PendingScript(PendingMeasurement):
             with suppress(*[InstrumentError] if error else []):  # report the earlier error only
                 rows += instrument.script_rows(self.case, record)
         self.operators, self.notes = outcome.operators, outcome.notes
-        self.memory_lines = outcome.memory_lines
+        self.memory_lines, self.imported = outcome.memory_lines, outcome.imported
         if error:
             kind = ScriptInterrupted if interrupted else CaseTimedOut if stack else CaseFailed
             failure = kind(f"{self.case.id}: {error}")
