@@ -1,15 +1,107 @@
-"""Lists imported files outside installed packages, such as the file of a user's trainer."""
+"""Lists what a measurement depends on outside installed packages: its files and variables.
+
+The files are those that Python imports, such as the file of a user's trainer, and those that Python
+opens for reading. The variables are those of the environment that the user's code reads.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import secrets
 import sys
 import sysconfig
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from dpbench.core.gpu import child_environment
 
 INSTALLED = {"site-packages", "dist-packages", ".triton"}
 """Names of folders with installed packages or with kernels that Triton compiled."""
+
+OURS = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]))
+"""Folders of Python and of dpbench."""
+
+LARGE = 16 << 20
+"""Bytes above which a file is told apart by its size and time instead of its content."""
+
+RUNNERS = ("PYTEST_", "COV_", "DPBENCH_", "PYTHONPATH", "COLUMNS", "LINES", "CUDA_VISIBLE_DEVICES")
+"""First parts of the names of variables that test runners and dpbench set."""
+
+_heard: dict[str, str] = {}
+_written: set[str] = set()
+_variables: dict[str, str | None] = {}
+"""What `listen` has heard: files with their digests, written files, and variables."""
+
+
+def listen() -> None:
+    """Hear the files that Python opens in this process, and the variables that user code reads."""
+    at_start, busy = dict(os.environ), False
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal busy
+        if event == "open" and not busy and isinstance(arguments[0], str | bytes):
+            busy = True  # because a digest opens the file, too
+            path = os.path.realpath(os.fsdecode(arguments[0]))
+            if (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+                _written.add(path)
+            elif path not in _heard and _is_own(path) and not path.startswith(("/proc", "/sys")):
+                _heard[path] = digest(Path(path))
+            busy = False
+
+    class Environment(type(os.environ)):  # type: ignore[misc]
+        def __getitem__(self, name: str) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back and frame.f_code.co_filename.startswith("<frozen "):
+                frame = frame.f_back
+            if _is_own(frame.f_code.co_filename) and isinstance(name, str):
+                _variables[name] = at_start.get(name)
+            return super().__getitem__(name)
+
+    os.environ.__class__ = Environment
+    sys.addaudithook(hear)
+
+
+def _is_own(path: str) -> bool:
+    return (
+        path.startswith("/")
+        and not path.startswith(OURS)
+        and INSTALLED.isdisjoint(Path(path).parts)
+    )
+
+
+def _digest_of(variables: Mapping[str, str | None], salt: str) -> str:
+    text = salt + json.dumps(variables, sort_keys=True)
+    return f"{salt}:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def heard() -> dict[str, str]:
+    """Return the digest of each file that was read, and one salted digest of all variables.
+
+    The key of the variables is their names, each with a ``$``. No value is kept.
+    """
+    left_out = (*RUNNERS, *child_environment())
+    known = {n: v for n, v in _variables.items() if not n.startswith(left_out)}
+    files = {path: text for path, text in _heard.items() if path not in _written and text}
+    if known:
+        names = " ".join(f"${name}" for name in sorted(known))
+        files[names] = _digest_of(known, secrets.token_hex(8))
+    return files
+
+
+def all_unchanged(known: Mapping[str, str]) -> bool:
+    """Return True if files and variables are those of `imported_files` and `heard`."""
+    return all(_now(name, text) == text for name, text in known.items())
+
+
+def _now(name: str, text: str) -> str:
+    if not name.startswith("$"):
+        return digest(Path(name))
+    names: Iterable[str] = (each.removeprefix("$") for each in name.split(" "))
+    return _digest_of({each: os.environ.get(each) for each in names}, text.partition(":")[0])
 
 
 def imported_files() -> dict[str, str]:
@@ -49,7 +141,13 @@ def _copied_packages() -> set[str]:
 
 
 def digest(path: Path) -> str:
-    """Return a digest of a file's content; an empty string if the file cannot be read."""
+    """Return a digest of a file's content; an empty string if the file cannot be read.
+
+    For a file above `LARGE`, return its size and the time of its last change instead.
+    """
     with suppress(OSError):
+        about = path.stat()
+        if about.st_size > LARGE:
+            return f"{about.st_size} bytes of {about.st_mtime_ns}"
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return ""
