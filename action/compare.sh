@@ -2,15 +2,24 @@
 # Counts with the base of a pull request and with its head, compares them, and says so in a comment.
 # The exit status is 1 if a limit is exceeded or could not be judged. In the environment:
 #   COUNT         the command that counts; it writes a run to {json}
-#   LIMITS        limits, separated by spaces
+#   LIMITS        limits, separated by spaces; at least one
 #   BASE          the commit to compare with
 #   PULL_REQUEST  its number; without one nothing is commented
 set -uo pipefail
 place=$(mktemp -d)
 trap 'git worktree remove --force "$place/base" 2>/dev/null; rm -rf "$place"' EXIT
 
-count() { # in a folder, into a file
-  (cd "$1" && eval "${COUNT//'{json}'/"$2"}")
+count() { # in a folder, whose code is imported although the head may be installed, into a file
+  (
+    cd "$1" || exit
+    export PYTHONPATH="$PWD:$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+    eval "${COUNT//'{json}'/"$2"}"
+  )
+}
+
+foreign() { # the files of the head, or of a copy that pip has installed, that the base imported
+  grep -oE '"[^"]*\.(py|so)": "' "$place/base.json" | cut -d '"' -f 2 | grep -vF "$place/base/" |
+    grep -F -e "$PWD/" -e "$(pwd -P)/" -e "-packages/" | sort -u | head -n 3 | tr '\n' ' '
 }
 
 report() { # a status and what was said
@@ -28,10 +37,14 @@ report() { # a status and what was said
 }
 
 case "$COUNT" in *'{json}'*) ;; *) report 1 "The input count must write a run to {json}: $COUNT" ;; esac
+[[ $LIMITS =~ [^[:space:]] ]] || report 1 "The input limits is empty, so nothing would be judged."
 git cat-file -e "$BASE^{commit}" 2>/dev/null || git fetch --quiet --depth=1 origin "$BASE" ||
   report 1 "The base commit $BASE cannot be fetched."
-git worktree add --quiet --detach "$place/base" "$BASE" || report 1 "The base $BASE cannot be checked out."
+git -c core.hooksPath=/dev/null worktree add --quiet --detach "$place/base" "$BASE" || report 1 "The base $BASE cannot be checked out."
 count "$place/base" "$place/base.json" || report 1 "The base $BASE cannot be counted, so nothing was judged."
+foreign=$(foreign)
+[ -z "$foreign" ] || report 1 "The base imported code of this change, so nothing was judged: $foreign
+Begin the input count with PYTHONPATH=FOLDER, the folder of the package in the repository."
 count . "$place/head.json" || report 1 "This change cannot be counted, so nothing was judged."
 limits=()
 for limit in $LIMITS; do limits+=(--fail "$limit"); done

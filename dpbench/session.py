@@ -10,10 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.child.imported import digest
+from dpbench.child.imported import all_unchanged
 from dpbench.core.files import printable
 from dpbench.core.registry import OUTPUTS
 from dpbench.core.subject import Subject
@@ -116,11 +115,12 @@ class Session:
             device = device_of(self.instruments, self.settings, self.gpu)
             self.begun = self.files.open(device, self.begun, self._session_record(()))
             done = [outcome for outcome in self.begun.outcomes if outcome.error is None]
-            kept = [o for o in done if all(digest(Path(f)) == d for f, d in o.imported.items())]
+            kept = [outcome for outcome in done if all_unchanged(outcome.imported)]
             self.store.keep(kept)
             if again := [outcome.case.id for outcome in done if outcome not in kept]:
                 self.notes.append(
-                    f"measured again, because their code has changed: {', '.join(again)}"
+                    f"measured again, because their code, files or variables have changed: "
+                    f"{', '.join(again)}"
                 )
 
     @cached_property

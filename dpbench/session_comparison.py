@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.subject import subject_from
+from dpbench.core.subject import Subject, subject_from
+from dpbench.results.outcome import COMPLETE
 from dpbench.results.run import Run
-from dpbench.results.storage import Storage, check_comparable, latest_passed_run
+from dpbench.results.storage import Storage, check_comparable, latest_passed_run, readable
 from dpbench.session_files import RunWriter, reporting
 from dpbench.session_store import Keys, SessionStore
 
@@ -111,6 +112,26 @@ class SessionComparison:
         self.files.notes += notes
         return run or Run.of("the storage")
 
+    def _older_references(
+        self, asked: set[tuple[Subject, str]]
+    ) -> list[tuple[Run, set[tuple[Subject, str]]]]:
+        """Return older runs that passed, each with the requested cases that newer runs lack.
+
+        Only with ``--compare-first-run-ok``. Without it, a case that the reference lacks fails.
+        """
+        older: list[tuple[Run, set[tuple[Subject, str]]]] = []
+        if self.settings.compare or not self.settings.compare_first_run_ok:
+            return older
+        missing, devices = asked - {*self.reference.places}, {device for device, _ in self.sources}
+        for run in readable(self._candidates if missing else (), Run.load, []):
+            measured = {key for key, on in run.places.items() if not devices.isdisjoint(on)}
+            if run.verdict == COMPLETE and (found := missing & measured):
+                older.append((run, found))
+                missing -= found
+                names = ", ".join(dict.fromkeys(case.id for case, _ in found))
+                self.files.notes.append(f"compared with {run.name}: {names}")
+        return older
+
     @property
     def remedy(self) -> str:
         """A hint for messages about a missing reference run; empty if there is a reference run."""
@@ -143,10 +164,22 @@ class SessionComparison:
 
             across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
             asked = {*self.requested, *(key for outcome in outcomes for key in outcome.asked)}
-            gate = Gate(self.reference, run(), asked, across, first_run_ok)
-            verdict = gate.check_limits(
-                self.limits, {key for keys in limited.values() for key in keys}
-            )
+            older, after = self._older_references(asked), run()
+            newest = asked.difference(*(cases for _, cases in older))
+            gates = [
+                Gate(before, after, cases, across, first_run_ok)
+                for before, cases in [(self.reference, newest), *older]
+            ]
+
+            def judge(limits: Sequence[Limit], keys: set[tuple[Subject, str]]) -> Verdict:
+                own = [gate for gate in gates if not keys.isdisjoint(gate.asked or ())]
+                every = [
+                    gate.check_limits(limits, keys.intersection(gate.asked or ()))
+                    for gate in own or gates[:1]
+                ]
+                return Verdict.merge(every)
+
+            verdict = judge(self.limits, {key for keys in limited.values() for key in keys})
             if self.limits and not complete:
                 verdict.unjudged.clear()
                 self.files.problem(
@@ -160,7 +193,7 @@ class SessionComparison:
                 failures[test] = Failure(rows)
             verdicts = [verdict]
             for (test, limits), keys in own.items():
-                verdicts.append(gate.check_limits(read_limits(limits), {*keys}))
+                verdicts.append(judge(read_limits(limits), {*keys}))
                 failures[test] = Failure(verdicts[-1].regressions, verdicts[-1].unjudged)
             self.verdict = Verdict.merge(verdicts)
             self.judged = len(outcomes)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.seeded import run_of
+from tests.commands.seeded import HOLE, run_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -28,6 +28,17 @@ for _ in range(6):
 COUNT = "dpbench exec --instrument logical --json {json} train.py"
 COPY = "cp run.json {json}"
 """Command used in place of counting: each commit contains the run of its script."""
+
+PACKAGE = """
+import json, sys
+from pathlib import Path
+import mine
+from dpbench.child.imported import imported_files
+document = json.loads(Path("run.json").read_text().replace("123456789.0", repr(mine.MOVED)))
+document["cases"][0]["imported"] = imported_files()
+Path(sys.argv[1]).write_text(json.dumps(document))
+"""
+"""Program used in place of counting, which writes the number in the package that it imports."""
 
 GH = '#!/bin/sh\necho "$@" >> "$SAID"\n'
 """Program used in place of ``gh``, which needs an account. It writes its arguments to a file."""
@@ -134,9 +145,62 @@ def test_a_change_that_moves_equal_bytes_passes(repository: Repository) -> None:
     assert not repository.said.read_text()
 
 
+def installed(repository: Repository, folder: str) -> dict[str, str]:
+    """Put a package into a folder, and commit it with a greater number. Return how it is counted.
+
+    Like an installed package, the package of the head comes last on Python's path.
+    """
+    package = repository.place / folder / "mine"
+    package.mkdir(parents=True)
+    (repository.place / "run.json").write_text(run_of([HOLE], metric="logical_bytes"))
+    for moved in (1e6, 6e6):
+        (package / "__init__.py").write_text(f"MOVED = {moved}\n")
+        repository.commit(PACKAGE)
+        repository.base = repository.git("rev-parse", f"HEAD~{int(moved > 1e6)}").strip()
+    path = f"{ROOT}:{package.parent}"
+    return {"COUNT": f"'{sys.executable}' train.py {{json}}", "PYTHONPATH": path}
+
+
+@pytest.mark.parametrize("folder", ["", "src"])
+def test_the_base_is_counted_with_its_own_code_although_the_head_is_installed(
+    repository: Repository, folder: str
+) -> None:
+    status, said = repository.run(**installed(repository, folder))
+    assert status == 1
+    assert "+500.00%  1% exceeded" in said
+
+
+def test_a_base_that_imports_the_heads_code_is_not_judged(repository: Repository) -> None:
+    given = installed(repository, "packages/one")
+    head = repository.place / "packages/one/mine/__init__.py"
+    status, said = repository.run(**given)
+    assert status == 1
+    assert f"The base imported code of this change, so nothing was judged: {head}" in said
+    status, said = repository.run(
+        **given | {"COUNT": f"PYTHONPATH=packages/one:{ROOT} {given['COUNT']}"}
+    )
+    assert "+500.00%  1% exceeded" in said
+
+
+def test_a_base_that_imports_a_copy_in_site_packages_is_not_judged(
+    repository: Repository, tmp_path: Path
+) -> None:
+    given = installed(repository, "packages/one")
+    site = tmp_path / "site-packages"
+    shutil.copytree(repository.place / "packages/one", site)
+    about = site / "mine-1.dist-info"
+    about.mkdir()
+    (about / "RECORD").write_text("mine/__init__.py,,\n")
+    (about / "direct_url.json").write_text('{"dir_info": {}, "url": "file:///project"}')
+    status, said = repository.run(**given | {"PYTHONPATH": f"{ROOT}:{site}"})
+    assert status == 1
+    assert f"nothing was judged: {site}/mine/__init__.py" in said
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"LIMITS": " \n"}, "The input limits is empty"),
         ({"COUNT": "dpbench exec train.py"}, "The input count must write a run to {json}"),
         ({"BASE": "0" * 40}, "cannot be fetched"),
         ({"COUNT": "false {json}"}, "cannot be counted, so nothing was judged"),

@@ -220,7 +220,7 @@ def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.
         measured a metric, uses the instrument that comes first in the metric's field ``by``.
     """
     steps = summary[(summary.phase == STEP) & (summary.device != NO_HARDWARE)]
-    steps = of_one_instrument(steps[[each.cell == case.cell for each in steps.case]])
+    steps = of_one_instrument(steps.loc[[each.cell == case.cell for each in steps.case]])
     for metric, name in (
         ("step_time_seconds", "measured_seconds"),
         ("dram_ratio", "measured_bytes_ratio"),

@@ -17,8 +17,8 @@ from dpbench.core import gpu
 from dpbench.core.case import MIXED, TRANSFORMER, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.names import parted
-from dpbench.core.registry import OPTIMIZERS, TRAINERS, WORKLOADS, called
-from dpbench.training.base import Batch, TrainerBase
+from dpbench.core.registry import OPTIMIZERS, TRAINERS, WORKLOADS, called, check_class
+from dpbench.training.base import OPTIMIZER, Batch, TrainerBase
 from dpbench.training.parallel import part_of_rank, rank_and_ranks
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 from dpbench.workloads.base import Workload, batches_of
@@ -88,25 +88,19 @@ def build(
     workload = workload_of(case)
     model = _model_of(case, workload, device)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
-    named = TRAINERS[case.trainer]
-    if isinstance(named, type) and not hasattr(named, "train_step"):
-        raise ConfigurationError(
-            f"trainer {case.trainer} is the class {named.__qualname__}, "
-            f"which has no method train_step; {TRAINER}"
-        )
-    trainer = called(
+    trainer: TrainerBase = called(
         f"trainer {case.trainer}",
-        named,
+        TRAINERS[case.trainer],
+        TrainerBase,
         TRAINER,
         model.to(dtype),
         batch_size=case.batch_size // ranks,
         **_non_default_options(case, workload),
         **options,
     )
-    if not (isinstance(trainer, TrainerBase) and hasattr(trainer, "model")):
+    if not hasattr(trainer, "model"):
         raise ConfigurationError(
-            f"trainer {case.trainer} makes a {type(trainer).__name__}, which is no TrainerBase or "
-            f"does not call the constructor of TrainerBase; {TRAINER}"
+            f"trainer {case.trainer} does not call the constructor of TrainerBase; {TRAINER}"
         )
     set_tf32(case, device)  # again, because code that builds a model may switch TF32 on
 
@@ -201,13 +195,8 @@ def labels_of(trainer: TrainerBase) -> dict[str, str]:
 
 def workload_of(case: Case) -> Workload:
     """Build the workload of a case from its name and parameters."""
-    named = WORKLOADS[case.workload]
-    workload = called(f"workload {case.workload}", named, WORKLOAD, **case.parameters)
-    if not isinstance(workload, Workload):
-        kind = type(workload).__name__
-        raise ConfigurationError(
-            f"workload {case.workload} is a {kind}, which is no Workload; {WORKLOAD}"
-        )
+    what, named = f"workload {case.workload}", WORKLOADS[case.workload]
+    workload: Workload = called(what, named, Workload, WORKLOAD, **case.parameters)
     return workload
 
 
@@ -241,7 +230,8 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
     if case.workload != TRANSFORMER:
         options["workload"] = workload
     if case.optimizer != "sgd":
-        options["optimizer"] = OPTIMIZERS[case.optimizer]
+        options["optimizer"] = named = OPTIMIZERS[case.optimizer]
+        check_class(f"optimizer {case.optimizer}", named, torch.optim.Optimizer, OPTIMIZER)
     if case.micro_batches != 1:
         options["micro_batches"] = case.micro_batches
     if case.parallel != "none":

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dpbench.child.imported import imported_files
+from dpbench.child.imported import heard, imported_files
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.names import parameters_text, read_parameters
 from dpbench.core.parameters import arguments
@@ -49,7 +49,7 @@ def append_record(record: dict[str, Any], path: str | None = None) -> None:
 def report_result(**record: Any) -> None:
     """Append a result or an error to the records file. Without `RECORDS`, print the record."""
     if RECORDS in os.environ:
-        append_record(record | {"imported": imported_files()})
+        append_record(record | {"imported": imported_files() | heard()})
     else:
         print(json.dumps(record), flush=True)
 

@@ -1,4 +1,7 @@
-"""Runs a program in this process as the Python interpreter would, and prints its traceback."""
+"""Runs a program in this process as the Python interpreter would, and ends the process.
+
+This module imports nothing slow, because a script's process begins with `add_to`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
+
+
+def add_to(guard: str) -> None:
+    """Add this process to a `dpbench.launch.processes.Guard`. End it if the parent has died."""
+    try:
+        with Path(guard).open("w") as pipe:
+            pipe.write(f"{os.getpid()}\n")
+    except FileNotFoundError:
+        os._exit(1)
 
 
 def run_program(program: Sequence[str], *, is_module: bool) -> None:

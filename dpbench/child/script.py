@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dpbench.child.hang_report import STACK
+from dpbench.child.imported import imported_files
 from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
 from dpbench.child.other_threads import watch_threads_and_forks
 from dpbench.child.patches import watch
@@ -128,6 +129,7 @@ def _write_down(
         outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
     # The parent needs `observed`, because ncu's report may contain a step that did not end.
     more = {"torch": torch, "observed": recorder.observed, "under_way": under_way, **recorder.more}
+    more |= {} if under_way else {"imported": imported_files()}
     append_record({**outcome.as_json(), **more}, path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dpbench.core.case_names import names_of, resolve
+from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import write_text
 from dpbench.core.registry import folder_of
 from dpbench.core.subject import Subject, subject_from
@@ -79,6 +80,8 @@ class Task:
             kind = resolve_name(task["instrument"])
         finally:
             sys.path[:] = before
+        if not is_dataclass(kind):  # `_typed` would call any other class
+            raise ConfigurationError(f"{task['instrument']} is no instrument")
         program = task["program"] and _typed(task["program"], Program)
         return cls(resolve(subject_from(task["case"])), _typed(task["fields"], kind), program)
 

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from dpbench.commands.case_arguments import add_case, chosen_case, saved_run
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
-from dpbench.core.case_names import resolve
+from dpbench.core.case_names import resolve_saved
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.option_fields import axis_help
 from dpbench.core.registry import TRAINERS
@@ -131,7 +131,8 @@ def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
         case = outcome.case
         if isinstance(case, Case) and chosen.items() <= case.columns.items():
             try:
-                cells.setdefault(case.baseline, []).append(resolve(case).trainer)
+                resolve_saved(case.baseline)  # before the cell is added
+                cells.setdefault(case.baseline, []).append(resolve_saved(case).trainer)
             except ConfigurationError as error:
                 print(f"dpbench advise: {error}", file=sys.stderr)
     if not cells:

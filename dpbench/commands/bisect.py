@@ -34,10 +34,17 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dpbench.commands.candidates import Commits, Place, describe_commit, last_line
+from dpbench.commands.candidates import (
+    LOCK,
+    PREFIX,
+    Commits,
+    Place,
+    describe_commit,
+    last_line,
+)
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError, DpbenchError
-from dpbench.core.files import printable
+from dpbench.core.files import locked, printable
 from dpbench.core.subject import subject_from
 from dpbench.launch import processes
 from dpbench.results.changes import largest_changes
@@ -71,7 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure both ends of the range, and search the range for the first bad commit."""
     limit, command = Limit.parse(options.limit), with_json(options.words)
-    with TemporaryDirectory(prefix="dpbench-bisect-", ignore_cleanup_errors=True) as folder:
+    with (
+        TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder,
+        locked(Path(folder, LOCK)),
+    ):
         commits, file = Commits(options.commits, Path(folder)), Path(folder) / "run.json"
         return Bisection(commits, limit, command, options.repeat, file).run()
 

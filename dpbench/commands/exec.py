@@ -223,6 +223,8 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
         pending.rows()
     except InstrumentError as error:
         print(f"dpbench exec: {error}{_misplaced(script, str(error))}", file=sys.stderr)
+        if isinstance(error, ScriptInterrupted):
+            raise KeyboardInterrupt from None
         return 1
     finally:
         pending.cancel()

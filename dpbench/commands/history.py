@@ -118,7 +118,8 @@ def _committed(options: argparse.Namespace, skipped: list[str]) -> Iterator[tupl
     changing = git_output("log", "--reverse", "--format=%H", f"{good}..{bad}", "--", path).split()
 
     def load(commit: Path) -> Run:
-        return Run.parse(git_output("show", f"{commit}:{path}").encode(), commit)
+        # Unlike `git show`, this command converts the file with no program.
+        return Run.parse(git_output("cat-file", "blob", f"{commit}:{path}").encode(), commit)
 
     commits = [good] * bool(git_output("ls-tree", good, path)) + changing
     for run in readable(map(Path, commits), load, skipped):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.child.failures import CaseOutOfMemory, CaseRefused
+from dpbench.child.imported import listen
 from dpbench.child.messages import report_result
 from dpbench.child.task import Task
 from dpbench.commands.case_arguments import add_case, chosen_case
@@ -78,6 +79,8 @@ ERRORS_FOR_PARENT: dict[type[Exception], type[Exception]] = {
 def run(options: argparse.Namespace) -> int:
     """Take the steps, and report their record or the error."""
     task = Task.read(options.task) if options.task else _task(options)
+    if options.task:  # another process reads the record, and this process ends with the case
+        listen()
     case, instrument = task.case, task.instrument
     assert isinstance(case, Case)
     try:

@@ -40,6 +40,18 @@ def resolve(case: Measured) -> Measured:
     return case
 
 
+def resolve_saved(case: Measured) -> Measured:
+    """Return a case of a saved run like `resolve`, if each of its names is registered here.
+
+    So a file cannot choose which module Python imports, or what Python calls.
+    """
+    if isinstance(case, Case):
+        for axis, registry in NAMED.items():
+            if axis != "model" or case.model:
+                registry.check_registered(getattr(case, axis))
+    return resolve(case)
+
+
 def locate(cases: Iterable[Subject]) -> None:
     """Raise `ConfigurationError` if a module is missing or a class refuses its parameters."""
     for case in cases:

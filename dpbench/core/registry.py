@@ -132,6 +132,15 @@ class Registry(Mapping[str, Any]):
         parameters = arguments(f"{self.kind} {name}", named, given, self.given)
         return partial(named, **parameters)
 
+    def check_registered(self, name: str) -> None:
+        """Raise `ConfigurationError` if a name from a file is not registered.
+
+        Code that only a file names must not be imported, so an import target is refused.
+        """
+        self.register_installed()
+        if parted(name)[0] not in self:
+            raise unknown(self.kind, name, self)
+
     def locate(self, spelling: str) -> None:
         """Raise `ConfigurationError` if a module is missing or a class refuses its parameters.
 
@@ -305,20 +314,45 @@ OUTPUTS = Registry(
 `dpbench.show.outputs`."""
 
 
-def called(what: str, named: Any, needs: str, *given: object, **options: object) -> Any:
-    """Call a class or function; raise `ConfigurationError` if it does not accept the arguments.
+def check_class(what: str, named: Any, base: type[Any], needs: str) -> None:
+    """Raise `ConfigurationError` for a class (or a `partial` of one) that does not extend ``base``.
+
+    Call this before the class is called, because a class such as `subprocess.Popen` acts at once.
+    """
+    kind = named.func if isinstance(named, partial) else named
+    if isinstance(kind, type) and not issubclass(kind, base):
+        raise ConfigurationError(
+            f"{what} is the class {kind.__qualname__}, which is no {base.__name__}; {needs}"
+        )
+
+
+def called(
+    what: str, named: Any, base: type[Any], needs: str, *given: object, **options: object
+) -> Any:
+    """Call a subclass of ``base``, or a function that returns an instance of ``base``.
 
     Args:
         what: the class in words, such as ``model simple``, for the error message.
         named: the class or function.
-        needs: the arguments that the class must accept, for the error message.
+        base: the class of which the result must be an instance.
+        needs: what the class or function must be, for the error message.
         given: positional arguments.
         options: keyword arguments.
+
+    Raises:
+        ConfigurationError: the class or the result is something else, or does not accept the
+            arguments.
     """
+    check_class(what, named, base, needs)
     try:
         inspect.signature(named).bind(*given, **options)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{what} does not accept its arguments: {error}; {needs}"
         ) from error
-    return named(*given, **options)
+    made = named(*given, **options)
+    if not isinstance(made, base):
+        raise ConfigurationError(
+            f"{what} makes a {type(made).__name__}, which is no {base.__name__}; {needs}"
+        )
+    return made

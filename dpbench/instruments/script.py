@@ -1,7 +1,7 @@
 """Measures the steps of a script with one instrument, in a new process that runs the script.
 
-The new process runs the code `START`. The first argument of the process is the path of the task
-file. The path of the script (or the name of a module) and the script's arguments follow.
+The new process runs the code `START`. Its first arguments are the paths of the task file and of
+the guard. The path of the script (or the name of a module) and the script's arguments follow.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from dpbench.core.subject import Subject
 from dpbench.instruments.interface import InstrumentWrapper
 from dpbench.launch.case_process import describe_exit
 from dpbench.launch.pending import PendingMeasurement
-from dpbench.launch.processes import GRACE_SECONDS
+from dpbench.launch.processes import GRACE_SECONDS, Guard
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 
-START = (
-    "import sys; del sys.path[:not sys.flags.safe_path]; "
-    "from dpbench.child.script import main; main()"
-)
+START = """
+import sys
+del sys.path[:not sys.flags.safe_path]
+from dpbench.child.program import add_to
+add_to(sys.argv.pop(2))
+from dpbench.child.script import main
+main()
+"""
 """Python code that the new process runs.
 
 The current directory is removed from ``sys.path``, because a file in this directory could shadow a
@@ -77,7 +81,8 @@ class PendingScript(PendingMeasurement):
         self._records = Path(self._directory.name) / "records"
         task = Path(self._directory.name) / "task.json"
         Task(case, script.instrument, script).write(task)
-        command = [sys.executable, "-c", START, str(task), *script.program]
+        self._guard = Guard()
+        command = [sys.executable, "-c", START, str(task), self._guard.path, *script.program]
         command = [*script.instrument.before_script(case), *command]
         told = {**gpu.child_environment(), RECORDS: str(self._records)}
         self._process = subprocess.Popen(command, env={**os.environ, **told})
@@ -107,7 +112,7 @@ class PendingScript(PendingMeasurement):
             with suppress(*[InstrumentError] if error else []):  # report the earlier error only
                 rows += instrument.script_rows(self.case, record)
         self.operators, self.notes = outcome.operators, outcome.notes
-        self.memory_lines = outcome.memory_lines
+        self.memory_lines, self.imported = outcome.memory_lines, outcome.imported
         if error:
             kind = ScriptInterrupted if interrupted else CaseTimedOut if stack else CaseFailed
             failure = kind(f"{self.case.id}: {error}")
@@ -135,3 +140,4 @@ class PendingScript(PendingMeasurement):
                 self._process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+        self._guard.close()

@@ -154,7 +154,7 @@ def fork(command: Sequence[str], options: Mapping[str, Any]) -> ForkedProcess | 
     Args:
         command: an argument list.
         options: arguments of `subprocess.Popen`. ``env`` is the environment. ``stdout`` receives
-            the output and the errors. ``stdin`` is a pipe that receives the process id. With
+            the output and the errors. ``stdin`` is a pipe that receives the id of the group. With
             ``cwd``, nothing is forked.
     """
     can_fork = [*command[: len(COMMAND)]] == COMMAND and "cwd" not in options
@@ -270,7 +270,7 @@ def main() -> NoReturn:
     with suppress(OSError):  # both processes call setpgid; the second call may fail
         os.setpgid(case, case)
     if case:
-        os.write(guard, b"%d\n" % case)
+        os.write(guard, b"-%d\n" % case)
         os.close(guard)
         with suppress(OSError):  # the client may have ended
             channel.send(b"%d" % case)

@@ -8,31 +8,81 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from functools import cache
+from multiprocessing import get_context
 from typing import Any, Protocol, TypeVar
 
 from dpbench.child.hang_report import STACK_SIGNAL
 from dpbench.child.messages import POLL_SECONDS
+from dpbench.child.program import add_to
 from dpbench.launch.fork_server import fork
 
 ANSWER_SECONDS = 30.0  # limit for ``--version``, which takes one or two seconds
 STACKS_SECONDS = 0.5  # time for ranks to write their stacks, which takes milliseconds
 GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for a process group
 GUARD = f"""
-read -r group || exit
-read -r ended && exit
-kill -s TERM -- "-$group" && sleep {GRACE_SECONDS:g} && kill -s KILL -- "-$group"
+ids=
+while read -r line; do
+    [ "$line" = ended ] && exit
+    ids="$ids $line"
+done
+kill -s TERM -- $ids; sleep {GRACE_SECONDS:g}; kill -s KILL -- $ids
 """
-"""A shell script that reads the id of a process group and waits for a second line. If the input
-ends first, the parent has died, e.g. by ``kill -9``, and the script ends the group.
-``PR_SET_PDEATHSIG`` would reach only direct children, but ncu starts further processes."""
+"""A shell script that reads ids of processes, or of groups with a minus, and waits for the line
+``ended``. If the input ends first, the parent has died, e.g. by ``kill -9``, and the script ends
+the processes. ``PR_SET_PDEATHSIG`` would reach only direct children, but ncu starts further
+processes."""
 
 
-STARTER = 'echo $$ >&0; exec "$@" </dev/null'
-"""A shell script that sends its own process id to the guard and then becomes the program. So the
+STARTER = 'echo "-$$" >&0; exec "$@" </dev/null'
+"""A shell script that sends the id of its group to the guard and then becomes the program. So the
 guard knows the id even if the parent is interrupted while the program starts."""
+
+
+class Guard:
+    """A shell that ends processes if this process dies before it calls `close`."""
+
+    def __init__(self) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", GUARD],
+            stdin=subprocess.PIPE,  # no other child inherits this end of the pipe
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+            text=True,
+        )
+        assert self._shell.stdin
+        self.pipe = self._shell.stdin
+        self.path = f"/proc/{os.getpid()}/fd/{self.pipe.fileno()}"
+        """The path at which a process adds itself, see `dpbench.child.program.add_to`."""
+
+    def fire(self) -> None:
+        """End the processes now."""
+        self.pipe.close()
+
+    def close(self) -> None:
+        """End the guard. The processes continue."""
+        if not self.pipe.closed:
+            self._shell.communicate("ended\n")
+
+
+@contextmanager
+def new_process() -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool with one newly started process, which ends on Ctrl-C and with this process."""
+    with (
+        closing(Guard()) as guard,
+        ProcessPoolExecutor(1, get_context("spawn"), _begin, (guard.path,)) as pool,
+    ):
+        yield pool
+
+
+def _begin(guard: str) -> None:
+    add_to(guard)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C the process prints no traceback
 
 
 def cores() -> int:
@@ -77,25 +127,16 @@ class ProcessGroup:
     """A program in its own process group, with a guard that ends the group if this process dies."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD],
-            stdin=subprocess.PIPE,  # no other child inherits this end of the pipe
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-            text=True,
-        )
+        self._guard = Guard()
         self._ended = False
         try:
-            options |= {"stdin": self._guard.stdin}
+            options |= {"stdin": self._guard.pipe}
             started = ["/bin/sh", "-c", STARTER, "sh", *command]
             self.process: Any = fork(command, options) or subprocess.Popen(
                 started, start_new_session=True, **options
             )
         except BaseException:
-            assert self._guard.stdin
-            self._guard.stdin.close()  # the guard ends the group
+            self._guard.fire()
             raise
 
     def poll(self) -> int | None:
@@ -124,7 +165,7 @@ class ProcessGroup:
             # Ctrl-C in `Popen.poll` may leave a lock held, so waiting may time out.
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=GRACE_SECONDS)
-            self._guard.communicate("ended\n")
+            self._guard.close()
             self._ended = True
 
     def _signal(self, number: int) -> bool:

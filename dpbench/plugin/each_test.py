@@ -18,6 +18,7 @@ from dpbench.plugin.fixtures import (
     limit_texts,
     marker_limits,
     measuring_fixtures,
+    shared_name,
     uses_fixture,
 )
 from dpbench.session import Session
@@ -57,7 +58,8 @@ class EachTest:
         self._tried_out: set[Subject] = set()
         # the state of the running test:
         self._item: pytest.Item | None = None
-        self._steps: list[StepFunction] = []
+        self._steps: dict[StepFunction, str] = {}
+        self._fixtures: list[Any] = []  # those that are being set up, the innermost last
         self._measured: list[Measured] = []
 
     @pytest.fixture
@@ -157,14 +159,18 @@ class EachTest:
         self.session.store.ask([request])
 
     def _subject(self, step: StepFunction) -> Script:
-        """Return the subject for a test's own step. The test and the function give its name."""
+        """Return the subject for a step. Its name has the test, or the fixture that measures it.
+
+        Several tests can use a fixture's step, and a fixture may measure it only for the first.
+        """
         if step not in self._steps:
-            self._steps.append(step)
-        names = [getattr(known, "__name__", type(known).__name__) for known in self._steps]
-        place = self._steps.index(step)
-        again = names[:place].count(names[place])
-        test = self._item.nodeid if self._item else ""
-        return Script(f"{test}:{names[place]}{f'-{again + 1}' if again else ''}")
+            test = self._item.nodeid if self._item else ""
+            owner = shared_name(self._item, self._fixtures[-1]) if self._fixtures else None
+            named = f"{owner or test}:{getattr(step, '__name__', type(step).__name__)}"
+            again = sum(name.rpartition("#")[0] == named for name in self._steps.values())
+            self._steps[step] = f"{named}#{again}"
+        named, _, number = self._steps[step].rpartition("#")
+        return Script(named if number == "0" else f"{named}-{int(number) + 1}")
 
     def _step_instruments(
         self, step: StepFunction, instruments: Sequence[Instrument]
@@ -217,6 +223,15 @@ class EachTest:
         names = [i.name for i in self.session.instruments] if measures else []
         names += ["logical"] if uses_fixture(item, ["logical_io"]) else []
         return Request(item.nodeid, grid_case(item), (*names,), limit_texts(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:
+        """Know which fixture is being set up."""
+        self._fixtures.append(fixturedef)
+        try:
+            return (yield)
+        finally:
+            self._fixtures.pop()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:

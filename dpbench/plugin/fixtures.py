@@ -97,6 +97,33 @@ def _is_ours(definitions: dict[str, Any], fixture: str) -> bool:
     return False
 
 
+def shared_name(item: Any, fixture: Any) -> str | None:
+    """Return a name for what a fixture measures, which is equal for all tests that share it.
+
+    The name has the fixture, the last file or folder that defines it or a fixture before it, and
+    the parameters that they use. Returns None if one of them asks for ``request`` or for a
+    parameter that is no text or number, and so may do something else for each test.
+    """
+    info = item._fixtureinfo
+    names = [fixture.argname, *(n for n in info.initialnames if n not in info.argnames)]  # autouse
+    used: dict[str, Any] = {}
+    while names:
+        name = names.pop()
+        if name == "request":
+            return None
+        if name not in used:
+            used[name] = info.name2fixturedefs.get(name, ())
+            own = [each for each in used[name] if not each.func.__module__.startswith("_pytest")]
+            names += [argument for each in own for argument in each.argnames]
+    place = max((each.baseid for known in used.values() for each in known), key=len)
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    params = {name: given[name] for name in sorted(used) if name in given}
+    if not all(isinstance(value, str | int | float | None) for value in params.values()):
+        return None
+    text = ",".join(f"{name}={value}" for name, value in params.items())
+    return f"{place or 'conftest.py'}::{fixture.argname}{f'[{text}]' * bool(text)}"
+
+
 def grid_case(item: pytest.Item) -> Case | None:
     """Return the case in a test's parameter ``dpbench_case``, or None if there is none."""
     callspec = getattr(item, "callspec", None)

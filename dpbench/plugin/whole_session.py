@@ -195,9 +195,8 @@ class WholeSession:
             sections = [("dpbench comparison", regression_text(failure.regressions))]
             count = f"{worse} regression{'s' if worse > 1 else ''}"
             section = "see the section 'dpbench comparison'"
-            reasons.insert(
-                0, f"dpbench: {count} against {self.session.comparison.reference.name}; {section}"
-            )
+            against = " and ".join(dict.fromkeys(row["reference"] for row in failure.regressions))
+            reasons.insert(0, f"dpbench: {count} against {against}; {section}")
         report_failed(self.config, report, "\n".join(reasons), *sections)
 
     @pytest.hookimpl(

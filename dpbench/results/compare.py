@@ -307,21 +307,25 @@ class Verdict:
 
     @classmethod
     def merge(cls, verdicts: Sequence[Verdict]) -> Verdict:
-        """Merge the verdicts of several limits on the same two runs.
+        """Merge the verdicts of several limits, or of several references, on the same run.
 
-        Equal regressions are merged into one, and so are equal entries of ``unjudged``.
+        Equal entries of lists are merged into one, and so are equal changes.
         """
         first, *others = verdicts
         if not others:
             return first
         return cls(
-            first.changes,
-            pd.concat([each.judged for each in verdicts if len(each.judged)] or [first.judged]),
+            _joined([each.changes for each in verdicts]).drop_duplicates(ignore_index=True),
+            _joined([each.judged for each in verdicts]),
             _distinct(row for each in verdicts for row in each.regressions),
             _distinct(row for each in verdicts for row in each.unjudged),
-            first.notes,
-            first.largest,
+            _distinct(row for each in verdicts for row in each.notes),
+            _distinct(row for each in verdicts for row in each.largest),
         )
+
+
+def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    return pd.concat([frame for frame in frames if len(frame)] or [*frames[:1]])
 
 
 def _distinct(entries: Iterable[Any]) -> list[Any]:

@@ -206,8 +206,13 @@ def code_state(project: Path) -> dict[str, Any] | None:
         return None
     root = Path(os.fsdecode(top).rstrip("\n"))
     # These options disable the user's diff tool, which may ignore some changes.
-    own = ("--no-ext-diff", "--no-textconv", "--no-color", "--submodule=diff")
+    own = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
     difference = git(root, "diff", *own, "--binary", "HEAD") or b""
+    # git's own comparison of submodules would use the diff tool of each submodule.
+    for line in (git(root, "ls-files", "-z", "--stage") or b"").split(b"\0"):
+        inside = root / os.fsdecode(line.partition(b"\t")[2])
+        if line.startswith(b"160000 ") and (inside / ".git").exists():
+            difference += str((code_state(inside) or {}).get("changes") or "").encode()
     digest = hashlib.sha256(difference)
     untracked = git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.toml")
     names = []
@@ -224,11 +229,28 @@ def code_state(project: Path) -> dict[str, Any] | None:
     }
 
 
-def git(directory: Path, *arguments: str) -> bytes | None:
-    """Run git in a directory and return its output, or None if git failed or is not installed."""
+PRIVATE = {
+    "core.hooksPath": os.devnull,
+    "core.fsmonitor": "false",
+    "log.showSignature": "false",
+}
+"""Values of git's settings with which git runs no program that a repository's ``config`` names."""
+
+
+def git(directory: Path, *arguments: str, fetches: bool = False) -> bytes | None:
+    """Run git in a directory and return its output, or None if git failed or is not installed.
+
+    git runs no hook, monitor or gpg (see `PRIVATE`). Unless ``fetches`` is True, git also fetches
+    nothing that a partial clone lacks.
+    """
+    settings = [word for name, value in PRIVATE.items() for word in ("-c", f"{name}={value}")]
+    offline = {} if fetches else {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
     try:
         done = subprocess.run(
-            ["git", "-C", str(directory), *arguments], capture_output=True, check=True
+            ["git", "-C", str(directory), *settings, *arguments],
+            capture_output=True,
+            check=True,
+            env=os.environ | offline,
         )
     except (OSError, subprocess.CalledProcessError):
         return None

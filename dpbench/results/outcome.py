@@ -59,7 +59,7 @@ class Outcome:
         extra_info: additional values that tests recorded.
         tests: the tests that requested the case, each with its id as ``test`` and its ``params``.
         labels: the labels of the trainer, see `TrainerBase`.
-        imported: the files of the code that was measured, see `dpbench.child.imported`.
+        imported: digests of the files and variables that were read, see `dpbench.child.imported`.
     """
 
     case: Subject

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import check_class
 from dpbench.training.correlated_noise import INDEPENDENT, weights_of
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.workloads.base import (
@@ -35,6 +36,10 @@ PRIVATE: Mapping[str, str] = MappingProxyType({"clips": "flat", "noise": "in a p
 
 DRAWN_BY = "noise drawn by"
 """Name of the label that says which rank draws which part of the noise."""
+
+
+OPTIMIZER = "an optimizer is a subclass of torch.optim.Optimizer, called as Optimizer(params, lr=…)"
+"""End of the error message about a class that is no optimizer."""
 
 
 class TrainerBase(ABC):
@@ -240,6 +245,7 @@ def check_numbers(
 
 def check_optimizer(name: str, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     """Raise if an optimizer cannot be built for one 1 × 1 parameter, or cannot take a step."""
+    check_class(f"optimizer {name}", optimizer, torch.optim.Optimizer, OPTIMIZER)
     try:
         parameter = torch.zeros(1, 1, requires_grad=True)
         parameter.grad = torch.zeros(1, 1)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from dpbench.core.case_names import names_of, resolve
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parted, read_parameters
 from dpbench.launch.fork_server import postpone
+from dpbench.launch.processes import new_process
 from dpbench.launch.ranks import Work, on_all_ranks
 from dpbench.training.correlated_noise import INDEPENDENT
 from dpbench.training.standard import StandardTrainer
@@ -105,8 +103,7 @@ def verify_here(
 def steps_of_other_process(case: Case, device: str) -> list[Gradients]:
     """Take a case's noisy steps in a new process. Return the updates as float64 on the CPU."""
     spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
-    ends_at_once = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C the new process prints no traceback
-    with ProcessPoolExecutor(1, get_context("spawn"), signal.signal, ends_at_once) as pool:
+    with new_process() as pool:
         steps = pool.submit(_take_noisy_steps, replace(case, **spelled), device).result()
     return [{name: torch.from_numpy(g).double() for name, g in step.items()} for step in steps]
 

@@ -171,21 +171,15 @@ class Transformer(Workload):
     def model(self) -> nn.Module:
         needs = "a model is an nn.Module, called as Model(size, attention=…, max_seq_len=…)"
         longest = max(1024, self.seq_len)
-        named = MODELS[self.name]
-        if isinstance(named, type) and not issubclass(named, nn.Module):
-            raise ConfigurationError(
-                f"model {self.name} is the class {named.__qualname__}; {needs}"
-            )
         model: nn.Module = called(
             f"model {self.name}",
-            named,
+            MODELS[self.name],
+            nn.Module,
             needs,
             self.size,
             attention=self.attention,
             max_seq_len=longest,
         )
-        if not isinstance(model, nn.Module):
-            raise ConfigurationError(f"model {self.name} returns a {type(model).__name__}; {needs}")
         if not any(self.size.hidden in parameter.shape for parameter in model.parameters()):
             raise ConfigurationError(
                 f"model {self.name} has no layer of width {self.size.hidden}, so it ignores the "

@@ -31,8 +31,22 @@ def no_model(size: object, attention: str, max_seq_len: int) -> str:
     return "a text"
 
 
+def no_workload() -> dict[str, str]:
+    return {}
+
+
+class Acts:
+    """Acts as soon as it is called, like `subprocess.Popen`."""
+
+    train_step = step = None
+
+    def __init__(self, *given: object, **options: object) -> None:
+        raise AssertionError("nothing should have called it")
+
+
 TRAINER = "a trainer is a subclass of dpbench.TrainerBase with a method train_step(batch)"
 WORKLOAD = "a workload is a subclass of dpbench.Workload; set its parameters with --set"
+OPTIMIZER = "an optimizer is a subclass of torch.optim.Optimizer, called as Optimizer(params"
 MODEL = "a model is an nn.Module, called as Model(size"
 
 
@@ -42,18 +56,17 @@ MODEL = "a model is an nn.Module, called as Model(size"
         ("trainer", "collections:OrderedDict", "is the class OrderedDict", TRAINER),
         ("trainer", f"{__name__}:TakesNothing", "does not accept its arguments: too many", TRAINER),
         ("trainer", f"{__name__}:no_trainer", "makes a object, which is no TrainerBase", TRAINER),
+        ("trainer", f"{__name__}:Acts", "is the class Acts, which is no TrainerBase", TRAINER),
         ("trainer", "math:pi", "does not accept its arguments: 3.14", TRAINER),
         ("model", "collections:OrderedDict", "is the class OrderedDict", MODEL),
         ("model", "torch.nn:Linear", "does not accept its arguments: missing a required", MODEL),
-        ("model", f"{__name__}:no_model", "returns a str", MODEL),
+        ("model", f"{__name__}:no_model", "makes a str, which is no Module", MODEL),
         ("model", "math:pi", "does not accept its arguments: 3.14", MODEL),
-        (
-            "workload",
-            "torch.nn:Linear",
-            "does not accept its arguments: missing a required",
-            WORKLOAD,
-        ),
-        ("workload", "argparse:Namespace", "is a Namespace", WORKLOAD),
+        ("model", f"{__name__}:Acts:path=x", "is the class Acts", MODEL),
+        ("optimizer", f"{__name__}:Acts", "is the class Acts, which is no Optimizer", OPTIMIZER),
+        ("workload", "torch.nn:Linear", "is the class Linear, which is no Workload", WORKLOAD),
+        ("workload", f"{__name__}:Acts", "is the class Acts", WORKLOAD),
+        ("workload", f"{__name__}:no_workload", "makes a dict, which is no Workload", WORKLOAD),
         ("workload", f"{__name__}:Sized", "does not accept its arguments: missing", WORKLOAD),
     ],
 )

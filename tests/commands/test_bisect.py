@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from dpbench.commands.cli import main
 from dpbench.results.run import Run
 from tests.commands.seeded import LIMIT, Repository, numbers, run_of, tried
+from tests.test_endings import PATIENCE
 
 
 @pytest.mark.repeats
@@ -158,6 +162,34 @@ def test_a_real_count_names_the_commit_and_the_operator(
     out = capsys.readouterr().out
     assert f"first bad: {commits[1]}" in out
     assert "What changed most:\n  Mine outside: aten.clone +" in out
+
+
+def test_worktrees_of_a_killed_bisection_are_removed_by_the_next(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commits = repository.commit_all([1e6, 1e6, 2e6])
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    words = [LIMIT, f"{commits[0]}..main", "--"]
+    hangs = ["sh", "-c", "echo $$ > ../../started; exec sleep 1000", "{json}"]
+    killed, lives = (
+        subprocess.Popen([sys.executable, "-m", "dpbench", "bisect", *words, *hangs])
+        for _ in range(2)
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while repository.worktrees < 1 + 2 * 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        killed.kill()
+        killed.wait()
+        assert main(["bisect", *words, *repository.writes]) == 0
+        assert repository.worktrees == 1 + 2
+        assert len(list((tmp_path / "temporary").glob("dpbench-bisect-*"))) == 1
+    finally:
+        for process in (killed, lives):
+            process.send_signal(signal.SIGINT)
+            process.wait()
+    assert repository.worktrees == 1
 
 
 # --- times ------------------------------------------------------------------------------------

@@ -280,6 +280,27 @@ def test_what_was_counted_until_the_end_is_kept_however_it_comes(
     assert len(rows("run.json", "step_time_seconds")["training", "step"]) == kept
 
 
+CTRL_C = """
+import os, signal, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(9):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for process in (os.getppid(), os.getpid()) if step == 2 else ():  # as the terminal does
+        os.kill(process, signal.SIGINT)
+"""
+
+
+def test_ctrl_c_ends_a_check_like_a_measurement(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpbench.instruments.script.GRACE_SECONDS", 300)  # on a busy machine
+    Path("ctrl_c.py").write_text(CTRL_C)
+    assert main(["exec", "--verify", "--skip=0", "ctrl_c.py"]) == 130
+    assert "the script was interrupted" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.commands.cli import main
+from dpbench.results.conditions import code_state
 from dpbench.results.storage import Storage
 from tests.commands.seeded import Repository, run_of
 
@@ -172,6 +173,66 @@ def test_the_first_commit_need_not_have_the_file(
     captured = capsys.readouterr()
     assert second[:9] in captured.out
     assert not captured.err
+
+
+SIGNED = """tree {tree}
+parent {parent}
+author Ada <ada@example.org> 1700000000 +0000
+committer Ada <ada@example.org> 1700000000 +0000
+gpgsig -----BEGIN PGP SIGNATURE-----
+ iQ
+ -----END PGP SIGNATURE-----
+
+signed
+"""
+
+
+def test_git_runs_no_program_that_its_configuration_names(
+    repository: Repository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.commit(run__json=run_of([1e6]), __gitattributes="*.json diff=mine\n")
+    first = repository.commit(moved="1")
+    (repository.folder / "run.json").write_text(run_of([2e6]))
+    repository.git("add", "--all")
+    signed = SIGNED.format(tree=repository.git("write-tree"), parent=first)
+    name = repository.git("hash-object", "-t", "commit", "-w", "--stdin", data=signed)
+    repository.git("reset", "--quiet", "--hard", name)
+    absent = repository.git("rev-parse", "HEAD:moved")
+    ran = repository.folder.with_name("ran")
+    program = repository.folder / ".git" / "program"
+    program.write_text(f'#!/bin/sh\necho "$0 $@" >> "{ran}"\necho gpg: good >&2\n')
+    program.chmod(0o755)
+    (repository.folder / ".git" / "hooks" / "post-checkout").symlink_to(program)
+    for setting, value in {
+        "gpg.program": str(program),
+        "log.showSignature": "true",
+        "core.fsmonitor": str(program),
+        "core.pager": str(program),
+        "core.sshCommand": str(program),
+        "diff.external": str(program),
+        "diff.mine.textconv": str(program),
+        "diff.mine.command": str(program),
+        "extensions.partialClone": "origin",
+        "remote.origin.url": "ssh://example.invalid/it",
+        "remote.origin.promisor": "true",
+        "core.repositoryFormatVersion": "1",
+    }.items():
+        repository.git("config", setting, value)
+    ran.unlink(missing_ok=True)
+    command = ["history", "peak_memory_bytes", f"--commits={first}..main", "--file=run.json"]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    lines = [line.split() for line in captured.out.splitlines()[4:6]]
+    assert [(line[0], line[-1]) for line in lines] == [(first[:9], "-"), (name[:9], "changed")]
+    assert "signed  2023-11-14 22:13" in captured.out
+    (repository.folder / "run.json").write_text("{}")
+    state = code_state(repository.folder)
+    assert state is not None
+    assert state["dirty"]
+    stored = repository.folder / ".git" / "objects" / absent[:2] / absent[2:]
+    stored.unlink()  # as in a partial clone, which would fetch it
+    assert main([*command[:3], "--file=moved"]) == 2
+    assert not ran.exists(), ran.read_text()
 
 
 # --- what cannot be listed ------------------------------------------------------------------------

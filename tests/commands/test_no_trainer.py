@@ -59,6 +59,6 @@ def test_what_is_no_trainer_is_told_so(
     assert main([*words, *SIZE, "--trainer=of_a_duck:Duck"]) != 0
     said = capsys.readouterr()
     everything = " ".join((said.out + said.err).split())
-    assert "makes a Duck, which is no TrainerBase" in everything
+    assert "is the class Duck, which is no TrainerBase" in everything
     assert "AttributeError" not in everything
     assert "Traceback" not in everything

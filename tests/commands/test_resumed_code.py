@@ -28,6 +28,26 @@ RUN = [
     *("--trainer=standard", "--trainer=resumed_mine:Mine"),
 ]
 RESUME = [*RUN, "--save=cur", "--resume", "--compare=1", "--compare-fail=logical_bytes:1%"]
+AGAIN = "measured again, because their code, files or variables have changed"
+READS = """
+import json, os
+from dpbench import StandardTrainer
+
+class Reads(StandardTrainer):
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        with open("config.json") as file:
+            self.number = json.load(file)["number"]
+        self.number += len(os.environ.get("RESUMED_WIDTH", "")) + len(os.getenv("PYTEST_OF", ""))
+        with open("made", "w") as file:
+            file.write(str(os.getpid()))
+        open("made").close()
+
+    def train_step(self, batch):
+        for _ in range(self.number):
+            self.model.parameters().__next__().detach().clone()
+        return super().train_step(batch)
+"""
 
 
 def interrupt(path: Path) -> None:
@@ -55,6 +75,38 @@ def test_a_part_of_other_code_is_measured_again(
     Path("copies.py").write_text("NUMBER = 30\n")  # which the trainer's module imports
     assert main(RESUME) == 1
     err = capsys.readouterr().err
-    assert "measured again, because their code has changed: Mine-bs2-seq8-99x16x1x2-fp32\n" in err
+    assert f"{AGAIN}: Mine-bs2-seq8-99x16x1x2-fp32\n" in err
     assert "logical_bytes@step of Mine-bs2-seq8-99x16x1x2-fp32: " in err
     assert len(json.loads(cur.read_text())["cases"]) == 2
+
+
+def test_a_part_that_read_other_files_or_variables_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(TRAINERS, "_targets", dict(TRAINERS._targets))
+    Path("resumed_reads.py").write_text(READS)
+    Path("config.json").write_text('{"number": 1}')
+    monkeypatch.setenv("RESUMED_WIDTH", "secret-of-the-test")
+    words = [*RUN[:-2], "--trainer=resumed_reads:Reads", "--save=cur"]
+    assert main(words) == 0
+    [saved] = Path(".dpbench").rglob("0001_cur.json")
+    read = json.loads(saved.read_text())["cases"][0]["imported"]
+    own = {name for name in read if str(tmp_path) in name or "$" in name}
+    paths = {str(tmp_path / name) for name in ("resumed_reads.py", "config.json")}
+    assert own == {*paths, "$RESUMED_WIDTH"}
+    assert "secret" not in saved.read_text()
+
+    def is_measured_again() -> bool:
+        interrupt(saved)
+        assert main([*words, "--resume"]) == 0
+        return AGAIN in capsys.readouterr().err
+
+    monkeypatch.setenv("PYTEST_OF", "another worker")  # what test runners set does not count
+    assert not is_measured_again()
+    monkeypatch.setenv("RESUMED_WIDTH", "other")
+    assert is_measured_again()
+    Path("config.json").write_text('{"number": 2}')
+    assert is_measured_again()
+    assert not is_measured_again()

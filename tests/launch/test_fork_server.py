@@ -222,6 +222,6 @@ def test_a_fork_tells_its_guard_before_anybody_can_lose_sight_of_it(
         forked = server.fork([*COMMAND, "list"], options)
     assert forked
     with os.fdopen(guard) as said:
-        assert said.read() == f"{forked.pid}\n"  # and the pipe has an end
+        assert said.read() == f"-{forked.pid}\n"  # and the pipe has an end
     assert forked.wait() == 0
     assert (tmp_path / "log.txt").read_text() == "no runs in .dpbench\n"

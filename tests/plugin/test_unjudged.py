@@ -237,3 +237,35 @@ def test_nobody_forgives_what_a_limit_did_not_judge(
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("6", "3", "1")
     names = [case.get("name") for case in suite.iter("testcase")]
     assert len({*names}) == len(names) == 6
+
+
+def test_a_case_that_only_an_older_run_has_is_judged_by_it(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    def counted(*arguments: str) -> pytest.RunResult:
+        return project("-n0", *arguments, replayed=False)
+
+    suite = SUITE.replace('@pytest.mark.dpbench(compare_fail=["logical_ratio:1%"])\n', "")
+    pytester.makepyfile(
+        test_suite=suite + "\n\ndef test_larger(logical_io, larger):\n    logical_io(larger)\n"
+    )
+    assert counted("--dpbench-save=all").ret == 0
+    [path] = pytester.path.glob(".dpbench/*/0001_all.json")
+    document = json.loads(path.read_text())
+    for row in document["rows"]:
+        row["value"] *= 0.5 if row["batch_size"] == 4 else 1
+    path.write_text(json.dumps(document))
+    assert counted("-k", "not larger", "--dpbench-save=some").ret == 0
+    first = (LIMIT, "--dpbench-compare-first-run-ok")
+    result = counted(*first)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "dpbench: 1 regression against 0001_all; see the section*",
+            "dpbench: compared with 0001_all: dpsgd-bs4-seq8-99x16x1x2-fp32",
+            "dpbench: compared with 0002_some",
+        ]
+    )
+    assert counted(*first, "-k", "not larger").ret == 0
+    path.unlink()
+    assert counted(*first).ret == 0  # now it is the first run of this case

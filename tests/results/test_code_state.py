@@ -89,6 +89,8 @@ def test_changes_and_commits_in_a_submodule_are_other_code(
     git(inner, "commit", "-qm", "first")
     git(project, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(inner), "inner")
     git(project, "commit", "-qm", "with a submodule")
+    ran = project / ".git" / "ran"
+    git(project / "inner", "config", "diff.external", f"touch '{ran}'; true")
     seen = set()
     for text in ("x", "y"):
         (project / "inner" / "file").write_text(text)
@@ -97,6 +99,7 @@ def test_changes_and_commits_in_a_submodule_are_other_code(
         assert state["dirty"]
         seen.add(state["changes"])
     assert len(seen) == 2
+    assert not ran.exists()
     git(project / "inner", "commit", "-aqm", "second")
     state = code_state(project)
     assert state is not None

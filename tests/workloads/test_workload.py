@@ -250,7 +250,7 @@ def test_what_a_grid_file_cannot_set_is_refused(tmp_path: Path, text: str, said:
         (digits.NoModel, "NoModel.model must return an nn.Module, not NoneType"),
         (
             digits.NoWorkload,
-            "is a NoWorkload, which is no Workload; a workload is a subclass of dpbench.Workload",
+            "the class NoWorkload, which is no Workload; a workload is a subclass of dpbench",
         ),
     ],
 )

@@ -12,10 +12,8 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -48,7 +46,7 @@ from dpbench.instruments.ncu.report import (
     write_description,
 )
 from dpbench.launch.case_process import CaseProcess, log_lines
-from dpbench.launch.processes import version_of
+from dpbench.launch.processes import new_process, version_of
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.rows import Measurement
 
@@ -262,7 +260,7 @@ class NcuKernels(Ncu):
             path = self.describe_report(case, process.log)
             # Use a new process, because NVIDIA's library never frees the 0.35 MB that it allocates
             # per kernel. For a step of the 1b model, the library allocates 2 GB.
-            with ProcessPoolExecutor(1, get_context("spawn")) as reader:
+            with new_process() as reader:
                 report = reader.submit(read_kernels, path).result()
         except (NothingProfiled, ReportUnreadable):
             if not self.nothing_to_profile(case):

@@ -4,7 +4,8 @@ Reading a file needs neither a GPU nor Nsight Systems. Times are integer nanosec
 
 NVIDIA's "SQLite Export Schema Reference" describes the tables
 (https://docs.nvidia.com/nsight-systems/nsys-exporter/exported_data.html). A file does not contain
-empty tables. Files of older versions of nsys lack some columns.
+empty tables. Files of older versions of nsys lack some columns. The name of a table can end in a
+version, such as ``NVTX_EVENTS_V2``.
 """
 
 from __future__ import annotations
@@ -153,6 +154,13 @@ class _Export:
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
+        names = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        self._newest: dict[str, tuple[int, str]] = {}
+        """The largest version of each table, and the table's name with this version."""
+        for (name,) in names:
+            plain, _, version = name.rpartition("_V")
+            known = (plain, int(version)) if plain and version.isdecimal() else (name, 1)
+            self._newest[known[0]] = max(self._newest.get(known[0], (0, "")), (known[1], name))
         if not self._columns("StringIds"):
             raise sqlite3.DatabaseError("the table StringIds is missing")
         self.strings: dict[int, str] = dict(self.select("StringIds", "id", "value"))
@@ -177,13 +185,17 @@ class _Export:
 
     def _columns(self, table: str) -> set[str]:
         """Return the names of a table's columns, or an empty set if the table is missing."""
-        return {row[1] for row in self.database.execute(f"PRAGMA table_info({table})")}
+        name = self._name(table)
+        return {row[1] for row in self.database.execute(f'PRAGMA table_info("{name}")')}
+
+    def _name(self, table: str) -> str:
+        return self._newest.get(table, (0, table))[1]
 
     def select(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a table. The values of missing columns are None."""
         if having := self._columns(table):
             chosen = ", ".join(f'"{c}"' if c in having else "NULL" for c in columns)
-            yield from self.database.execute(f"SELECT {chosen} FROM {table}")
+            yield from self.database.execute(f'SELECT {chosen} FROM "{self._name(table)}"')
 
     def _activities(self) -> Iterator[tuple[int, Activity]]:
         """Yield the activities on all GPUs, each with its device number."""
@@ -198,6 +210,9 @@ class _Export:
 
     def _ranges(self) -> Iterator[Range]:
         rows = self.select("NVTX_EVENTS", "start", "end", "eventType", "text", "textId")
+        columns = self._columns("NVTX_EVENTS")
+        if columns and (missing := {"start", "end", "eventType"} - columns):
+            raise sqlite3.DatabaseError(f"{self._name('NVTX_EVENTS')} has no {min(missing)}")
         for start, end, kind, text, identifier in rows:
             place, _, label = str(text or self.strings.get(identifier, "")).partition(":")
             step, _, phase = label.partition(".")

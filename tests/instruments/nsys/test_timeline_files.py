@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,29 @@ def test_ranges_of_others_or_without_an_end_are_left_out(tmp_path: Path) -> None
     made.range("dpbench:3.forward", 10, 20, eventType=59)  # push/pop
     ranges = read_timeline(made.write(tmp_path / "a.sqlite")).ranges
     assert {each.step for each in ranges} == {0, 1, 2}
+
+
+def test_tables_are_read_whatever_their_version(tmp_path: Path) -> None:
+    plain = read_timeline(case_recording().write(tmp_path / "plain.sqlite"))
+    path = case_recording().write(tmp_path / "versions.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        for name, version in (("NVTX_EVENTS", 10), ("CUPTI_ACTIVITY_KIND_KERNEL", 3)):
+            database.execute(f"ALTER TABLE {name} RENAME TO {name}_V{version}")
+        database.execute("CREATE TABLE NVTX_EVENTS_V2 (start, end)")
+        database.commit()
+    read = read_timeline(path)
+    assert {each.phase for each in read.ranges} == {"step", "outside", "forward", "clip"}
+    assert read.ranges == plain.ranges
+    assert read.activities == plain.activities
+
+
+def test_a_table_of_ranges_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = case_recording().write(tmp_path / "a.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE NVTX_EVENTS_V2 (begin, end, eventType)")
+        database.commit()
+    with pytest.raises(TimelineUnreadable, match="NVTX_EVENTS_V2 has no start"):
+        read_timeline(path)
 
 
 def test_what_no_call_launched_was_launched_when_it_began(tmp_path: Path) -> None:
