@@ -35,6 +35,9 @@ FAR, FAR_ROUNDED = 1e-3, 0.5
 """Largest allowed relative errors of a gradient, at fp32 and at other precisions. These are larger
 than those of verify, because smoke looks for gradients that are missing or not clipped."""
 
+LARGE_MODEL = 2**21
+"""Number of trained elements above which a model is not compared, so that smoke stays quick."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of this command."""
@@ -82,7 +85,6 @@ def compare_with_loop(case: Case, device: str) -> str:
     """
     from dpbench.child.build import build, labels_of, pick_device
     from dpbench.verify.reference import CLIPS, distances, thresholds
-    from dpbench.verify.verification import LARGE_MODEL
 
     trainer, _ = build(case, pick_device(device), 1)
     clips = labels_of(trainer).get("clips")
