@@ -377,7 +377,7 @@ def test_the_seed_of_whoever_asks_stays_as_it_was() -> None:
 @pytest.mark.parametrize("trainer", ["dpsgd_ghost", "dpsgd_fgc"])
 def test_a_weight_that_is_used_by_hand_is_told_from_one_that_is_not_used(trainer: str) -> None:
     with pytest.raises(
-        ConfigurationError, match="it found no per-sample gradient or norm .* call the layer itself"
+        ConfigurationError, match=r"found no per-sample gradient .* call the layer itself"
     ) as by_hand:
         checks_of(trainer, workload="tests.verify.right:ByHand")
     assert by_hand.value.exit_code == 2
