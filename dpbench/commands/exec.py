@@ -182,13 +182,17 @@ def run(options: argparse.Namespace) -> int:
     session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
     with closing(session):
         session.begin()
-        session.store.keep(map(_as_standard, standards))
         try:
             if rank:
                 session.store.keep([rank.gather(measure(case, scripts))])
                 session.write()
             _measure(session, case, scripts)
         finally:  # keep and print what an interrupted session has measured
+            if no_ratio := _no_ratio(standards, session.store.outcomes()):
+                session.notes.append(no_ratio)
+                del cases[1:]
+            else:
+                session.store.keep(map(_as_standard, standards))
             outcomes = session.store.outcomes()
             failed = any(
                 outcome.error for outcome in outcomes
@@ -344,15 +348,32 @@ def _as_standard(outcome: Outcome) -> Outcome:
     )
 
 
+def _excess(outcome: Outcome) -> float:
+    """Return by how much the arithmetic of the largest forward exceeds that of the smallest."""
+    flops = [r.value for r in outcome.rows if (r.metric, r.phase) == ("flops", "forward")]
+    return max(flops) / (min(flops) or math.nan) - 1 if flops else 0.0
+
+
+def _no_ratio(standards: Sequence[Outcome], outcomes: Sequence[Outcome]) -> str:
+    """Return why steps of the script and of its baseline cannot be divided, or an empty string."""
+    varies = [any(_excess(o) > SAME_SIZE_FLOPS for o in side) for side in (standards, outcomes)]
+    if not (standards and outcomes) or varies[0] == varies[1]:
+        return ""
+    which = "the baseline's" if varies[0] else "the script's"
+    return (
+        f"no ratio to the baseline: only {which} batches differ in size, as Poisson batches do; "
+        f"compare scripts that sample in the same way"
+    )
+
+
 def _size_notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Yield notes on outcomes whose steps differ in arithmetic, for example by Poisson sampling."""
     for outcome in outcomes:
-        flops = [r.value for r in outcome.rows if (r.metric, r.phase) == ("flops", "forward")]
-        if flops and (more := max(flops) / (min(flops) or math.nan) - 1) > SAME_SIZE_FLOPS:
+        if (more := _excess(outcome)) > SAME_SIZE_FLOPS:
             yield (
                 f"{outcome.case.id}: batches differ in size: forward has up to {more:.0%} more "
-                f"arithmetic in one step than in another, and numbers are means over "
-                f"{len(flops)} steps; seed the sampler, or record more --steps"
+                f"arithmetic in one step than in another, and numbers are means over the steps; "
+                f"seed the sampler, or record more --steps"
             )
 
 

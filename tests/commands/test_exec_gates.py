@@ -168,8 +168,14 @@ def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
     assert "batches differ" not in capfd.readouterr().err
     assert main([*EXEC, "--compare=1", "--compare-fail=logical_bytes:50%", "train.py"]) == 0
     assert capfd.readouterr().err.count(f"train: {differ}") == 1
-    assert main([*EXEC, "--baseline=1", "plain.py"]) == 0
-    assert f"standard: {differ}" in capfd.readouterr().err
+    for number, script, whose in (
+        (1, "plain.py", "the baseline's"),
+        (2, "train.py", "the script's"),
+    ):
+        ratio = [f"--baseline={number}", "--json=ratio.json"]
+        assert main([*EXEC, *ratio, script]) == 0
+        assert f"no ratio to the baseline: only {whose} batches" in capfd.readouterr().err
+        assert not json.loads(Path("ratio.json").read_text())["ratios"]
     write("train.py")
     limited = ["--compare=1", "--compare-fail=logical_bytes:50%", "--json=run.json"]
     assert main([*EXEC, *limited, "train.py"]) == 0
