@@ -30,6 +30,8 @@ OUT_FEATURES = 32
 NOISE_STEPS = 240
 """Number of noisy steps. Together they have half a million elements of noise. In so many elements,
 some must be more than 4 standard deviations from zero."""
+LEFT_STEPS = 60
+"""Number of steps after which `Verification.left_behind` judges what they leave."""
 NOISE_THRESHOLD = 1e-8
 """Clipping threshold of the noisy steps, as a share of `Verification.below_all`. It is so small
 that an unclipped gradient is visible in the noise."""
@@ -105,8 +107,8 @@ def check_layer(
         yield from (Check(name, NOT_JUDGED, "", "", [why[:80]]) for name in names)
         return
     yield replace(gradient, name=names[0])
-    left = noisy.left_behind(NOISE_STEPS // 2)
-    yield replace(left, name=f"{left.name}: {NOISE_STEPS // 2} steps")
+    left = noisy.left_behind(LEFT_STEPS)
+    yield replace(left, name=f"{left.name}: {LEFT_STEPS} steps")
     if noisy.judges_noise:
         checks = [*check_noise(draws, noisy.model.dtype, "parameters, steps")]
         wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]

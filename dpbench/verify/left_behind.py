@@ -3,8 +3,8 @@
 The same steps are taken with several seeds of the noise, and with one example of each batch
 replaced. An element may change with the example by at most `DATA_SHARE` of its standard deviation
 over seeds. An element that is a linear function of n noisy updates changes by at most 2√n/σ of its
-deviation. With σ = `DATA_SIGMA` and n = 120, this exceeds `DATA_SHARE` only if the deviation of
-`DATA_SEEDS` values is below 1/400 of the true one. This has a probability below 7e-8, by the bound
+deviation. With σ = `DATA_SIGMA` and n = 60, this exceeds `DATA_SHARE` only if the deviation of
+`DATA_SEEDS` values is below 1/600 of the true one. This has a probability below 2e-8, by the bound
 on a mean square in `dpbench.verify.noise_bounds`.
 """
 

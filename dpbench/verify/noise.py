@@ -147,8 +147,10 @@ def _deviations(draws: Sequence[Draw]) -> Comparisons:
         missing = times**2 < NO_NOISE
         message = "no noise" if missing else f"{times:.4g} times the deviation σC/B"
         message += f" ({where})" * bool(where)
-        found.append(Comparison(chance, name, message, f"{times:.4g} σC/B"))
-    return sorted(found, key=lambda each: (not each.name, each.log_chance)), len(found)
+        comparison = Comparison(chance, name, message, f"{times:.4g} σC/B")
+        found.append((not name, not where, chance, comparison))
+    # A message names the least likely run or step; all runs together come last.
+    return [each for *_, each in sorted(found, key=lambda each: each[:3])], len(found)
 
 
 def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
