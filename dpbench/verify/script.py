@@ -349,14 +349,16 @@ class StepChecks(Calls):
             self.noiseless.add(self.steps)
         if not (deviation and clipped):
             return
-        noise, along, rounding = dict[str, Tensor](), dict[str, float](), 0.0
+        noise, along, rounding, largest = dict[str, Tensor](), dict[str, float](), 0.0, 0.0
         for (name, before), p in zip(clipped.items(), private.parameters, strict=True):
             received = gradient_of(p)
             noise[name] = ((received.double() - before) / deviation).flatten()
             along[name] = float(noise[name] @ before.flatten().double() / (before.norm() or 1.0))
             rounding += (torch.finfo(received.dtype).eps * float(received.norm())) ** 2
-        number = [*self._private].index(id(private.inner))
-        run, slack = f"optimizer {number + 1}" * bool(number), 2 * rounding**0.5 / deviation
+            largest = max(largest, float(before.abs().max()))
+        run = f"optimizer {[*self._private].index(id(private.inner)) + 1}"
+        # Beside smaller gradients, float32 rounds noise as if it were alone.
+        slack = 2 * rounding**0.5 / deviation if largest > deviation else 0.0
         draw = Draw(run, self.steps + 1, noise, along, slack)
         self.draws.setdefault(tuple(noise), []).append(draw)
 
@@ -445,7 +447,9 @@ class StepChecks(Calls):
         for names, draws in self.draws.items():
             of = f" of {names[0]}, …" * (len(self.draws) > 1)
             for check in check_noise(draws, dtype, "parameters, steps"):
-                yield replace(check, name=check.name + of)
+                applies = check.verdict != NOT_JUDGED or check.wrong
+                verdict = check.verdict if applies else NOTE
+                yield replace(check, name=check.name + of, verdict=verdict)
 
 
 def _check(name: str, wrong: Sequence[str], words: str, how: str) -> Check:

@@ -17,7 +17,7 @@ from dpbench.commands.cli import main
 from dpbench.commands.script_checks import ScriptChecks
 from dpbench.core.subject import Script
 from dpbench.instruments.script import ScriptRun
-from dpbench.verify.check_result import FAILED, NOT_JUDGED, OK, Check
+from dpbench.verify.check_result import FAILED, NOT_JUDGED, NOTE, OK, Check
 from tests.verify import private_scripts, scripts
 
 Checks = dict[str, Check]
@@ -69,7 +69,7 @@ def verdicts(checks: Checks, verdict: str) -> set[str]:
 )
 def test_right_private_script_passes_every_check(verified: Callable[..., Checks], how: str) -> None:
     checks = verified("private.py", *how.split())
-    assert verdicts(checks, OK) == checks.keys() - NOTES
+    assert verdicts(checks, OK) | verdicts(checks, NOTE) == checks.keys() - NOTES
     clips = "clipped per layer" if how == "per-layer" else "clipped to 0.1"
     assert clips in checks["gradient"].error_text
 
@@ -84,7 +84,7 @@ def of_each_kind(names: Iterable[str]) -> list[Any]:
 def test_right_way_to_train_privately_passes(verified: Callable[..., Checks], name: str) -> None:
     Path("other.py").write_text(private_scripts.START + private_scripts.RIGHT[name])
     checks = verified("other.py")
-    assert verdicts(checks, OK) == checks.keys() - NOTES
+    assert verdicts(checks, OK) | verdicts(checks, NOTE) == checks.keys() - NOTES
 
 
 @pytest.mark.parametrize("name", of_each_kind(private_scripts.WRONG))
@@ -209,7 +209,7 @@ def test_noise_that_is_too_small_fails_and_the_gradient_beneath_it_passes(
 ) -> None:
     checks = verified("private.py", "hooks", "little-noise")
     assert verdicts(checks, FAILED) == {"noise: deviation"}
-    assert checks["noise: deviation"].wrong[0].startswith("0.weight: 0.")
+    assert "times the deviation σC/B" in checks["noise: deviation"].wrong[0]
     assert checks["gradient"].verdict == OK
 
 
