@@ -35,9 +35,9 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
-    def verify_here(*program: str, said: str = "") -> Checks:
+    def verify_here(*program: str, said: str = "", steps: int = 3) -> Checks:
         checks = ScriptChecks()
-        script = ScriptRun(checks, program, skip=0, steps=3)
+        script = ScriptRun(checks, program, skip=0, steps=steps)
         Path("records").unlink(missing_ok=True)
         run(Task(Script("mine"), checks), script, "records")
         record = result_of(read_records(Path("records")))
@@ -96,6 +96,19 @@ def test_wrong_way_to_train_privately_does_not_pass(
     checks = verified("other.py")
     found = verdicts(checks, FAILED) | verdicts(checks, NOT_JUDGED)
     assert any(each.startswith(check) for each in found)
+
+
+def test_clipping_is_judged_only_if_a_norm_exceeds_the_threshold(
+    verified: Callable[..., Checks],
+) -> None:
+    text = private_scripts.MADE.replace("net()", "net(), max_grad_norm=30.0")
+    Path("other.py").write_text(private_scripts.START + text + private_scripts.TRAIN)
+    checks = verified("other.py", steps=1)
+    assert checks["clipping"].error_text == "no norm exceeded the threshold"
+    assert verdicts(checks, NOT_JUDGED) == {"clipping"}
+    lowered = verified("other.py", steps=2)["gradient"].error_text
+    assert "clipped to 30, clipped to" in lowered
+    assert lowered.endswith("(lowered for this check)")
 
 
 def test_rate_that_follows_a_metric_and_a_known_seed_are_said(
