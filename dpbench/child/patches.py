@@ -226,7 +226,10 @@ class _Watching:
         return called
 
     def _before_update(self, optimizer: Any, args: Any, options: Any) -> None:
-        self._updates.append((optimizer, self.finder.begin_update(optimizer)))
+        # An optimizer with this method hands private gradients over to another optimizer.
+        is_private = hasattr(optimizer, "private_step")
+        again = (optimizer, partial(type(optimizer).step, optimizer)) if is_private else ()
+        self._updates.append((optimizer, self.finder.begin_update(optimizer, again)))
 
     def _after_update(self, optimizer: Any, args: Any, options: Any) -> None:
         while self._updates:  # the stack still has the updates that raised

@@ -266,7 +266,8 @@ class StepFinder:
         Args:
             optimizer: the optimizer; None if a wrapper of the optimizer steps, which is Opacus's
                 optimizer or a GradScaler.
-            private: Opacus's optimizer if it steps, and a function that takes its step once more.
+            private: an optimizer that hands private gradients over, as Opacus's does, and a
+                function that takes its step once more; empty if another optimizer steps.
 
         Returns:
             A value to pass to `end_update`.

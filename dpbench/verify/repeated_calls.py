@@ -42,6 +42,7 @@ class Call:
         autocast: whether autocast was on, and the dtype of autocast.
         backward: number of the first backward pass that reached the outputs; 0 if none did.
         gradients: gradients of the loss with respect to the outputs, by index of the output.
+        sources: what the inputs depend on, see `Influences`.
         misread: a description of inputs in which an example is not one row, if any.
     """
 
@@ -51,6 +52,7 @@ class Call:
     autocast: tuple[bool, torch.dtype]
     backward: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    sources: int = 0
     misread: str = ""
 
     @property

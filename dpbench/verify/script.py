@@ -158,6 +158,7 @@ class StepChecks(Calls):
         if any(hasattr(p, "summed_grad") for p in module.parameters()):
             self._lower()
             made.misread = self._mark_inputs((args, options), made.dimension)
+        made.sources = self.influences.of([args, options])
         out = call(module, *args, **options)
         made.outputs = trained_outputs(out)
         device = made.outputs[0].device.type if made.outputs else "cpu"
@@ -192,8 +193,8 @@ class StepChecks(Calls):
         made = [c for c in self._calls if c.gradients and ids & {*map(id, c.module.parameters())}]
         self._calls = [call for call in self._calls if call not in made]
         self._parts.setdefault(key, []).append(made)
-        for p in own.values():
-            self._judged |= self.influences.of([p.grad, *p.__dict__.values()])
+        for call in made:
+            self._judged |= call.sources
         self._handed[key] = {}
         try:
             with self.influences.paused():
@@ -349,14 +350,16 @@ class StepChecks(Calls):
             self.noiseless.add(self.steps)
         if not (deviation and clipped):
             return
-        noise, along, rounding = dict[str, Tensor](), dict[str, float](), 0.0
+        noise, along, rounding, largest = dict[str, Tensor](), dict[str, float](), 0.0, 0.0
         for (name, before), p in zip(clipped.items(), private.parameters, strict=True):
             received = gradient_of(p)
             noise[name] = ((received.double() - before) / deviation).flatten()
             along[name] = float(noise[name] @ before.flatten().double() / (before.norm() or 1.0))
             rounding += (torch.finfo(received.dtype).eps * float(received.norm())) ** 2
-        number = [*self._private].index(id(private.inner))
-        run, slack = f"optimizer {number + 1}" * bool(number), 2 * rounding**0.5 / deviation
+            largest = max(largest, float(before.abs().max()))
+        run = f"optimizer {[*self._private].index(id(private.inner)) + 1}"
+        # Beside smaller gradients, float32 rounds noise as if it were alone.
+        slack = 2 * rounding**0.5 / deviation if largest > deviation else 0.0
         draw = Draw(run, self.steps + 1, noise, along, slack)
         self.draws.setdefault(tuple(noise), []).append(draw)
 
@@ -365,7 +368,12 @@ class StepChecks(Calls):
     def checks(self) -> Iterator[Check]:
         """Yield the checks of all steps."""
         known, steps = self.known, f"in {self.steps} steps"
-        trained = [name for name, each in known.items() if each.trained]
+        # Ignore models that only compute, such as a teacher, beside models that are trained.
+        names = {id(p): name for name, p in self.parameters().items()}
+        models = [[names[id(p)] for p in m.parameters()] for m in self._models.values()]
+        stepped = [each for each in models if any(known[name].has_optimizer for name in each)]
+        of_models = {name for each in stepped or models for name in each}
+        trained = [name for name, each in known.items() if each.trained and name in of_models]
         chosen = [name for name in trained if known[name].has_optimizer]
         unowned = [parameter for parameter, used in self.unowned.values() if not used]
         rest = (
@@ -430,7 +438,7 @@ class StepChecks(Calls):
         name = "trained by private steps"
         private = self._judged & ~BATCHES_OF_CALLS or self._judged
         if not private:
-            return Check(name, NOT_JUDGED, "", "no gradient depends on a model's inputs")
+            return Check(name, NOT_JUDGED, "", "no private batch is known")
         wrong = [each for each, bits in self._depends.items() if bits & private]
         words = "depends on private batches otherwise than through a private step"
         return _check(name, wrong, words, f"{len(self._depends)} parameters and buffers")
@@ -445,7 +453,9 @@ class StepChecks(Calls):
         for names, draws in self.draws.items():
             of = f" of {names[0]}, …" * (len(self.draws) > 1)
             for check in check_noise(draws, dtype, "parameters, steps"):
-                yield replace(check, name=check.name + of)
+                applies = check.verdict != NOT_JUDGED or check.wrong
+                verdict = check.verdict if applies else NOTE
+                yield replace(check, name=check.name + of, verdict=verdict)
 
 
 def _check(name: str, wrong: Sequence[str], words: str, how: str) -> Check:

@@ -484,6 +484,35 @@ for x, _ in loader:
     plain.zero_grad()
     bce(critic(made), torch.ones(8, 1)).backward(); plain.step()
 """,
+    "teacher without an optimizer": MADE
+    + "teacher = net()\n"
+    + TRAIN.replace("loss_of(model(x), y)", "loss_of(model(x), teacher(x).argmax(1))"),
+    "private optimizer without Opacus": """
+from types import SimpleNamespace
+class Mine(torch.optim.Optimizer):
+    def __init__(s, inner, sigma, C, B):
+        super().__init__(inner.param_groups, {}); s.inner, s.sigma, s.C, s.B = inner, sigma, C, B
+    def step(s, closure=None):
+        ps = s.param_groups[0]["params"]
+        norms = sum(p.grad_sample.flatten(1).square().sum(1) for p in ps).sqrt()
+        for p in ps:
+            clipped = torch.einsum("n,n...", (s.C / norms).clamp(max=1), p.grad_sample)
+            p.grad = (clipped + FACTOR * s.sigma * s.C * torch.randn_like(p)) / s.B
+        s.inner.step()
+    def private_step(s):
+        return SimpleNamespace(
+            inner=s.inner, parameters=s.param_groups[0]["params"], sigma=s.sigma, threshold=s.C,
+            mean=True, batch_size=s.B, divisor=s.B, lower=s.lower, without_noise=s.without_noise)
+    def lower(s, wanted, modules):
+        before, s.C = s.C, min(s.C, wanted); return before if before > wanted else None
+    def without_noise(s, step, seed):
+        kept, s.inner, s.sigma = (s.inner, s.sigma), SimpleNamespace(step=lambda: None), 0.0
+        step(); s.inner, s.sigma = kept
+        return [p.grad.clone() for p in s.param_groups[0]["params"]]
+model, loader, FACTOR = GradSampleModule(net()), loader_of(), 1.0
+opt = Mine(torch.optim.SGD(model.parameters(), .1), 1.0, 0.5, 8)
+"""
+    + TRAIN.replace("opt.zero_grad()", "model.zero_grad()"),
     "model of public data": MADE
     + """
 other, public = net(), loader_of(); plain = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -647,6 +676,10 @@ pl.Trainer(max_steps=6, accelerator="cpu", logger=False, enable_checkpointing=Fa
            enable_progress_bar=False, enable_model_summary=False).fit(task, task.loader)
 """,
 }
+WRONG["half the noise without Opacus"] = (
+    NOISE,
+    RIGHT["private optimizer without Opacus"].replace("loader_of(), 1.0", "loader_of(), 0.5"),
+)
 
 QUICK = {
     "seed in the loop",
