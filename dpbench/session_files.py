@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import check_writable, in_words, is_stream, write_text
+from dpbench.core.files import check_writable, in_words, write_text
 from dpbench.results.conditions import automatic_name, merge_interrupted
 from dpbench.results.outcome import document as as_document
 from dpbench.results.rows import NO_HARDWARE
@@ -94,7 +94,7 @@ class RunWriter:
         the session is killed.
         """
         files = self.settings.files.values()
-        return [f for f in files if last or (f[0] == "json" and not is_stream(f[1]))]
+        return [f for f in files if last or f[0] == "json"]
 
     def wanted(self, *, last: bool) -> bool:
         """Return True if there is a file to write now."""

@@ -74,7 +74,6 @@ def finish(
             notes.append(f"saved {storage.allocate(settings.save, device, merged.text)}")
         for note in (*problems, *notes):
             print(printable(f"dpbench {command}: {note}"), file=sys.stderr)
-        text = as_text(summary_tables(merged, view), terminal_width())
-        print(text, file=settings.tables_to)
+        print(as_text(summary_tables(merged, view), terminal_width()))
     failed = any(outcome.error for outcome in merged.outcomes)
     return int(bool(problems) or failed or merged.status != COMPLETE)

@@ -171,13 +171,12 @@ def show(session: Session, command: str) -> None:
         *([f"WARNING: {warning}"] if warning else []),
         *(f"ERROR: {text}" for text in session.problems),
     ]
-    to = session.settings.tables_to
     try:
-        print(as_text(tables, terminal_width()), file=to)
+        print(as_text(tables, terminal_width()))
         verdict = session.comparison.verdict
         if verdict and (grown := grown_text(verdict.regressions, verdict.largest)):
-            print(f"\n{grown}", file=to)
-        to.flush()
+            print(f"\n{grown}")
+        sys.stdout.flush()
     finally:  # print problems last, even if the tables cannot be printed
         for line in lines:
             print(printable(f"dpbench {command}: {line}"), file=sys.stderr)

@@ -53,7 +53,7 @@ from dpbench.commands.case_arguments import saved_run
 from dpbench.core import gpu
 from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import check_distinct_files, check_is_file, is_stream, mode_of, write_text
+from dpbench.core.files import check_distinct_files, check_is_file, mode_of, write_text
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import OUTPUTS
 from dpbench.core.settings import Settings, declare
@@ -139,13 +139,12 @@ def run(options: argparse.Namespace) -> int:
         view = _view(options, runs)
         for kind, path in others:
             write_output(kind, path, runs, view)
-            if not is_stream(path):
-                print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", file=settings.tables_to)
+            print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
         if len(others) == len(files) > 0:
             return 0
         if not (shown := list(_tables(runs, options, view))):
             raise ConfigurationError(f"{', '.join(options.files)}: nothing to show")
-        print(as_text(shown, terminal_width()), file=settings.tables_to)
+        print(as_text(shown, terminal_width()))
         for kind, path in files:
             if kind == "md":
                 write_text(path, as_markdown(shown))

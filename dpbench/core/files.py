@@ -19,8 +19,9 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 """Matches control characters (except tab and line feed), line separators, and characters that
 change the direction of writing."""
 
-STANDARD_OUTPUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-"""Paths of this process's standard output on Linux."""
+
+NO_FILE = "a pipe or a device; name a file, and read it with cat"
+"""Why a path is not written."""
 
 
 def printable(text: str) -> str:
@@ -63,29 +64,14 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def is_standard_output(path: Path) -> bool:
-    """Return True if a path names this process's standard output."""
-    return str(path) in STANDARD_OUTPUT
-
-
-def is_stream(path: Path) -> bool:
-    """Return True for standard output, and for an existing path that is not a regular file.
-
-    Pipes and devices are examples. They must be written in place, not replaced by a new file.
-    """
-    mode = mode_of(path)
-    return is_standard_output(path) or bool(mode and not stat.S_ISREG(mode))
-
-
 def check_writable_file(path: Path) -> None:
-    """Create the directory of a file; raise `ConfigurationError` if the file cannot be written.
-
-    Standard output, pipes and devices are not checked.
-    """
-    if not path.name or stat.S_ISDIR(mode_of(path)):
+    """Create the directory of a file; raise `ConfigurationError` if the file cannot be written."""
+    mode = mode_of(path)
+    if not path.name or stat.S_ISDIR(mode):
         raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
-    if not is_stream(path):
-        check_writable(Path(os.path.realpath(path)).parent)
+    if mode and not stat.S_ISREG(mode):
+        raise ConfigurationError(f"{path}: {NO_FILE}")
+    check_writable(Path(os.path.realpath(path)).parent)
 
 
 def check_writable(directory: Path) -> None:
@@ -121,14 +107,12 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a regular file completely or not at all.
 
-    Paths for which `is_stream` returns True are written in place. If the path is a link, the target
-    of the link is written. If an `OSError` is raised, its ``filename`` is ``path``.
+    If the path is a link, the target of the link is written. A pipe or a device is refused, because
+    a file would replace it. If an `OSError` is raised, its ``filename`` is ``path``.
     """
     try:
-        if is_stream(path):
-            with os.fdopen(os.dup(1), "wb") if is_standard_output(path) else path.open("wb") as out:
-                out.write(data)
-            return
+        if not (stat.S_ISREG(mode := mode_of(path)) or stat.S_ISDIR(mode) or not mode):
+            raise OSError(errno.EINVAL, NO_FILE)
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")

@@ -6,17 +6,16 @@ commands have some of these options.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from dpbench.core import option_fields
 from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.errors import ConfigurationError, unknown
-from dpbench.core.files import check_distinct_files, check_writable_file, is_standard_output
+from dpbench.core.files import check_distinct_files, check_writable_file
 from dpbench.core.grid import GRIDS, Grid
 from dpbench.core.option_fields import SHORT_FORMS, below, output_of, own_values
 from dpbench.core.registry import INSTRUMENTS, OUTPUTS
@@ -240,12 +239,6 @@ class Settings:
         short = {self.option(n): (kind, getattr(self, n)) for n, kind in SHORT_FORMS.items()}
         named = {f"{self.option('output')} {p}": (output_of(p), p) for p in self.output}
         return {option: file for option, file in (short | named).items() if file[1]}
-
-    @property
-    def tables_to(self) -> TextIO:
-        """The stream for tables: stderr if a file is written to stdout, otherwise stdout."""
-        asked = any(is_standard_output(path) for _, path in self.files.values())
-        return sys.stderr if asked else sys.stdout
 
     @property
     def saves(self) -> bool:

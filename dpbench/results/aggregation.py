@@ -148,7 +148,6 @@ def _reduced(rows: pd.DataFrame, keys: list[str], column: str) -> pd.DataFrame:
 
 def _over_steps(rows: pd.DataFrame) -> pd.DataFrame:
     """Combine the rows of all steps, and add columns such as ``spread`` and ``steps``."""
-    _check_unique(rows, [*NUMBER, "repeat"])
     reduced = _reduced(rows, [*NUMBER, "unit"], "repeat").rename(columns={"count": "steps_present"})
     # The number of steps is found separately for whole steps and for phases, because some
     # instruments measure whole steps more often than phases.
@@ -190,11 +189,10 @@ def lookup(rows: pd.DataFrame, others: pd.DataFrame, on: list[str]) -> pd.Series
 
     The value is NaN for a row without an equal row in ``others``.
     """
-    _check_unique(others, on)
     if rows.empty or others.empty:
         return pd.Series(np.nan, rows.index, dtype=float)
     both = rows[on].merge(others[[*on, "value"]], "left", on)
-    return pd.Series(both.value.to_numpy(float), rows.index)
+    return pd.Series(both.value.to_numpy(float), rows.index)  # raises if ``others`` has two values
 
 
 def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
