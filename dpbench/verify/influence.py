@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 READS_NO_VALUES = re.compile(r"(new_|empty|zeros|ones|full|rand)\w*|\w+_like")
 """Operators that read only the shapes of their arguments."""
@@ -30,12 +31,17 @@ MOST_EXPIRED = 10_000
 
 
 class Influences(TorchDispatchMode):
-    """Keeps the sources that each storage depends on, as the bits of a number."""
+    """Keeps the sources that each storage depends on, as the bits of a number.
+
+    Attributes:
+        leaves: the tensors that require gradients and have been changed in place.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._most = MOST_EXPIRED
+        self.leaves = WeakTensorKeyDictionary()
         self.is_paused = False
 
     def of(self, value: Any) -> int:
@@ -90,6 +96,9 @@ class Influences(TorchDispatchMode):
     def _follow(
         self, given: Mapping[str, Any], written: set[str], out: Any, overwrites: bool
     ) -> None:
+        for tensor in tensors_in([given[name] for name in written]):
+            if tensor.requires_grad and tensor.is_leaf:
+                self.leaves[tensor] = True
         sources = self.of([v for n, v in given.items() if not (overwrites and n in written)])
         for tensor in tensors_in([out, *(given[name] for name in written)]):
             storage = _storage(tensor)

@@ -13,6 +13,7 @@ Four things are judged. Each rests on what the step itself does:
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpbench.child.recorder import Calls
 from dpbench.verify.check_result import FAILED, NOT_JUDGED, NOTE, Check
@@ -121,6 +123,7 @@ class StepChecks(Calls):
         self.follows = ""  # what changes learning rates
         self._rates: dict[int, list[Any]] = {}  # learning rates at each optimizer's last step
         self._sources: dict[int, Source] = {}
+        self._leaves = WeakTensorKeyDictionary()  # those of `Influences` at the last step's end
         self._judged = 0  # sources of the batches in private steps
         self._depends: dict[str, int] = {}  # sources of parameters and buffers
         self._called: dict[int, nn.Module] = {}  # all called modules, also without gradients
@@ -164,7 +167,7 @@ class StepChecks(Calls):
         device = made.outputs[0].device.type if made.outputs else "cpu"
         made.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         for number, each in enumerate(made.outputs):
-            each.register_hook(partial(self._record_gradient, made, number))
+            each.register_hook(partial(self._record_gradient, weakref.ref(made), number))
         if made.outputs:
             with self.influences.paused():
                 made.arguments = pytree.tree_map_only(
@@ -173,8 +176,10 @@ class StepChecks(Calls):
             self._calls.append(made)
         return out
 
-    def _record_gradient(self, call: Call, number: int, gradient: Tensor) -> None:
+    def _record_gradient(self, made: weakref.ref[Call], number: int, gradient: Tensor) -> None:
         """Record the first gradient of an output, because ghost clipping runs backward twice."""
+        if (call := made()) is None:
+            return
         call.backward = call.backward or self._passes
         if call.backward == self._passes and number not in call.gradients:
             call.gradients[number] = gradient.detach().clone()
@@ -226,14 +231,17 @@ class StepChecks(Calls):
         """Record which parameters have moved, and what parameters and buffers depend on."""
         self.steps += 1
         self._calls = [call for call in self._calls if call.gradients]
-        named: dict[str, Tensor] = {**self.parameters()}
-        for name, p in named.items():
+        named: list[tuple[str, Tensor]] = [*self.parameters().items()]
+        for name, p in named:
             self.known[name].moved |= not torch.equal(p, self.known[name].start)
         for module in self._called.values():
-            named |= {_own_name(name): buffer for name, buffer in module.named_buffers()}
-        for parameter, _ in self.unowned.values():
-            named[f"a parameter of the shape {_shape([parameter])}"] = parameter
-        for name, each in named.items():
+            named += [(_own_name(name), buffer) for name, buffer in module.named_buffers()]
+        known = {id(p) for _, p in named}
+        # A tensor that is changed in place is a parameter if it outlives a step.
+        leaves, self._leaves = self._leaves, WeakTensorKeyDictionary(self.influences.leaves)
+        others = [*(p for p, _ in self.unowned.values()), *leaves]
+        named += [(f"a tensor of {_shape([p])}", p) for p in others if id(p) not in known]
+        for name, each in named:
             self._depends[name] = self._depends.get(name, 0) | self.influences.of(each)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -476,7 +484,7 @@ def _own_name(name: str) -> str:
 
 
 def _shape(tensors: Sequence[Tensor]) -> str:
-    return "×".join(map(str, tensors[0].shape)) if tensors else ""
+    return "×".join(map(str, tensors[0].shape)) or "one element" if tensors else ""
 
 
 def _quarter(examples: Examples, threshold: Threshold) -> Threshold:

@@ -314,6 +314,23 @@ plain = torch.optim.SGD([prompt], lr=0.1)
             made=LAYER.replace("BODY", "pass"),
         ),
     ),
+    "head trained by hand": (
+        TRAINED,
+        MADE
+        + "W = torch.zeros(3, 3, requires_grad=True)\n"
+        + TRAIN.replace(
+            "loss_of(model(x), y)", "(loss_of(out := model(x), y) + loss_of(out.detach() @ W, y))"
+        ).replace(
+            "    opt.zero",
+            "    with torch.no_grad(): W -= .1 * W.grad; W.grad = None\n    opt.zero",
+        ),
+    ),
+    "second of two buffers of one name": (
+        TRAINED,
+        LAYER.replace("BODY", "self.seen += x.detach().mean(0)")
+        + "other = net([Layer()]).requires_grad_(False)\nother[0].forward = lambda x: x\n"
+        + TRAIN.replace("    loss_of", "    other(x)\n    loss_of"),
+    ),
     "batches without a loader": (
         TRAINED,
         """
@@ -484,6 +501,19 @@ for x, _ in loader:
     plain.zero_grad()
     bce(critic(made), torch.ones(8, 1)).backward(); plain.step()
 """,
+    "adversarial inputs": MADE
+    + TRAIN.replace(
+        "    loss_of",
+        """
+    shift = torch.zeros_like(x, requires_grad=True)
+    for _ in range(2):
+        loss_of(twin(x + shift), y).backward()
+        with torch.no_grad(): shift += .01 * shift.grad.sign()
+    x = (x + shift).detach()
+    twin.zero_grad()
+    loss_of""",
+        1,
+    ).replace("for x, y", "twin = net().requires_grad_(False)\nfor x, y", 1),
     "teacher without an optimizer": MADE
     + "teacher = net()\n"
     + TRAIN.replace("loss_of(model(x), y)", "loss_of(model(x), teacher(x).argmax(1))"),
