@@ -53,9 +53,9 @@ MOST_NAMES = 3
 
 CORRECT = "the mean of the examples' clipped gradients"
 ASSUMPTIONS = (
-    "assumed: the loss is a mean or sum over examples; the sampler draws at its stated rate; no "
-    "private value reaches parameters by way of Python numbers, NumPy or files"
+    "assumed: the loss is a mean or sum over examples; the sampler draws at its stated rate"
 )
+NOT_FOUND = "private data by way of Python numbers, NumPy or files; faults outside these steps"
 BATCHES_OF_CALLS = 1
 """The source, in `Influences`, of a private model's inputs that come from no data loader."""
 
@@ -428,6 +428,7 @@ class StepChecks(Calls):
             text = f"who knows the seed {torch.initial_seed()} can subtract the noise"
             yield Check("seed", NOTE, "", text)
         yield Check("loss and sampling", NOTE, "", ASSUMPTIONS)
+        yield Check("not found", NOTE, "", NOT_FOUND)
 
     def _gradient_checks(self) -> Iterator[Check]:
         wrong = [f"{_named([*names])}: {what}" for what, names in self.wrong.items()]

@@ -21,7 +21,7 @@ from dpbench.verify.check_result import FAILED, NOT_JUDGED, NOTE, OK, Check
 from tests.verify import private_scripts, scripts
 
 Checks = dict[str, Check]
-NOTES = {"loss and sampling", "learning rate", "seed"}
+NOTES = {"loss and sampling", "learning rate", "not found", "seed"}
 """What no script can be checked for, and what its readers should know."""
 
 
