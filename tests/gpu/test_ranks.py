@@ -206,14 +206,15 @@ def free_memory() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "error", "words"),
+    ("trainer", "timeout", "error", "words"),
     [
-        ("Killed", InstrumentError, "rank 1: killed by SIGKILL"),
-        ("Waits", CaseTimedOut, "rank 1 was in fail "),
+        ("Killed", 120, InstrumentError, "rank 1: killed by SIGKILL"),  # may wait for the other
+        ("Waits", 25, CaseTimedOut, "rank 1 was in fail "),
     ],
 )
 def test_a_rank_that_dies_or_hangs_frees_both_gpus(
     trainer: str,
+    timeout: int,
     error: type[InstrumentError],
     words: str,
     tmp_path: Path,
@@ -223,7 +224,7 @@ def test_a_rank_that_dies_or_hangs_frees_both_gpus(
     before = free_memory()
     case = resolve(replace(CASE, trainer=f"tests.launch.failing_ranks:{trainer}"))
     with pytest.raises(error, match=words):
-        Timing(tmp_path, steps=Steps(0, 1), timeout=25).measure(case)
+        Timing(tmp_path, steps=Steps(0, 1), timeout=timeout).measure(case)
     ended = time.monotonic() + 10  # the driver takes a moment
     alone = "PYTEST_XDIST_WORKER" not in os.environ  # other workers use memory meanwhile
     while alone and min(n - b for n, b in zip(free_memory(), before, strict=True)) < -(1 << 26):
