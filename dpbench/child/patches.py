@@ -213,15 +213,16 @@ class _Watching:
         """Wrap the call of modules. A call inside another module's call is not reported."""
         finder, compiles = self.finder, is_compiling()
 
-        def called(module: Any, /, *args: Any, **options: Any) -> Any:
+        # PyTorch's profiler looks for the variable ``self`` in calls of modules.
+        def called(self: Any, /, *args: Any, **options: Any) -> Any:
             if compiles():
-                return call(module, *args, **options)
-            if finder.inside and module._compiled_call_impl is None:
-                return module._call_impl(*args, **options)  # what the original call does
-            if finder.inside or not finder.begins_forward(module):
-                return call(module, *args, **options)
+                return call(self, *args, **options)
+            if finder.inside and self._compiled_call_impl is None:
+                return self._call_impl(*args, **options)  # what the original call does
+            if finder.inside or not finder.begins_forward(self):
+                return call(self, *args, **options)
             with finder.forward():
-                return finder.calls.forward(call, module, args, options)
+                return finder.calls.forward(call, self, args, options)
 
         return called
 
