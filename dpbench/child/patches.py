@@ -154,6 +154,8 @@ class _Watching:
         def called(iterator: Any) -> Any:
             with finder.within(OUTSIDE, begins=True):
                 batch = fetch(iterator)
+            sampler = type(getattr(iterator, "_index_sampler", None)).__name__
+            finder.poisson |= "UniformWithReplacement" in sampler or "Poisson" in sampler
             if not (finder.recorder.finished or sys.modules["torch"].is_inference_mode_enabled()):
                 finder.report(finder.recorder.calls.batch, iterator._dataset, batch)
             return batch
