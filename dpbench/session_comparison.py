@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,9 @@ from dpbench.session_store import Keys, SessionStore
 if TYPE_CHECKING:
     from dpbench.core.settings import Settings
     from dpbench.results.compare import Limit, Unjudged, Verdict
+    from dpbench.results.gate import Gate
+
+    Numbers = set[tuple[Limit, tuple[Subject, str]]]
 
 
 class Failure(NamedTuple):
@@ -112,24 +116,45 @@ class SessionComparison:
         self.files.notes += notes
         return run or Run.of("the storage")
 
-    def _older_references(
-        self, asked: set[tuple[Subject, str]]
-    ) -> list[tuple[Run, set[tuple[Subject, str]]]]:
-        """Return older runs that passed, each with the requested cases that newer runs lack.
+    def _older_runs(self, skipped: list[str]) -> Iterator[Run]:
+        """Yield the runs that passed, the newest first, then all others, the oldest first.
 
-        Only with ``--compare-first-run-ok``. Without it, a case that the reference lacks fails.
+        A case that no run that passed has was new in the oldest of the others.
         """
-        older: list[tuple[Run, set[tuple[Subject, str]]]] = []
+        others: list[Path] = []
+        for run in readable(self._candidates, Run.load, skipped):
+            if run.verdict == COMPLETE:
+                yield run
+            else:
+                others.append(run.path)
+        yield from readable(reversed(others), Run.load, [])
+
+    def _older_gates(self, newest: Gate, limits: Iterable[Limit]) -> list[tuple[Gate, Numbers]]:
+        """Return gates with older runs, each with the numbers that newer references lack.
+
+        Only with ``--compare-first-run-ok``. Without it, a number that the reference lacks fails.
+        """
+        older: list[tuple[Gate, Numbers]] = []
         if self.settings.compare or not self.settings.compare_first_run_ok:
             return older
-        missing, devices = asked - {*self.reference.places}, {device for device, _ in self.sources}
-        for run in readable(self._candidates if missing else (), Run.load, []):
-            measured = {key for key, on in run.places.items() if not devices.isdisjoint(on)}
-            if run.verdict == COMPLETE and (found := missing & measured):
-                older.append((run, found))
-                missing -= found
-                names = ", ".join(dict.fromkeys(case.id for case, _ in found))
-                self.files.notes.append(f"compared with {run.name}: {names}")
+        new = {
+            (limit, key) for limit in limits for key, old in newest.cases(limit).items() if not old
+        }
+        skipped: list[str] = []
+        for run in self._older_runs(skipped) if new else ():
+            keys = {key for _, key in new if key in run.places}
+            gate = replace(newest, before=run, asked=keys)
+            if found := {
+                each for each in new if each[1] in keys and gate.cases(each[0]).get(each[1])
+            }:
+                older.append((replace(gate, asked={key for _, key in found}), found))
+                new -= found
+                state = "" if run.verdict == COMPLETE else f", which is {run.verdict}"
+                self.files.notes.append(f"compared with {run.name}{state}: {_names(found)}")
+        if new and skipped:
+            self.files.problem(
+                f"{_names(new)}: may be in a run that was {skipped[0]}; or remove it"
+            )
         return older
 
     @property
@@ -164,20 +189,21 @@ class SessionComparison:
 
             across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
             asked = {*self.requested, *(key for outcome in outcomes for key in outcome.asked)}
-            older, after = self._older_references(asked), run()
-            newest = asked.difference(*(cases for _, cases in older))
-            gates = [
-                Gate(before, after, cases, across, first_run_ok)
-                for before, cases in [(self.reference, newest), *older]
-            ]
+            newest = Gate(self.reference, run(), asked, across, first_run_ok)
+            texts = [*self.settings.compare_fail, *(each for _, texts in own for each in texts)]
+            older = self._older_gates(newest, read_limits([*dict.fromkeys(texts)]))
 
             def judge(limits: Sequence[Limit], keys: set[tuple[Subject, str]]) -> Verdict:
-                own = [gate for gate in gates if not keys.isdisjoint(gate.asked or ())]
-                every = [
-                    gate.check_limits(limits, keys.intersection(gate.asked or ()))
-                    for gate in own or gates[:1]
-                ]
-                return Verdict.merge(every)
+                verdicts = [newest.check_limits()]
+                for limit in limits:
+                    left = keys
+                    for gate, numbers in older:
+                        if inside := {key for key in left if (limit, key) in numbers}:
+                            verdicts.append(gate.check_limits([limit], inside))
+                            left = left - inside
+                    if left == keys or not left.isdisjoint(newest.cases(limit)):
+                        verdicts.append(newest.check_limits([limit], left))
+                return Verdict.merge(verdicts)
 
             verdict = judge(self.limits, {key for keys in limited.values() for key in keys})
             if self.limits and not complete:
@@ -230,6 +256,10 @@ class SessionComparison:
             self.files.problem(f"{missing}{self.remedy}")
         for line in exceeded_lines(verdict.regressions):
             self.files.problem(line)
+
+
+def _names(numbers: Numbers) -> str:
+    return ", ".join(sorted({case.id for _, (case, _) in numbers}))
 
 
 def read_limits(texts: Sequence[str]) -> list[Limit]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
@@ -141,12 +142,14 @@ def _copied_packages() -> set[str]:
 
 
 def digest(path: Path) -> str:
-    """Return a digest of a file's content; an empty string if the file cannot be read.
+    """Return a digest of a file's content; an empty string if it is no file or cannot be read.
 
     For a file above `LARGE`, return its size and the time of its last change instead.
     """
     with suppress(OSError):
         about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe has its text only once, a device no end
+            return ""
         if about.st_size > LARGE:
             return f"{about.st_size} bytes of {about.st_mtime_ns}"
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -154,6 +154,8 @@ class _Watching:
         def called(iterator: Any) -> Any:
             with finder.within(OUTSIDE, begins=True):
                 batch = fetch(iterator)
+            sampler = type(getattr(iterator, "_index_sampler", None)).__name__
+            finder.poisson |= "UniformWithReplacement" in sampler or "Poisson" in sampler
             if not (finder.recorder.finished or sys.modules["torch"].is_inference_mode_enabled()):
                 finder.report(finder.recorder.calls.batch, iterator._dataset, batch)
             return batch
@@ -213,15 +215,16 @@ class _Watching:
         """Wrap the call of modules. A call inside another module's call is not reported."""
         finder, compiles = self.finder, is_compiling()
 
-        def called(module: Any, /, *args: Any, **options: Any) -> Any:
+        # PyTorch's profiler looks for the variable ``self`` in calls of modules.
+        def called(self: Any, /, *args: Any, **options: Any) -> Any:
             if compiles():
-                return call(module, *args, **options)
-            if finder.inside and module._compiled_call_impl is None:
-                return module._call_impl(*args, **options)  # what the original call does
-            if finder.inside or not finder.begins_forward(module):
-                return call(module, *args, **options)
+                return call(self, *args, **options)
+            if finder.inside and self._compiled_call_impl is None:
+                return self._call_impl(*args, **options)  # what the original call does
+            if finder.inside or not finder.begins_forward(self):
+                return call(self, *args, **options)
             with finder.forward():
-                return finder.calls.forward(call, module, args, options)
+                return finder.calls.forward(call, self, args, options)
 
         return called
 

@@ -19,6 +19,7 @@ from typing import Any
 from dpbench.child.optimizers import MOST_TURNS, AlternatingOptimizers
 from dpbench.child.recorder import Calls, Recorder
 from dpbench.core.case import OUTSIDE
+from dpbench.results.kernels import POISSON
 from dpbench.training.phases import OpenPhase, Step, set_current_step
 
 
@@ -46,6 +47,7 @@ class StepFinder:
     Attributes:
         steps: number of ended steps.
         evaluations: number of calls of modules with gradients disabled, in observed steps.
+        poisson: whether a data loader has a sampler of Poisson batches.
         failure: the error that ended the recording, if any. Afterwards the recorder is not called.
         notes: notes for readers of the measured numbers.
         turns: the optimizers and their turns in the training step, see `AlternatingOptimizers`.
@@ -67,6 +69,7 @@ class StepFinder:
         self.skip, self.go_on, self.by_hand = skip, go_on, by_hand
         self.steps = 0
         self.evaluations = 0
+        self.poisson = False
         self.failure: Exception | None = None
         self.notes: list[str] = []
         self.turns = AlternatingOptimizers()
@@ -316,6 +319,8 @@ class StepFinder:
     def remarks(self) -> Iterator[str]:
         """Yield notes about the observed steps."""
         yield from self.notes
+        if self.poisson:
+            yield POISSON
         if self.turns.most_turns > 1:
             most = self.turns.most_turns
             yield f"optimizers take turns: a counted step contains at most {most} of their turns"

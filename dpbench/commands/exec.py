@@ -63,6 +63,7 @@ from dpbench.instruments.script import ScriptRun
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.conditions import differing_conditions
+from dpbench.results.kernels import POISSON
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
 from dpbench.runner import measure
@@ -356,7 +357,10 @@ def _excess(outcome: Outcome) -> float:
 
 def _no_ratio(standards: Sequence[Outcome], outcomes: Sequence[Outcome]) -> str:
     """Return why steps of the script and of its baseline cannot be divided, or an empty string."""
-    varies = [any(_excess(o) > SAME_SIZE_FLOPS for o in side) for side in (standards, outcomes)]
+    varies = [
+        any(POISSON in o.notes or _excess(o) > SAME_SIZE_FLOPS for o in side)
+        for side in (standards, outcomes)
+    ]
     if not (standards and outcomes) or varies[0] == varies[1]:
         return ""
     which = "the baseline's" if varies[0] else "the script's"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from argparse import Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,28 +103,62 @@ def _is_ours(definitions: dict[str, Any], fixture: str) -> bool:
 def shared_name(item: Any, fixture: Any) -> str | None:
     """Return a name for what a fixture measures, which is equal for all tests that share it.
 
-    The name has the fixture, the last file or folder that defines it or a fixture before it, and
-    the parameters that they use. Returns None if one of them asks for ``request`` or for a
-    parameter that is no text or number, and so may do something else for each test.
+    The name has the fixture, the last file, folder or scope of it or of a fixture before it, and
+    the parameters that they use. Returns None if one of them may do something else for each test:
+    it asks for ``request`` in the scope of one test, or for a parameter that is no text or number.
     """
     info = item._fixtureinfo
     names = [fixture.argname, *(n for n in info.initialnames if n not in info.argnames)]  # autouse
     used: dict[str, Any] = {}
+    places: list[str] = []
     while names:
         name = names.pop()
-        if name == "request":
-            return None
         if name not in used:
             used[name] = info.name2fixturedefs.get(name, ())
             own = [each for each in used[name] if not each.func.__module__.startswith("_pytest")]
             names += [argument for each in own for argument in each.argnames]
-    place = max((each.baseid for known in used.values() for each in known), key=len)
+            places += [each.baseid for each in used[name]]
+            for scope in (each.scope for each in own if "request" in each.argnames):
+                if scope == "function":
+                    return None
+                node = item.getparent(_SCOPES[scope])
+                places.append(node.nodeid if node else "")
     given = getattr(getattr(item, "callspec", None), "params", {})
     params = {name: given[name] for name in sorted(used) if name in given}
+    return _shared_name(max(places, key=len) or "conftest.py", fixture.argname, params)
+
+
+_SCOPES = {
+    "session": pytest.Session,
+    "package": pytest.Package,
+    "module": pytest.Module,
+    "class": pytest.Class,
+}
+
+
+def helper_name(item: Any, frame: FrameType) -> str | None:
+    """Return a name for what a function measures that tests call, from the function's arguments.
+
+    Returns None for the test itself and for functions in it, and for a function with an argument
+    that is no text or number.
+    """
+    code, test = frame.f_code, getattr(item, "function", item.runtest).__qualname__
+    if f"{code.co_qualname}.".startswith(f"{test}."):
+        return None
+    given = inspect.getargvalues(frame).locals
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    params = {n: given[n] for n in names if getattr(given[n], "__module__", "") != DEFINED_IN}
+    if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return None
+    place = os.path.relpath(code.co_filename, item.config.rootpath)
+    return _shared_name(place, code.co_qualname, params)
+
+
+def _shared_name(place: str, name: str, params: Mapping[str, Any]) -> str | None:
     if not all(isinstance(value, str | int | float | None) for value in params.values()):
         return None
     text = ",".join(f"{name}={value}" for name, value in params.items())
-    return f"{place or 'conftest.py'}::{fixture.argname}{f'[{text}]' * bool(text)}"
+    return f"{place}::{name}{f'[{text}]' * bool(text)}"
 
 
 def grid_case(item: pytest.Item) -> Case | None:

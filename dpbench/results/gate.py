@@ -65,9 +65,10 @@ class Gate:
 
     def _judge(self, limits: Sequence[Limit], asked: RequestedCases | None) -> Verdict:
         compared, after, judged, unjudged = self.compared, self.after, [], list[Unjudged]()
-        inside = compared if asked is self.asked else _requested(compared, asked)
         for limit in limits:
-            about = inside[(inside.metric == limit.metric) & (inside.phase == limit.phase)]
+            about = (
+                self._about(limit) if asked is self.asked else _requested(self._about(limit), asked)
+            )
             rows = about.dropna(subset=["before", "after"])
             allowed = limit.exceeded(rows.before, rows.after)
             judged.append(rows[[*CHANGES, "of"]].join(allowed).assign(threshold=str(limit)))
@@ -87,8 +88,22 @@ class Gate:
             self._regressions(table),
             unjudged,
             [*self._notes()],
-            changes_of_all(self.before, after, compared),
+            self._largest,
         )
+
+    def cases(self, limit: Limit) -> dict[tuple[Subject, str], bool]:
+        """Return the cases with a number for a limit, and whether the reference has the number."""
+        with METRICS.including(self.after.metrics, self.before.metrics):
+            rows = _by_case(self._about(limit))
+            return {(case, row["instrument"]): not pd.isna(row["before"]) for case, row in rows}
+
+    def _about(self, limit: Limit) -> pd.DataFrame:
+        at = (self.compared.metric == limit.metric) & (self.compared.phase == limit.phase)
+        return self.compared[at]
+
+    @cached_property
+    def _largest(self) -> list[dict[str, Any]]:
+        return changes_of_all(self.before, self.after, self.compared)
 
     @cached_property
     def compared(self) -> pd.DataFrame:

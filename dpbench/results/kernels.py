@@ -29,6 +29,9 @@ NO_FLOPS = "FLOPS NOT COUNTED"
 
 ELSEWHERE = f"{NOT_COUNTED}: operators that ran in other threads or forks while steps counted"
 
+POISSON = "batches are Poisson samples, so they differ in size"
+"""Note on a script whose data loader has a sampler of Poisson batches."""
+
 STEP_LOST = f"{NOT_COUNTED}: a step in which the script ended a dispatch mode of dpbench"
 """The first words of a note on a step whose operators dpbench did not receive."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -34,3 +35,8 @@ def test_files_of_own_modules_are_known_by_what_they_hold(
     assert own[str(files["mine_a"])] != digest(files["mine_a"])
     files["mine_a"].unlink()
     assert digest(files["mine_a"]) == ""
+
+
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert [digest(path) for path in (tmp_path / "pipe", Path("/dev/zero"))] == ["", ""]

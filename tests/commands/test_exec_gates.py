@@ -183,6 +183,35 @@ def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
     assert json.loads(Path("run.json").read_text())["session"]["unjudged"] == []
 
 
+POISSON = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class PoissonSampler:
+    def __iter__(self):
+        return iter([range(4 + number % 3) for number in range(6)])
+
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for [batch] in DataLoader(TensorDataset(torch.randn(9, 6)), {how}):
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_times_of_poisson_batches_have_no_ratio_to_those_of_fixed_ones(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    timed = ["exec", "--instrument=timing", "--skip=1", "--steps=1"]
+    Path("plain.py").write_text(POISSON.format(how="batch_size=3"))
+    Path("train.py").write_text(POISSON.format(how="batch_sampler=PoissonSampler()"))
+    assert main([*timed, "--save=plain", "plain.py"]) == 0
+    assert main([*timed, "--baseline=1", "--json=run.json", "train.py"]) == 0
+    assert "only the script's batches differ in size" in capfd.readouterr().err
+    assert not json.loads(Path("run.json").read_text())["ratios"]
+
+
 EVALUATING = """
 import sys
 import torch

@@ -1,4 +1,4 @@
-"""A step that a fixture measures has one name, whichever of its tests comes first."""
+"""A step that a fixture or function measures has one name, whichever test comes first."""
 
 from __future__ import annotations
 
@@ -33,19 +33,43 @@ def report(logical_io):
 def sized(logical_io, size):
     return logical_io(step_of(size)), logical_io(lambda: step_of(size + 1)())
 
+@pytest.fixture(scope="session")
+def configured(request):
+    return request.config.rootpath and 1000
+
+@pytest.fixture
+def of_session(logical_io, configured):
+    if "session" not in KNOWN:
+        KNOWN["session"] = logical_io(step_of(configured))
+    return KNOWN["session"]
+
+@pytest.fixture
+def of_state(logical_io):
+    return logical_io(step_of(STATE[0]))
+
+STATE = [40]
+
+def helped(logical_io, size, cache):
+    if cache and size in KNOWN:
+        return KNOWN[size]
+    KNOWN[size] = logical_io(step_of(size))
+    return KNOWN[size]
+
 @pytest.fixture
 def of_each_test(logical_io, request):
     return logical_io(step_of(1000 * len(request.node.name)))
 """
 SUITE = """
 import pytest
-from conftest import step_of
+from conftest import helped, step_of
 
 def test_a(report): pass
 def test_b(report, logical_io): logical_io(step_of(50))
 def test_c(of_each_test): pass
 def test_longer(of_each_test): pass
 def test_d(sized): pass
+def test_g(logical_io, of_session): helped(logical_io, 60, True), helped(logical_io, 70, True)
+def test_h(logical_io, of_session): helped(logical_io, 60, True), helped(logical_io, 60, False)
 @pytest.mark.parametrize("size", [10, 20])
 def test_e(sized, size): pass
 """
@@ -56,6 +80,9 @@ import pytest
 def size(): return 30
 
 def test_f(sized): pass
+def test_i(of_state): STATE[0] = 45
+def test_j(of_state): pass
+from conftest import STATE
 """
 
 
@@ -86,6 +113,12 @@ def test_names_are_those_of_fixtures_and_parameters_and_else_of_tests(
                 "conftest.py::sized[size=10]:step": 10,
                 "conftest.py::sized[size=20]:step": 20,
                 "test_other.py::sized:step": 30,
+                "conftest.py::of_session:step": 1000,
+                "conftest.py::helped[size=60,cache=True]:step": 60,
+                "conftest.py::helped[size=70,cache=True]:step": 70,
+                "conftest.py::helped[size=60,cache=False]:step": 60,
+                "conftest.py::of_state:step": 40,
+                "test_other.py::test_j:step": 45,
             },
             rel=0.02,
             abs=3,
@@ -94,5 +127,5 @@ def test_names_are_those_of_fixtures_and_parameters_and_else_of_tests(
     assert "conftest.py::sized[size=10]:<lambda>" in moved
     (pytester.path / "run.json").rename(pytester.path / "reference.json")
     limit = ("--dpbench-compare=reference.json", "--dpbench-compare-fail=logical_bytes:1%")
-    for words in (["-n0", "-k", "test_b"], ["-n0", "-k", "f or 20"], ["-n2"]):
+    for words in (["-n0", "-k", "test_b"], ["-n0", "-k", "f or 20 or test_h"], ["-n2"]):
         assert counted(*limit, *words).ret == 0, words

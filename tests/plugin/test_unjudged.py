@@ -254,6 +254,7 @@ def test_a_case_that_only_an_older_run_has_is_judged_by_it(
     document = json.loads(path.read_text())
     for row in document["rows"]:
         row["value"] *= 0.5 if row["batch_size"] == 4 else 1
+    document["session"]["regressed"] = True  # in another case, so it is no reference for that
     path.write_text(json.dumps(document))
     assert counted("-k", "not larger", "--dpbench-save=some").ret == 0
     first = (LIMIT, "--dpbench-compare-first-run-ok")
@@ -262,10 +263,40 @@ def test_a_case_that_only_an_older_run_has_is_judged_by_it(
     result.stdout.fnmatch_lines(
         [
             "dpbench: 1 regression against 0001_all; see the section*",
-            "dpbench: compared with 0001_all: dpsgd-bs4-seq8-99x16x1x2-fp32",
+            "dpbench: compared with 0001_all, which is regressed: dpsgd-bs4-seq8-99x16x1x2-fp32",
             "dpbench: compared with 0002_some",
         ]
     )
     assert counted(*first, "-k", "not larger").ret == 0
     path.unlink()
     assert counted(*first).ret == 0  # now it is the first run of this case
+
+
+def test_a_ratio_that_the_latest_run_lacks_is_judged_by_an_older_run(
+    project: RunSuite, pytester: pytest.Pytester
+) -> None:
+    limited = ("--dpbench-compare-fail=logical_ratio:1%", "--dpbench-compare-first-run-ok")
+
+    def counted(*arguments: str) -> pytest.RunResult:
+        return project("-n0", "-k", "test_general", *arguments, replayed=False)
+
+    pytester.makepyfile(test_suite=SUITE)
+    assert counted("--dpbench-save=all").ret == 0
+    [path] = pytester.path.glob(".dpbench/*/0001_all.json")
+    document = json.loads(path.read_text())
+    for row in document["rows"]:
+        row["value"] *= 2 if row["trainer"] == "standard" else 1
+    path.write_text(json.dumps(document))
+    for part in ("rows", "cases"):
+        document[part] = [row for row in document[part] if row["trainer"] != "standard"]
+    document["operators"] = []
+    path.with_name("0002_some.json").write_text(json.dumps(document))
+    result = counted(*limited)
+    result.stdout.fnmatch_lines(["dpbench: 1 regression against 0001_all; see the section*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    path.write_text("{")
+    result = counted(*limited)
+    result.stdout.fnmatch_lines(["*dpsgd-bs2*: may be in a run that was skipped: run file*0001_all*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    path.unlink()
+    assert counted(*limited).ret == 0

@@ -325,6 +325,8 @@ class RealTensorCounter(OperatorCounter):
             out = func(*args, **kwargs)
         if self._heard > heard:  # the operators that it ran are counted instead
             return out
+        if any(each.is_meta for each in tensors(out)):  # meta tensors have no data
+            return out
         try:
             costs = cost_by_subclass if by_subclass else cost
             self._record(phase, func, costs(func, args, kwargs, out))

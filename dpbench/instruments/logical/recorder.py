@@ -31,6 +31,15 @@ class NothingCounted(InstrumentError):
     )
 
 
+class StepsLost(InstrumentError):
+    """The script ended dpbench's dispatch mode in each step, or hid it."""
+
+    remedy = (
+        "begin and end dispatch modes and inference mode in the same step, or use the instrument "
+        "cupti on a GPU"
+    )
+
+
 class LogicalRecorder(Recorder):
     """Records logical bytes, FLOPs and live memory of each step."""
 
@@ -110,6 +119,8 @@ class LogicalRecorder(Recorder):
     def rows(self, case: Subject) -> list[Measurement]:
         from dpbench.instruments.logical.counter import logical_rows
 
+        if len(self._lost) == self.observed:
+            raise StepsLost(f"{case.id}: {STEP_LOST}: all {self.observed} steps")
         if not any(operators for operators, _ in self._steps):
             raise NothingCounted(f"{case.id}: no PyTorch operator ran in {self.observed} step(s)")
         return [
