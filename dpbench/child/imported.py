@@ -82,11 +82,12 @@ def _digest_of(variables: Mapping[str, str | None], salt: str) -> str:
 def heard() -> dict[str, str]:
     """Return the digest of each file that was read, and one salted digest of all variables.
 
-    The key of the variables is their names, each with a ``$``. No value is kept.
+    Files that the process wrote are left out, and so are files that no longer exist. The key of the variables is their names, each with a ``$``. No value is kept.
     """
     left_out = (*RUNNERS, *child_environment())
     known = {n: v for n, v in _variables.items() if not n.startswith(left_out)}
-    files = {path: text for path, text in _heard.items() if path not in _written and text}
+    lasting = (path for path in _heard.keys() - _written if Path(path).exists())
+    files = {path: _heard[path] for path in sorted(lasting) if _heard[path]}
     if known:
         names = " ".join(f"${name}" for name in sorted(known))
         files[names] = _digest_of(known, secrets.token_hex(8))
