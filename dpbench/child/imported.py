@@ -82,7 +82,8 @@ def _digest_of(variables: Mapping[str, str | None], salt: str) -> str:
 def heard() -> dict[str, str]:
     """Return the digest of each file that was read, and one salted digest of all variables.
 
-    Files that the process wrote are left out, and so are files that no longer exist. The key of the variables is their names, each with a ``$``. No value is kept.
+    Files that the process wrote are left out, and so are files that no longer exist. The key of the
+    variables is their names, each with a ``$``. No value is kept.
     """
     left_out = (*RUNNERS, *child_environment())
     known = {n: v for n, v in _variables.items() if not n.startswith(left_out)}

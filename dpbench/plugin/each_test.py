@@ -282,6 +282,7 @@ class EachTest:
     def pytest_runtest_logfinish(self) -> None:
         """Forget the running test, so that later measurements do not belong to it."""
         self._item = None
+        self._steps.clear()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:

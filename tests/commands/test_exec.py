@@ -61,7 +61,7 @@ def as_left_before() -> Iterator[None]:
 class ProcessHere:
     """Stands in for a script's process: runs it in this one, which has loaded PyTorch already."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], **_: object) -> None:
         task = Task.read(Path(command[command.index("-c") + 2]))
         assert task.program
         with as_left_before():

@@ -34,7 +34,7 @@ from dpbench.workloads.transformer import Transformer
 ALL_TRAINERS = tuple(TRAINERS)
 SIZE = ModelSize(50, 16, 1, 2)
 CPU = torch.device("cpu")
-HEARD_TWICE = "Per sample gradient is not initialized|Parameter tying is not supp|_norm_sample"
+HEARD_TWICE = "Opacus cannot train .* pass use_reentrant=True to checkpointing"
 
 
 def small(trainable: str = "all", *, checkpoints: bool = False) -> nn.Module:
@@ -133,7 +133,7 @@ def test_opacus_fails_where_checkpointing_is_not_reentrant(trainer: str) -> None
     block = model.blocks[0]
     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     made = TRAINERS[trainer](model, batch_size=6)
-    with pytest.raises((ValueError, AttributeError, CannotTrain), match=HEARD_TWICE):
+    with pytest.raises(CannotTrain, match=HEARD_TWICE):
         made.train_step(batch_of(6))
 
 
