@@ -297,7 +297,7 @@ def test_a_ratio_that_the_latest_run_lacks_is_judged_by_an_older_run(
     path.write_text("{")
     result = counted(*limited)
     result.stdout.fnmatch_lines(
-        ["*dpsgd-bs2*: may be in a run that was skipped: run file*0001_all*"]
+        ["*dpsgd-bs2* may be in a run that was skipped: run file*0001_all*; remove*"]
     )
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     path.unlink()
