@@ -142,19 +142,16 @@ class SessionComparison:
         }
         skipped: list[str] = []
         for run in self._older_runs(skipped) if new else ():
-            keys = {key for _, key in new if key in run.places}
-            gate = replace(newest, before=run, asked=keys)
-            if found := {
-                each for each in new if each[1] in keys and gate.cases(each[0]).get(each[1])
-            }:
+            known = {(each, key) for each, key in new if key in run.places}
+            gate = replace(newest, before=run, asked={key for _, key in known})
+            if found := {(each, key) for each, key in known if gate.cases(each).get(key)}:
                 older.append((replace(gate, asked={key for _, key in found}), found))
                 new -= found
                 state = "" if run.verdict == COMPLETE else f", which is {run.verdict}"
                 self.files.notes.append(f"compared with {run.name}{state}: {_names(found)}")
         if new and skipped:
-            self.files.problem(
-                f"{_names(new)}: may be in a run that was {skipped[0]}; or remove it"
-            )
+            lost = f"{_names(new)} may be in a run that was {skipped[0]}"
+            self.files.problem(f"{lost}; remove this file if the cases are new")
         return older
 
     @property

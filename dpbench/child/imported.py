@@ -13,6 +13,7 @@ import secrets
 import stat
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -40,18 +41,20 @@ _variables: dict[str, str | None] = {}
 
 def listen() -> None:
     """Hear the files that Python opens in this process, and the variables that user code reads."""
-    at_start, busy = dict(os.environ), False
+    at_start, busy = dict(os.environ), set[int]()
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal busy
-        if event == "open" and not busy and isinstance(arguments[0], str | bytes):
-            busy = True  # because a digest opens the file, too
+        thread = threading.get_ident()
+        if event != "open" or thread in busy or not isinstance(arguments[0], str | bytes):
+            return
+        busy.add(thread)  # because a digest opens the file, too
+        with suppress(ValueError):  # a name with a zero byte, which `open` refuses
             path = os.path.realpath(os.fsdecode(arguments[0]))
             if (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR):
                 _written.add(path)
             elif path not in _heard and _is_own(path) and not path.startswith(("/proc", "/sys")):
                 _heard[path] = digest(Path(path))
-            busy = False
+        busy.discard(thread)
 
     class Environment(type(os.environ)):  # type: ignore[misc]
         def __getitem__(self, name: str) -> Any:

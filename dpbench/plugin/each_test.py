@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -60,7 +61,8 @@ class EachTest:
         self._tried_out: set[Subject] = set()
         # the state of the running test:
         self._item: pytest.Item | None = None
-        self._steps: dict[StepFunction, str] = {}
+        self._steps: dict[StepFunction, Script] = {}
+        self._names = Counter[str]()
         self._fixtures: list[Any] = []  # those that are being set up, the innermost last
         self._measured: list[Measured] = []
 
@@ -164,10 +166,10 @@ class EachTest:
         """Return the subject for a step, which is named by its owner and its function."""
         if step not in self._steps:
             named = f"{owner}:{getattr(step, '__name__', type(step).__name__)}"
-            again = sum(name.rpartition("#")[0] == named for name in self._steps.values())
-            self._steps[step] = f"{named}#{again}"
-        named, _, number = self._steps[step].rpartition("#")
-        return Script(named if number == "0" else f"{named}-{int(number) + 1}")
+            self._names[named] += 1
+            again = self._names[named]
+            self._steps[step] = Script(f"{named}-{again}" if again > 1 else named)
+        return self._steps[step]
 
     def _owner(self) -> str:
         """Return the name of what measures a step for tests, or else of the test.
@@ -176,13 +178,12 @@ class EachTest:
         """
         if self._item is None:
             return ""
+        if self._fixtures:
+            return shared_name(self._item, self._fixtures[-1]) or self._item.nodeid
         frame = sys._getframe()
         while frame.f_back and frame.f_code.co_filename == __file__:
             frame = frame.f_back
-        own = self._item.nodeid
-        if self._fixtures:
-            return shared_name(self._item, self._fixtures[-1]) or own
-        return helper_name(self._item, frame) or own
+        return helper_name(self._item, frame) or self._item.nodeid
 
     def _measure_step(self, step: StepFunction, instruments: Sequence[Instrument]) -> Outcome:
         """Measure a step that has not been measured, or whose counts differ from its name's."""
@@ -276,6 +277,7 @@ class EachTest:
         """Reset the state before each run of a test."""
         self._item = item
         self._steps.clear()
+        self._names.clear()
         self._measured.clear()
         return (yield)
 

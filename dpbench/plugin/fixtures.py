@@ -145,11 +145,11 @@ def helper_name(item: Any, frame: FrameType) -> str | None:
     code, test = frame.f_code, getattr(item, "function", item.runtest).__qualname__
     if f"{code.co_qualname}.".startswith(f"{test}."):
         return None
-    given = inspect.getargvalues(frame).locals
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    params = {n: given[n] for n in names if getattr(given[n], "__module__", "") != DEFINED_IN}
     if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return None
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = ((name, frame.f_locals.get(name, frame)) for name in names)
+    params = {name: v for name, v in given if getattr(v, "__module__", "") != DEFINED_IN}
     place = os.path.relpath(code.co_filename, item.config.rootpath)
     return _shared_name(place, code.co_qualname, params)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,30 @@ def test_files_of_own_modules_are_known_by_what_they_hold(
     assert own[str(files["mine_a"])] != digest(files["mine_a"])
     files["mine_a"].unlink()
     assert digest(files["mine_a"]) == ""
+
+
+HEARS = """
+import threading
+from pathlib import Path
+from dpbench.child.imported import heard, listen
+listen()
+try:
+    open("a\\0b")
+except ValueError:
+    pass
+thread = threading.Thread(target=Path("config").read_text)
+thread.start()
+thread.join()
+print(*heard())
+"""
+
+
+def test_files_are_heard_after_a_refused_name_and_in_other_threads(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("4")
+    done = subprocess.run(
+        [sys.executable, "-c", HEARS], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert str(tmp_path / "config") in done.stdout.split()
 
 
 def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:

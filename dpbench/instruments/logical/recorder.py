@@ -35,8 +35,8 @@ class StepsLost(InstrumentError):
     """The script ended dpbench's dispatch mode in each step, or hid it."""
 
     remedy = (
-        "begin and end dispatch modes and inference mode in the same step, or use the instrument "
-        "cupti on a GPU"
+        "train outside of inference mode, end dispatch modes in the step in which they begin, or "
+        "use the instrument cupti on a GPU"
     )
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from dpbench.instruments.logical.recorder import StepsLost
 from dpbench.results.kernels import NOT_COUNTED, STEP_LOST
 from dpbench.results.outcome import Outcome
 from tests.instruments.logical.test_scripts import by_step, counted
@@ -125,7 +126,7 @@ def in_one_counter_from_before_the_first_step() -> None:
 
 def in_a_profiler() -> None:
     def step(model: nn.Module, optimizer: Any) -> None:
-        with torch.profiler.profile(with_flops=True):
+        with torch.profiler.profile(with_flops=True, with_stack=True):  # looks into frames
             update(model, optimizer)
 
     trained(step)
@@ -178,8 +179,17 @@ def compiled_in_a_counter() -> None:
     assert own.get_total_flops() == STEPS * STEP_FLOPS
 
 
+def beside_tensors_without_data() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        torch.ones(ROWS, WIDTH, device="meta") @ torch.ones(WIDTH, WIDTH, device="meta")
+        update(model, optimizer)
+
+    trained(step)
+
+
 LOOPS: list[Loop] = [
     plain,
+    beside_tensors_without_data,
     in_a_counter_of_each_step,
     in_two_counters,
     in_a_counter_of_forward_alone,
@@ -237,6 +247,15 @@ def test_a_step_without_the_mode_that_counts_is_named_and_has_no_numbers(way: st
     assert by_step(outcome) == [STEP_FLOPS] * (6 - len(lost))
     assert len(lost) <= 2
     assert not torch._C._len_torch_dispatch_stack()
+
+
+def test_a_loop_whose_every_step_is_lost_is_no_loop_without_operators() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        with torch.inference_mode(), torch.inference_mode(mode=False), torch.enable_grad():
+            update(model, optimizer)
+
+    with pytest.raises(StepsLost, match=f"{STEP_LOST}: all 3 steps; train outside of inference"):
+        counted(lambda: trained(step), go_on=True)
 
 
 class Int8(Tensor):
