@@ -23,7 +23,8 @@ made, and 2 if the trainer refuses the case. Some faults are not found: faults t
 steps, data that the trainer keeps outside its model and optimizers, and 16-bit noise that repeats
 in another order. Nor is noise that only its author can tell from correct noise: noise that is
 predictable, that is orthogonal to the gradients' sum, that depends on other noise without
-correlation, or whose pairs are shuffled.
+correlation, or whose pairs are shuffled. A trainer that changes the noisy mean before its optimizer
+receives it, such as by a bound on its norm, fails: verify it without this change.
 
 Examples:
   dpbench verify --trainer dpsgd
@@ -45,6 +46,7 @@ from dpbench.core.case import AXES, Case
 from dpbench.core.case_names import locate
 from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.core.subject import Subject
+from dpbench.launch.fork_server import postpone
 from dpbench.show.layout import Table
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the checks. Return 1 if a check failed or could not be made."""
+    postpone("opacus")
     case = chosen_case(options, **SMALL)
     locate([case])
     checks = run_checks(case, options.device, processes=True)

@@ -165,7 +165,7 @@ def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
         found.append(Comparison(chance, name, message, f"{distance:.2g}"))
         sizes, n = values.abs(), values.numel()
         for beyond in TAILS:
-            k = int((sizes > beyond).sum())
+            k = int(torch.count_nonzero(sizes > beyond))
             least, most = (math.erfc(beyond * (1 + off) / 2**0.5) for off in (eps, -eps))
             chance = log_chance_of_count(k, n, least, most)
             message = f"{k} of {n} elements are beyond {beyond:g} σ, expected {n * most:.3g}{where}"

@@ -34,6 +34,18 @@ class Draw:
     along: Mapping[str, float] = field(default_factory=dict)
     slack: float = 0.0
 
+    @classmethod
+    def beside(
+        cls, clipped: Gradients, run: str, step: int, noise: Gradients, slack: float
+    ) -> Draw:
+        """Make a draw whose `along` is computed from the clipped gradient of the step."""
+        norms = {name: float(clipped[name].norm()) or 1.0 for name in noise}
+        along = {n: float(z @ clipped[n].flatten().double()) / norms[n] for n, z in noise.items()}
+        if len(noise) == len(clipped):
+            whole = sum(norm**2 for norm in norms.values()) ** 0.5
+            along[""] = sum(norms[name] * far for name, far in along.items()) / whole
+        return cls(run, step, noise, along, slack)
+
     @property
     def step_name(self) -> str:
         """The step and its run, for messages."""

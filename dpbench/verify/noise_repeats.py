@@ -100,7 +100,8 @@ def worst_repeat(noise: Tensor) -> Iterator[tuple[str, float, int]]:
     if size < 2 * FEWEST_CORRELATED or not noise.isfinite().all():
         return
     squares = torch.cat([noise.new_zeros(1), noise.square().cumsum(0)])
-    spectrum = torch.fft.rfft(noise, 2 ** (2 * size - 1).bit_length())
+    unit = 2 ** ((2 * size - 1).bit_length() - 3)  # a transform's length has only small factors
+    spectrum = torch.fft.rfft(noise, -(-(2 * size - 1) // unit) * unit)
     first = torch.arange(size, device=noise.device)
 
     def least_likely(products: Tensor, a: Tensor, b: Tensor, n: Tensor) -> int:

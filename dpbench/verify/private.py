@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from dpbench.verify.reference import Threshold
 from dpbench.verify.repeated_calls import TOLERANCE, NotChecked, hook_owners
 
 SIGMAS = ("noise_multiplier", "_adjusted_noise_multiplier")
 """Attributes of Opacus's optimizers that hold σ."""
-
-Threshold = float | list[float]
-"""The clipping threshold, or one threshold for each parameter."""
 
 
 class PrivateStep(Protocol):

@@ -20,6 +20,9 @@ CLIPS = ("flat", "per layer")
 """Values of a trainer's label ``clips``. ``flat`` clips an example's whole gradient to the clipping
 threshold C. ``per layer`` clips the gradient of each of n parameters to C/√n."""
 
+Threshold = float | list[float]
+"""The clipping threshold C, or a threshold for each parameter. The norm of the list is C."""
+
 NEGLIGIBLE = 1e-6
 """A gradient whose norm is below this share of the largest norm counts as rounding error. One case
 is the gradient of the bias of attention keys, which is 0 without rounding."""
@@ -90,26 +93,27 @@ class Examples:
     def _each(self) -> Sequence[Tensor]:
         return [*self.gradients.values()]
 
-    def factors(self, clips: str, threshold: float, added: float = 1e-6) -> Tensor:
+    def factors(self, clips: str, threshold: Threshold, added: float = 1e-6) -> Tensor:
         """Return the clipping factors, ``[examples, parameters]``.
 
         ``added`` is added to the norms. Opacus adds 1e-6.
         """
-        if clips == "per layer":
-            norms, threshold = self.norms, threshold / len(self.gradients) ** 0.5
-        else:
-            norms = self.norms.norm(dim=1, keepdim=True)
-        factors: Tensor = (threshold / (norms + added)).clamp(max=1.0)
+        norms, limit = self.norms, self.norms.new_tensor(threshold)
+        if clips == "flat":
+            norms, limit = norms.norm(dim=1, keepdim=True), limit.norm()
+        elif not limit.ndim:
+            limit = limit / len(self.gradients) ** 0.5
+        factors: Tensor = (limit / (norms + added)).clamp(max=1.0)
         return factors.expand_as(self.norms)
 
-    def mean_factors(self, threshold: float, parts: int) -> Tensor:
+    def mean_factors(self, threshold: Threshold, parts: int) -> Tensor:
         """Return the factors of a known mistake: clipping the mean gradient of each micro-batch."""
         sizes = part_sizes(len(self.norms), parts)
         means = [
             torch.stack([p.mean(0).flatten() for p in g.double().split(sizes)]) for g in self._each
         ]
         norms = torch.cat(means, dim=1).norm(dim=1)
-        of_parts: Tensor = (threshold / norms).clamp(max=1.0)
+        of_parts: Tensor = (norms.new_tensor(threshold).norm() / norms).clamp(max=1.0)
         each = of_parts.repeat_interleave(torch.tensor(sizes, device=norms.device))
         return each[:, None].expand_as(self.norms)
 
@@ -124,7 +128,7 @@ class Examples:
         mean: Tensor = torch.tensordot(of_examples.to(gradients.dtype), gradients, 1)
         return mean.double()
 
-    def candidate_means(self, clips: str, threshold: float, parts: int) -> dict[str, Tensor]:
+    def candidate_means(self, clips: str, threshold: Threshold, parts: int) -> dict[str, Tensor]:
         """Return clipping factors, keyed by a description of the resulting mean.
 
         The correct factors come first, then the factors of common mistakes.

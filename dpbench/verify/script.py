@@ -33,11 +33,10 @@ from dpbench.verify.noise_draw import Draw
 from dpbench.verify.private import (
     OpacusStep,
     PrivateStep,
-    Threshold,
     gradient_of,
     handed_without_noise,
 )
-from dpbench.verify.reference import NEGLIGIBLE, Examples, Gradients, distances
+from dpbench.verify.reference import NEGLIGIBLE, Examples, Gradients, Threshold, distances
 from dpbench.verify.repeated_calls import (
     TOLERANCE,
     TOLERANCE_16_BIT,
@@ -46,12 +45,11 @@ from dpbench.verify.repeated_calls import (
     examples_of_pass,
     trained_outputs,
 )
-from dpbench.verify.trained_model import without_dropout
+from dpbench.verify.trained_model import name_in_model, without_dropout
 
 MOST_NAMES = 3
 """Largest number of parameters that one line of a message names."""
 
-CORRECT = "the mean of the examples' clipped gradients"
 ASSUMPTIONS = (
     "assumed: the loss is a mean or sum over examples; the sampler draws at its stated rate"
 )
@@ -235,7 +233,7 @@ class StepChecks(Calls):
         for name, p in named:
             self.known[name].moved |= not torch.equal(p, self.known[name].start)
         for module in self._called.values():
-            named += [(_own_name(name), buffer) for name, buffer in module.named_buffers()]
+            named += [(name_in_model(name), buffer) for name, buffer in module.named_buffers()]
         known = {id(p) for _, p in named}
         # A tensor that is changed in place is a parameter if it outlives a step.
         leaves, self._leaves = self._leaves, WeakTensorKeyDictionary(self.influences.leaves)
@@ -249,7 +247,7 @@ class StepChecks(Calls):
         named: dict[str, nn.Parameter] = {}
         for number, module in enumerate(self._models.values()):
             for name, parameter in module.named_parameters():
-                name = _own_name(name)
+                name = name_in_model(name)
                 if not any(parameter is each for each in named.values()):
                     named[f"module {number + 1}: {name}" if name in named else name] = parameter
         return named
@@ -319,17 +317,24 @@ class StepChecks(Calls):
         if not passes:
             raise NotChecked("no loss of a module's outputs trains the optimizer's parameters")
         groups = [examples_of_pass(each, own, mean=private.mean) for each in passes]
-        in_last = len({call.backward for call in parts[-1]}) or 1
-        divisor = private.batch_size * in_last if private.mean else 1
+        last_passes = len({call.backward for call in parts[-1]}) or 1
+        divisor = private.batch_size * last_passes if private.mean else 1
         examples = replace(Examples.joined(groups), expected=divisor)
         if len(examples.norms) and not any(examples.sizes.values()):
             raise NotChecked("no loss depends on the optimizer's parameters")
         seen = {name: each.double() for name, each in self._handed[key].items()}
         tried: list[Any] = []
         for threshold in (private.threshold, self._own.get(key, private.threshold)):
-            known = _candidate_factors(examples, threshold, [len(g.norms) for g in groups])
-            far = distances(seen, examples.mean(known[CORRECT]), examples.sizes)
-            clips = bool((known[CORRECT] < 1 - TOLERANCE).any())
+            how = "per layer" if isinstance(threshold, list) else "flat"
+            known = examples.candidate_means(how, threshold, 1)
+            correct, factors = next(iter(known.items()))
+            if len(groups) > 1:
+                in_last = len(groups[-1].norms)
+                only = factors * (len(factors) / (in_last or 1))
+                only[: len(only) - in_last] = 0
+                known[f"the mean over only the last of {len(groups)} backward passes"] = only
+            far = distances(seen, examples.mean(factors), examples.sizes)
+            clips = bool((factors < 1 - TOLERANCE).any())
             if not tried or clips:  # code of the script may keep its own threshold
                 tried.append((max(far.values()), len(tried), threshold, known, far, clips))
         _, _, private.threshold, known, far, clips = min(tried)
@@ -348,7 +353,7 @@ class StepChecks(Calls):
             if call.misread:
                 self.wrong[call.misread] = dict.fromkeys(far)
         for name in (name for name, distance in far.items() if distance > tolerance):
-            what = examples.diagnose(name, seen[name], known, 10 * tolerance) or f"not {CORRECT}"
+            what = examples.diagnose(name, seen[name], known, 10 * tolerance) or f"not {correct}"
             self.wrong.setdefault(what, {})[name] = None
 
     def _draw(self, private: PrivateStep, clipped: Gradients) -> None:
@@ -358,17 +363,16 @@ class StepChecks(Calls):
             self.noiseless.add(self.steps)
         if not (deviation and clipped):
             return
-        noise, along, rounding, largest = dict[str, Tensor](), dict[str, float](), 0.0, 0.0
+        noise, rounding, largest = dict[str, Tensor](), 0.0, 0.0
         for (name, before), p in zip(clipped.items(), private.parameters, strict=True):
             received = gradient_of(p)
             noise[name] = ((received.double() - before) / deviation).flatten()
-            along[name] = float(noise[name] @ before.flatten().double() / (before.norm() or 1.0))
             rounding += (torch.finfo(received.dtype).eps * float(received.norm())) ** 2
             largest = max(largest, float(before.abs().max()))
         run = f"optimizer {[*self._private].index(id(private.inner)) + 1}"
         # Beside smaller gradients, float32 rounds noise as if it were alone.
         slack = 2 * rounding**0.5 / deviation if largest > deviation else 0.0
-        draw = Draw(run, self.steps + 1, noise, along, slack)
+        draw = Draw.beside(clipped, run, self.steps + 1, noise, slack)
         self.draws.setdefault(tuple(noise), []).append(draw)
 
     # --- checks ----------------------------------------------------------------------------------
@@ -477,13 +481,6 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _own_name(name: str) -> str:
-    """Return a name in the script's own module, without the prefixes of wrappers."""
-    for wrapper in ("_module.", "module.", "_orig_mod."):
-        name = name.removeprefix(wrapper)
-    return name
-
-
 def _shape(tensors: Sequence[Tensor]) -> str:
     return "×".join(map(str, tensors[0].shape)) or "one element" if tensors else ""
 
@@ -494,26 +491,3 @@ def _quarter(examples: Examples, threshold: Threshold) -> Threshold:
         each: list[float] = (LOWERED * examples.norms.median(dim=0).values).tolist()
         return [a or b for a, b in zip(each, threshold, strict=True)]
     return LOWERED * float(examples.norms.norm(dim=1).median()) or threshold
-
-
-def _candidate_factors(
-    examples: Examples, threshold: Threshold, sizes: Sequence[int]
-) -> dict[str, Tensor]:
-    """Return clipping factors, keyed by a description of the resulting mean.
-
-    The correct factors come first, then the factors of known mistakes.
-
-    Args:
-        examples: the examples of all backward passes.
-        threshold: the clipping threshold, or a list of one threshold for each parameter.
-        sizes: the number of examples of each backward pass.
-    """
-    per_layer = isinstance(threshold, list)
-    norms = examples.norms if per_layer else examples.norms.norm(dim=1, keepdim=True)
-    limit = torch.as_tensor(threshold).to(norms)
-    clipped = (limit / (norms + 1e-6)).clamp(max=1.0).expand_as(examples.norms)
-    last = clipped * (len(clipped) / (sizes[-1] or 1))
-    last[: len(last) - sizes[-1]] = 0
-    only_last = f"the mean over only the last of {len(sizes)} backward passes"
-    common = examples.candidate_means("flat", float(limit.norm()), 1)
-    return {CORRECT: clipped} | ({only_last: last} if len(sizes) > 1 else {}) | common

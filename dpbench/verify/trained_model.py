@@ -169,7 +169,7 @@ class TrainedModel:
         if case.gpus > 1 and seed % 2:
             torch.manual_seed(seed)
         model = without_dropout(trainer.model)
-        parameters = {_name_in_model(name): p for name, p in model.named_parameters()}
+        parameters = {name_in_model(name): p for name, p in model.named_parameters()}
         if parameters.keys() != self.start.keys():
             other = sorted(parameters.keys() ^ self.start.keys())[0]
             raise ConfigurationError(
@@ -256,13 +256,15 @@ class TrainedModel:
         return {name: gathered(each.detach()).clone() for name, each in left.items()}
 
 
-def _name_in_model(name: str) -> str:
+def name_in_model(name: str) -> str:
     """Remove the prefixes of wrappers from the name of a parameter or buffer."""
-    return name.removeprefix("_module.").removeprefix("module.")
+    for wrapper in ("_module.", "module.", "_orig_mod."):
+        name = name.removeprefix(wrapper)
+    return name
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {_name_in_model(name): buffer for name, buffer in model.named_buffers()}
+    return {name_in_model(name): buffer for name, buffer in model.named_buffers()}
 
 
 def part_of_this_rank(batch: Batch) -> Batch:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -23,8 +24,7 @@ from dpbench.training.standard import StandardTrainer
 from dpbench.verify.check_result import Check
 from dpbench.verify.layer import check_layer
 from dpbench.verify.reference import CLIPS, Gradients
-from dpbench.verify.trained_model import TrainedModel
-from dpbench.verify.verification import SIGMA, STEPS, THRESHOLD, Verification, noisy_steps
+from dpbench.verify.verification import Verification
 
 CHOSEN_BY_VERIFY = ("learning_rate", "noise_multiplier", "max_grad_norm")
 """Parameters of trainers that the checks set, so the trainer's name must not contain them."""
@@ -47,8 +47,8 @@ def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list
     """
     if case.gpus == 1:
         return verify_here(case, device, processes=processes)
-    other_process = steps_of_other_process(case, device) if processes else []
-    work = partial(_verify_rank, device, other_process)
+    with _other_process(case, device, processes) as steps:
+        work = partial(_verify_rank, device, [*steps])
     checks: list[Check] = _over_ranks(work, case, device)["checks"]
     return checks
 
@@ -58,12 +58,12 @@ def _over_ranks(work: Work, case: Case, device: str) -> dict[str, Any]:
     return on_all_ranks(work, case, device)
 
 
-def _verify_rank(device: str, other_process: Sequence[Gradients], case: Case) -> dict[str, Any]:
+def _verify_rank(device: str, other_process: Iterable[Gradients], case: Case) -> dict[str, Any]:
     return {"checks": verify_here(case, device, other_process)}
 
 
 def verify_here(
-    case: Case, device: str, other_process: Sequence[Gradients] = (), *, processes: bool = False
+    case: Case, device: str, other_process: Iterable[Gradients] = (), *, processes: bool = False
 ) -> list[Check]:
     """Check a case in this process. Every rank must call this, because ranks step together.
 
@@ -73,7 +73,7 @@ def verify_here(
     Args:
         case: see `verify`.
         device: see `verify`.
-        other_process: noisy steps of another process, from `steps_of_other_process`.
+        other_process: noisy steps of another process.
         processes: whether to start that other process now.
     """
     place = pick_device(device)
@@ -82,34 +82,52 @@ def verify_here(
     ]:
         raise ConfigurationError(f"verify chooses {refused[0]}: leave it out of the trainer's name")
     with torch.random.fork_rng([place] if place.type == "cuda" else []):
-        trainer, _ = build(case, place, 1)
-        if isinstance(trainer, StandardTrainer):
-            raise ConfigurationError(
-                f"trainer {case.trainer} clips nothing and adds no noise, so verify has nothing "
-                f"to check"
-            )
-        clips = labels_of(trainer).get("clips", "flat")
-        if clips not in CLIPS:
-            raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
-        weights = getattr(trainer, "noise_weights", INDEPENDENT)
-        del trainer
-        verification = Verification(case, place, clips, weights)
-        checks = verification.checks(
-            steps_of_other_process(case, device) if processes else other_process
+        verification = _verification(case, place)
+        with _other_process(case, device, processes) as steps:
+            steps = steps if processes else other_process
+            if place.type == "cuda":  # its memory may not suffice for both processes
+                steps = [*steps]
+            checks = [*verification.checks(steps)]
+            return [*checks, *check_layer(case, place, verification.clips, verification.weights)]
+
+
+def _verification(case: Case, device: torch.device) -> Verification:
+    trainer, _ = build(case, device, 1)
+    if isinstance(trainer, StandardTrainer):
+        raise ConfigurationError(
+            f"trainer {case.trainer} clips nothing and adds no noise, so verify has nothing to "
+            f"check"
         )
-        return [*checks, *check_layer(case, place, clips, weights)]
+    clips = labels_of(trainer).get("clips", "flat")
+    if clips not in CLIPS:
+        raise unknown(f"label clips of trainer {case.trainer}", clips, CLIPS)
+    weights = getattr(trainer, "noise_weights", INDEPENDENT)
+    del trainer
+    return Verification(case, device, clips, weights)
 
 
-def steps_of_other_process(case: Case, device: str) -> list[Gradients]:
-    """Take a case's noisy steps in a new process. Return the updates as float64 on the CPU."""
+@contextmanager
+def _other_process(case: Case, device: str, starts: bool) -> Iterator[Iterable[Gradients]]:
+    """Start a process that takes a case's noisy steps, if it ``starts``.
+
+    Yield the updates, as float64 on the CPU. Iterating over them waits for the process.
+    """
+    if not starts:
+        yield []
+        return
     spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
     with new_process() as pool:
-        steps = pool.submit(_take_noisy_steps, replace(case, **spelled), device).result()
-    return [{name: torch.from_numpy(g).double() for name, g in step.items()} for step in steps]
+        pool.submit(postpone, "opacus")  # before the modules of trainers are imported
+        taken = pool.submit(_take_noisy_steps, replace(case, **spelled), device)
+
+        def steps() -> Iterator[Gradients]:
+            for step in taken.result():
+                yield {name: torch.from_numpy(g).double() for name, g in step.items()}
+
+        yield steps()
 
 
 def _take_noisy_steps(case: Case, device: str) -> list[dict[str, Any]]:
-    postpone("opacus")
     case = resolve(case)
     work = partial(_noise_of_rank, device)
     record = work(case) if case.gpus == 1 else _over_ranks(work, case, device)
@@ -118,8 +136,6 @@ def _take_noisy_steps(case: Case, device: str) -> list[dict[str, Any]]:
 
 
 def _noise_of_rank(device: str, case: Case) -> dict[str, Any]:
-    model, whole = TrainedModel(case, pick_device(device), STEPS), replace(case, micro_batches=1)
-    list(model.steps(whole, model.first_steps, model.batches, 0.0))  # as in the verifying process
-    steps = noisy_steps(model, whole, model.batches, STEPS, SIGMA, THRESHOLD, OTHER_PROCESS_SEED)
+    steps = _verification(case, pick_device(device)).steps_elsewhere(OTHER_PROCESS_SEED)
     arrays = [{name: g.float().cpu().numpy() for name, g in step.items()} for step in steps]
     return {"noise": arrays}

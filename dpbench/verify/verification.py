@@ -10,6 +10,7 @@ from itertools import cycle
 from operator import itemgetter
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpbench.core.case import Case
@@ -114,26 +115,27 @@ class Verification:
         if size == self.case.batch_size:
             size *= 2
         case = replace(self.case, batch_size=size, micro_batches=parts)
-        batch = pytree.tree_map(lambda *each: torch.cat(each), *self.model.batches)
-        joined = Examples.joined(self.examples)
         both = (slice(None, size), slice(-size, None))
-        batches = [pytree.tree_map(lambda t, part=part: t[part], batch) for part in both]
-        label = f" of {size}" + f" in {parts} parts" * (parts > 1)
-        return Batching(label, case, batches, [joined.chosen(part) for part in both])
+        return self._batching(f" of {size}" + f" in {parts} parts" * (parts > 1), case, both)
 
     def _of_size(self, size: int) -> Batching:
         """Make batches of ``size`` examples, as Poisson sampling may draw.
 
         ``size`` is 0, 1, or more than the case's batch size.
         """
-        batch = pytree.tree_map(lambda *each: torch.cat(each), *self.model.batches)
-        joined, number = Examples.joined(self.examples), 2 * self.case.batch_size
+        number = 2 * self.case.batch_size
         both = [(torch.arange(size) + i) % number for i in range(STEPS)]
-        batches = [pytree.tree_map(itemgetter(each), batch) for each in both]
-        chosen = [joined.chosen(each, self.case.batch_size) for each in both]
-        return Batching(f" sampled {size}", self.case, batches, chosen)
+        return self._batching(f" sampled {size}", self.case, both)
 
-    def checks(self, other_process: Sequence[Gradients]) -> Iterator[Check]:
+    def _batching(self, label: str, case: Case, chosen: Sequence[slice | Tensor]) -> Batching:
+        """Make batches of examples that are chosen from both batches."""
+        batch = pytree.tree_map(lambda *each: torch.cat(each), *self.model.batches)
+        joined = Examples.joined(self.examples)
+        batches = [pytree.tree_map(itemgetter(each), batch) for each in chosen]
+        examples = [joined.chosen(each, case.batch_size) for each in chosen]
+        return Batching(label, case, batches, examples)
+
+    def checks(self, other_process: Iterable[Gradients]) -> Iterator[Check]:
         """Yield all checks.
 
         Args:
@@ -141,11 +143,7 @@ class Verification:
                 process.
         """
         yield Check.judged("reference", [], "", self.model.reference)
-        # The same number of steps comes before the noisy steps in the other process. So noise that
-        # repeats in both processes has the same position in both.
-        yield self.gradient(
-            ", half clipped", self.batchings[0], self.half, 0.0, self.model.first_steps
-        )
+        yield self._first_gradient()
         draws = self.draw_all(other_process)
         sigmas = (ROUNDED_SIGMA, ROUNDED_SIGMA, 0.0)
         for sigma, batching in zip(sigmas, self.batchings, strict=False):
@@ -264,7 +262,7 @@ class Verification:
         """True if this process judges the noise. If there are several ranks, only rank 0 does."""
         return rank_and_ranks()[0] == 0
 
-    def draw_all(self, other_process: Sequence[Gradients]) -> list[Draw]:
+    def draw_all(self, other_process: Iterable[Gradients]) -> list[Draw]:
         """Collect the noise of runs for each `Batching` with several noise multipliers σ.
 
         With σ = `SIGMA`, the clipping threshold is `THRESHOLD`. With `SMALL_SIGMA`, it is below all
@@ -280,8 +278,7 @@ class Verification:
         if self.judges_noise:
             device = self.model.device
             taken = ({name: g.to(device) for name, g in step.items()} for step in other_process)
-            here = differences(taken) if self.model.keeps_weights else taken
-            draws += self._drawn("another process", first, SIGMA, THRESHOLD, here)
+            draws += self._drawn("another process", first, SIGMA, THRESHOLD, taken)
         for batching in self.batchings:
             draws += self.draws(batching, SMALL_SIGMA, LOW_THRESHOLD * self.below_all, STEPS)
             draws += self.draws(batching, FRACTIONAL_SIGMA, self.above_all, STEPS)
@@ -292,13 +289,40 @@ class Verification:
         self._runs += 1
         # Ranks derive their own seeds from an even seed, see `SEED_STRIDE`.
         seed = self._runs if self._runs % 2 else self._runs * SEED_STRIDE
-        case, run = batching.case, f"σ = {sigma:g}, C = {threshold:.3g}{batching.label}"
+        run = f"σ = {sigma:g}, C = {threshold:.3g}{batching.label}"
         self.tolerance(batching.label, self.below_all)  # called first, because it may set the seed
-        taken = noisy_steps(self.model, case, batching.batches, steps, sigma, threshold, seed)
+        taken = self._noisy_steps(batching, sigma, threshold, steps, seed)
         if self.judges_noise:
             return [*self._drawn(run, batching, sigma, threshold, taken)]
         deque(taken, maxlen=0)  # other ranks wait in collectives for these steps
         return []
+
+    def steps_elsewhere(self, seed: int) -> Iterator[Gradients]:
+        """Yield noisy steps for `checks` in another process.
+
+        The same number of steps comes before them in both processes. So noise that repeats in both
+        has the same position in both.
+        """
+        self._first_gradient()
+        yield from self._noisy_steps(self.batchings[0], SIGMA, THRESHOLD, STEPS, seed)
+
+    def _first_gradient(self) -> Check:
+        first, number = self.batchings[0], self.model.first_steps
+        return self.gradient(", half clipped", first, self.half, 0.0, number)
+
+    def _noisy_steps(
+        self, batching: Batching, sigma: float, threshold: float, steps: int, seed: int
+    ) -> Iterator[Gradients]:
+        """Yield the updates of steps with noise.
+
+        With σ = `SIGMA`, steps are added until the steps together have `MIN_NOISE` elements of
+        every parameter. An added step yields only parameters with fewer than `MIN_NOISE` elements.
+        """
+        sizes = {name: self.model.start[name].numel() for name in self.model.trained}
+        number = max(steps, -(-MIN_NOISE // min(sizes.values())) if sigma == SIGMA else 0)
+        taken = self.model.steps(batching.case, number, batching.batches, sigma, threshold, seed)
+        for i, step in enumerate(taken):
+            yield {name: g for name, g in step.items() if i < steps or sizes[name] < MIN_NOISE}
 
     def _drawn(
         self,
@@ -327,43 +351,10 @@ class Verification:
                     noise[name] -= weight * drawn[name]
                 noise[name] /= newest
             before.appendleft(dict(noise))
-            norms = {name: float(clipped[name].norm()) or 1.0 for name in noise}
-            along = {n: float(each @ clipped[n].flatten()) / norms[n] for n, each in noise.items()}
-            if len(noise) == len(clipped):
-                whole = sum(norm**2 for norm in norms.values()) ** 0.5
-                along[""] = sum(norms[name] * far for name, far in along.items()) / whole
-            kept = KEPT_NOISE if sigma < SIGMA else None
-            noise = {name: each[:kept].float() for name, each in noise.items()}
             times = sum(map(abs, whitening(self.weights, i + 1)))
-            yield Draw(run, i + 1, noise, along, slack * times)
-
-
-def noisy_steps(
-    model: TrainedModel,
-    case: Case,
-    batches: Sequence[Batch],
-    steps: int,
-    sigma: float,
-    threshold: float,
-    seed: int,
-) -> Iterator[Gradients]:
-    """Yield the updates of steps with noise.
-
-    With σ = `SIGMA`, steps are added until the steps together have `MIN_NOISE` elements of every
-    parameter. An added step yields only parameters with fewer than `MIN_NOISE` elements.
-    """
-    sizes = {name: model.start[name].numel() for name in model.trained}
-    number = max(steps, -(-MIN_NOISE // min(sizes.values())) if sigma == SIGMA else 0)
-    for i, step in enumerate(model.steps(case, number, batches, sigma, threshold, seed)):
-        yield {name: g for name, g in step.items() if i < steps or sizes[name] < MIN_NOISE}
-
-
-def differences(steps: Iterable[Gradients]) -> Iterator[Gradients]:
-    """Yield the first step, and then the difference of each step from the one before."""
-    before: Gradients = {}
-    for step in steps:
-        yield {name: g - before.get(name, 0) for name, g in step.items()}
-        before = step
+            draw = Draw.beside(clipped, run, i + 1, noise, slack * times)
+            kept = KEPT_NOISE if sigma < SIGMA else None
+            yield replace(draw, noise={name: z[:kept].float() for name, z in noise.items()})
 
 
 def _largest(far: Sequence[dict[str, float]]) -> float:
