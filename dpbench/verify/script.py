@@ -54,7 +54,8 @@ MOST_NAMES = 3
 
 CORRECT = "the mean of the examples' clipped gradients"
 ASSUMPTIONS = (
-    "assumed: the loss is a mean or sum over examples; the sampler draws at its stated rate"
+    "assumed: the loss is a mean or sum over examples, of which none has inputs or labels that "
+    "are made of others; the sampler draws at its stated rate"
 )
 NOT_FOUND = "private data by way of Python numbers, NumPy or files; faults outside these steps"
 MADE_BATCHES, BATCHES_OF_CALLS = 2, 4

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,7 +276,8 @@ def test_exit_status_says_whether_gradients_were_compared_and_right(
 ) -> None:
     from tests.commands.test_exec import ProcessHere
 
-    monkeypatch.setattr("dpbench.instruments.script.subprocess.Popen", ProcessHere)
+    here = SimpleNamespace(Popen=ProcessHere)
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", here)
     verify = ["exec", "--verify", "--skip=0", "--steps=2"]
     for how, status in (("hooks", 0), ("unclipped", 1), ("plain", 1), ("noiseless", 1)):
         assert main([*verify, "private.py", *how.split()]) == status
