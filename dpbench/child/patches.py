@@ -235,6 +235,7 @@ class _Watching:
         self._updates.append((optimizer, self.finder.begin_update(optimizer, again)))
 
     def _after_update(self, optimizer: Any, args: Any, options: Any) -> None:
+        self.finder.report(self.finder.calls.updated, optimizer)
         while self._updates:  # the stack still has the updates that raised
             begun, update = self._updates.pop()
             self.finder.end_update(update)

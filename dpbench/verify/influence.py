@@ -10,12 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+MADE = 1
+"""The bit of tensors that are made of parameters, constants and random numbers, and of no data."""
 
 READS_NO_VALUES = re.compile(r"(new_|empty|zeros|ones|full|rand)\w*|\w+_like")
 """Operators that read only the shapes of their arguments."""
@@ -34,29 +39,36 @@ class Influences(TorchDispatchMode):
     """Keeps the sources that each storage depends on, as the bits of a number.
 
     Attributes:
-        leaves: the tensors that require gradients and have been changed in place.
+        leaves: the tensors that have been changed in place, and require gradients or are running
+            statistics.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._most = MOST_EXPIRED
         self.leaves = WeakTensorKeyDictionary()
         self.is_paused = False
 
     def of(self, value: Any) -> int:
         """Return the sources of all tensors in a value."""
-        sources = 0
-        for tensor in tensors_in(value):
-            if storage := _storage(tensor):
-                sources |= self._storages.get(storage._cdata, (None, 0))[1]
-        return sources
+        return reduce(or_, (self._known(tensor)[0] for tensor in tensors_in(value)), 0)
 
-    def assign(self, tensor: Tensor, sources: int) -> None:
+    def data_rows(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's rows that have sources, as far as `torch.cat` shows."""
+        sources, others = self._known(tensor)
+        return len(tensor) - others if sources and not sources & MADE else 0
+
+    def _known(self, tensor: Tensor) -> tuple[int, int]:
+        """Return the sources of a tensor, and the number of its rows without any."""
+        storage = _storage(tensor)
+        return self._storages.get(storage._cdata, (None, 0, 0))[1:] if storage else (0, 0)
+
+    def assign(self, tensor: Tensor, sources: int, others: int = 0) -> None:
         """Replace the sources of a tensor, and of all tensors that share its storage."""
         if storage := _storage(tensor):
             if sources:
-                self._storages[storage._cdata] = StorageWeakRef(storage), sources
+                self._storages[storage._cdata] = StorageWeakRef(storage), sources, others
             else:
                 self._storages.pop(storage._cdata, None)
         if len(self._storages) > self._most:
@@ -77,7 +89,12 @@ class Influences(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if not (self.is_paused or READS_NO_VALUES.fullmatch(name)):
+        if self.is_paused:
+            return out
+        if READS_NO_VALUES.fullmatch(name):
+            for tensor in tensors_in(out):
+                self.assign(tensor, MADE)
+        else:
             named = {a.name: a for a in func._schema.arguments}
             given = dict(zip(named, args, strict=False)) | (kwargs or {})
             written = {n for n in given if (i := named[n].alias_info) and i.is_write}
@@ -91,19 +108,29 @@ class Influences(TorchDispatchMode):
                     self._follow(at, written, _entry(out, i), overwrites)
             else:
                 self._follow(given, written, out, overwrites)
+            if name == "cat" and not given.get("dim") and out.ndim and self.of(out):
+                rows = sum(map(self.data_rows, given["tensors"]))
+                self.assign(out, self.of(out), len(out) - rows)
         return out
 
     def _follow(
         self, given: Mapping[str, Any], written: set[str], out: Any, overwrites: bool
     ) -> None:
-        for tensor in tensors_in([given[name] for name in written]):
-            if tensor.requires_grad and tensor.is_leaf:
-                self.leaves[tensor] = True
-        sources = self.of([v for n, v in given.items() if not (overwrites and n in written)])
+        for name in written:
+            for tensor in tensors_in(given[name]):
+                if (tensor.requires_grad and tensor.is_leaf) or name.startswith("running_"):
+                    self.leaves[tensor] = True
+        read = [*tensors_in([v for n, v in given.items() if not (overwrites and n in written)])]
+        sources = self.of(read) & ~MADE
+        if all(self.of(each) & MADE or isinstance(each, nn.Parameter) for each in read):
+            sources |= MADE
+        data = [each for each in read if each.ndim and self.data_rows(each)]
         for tensor in tensors_in([out, *(given[name] for name in written)]):
             storage = _storage(tensor)
             whole = storage and storage.nbytes() == tensor.numel() * tensor.itemsize
-            self.assign(tensor, sources | (0 if overwrites and whole else self.of(tensor)))
+            rows = [len(t) - self.data_rows(t) for t in data if t.shape[:1] == tensor.shape[:1]]
+            before = 0 if overwrites and whole else self.of(tensor) & ~MADE
+            self.assign(tensor, sources | before, min(rows, default=0))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dpbench.verify.reference import Threshold
-from dpbench.verify.repeated_calls import TOLERANCE, NotChecked, hook_owners
+from dpbench.verify.repeated_calls import TOLERANCE, NotChecked, hook_owners, keep
 
 SIGMAS = ("noise_multiplier", "_adjusted_noise_multiplier")
 """Attributes of Opacus's optimizers that hold σ."""
@@ -107,7 +107,7 @@ class OpacusStep(PrivateStep):
         devices = {p.device for p in self.parameters if p.device.type == "cuda"}
         with ExitStack() as undo, torch.random.fork_rng(devices):
             undo.callback(random.setstate, random.getstate())
-            _keep(undo, [self.outer.__dict__, *self.parameters], set())
+            keep(undo, [self.outer.__dict__, *self.parameters], set())
             torch.manual_seed(seed)
             for name in SIGMAS:
                 if hasattr(self.outer, name):
@@ -150,31 +150,3 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 class _HandedOver(Exception):
     """Ends a step that is undone when it hands its gradients over."""
-
-
-def _restore(tensor: Tensor, before: Tensor) -> None:
-    if not torch.equal(tensor, before):  # otherwise, keep the version that autograd counts
-        tensor.copy_(before)
-
-
-def _keep(undo: ExitStack, value: Any, kept: set[int]) -> None:
-    """Restore values in place on exit: tensors with their attributes, generators, lists, dicts."""
-    if id(value) in kept:
-        return
-    kept.add(id(value))
-    inside: Any = ()
-    if isinstance(value, Tensor):
-        inside = [value.__dict__, value.grad if value.is_leaf else None]
-        undo.callback(_restore, value.detach(), value.detach().clone())
-        if value.is_leaf:
-            undo.callback(setattr, value, "grad", value.grad)
-    elif isinstance(value, torch.Generator):
-        undo.callback(value.set_state, value.get_state())
-    elif isinstance(value, list):
-        undo.callback(value.__setitem__, slice(None), inside := [*value])
-    elif isinstance(value, dict):
-        undo.callback(value.update, copy := dict(value))
-        undo.callback(value.clear)  # callbacks are called in reverse order
-        inside = copy.values()
-    for each in inside:
-        _keep(undo, each, kept)

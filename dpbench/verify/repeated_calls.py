@@ -176,15 +176,41 @@ def hook_owners(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable per-sample hooks. At the end, restore the hooks, buffers and random states."""
+    """Disable per-sample hooks. At the end, restore hooks, attributes and random states."""
     devices = {p.device for m in modules for p in m.parameters() if p.device.type == "cuda"}
     with ExitStack() as undo, torch.random.fork_rng(devices), torch.enable_grad():
         for module in modules:
             for owner in hook_owners(module):
                 undo.callback(setattr, owner, "hooks_enabled", owner.hooks_enabled)
                 owner.hooks_enabled = False
-            for buffer in module.buffers():
-                undo.callback(buffer.copy_, buffer.clone())
-            for layer in module.modules():  # a call may also replace a buffer
-                undo.callback(layer._buffers.update, dict(layer._buffers))
+            for layer in module.modules():
+                keep(undo, vars(layer), {id(layer._parameters)})
         yield
+
+
+def _restore(tensor: Tensor, before: Tensor) -> None:
+    if not torch.equal(tensor, before):  # otherwise, keep the version that autograd counts
+        tensor.copy_(before)
+
+
+def keep(undo: ExitStack, value: Any, kept: set[int]) -> None:
+    """Restore values in place on exit: tensors with their attributes, generators, lists, dicts."""
+    if id(value) in kept:
+        return
+    kept.add(id(value))
+    inside: Any = ()
+    if isinstance(value, Tensor):
+        inside = [value.__dict__, value.grad if value.is_leaf else None]
+        undo.callback(_restore, value.detach(), value.detach().clone())
+        if value.is_leaf:
+            undo.callback(setattr, value, "grad", value.grad)
+    elif isinstance(value, torch.Generator):
+        undo.callback(value.set_state, value.get_state())
+    elif isinstance(value, list):
+        undo.callback(value.__setitem__, slice(None), inside := [*value])
+    elif isinstance(value, dict):
+        undo.callback(value.update, copy := dict(value))
+        undo.callback(value.clear)  # callbacks are called in reverse order
+        inside = copy.values()
+    for each in inside:
+        keep(undo, each, kept)

@@ -17,7 +17,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpbench.child.recorder import Calls
 from dpbench.verify.check_result import FAILED, NOT_JUDGED, NOTE, Check
-from dpbench.verify.influence import Influences, tensors_in
+from dpbench.verify.influence import MADE, Influences, tensors_in
 from dpbench.verify.noise import check_noise
 from dpbench.verify.noise_draw import Draw
 from dpbench.verify.private import (
@@ -51,11 +52,16 @@ MOST_NAMES = 3
 """Largest number of parameters that one line of a message names."""
 
 ASSUMPTIONS = (
-    "assumed: the loss is a mean or sum over examples; the sampler draws at its stated rate"
+    "assumed: the loss is a mean or sum over examples, of which none has inputs or labels that "
+    "are made of others; the sampler draws at its stated rate"
 )
 NOT_FOUND = "private data by way of Python numbers, NumPy or files; faults outside these steps"
-BATCHES_OF_CALLS = 1
-"""The source, in `Influences`, of a private model's inputs that come from no data loader."""
+MADE_BATCHES, BATCHES_OF_CALLS = 2, 4
+"""Sources, in `Influences`, of a private model's inputs that come from no data loader. The first is
+of inputs that a step makes of random numbers, as generators and examples without data do."""
+
+SOURCES = 2**64 - 1
+"""The bits of data sets and of inputs without a loader. Higher bits stand for single batches."""
 
 LOWERED = 0.25
 """The threshold is lowered to this share of the median norm, so that clipping shows."""
@@ -118,9 +124,14 @@ class StepChecks(Calls):
         # Parameters of an optimizer but of no called module, and whether each had a gradient:
         self.unowned: dict[int, tuple[Tensor, bool]] = {}
         self.influences = Influences()
-        self.follows = ""  # what changes learning rates
-        self._rates: dict[int, list[Any]] = {}  # learning rates at each optimizer's last step
+        self.changed: dict[str, None] = {}  # parameters that change beside the optimizers' steps
+        self._left = WeakTensorKeyDictionary()  # values of parameters after optimizers' steps
+        self.remembers = False  # whether losses depend on batches of earlier steps
+        self.holders: dict[str, None] = {}  # attributes that depend on batches of earlier steps
+        self.follows = False  # whether learning rates follow a metric
         self._sources: dict[int, Source] = {}
+        self._batches = 0  # batches so far
+        self._before = 0  # sources of the batches in private steps, without the last step
         self._leaves = WeakTensorKeyDictionary()  # those of `Influences` at the last step's end
         self._judged = 0  # sources of the batches in private steps
         self._depends: dict[str, int] = {}  # sources of parameters and buffers
@@ -138,16 +149,19 @@ class StepChecks(Calls):
 
     def batch(self, dataset: Any, batch: Any) -> None:
         """Mark a batch. It is private if batches of its data set are used in private steps."""
-        new = Source(dataset, 2 << len(self._sources))
+        new = Source(dataset, 2 * BATCHES_OF_CALLS << len(self._sources))
         source = self._sources.setdefault(id(dataset), new)
         tensors = [*tensors_in(batch)]
         sizes = {len(each) if each.ndim else 1 for each in tensors}
         source.sizes.append(sizes.pop() if len(sizes) == 1 else 0)
         for each in tensors:
-            self.influences.assign(each, source.bit)
+            self.influences.assign(each, source.bit | SOURCES + 1 << self._batches)
+        self._batches += 1
 
     def forward(self, call: Any, module: Any, args: Any, options: Any) -> Any:
         self._called[id(module)] = module
+        self._compare_with_left()
+        call = partial(self._call, call)
         if not torch.is_grad_enabled():
             return call(module, *args, **options)
         self._forget_unused()
@@ -159,7 +173,7 @@ class StepChecks(Calls):
         if any(hasattr(p, "summed_grad") for p in module.parameters()):
             self._lower()
             made.misread = self._mark_inputs((args, options), made.dimension)
-        made.sources = self.influences.of([args, options])
+        made.sources = self.influences.of([args, options]) & ~MADE
         out = call(module, *args, **options)
         made.outputs = trained_outputs(out)
         device = made.outputs[0].device.type if made.outputs else "cpu"
@@ -172,6 +186,19 @@ class StepChecks(Calls):
                     Tensor, lambda t: t.detach().clone(), (args, dict(options))
                 )
             self._calls.append(made)
+        return out
+
+    def _call(self, call: Any, module: Any, *args: Any, **options: Any) -> Any:
+        """Call a module. What it makes of random numbers, as a generator does, is no data."""
+        of = self.influences.of
+        # Before the first step, nothing was followed.
+        known = (
+            bits & MADE or not (bits or self.steps) for bits in map(of, tensors_in([args, options]))
+        )
+        is_made = all(known)
+        out = call(module, *args, **options)
+        for each in tensors_in(out if is_made else ()):
+            self.influences.assign(each, of(each) | MADE)
         return out
 
     def _record_gradient(self, made: weakref.ref[Call], number: int, gradient: Tensor) -> None:
@@ -196,8 +223,10 @@ class StepChecks(Calls):
         made = [c for c in self._calls if c.gradients and ids & {*map(id, c.module.parameters())}]
         self._calls = [call for call in self._calls if call not in made]
         self._parts.setdefault(key, []).append(made)
-        for call in made:
-            self._judged |= call.sources
+        now = reduce(or_, (call.sources for call in made), 0)
+        read = self.influences.of([(call.outputs, call.gradients) for call in made])
+        self.remembers |= read & self._judged & ~now > SOURCES
+        self._judged |= now
         self._handed[key] = {}
         try:
             with self.influences.paused():
@@ -222,8 +251,19 @@ class StepChecks(Calls):
         elif any(hasattr(p, "summed_grad") for g in optimizer.param_groups for p in g["params"]):
             self.bypassed = type(optimizer).__name__
 
+    def updated(self, optimizer: Any) -> None:
+        for p in (p for each in self._private.values() for p in each.parameters):
+            self._left[p] = p.detach().clone()
+
+    def _compare_with_left(self) -> None:
+        """Record which parameters have changed since the optimizers' last steps."""
+        for name, p in self.parameters().items() if self._left else ():
+            if p in self._left and not torch.equal(p, self._left[p]):
+                self.changed[name] = None
+        self._left.clear()
+
     def schedule_by(self, metric: Any) -> None:
-        self.follows = "ReduceLROnPlateau"
+        self.follows = True
 
     def end_step(self) -> None:
         """Record which parameters have moved, and what parameters and buffers depend on."""
@@ -242,6 +282,18 @@ class StepChecks(Calls):
         for name, each in named:
             self._depends[name] = self._depends.get(name, 0) | self.influences.of(each)
 
+        for module in self._called.values():
+            self._note_attributes(module)
+        self._before = self._judged
+
+    def _note_attributes(self, module: nn.Module) -> None:
+        """Record attributes, other than buffers, that depend on batches of earlier steps."""
+        for path, layer in module.named_modules():
+            for name, value in vars(layer).items():
+                of_batches = self.influences.of(value) & self._before
+                if of_batches > SOURCES and name not in ("_buffers", "_parameters"):
+                    self.holders[_own_name(f"{path}.{name}".strip("."))] = None
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the modules that the loop has called so far, by name."""
         named: dict[str, nn.Parameter] = {}
@@ -256,9 +308,6 @@ class StepChecks(Calls):
 
     def _note_parameters(self, optimizer: Any) -> None:
         """Record which parameters the optimizer has, and which of them have gradients."""
-        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
-        if self._rates.setdefault(id(optimizer), rates) != rates:
-            self.follows = self.follows or "the script"
         names = {id(p): name for name, p in self.parameters().items()}
         norms = [
             (group, p, 0.0 if p.grad is None else float(p.grad.norm()))
@@ -289,11 +338,13 @@ class StepChecks(Calls):
         misread = ""
         for each in (t for t in tensors_in(inputs) if not isinstance(t, nn.Parameter)):
             bits = self.influences.of(each)
-            if not bits:
-                self.influences.assign(each, BATCHES_OF_CALLS)
+            if not bits & ~MADE:
+                self.influences.assign(each, bits | MADE_BATCHES if bits else BATCHES_OF_CALLS)
+            bits &= SOURCES & ~(MADE_BATCHES | BATCHES_OF_CALLS)
             sizes = {n for s in self._sources.values() if s.bit == bits for n in s.sizes}
             if sizes and all(sizes) and each.ndim > 1:
                 rows, others = each.shape[dimension], each.shape[1 - dimension]
+                rows -= 0 if dimension else len(each) - self.influences.data_rows(each)
                 if rows > max(sizes) or (rows not in sizes and others in sizes):
                     misread = f"{rows} rows are clipped one by one, of {max(sizes)} examples"
         return misread
@@ -425,8 +476,16 @@ class StepChecks(Calls):
         elif not self.bypassed:
             why = "not private: no optimizer of Opacus steps"
             yield Check("clipping and noise", NOT_JUDGED, "", why)
+        if self.holders:
+            text = (
+                f"{_named([*self.holders])}: hold data of earlier batches, so do not publish them"
+            )
+            yield Check("attributes", NOTE, "", text)
+        if self.changed:
+            text = f"{_named([*self.changed])}: change between steps, by no optimizer"
+            yield Check("other changes", NOTE, "", text)
         if self.follows:
-            text = f"{self.follows} changes it; if by a metric of private data, that is a leak"
+            text = "ReduceLROnPlateau changes it; if by a metric of private data, that is a leak"
             yield Check("learning rate", NOTE, "", text)
         if self.draws and torch.initial_seed() < KNOWN_SEED:
             text = f"who knows the seed {torch.initial_seed()} can subtract the noise"
@@ -447,12 +506,19 @@ class StepChecks(Calls):
             name = "gradient of some steps" if self.worst else "gradient"
             yield Check(name, NOT_JUDGED, "", why or "no private step was taken")
 
+    @property
+    def _private_sources(self) -> int:
+        """The sources of private batches: data loaders, if any, or else other inputs."""
+        of_loaders = SOURCES & ~(MADE_BATCHES | BATCHES_OF_CALLS)
+        of_kinds = (self._judged & each for each in (of_loaders, BATCHES_OF_CALLS, MADE_BATCHES))
+        return next(filter(None, of_kinds), 0)
+
     def _dependence_check(self) -> Check:
         name = "trained by private steps"
-        private = self._judged & ~BATCHES_OF_CALLS or self._judged
-        if not private:
+        if not (private := self._private_sources):
             return Check(name, NOT_JUDGED, "", "no private batch is known")
         wrong = [each for each, bits in self._depends.items() if bits & private]
+        wrong += ["the loss of a later step"] * self.remembers
         words = "depends on private batches otherwise than through a private step"
         return _check(name, wrong, words, f"{len(self._depends)} parameters and buffers")
 

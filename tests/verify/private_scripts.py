@@ -369,6 +369,36 @@ opt.attach_step_hook(hook)
         + "body = nn.BatchNorm1d(16)\n"
         + TRAIN.replace("    loss_of", "    with torch.no_grad(): x = body(x)\n    loss_of"),
     ),
+    "centers of features in the loss": (
+        TRAINED,
+        MADE
+        + "centers = torch.zeros(3, 3)\n"
+        + TRAIN.replace(
+            "loss_of(model(x), y)",
+            "(loss_of(out := model(x), y) + .1 * (out - centers[y]).square().mean())",
+        )
+        + "    with torch.no_grad(): centers.index_add_(0, y, .1 * (out.detach() - centers[y]))\n",
+    ),
+    "mean of inputs in an attribute": (
+        TRAINED,
+        LAYER.replace(
+            "BODY", "self.mean = .9 * self.mean + .1 * x.detach().mean(0); x = x - self.mean"
+        ).replace("super().__init__()", "super().__init__(); self.mean = 0")
+        + TRAIN,
+    ),
+    "batch norm without parameters before the model": (
+        TRAINED,
+        MADE
+        + "norm = nn.BatchNorm1d(16, affine=False)\n"
+        + TRAIN.replace("model(x)", "model(norm(x))"),
+    ),
+    "crops beside generated rows": (
+        GRADIENT,
+        MADE
+        + TRAIN.replace(
+            "model(x), y", "model(torch.cat([x, x + 1, torch.randn(8, 16)])), torch.cat([y, y, y])"
+        ),
+    ),
     "inner optimizer steps": (
         "clipping and noise",
         MADE + TRAIN.replace("opt.step()", "opt.original_optimizer.step()"),
@@ -500,6 +530,54 @@ for x, _ in loader:
     opt.step(); opt.zero_grad(set_to_none=True)
     plain.zero_grad()
     bce(critic(made), torch.ones(8, 1)).backward(); plain.step()
+""",
+    "discriminator of real and made rows in one batch": """
+critic = nn.Sequential(nn.Conv2d(1, 4, 4, 2, 1), nn.LeakyReLU(.2), nn.GroupNorm(2, 4),
+                       nn.Conv2d(4, 1, 4), nn.Flatten(0), nn.Sigmoid())
+maker = nn.Sequential(nn.ConvTranspose2d(6, 4, 4), nn.BatchNorm2d(4), nn.ReLU(),
+                      nn.ConvTranspose2d(4, 1, 4, 2, 1), nn.Tanh())
+data = DataLoader(TensorDataset(torch.rand(96, 1, 8, 8), torch.zeros(96)), batch_size=8)
+critic, opt, loader = private(critic, torch.optim.Adam, data_loader=data)
+plain, bce = torch.optim.Adam(maker.parameters(), 1e-3), nn.BCELoss()
+for x, _ in loader:
+    made = maker(torch.randn(len(x), 6, 1, 1)); opt.zero_grad()
+    wanted = torch.cat([torch.ones(len(x)), torch.zeros(len(x))])
+    bce(critic(torch.cat([x, made.detach()])), wanted).backward(); opt.step(); opt.zero_grad()
+    plain.zero_grad(); bce(critic(made), torch.ones(len(x))).backward(); plain.step()
+""",
+    "generator and batches without a loader": """
+X, bce = torch.randn(96, 16), nn.BCEWithLogitsLoss()
+critic = GradSampleModule(nn.Sequential(nn.Linear(16, 8), nn.LeakyReLU(), nn.Linear(8, 1)))
+opt = DPOptimizer(torch.optim.Adam(critic.parameters(), 1e-3), noise_multiplier=1.,
+                  max_grad_norm=.5, expected_batch_size=8)
+maker = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 16))
+plain = torch.optim.Adam(maker.parameters(), 1e-3)
+for k in range(6):
+    made, x = maker(torch.randn(8, 4)), X[torch.randint(96, (8,))]
+    (bce(critic(x), torch.ones(8, 1)) + bce(critic(made.detach()), torch.zeros(8, 1))).backward()
+    opt.step(); opt.zero_grad()
+    plain.zero_grad(); bce(critic(made), torch.ones(8, 1)).backward(); plain.step()
+    opt.zero_grad()
+""",
+    "batches copied a step ahead": MADE
+    + """
+batches = iter(loader); ahead = [each.clone() for each in next(batches)]
+while ahead:
+    (x, y), ahead = ahead, next(batches, None); ahead = ahead and [each.clone() for each in ahead]
+    loss_of(model(x), y).backward(); opt.step(); opt.zero_grad()
+""",
+    "the best model of an epoch": MADE
+    + """
+best, kept = 1e9, None
+"""
+    + TRAIN
+    + """
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, "kept.pt")
+    opt.load_state_dict(torch.load("kept.pt")["opt"])
+    with torch.no_grad(): loss = loss_of(model.eval()(torch.ones(9, 16)), torch.zeros(9).long())
+    model.train()
+    if loss < best: best, kept = loss, {k: v.clone() for k, v in model.state_dict().items()}
+    elif kept: model.load_state_dict(kept)
 """,
     "adversarial inputs": MADE
     + TRAIN.replace(

@@ -22,7 +22,7 @@ from dpbench.verify.check_result import FAILED, NOT_JUDGED, NOTE, OK, Check
 from tests.verify import private_scripts, scripts
 
 Checks = dict[str, Check]
-NOTES = {"loss and sampling", "learning rate", "not found", "seed"}
+NOTES = {"loss and sampling", "learning rate", "not found", "other changes", "seed"}
 """What no script can be checked for, and what its readers should know."""
 
 
@@ -122,6 +122,27 @@ def test_rate_that_follows_a_metric_and_a_known_seed_are_said(
     checks = verified("other.py")
     assert checks["learning rate"].error_text.startswith("ReduceLROnPlateau")
     assert checks["seed"].error_text.startswith("who knows the seed 0")
+    assert "other changes" not in checks
+
+
+def test_changes_by_no_optimizer_and_attributes_with_data_are_said_and_a_warm_up_is_not(
+    verified: Callable[..., Checks],
+) -> None:
+    made = private_scripts.LAYER.replace("BODY", "pass") + (
+        "rate = torch.optim.lr_scheduler.LambdaLR(opt.original_optimizer, lambda n: n / 9 + .1)\n"
+        "layer = model._module[0]; layer.means = torch.zeros(16)"
+    )
+    lines = """
+    rate.step()
+    with torch.no_grad(): model._module[1].weight.clamp_(-.01, .01)
+    layer.means.lerp_(x.mean(0), .1)
+"""
+    Path("other.py").write_text(private_scripts.START + made + private_scripts.TRAIN + lines)
+    checks = verified("other.py")
+    assert checks["other changes"].error_text == "1.weight: change between steps, by no optimizer"
+    assert checks["attributes"].error_text.startswith("0.means: hold data of earlier batches")
+    assert "learning rate" not in checks
+    assert not verdicts(checks, FAILED)
 
 
 ADVERSARIES = """
