@@ -292,7 +292,7 @@ class StepChecks(Calls):
             for name, value in vars(layer).items():
                 of_batches = self.influences.of(value) & self._before
                 if of_batches > SOURCES and name not in ("_buffers", "_parameters"):
-                    self.holders[_own_name(f"{path}.{name}".strip("."))] = None
+                    self.holders[name_in_model(f"{path}.{name}".strip("."))] = None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the modules that the loop has called so far, by name."""
