@@ -22,8 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 MADE = 1
 """The bit of tensors that are made of parameters, constants and random numbers, and of no data."""
 
-READS_NO_VALUES = re.compile(r"(new_|empty|zeros|ones|full|rand)\w*|\w+_like")
-"""Operators that read only the shapes of their arguments."""
+READS_NO_VALUES = re.compile(r"(new_|empty|zeros|ones|full|rand|_amp_update)\w*|\w+_like")
+"""Operators that read only the shapes of their arguments, or whether gradients are finite."""
 
 OVERWRITES = re.compile(r"(_foreach_)?(zero|fill|copy|normal|uniform|exponential|random)_")
 """Operators in place that do not read what they replace."""

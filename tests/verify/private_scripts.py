@@ -698,6 +698,15 @@ model,""",
         "    with torch.autocast('cpu', torch.bfloat16): out = model(x)\n"
         "    loss_of(out.float(), y).backward()",
     ),
+    "scaled loss": MADE
+    + "scaler = torch.amp.GradScaler('cpu', init_scale=4.0)\n"
+    + TRAIN.replace(
+        "loss_of(model(x), y).backward()", "scaler.scale(loss_of(model(x), y)).backward()"
+    ).replace(
+        "    opt.step()",
+        "    for p in opt.params: p.grad_sample /= scaler.get_scale()\n"
+        "    scaler.step(opt); scaler.update()",
+    ),
     "own loader with workers": MADE.replace(
         "net()", "net(), data_loader=DataLoader(loader_of().dataset, batch_size=8, num_workers=1)"
     )
