@@ -95,9 +95,13 @@ def run_checks(case: Case, device: str, *, processes: bool = False) -> list[Chec
 
 
 def as_text(case: Subject, checks: Sequence[Check]) -> str:
-    """Format the checks as a table, with one line for each error below the table."""
-    lines = [[check.name, check.verdict, check.error_text, check.worst] for check in checks]
+    """Format the checks as a table. Below it are a line for each error, and the notes."""
+    from dpbench.verify.check_result import NOTE
+
+    judged = [check for check in checks if check.verdict != NOTE]
+    lines = [[check.name, check.verdict, check.error_text, check.worst] for check in judged]
     headers = ["check", "verdict", "how far", "worst parameter"]
     table = Table(f"verify {case.id}", headers, lines).as_text(WIDTH)
-    wrong = [f"{check.name}: {line}" for check in checks for line in check.wrong]
-    return "\n".join([table, *([""] if wrong else []), *wrong])
+    below = [f"{check.name}: {line}" for check in checks for line in check.wrong]
+    below += [f"{check.name}: {check.error_text}" for check in checks if check.verdict == NOTE]
+    return "\n".join([table, *([""] if below else []), *below])
