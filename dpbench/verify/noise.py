@@ -57,7 +57,7 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
 
     Any number of steps and parameters is judged. Without draws, the noise is not judged, which does
     not pass. The test beside gradients applies to draws that have `Draw.along`, and the test of
-    values to 32-bit parameters.
+    values to draws with 32 bits and a small `Draw.slack`.
 
     Args:
         draws: the noise of the steps of one or more runs.
@@ -78,7 +78,7 @@ def check_noise(draws: Sequence[Draw], dtype: torch.dtype, runs: str) -> Iterato
     values = Check("noise: values", NOT_JUDGED, "", "", ["the distribution is wrong"])
     exact = [draw for draw in full if draw.slack < EXACT_SLACK and dtype.itemsize >= 4]
     if not exact:
-        values = Check("noise: values", NOT_JUDGED, "", "does not apply to values of 16 bits")
+        values = Check("noise: values", NOT_JUDGED, "", "rounding hides whether values repeat")
     elif distribution.passed:
         values = _check("noise: values", *repeated_values(exact))
     yield values

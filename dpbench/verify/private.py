@@ -149,4 +149,4 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 class _HandedOver(Exception):
-    """Ends a step that is undone when it hands its gradients over."""
+    """Ends a step without noise, as soon as the inner optimizer would step."""

@@ -91,7 +91,7 @@ class ParameterHistory:
 
 @dataclass
 class Source:
-    """A data set from which a loader takes batches.
+    """A data set of one or more data loaders.
 
     Attributes:
         dataset: the data set, which is kept alive for its id.

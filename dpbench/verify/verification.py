@@ -130,7 +130,7 @@ class Verification:
         return self._batching(f" sampled {size}", self.case, both)
 
     def _batching(self, label: str, case: Case, chosen: Sequence[slice | Tensor]) -> Batching:
-        """Make batches of examples that are chosen from both batches."""
+        """Make batches of examples of both batches. Each entry of ``chosen`` selects a batch."""
         batch = pytree.tree_map(lambda *each: torch.cat(each), *self.model.batches)
         joined = Examples.joined(self.examples)
         batches = [pytree.tree_map(itemgetter(each), batch) for each in chosen]

@@ -72,7 +72,7 @@ CONSTANTS = (torch.ops.aten.linspace.default, _arange.default, _arange.start, _a
 """Operators that create constants of a model, such as the rates of stochastic depth."""
 
 PYTHON = torch._C.DispatchKey.Python
-"""Key by which PyTorch calls dispatch modes."""
+"""The dispatch key of dispatch modes. PyTorch ignores all modes where this key is excluded."""
 
 NAMESPACES_WITHOUT_WORK = ("prim", "profiler")
 """Namespaces of operators that move no data, for example ``prim::device``."""
