@@ -146,17 +146,13 @@ def tuning() -> str:
 def correlated() -> str:
     """Return the cost of correlated noise at 8 × 256 by bands, and the cost of a further band."""
     bands = (1, 2, 4, 8, 16, 32)
-    methods = (("fused", "drawn again", 32), ("dpsgd", "stored", 8))
+    names = ["fused", *(f"fused:bands={b},noise=banded" for b in bands[1:])]
     rows = []
-    for precision, shown in (("fp32", methods), ("bf16", methods[:1])):
+    for precision in ("fp32", "bf16"):
         place = Place("banded-256", "8x256", precision)
-        for trainer, how, most in shown:
-            banded = [f"{trainer}:bands={b},noise=banded" for b in bands[1:]]
-            cells = [cost(place, name) for name in (trainer, *banded)]
-            last = banded[bands.index(most) - 1]
-            more = (metric(place, last) - metric(place, trainer) for metric in (ms, gb, peak))
-            each = joined((abs(number) / (most - 1) for number in more), 1)
-            rows.append([f"{trainer}, {how}, {precision}", *cells, each])
+        more = (metric(place, names[-1]) - metric(place, names[0]) for metric in (ms, gb, peak))
+        each = joined((abs(number) / (bands[-1] - 1) for number in more), 1)
+        rows.append([f"fused, {precision}", *(cost(place, name) for name in names), each])
     heads = "time, bytes, memory; bands:", *map(str, bands)
     return markdown([*heads, "each band more: ms, GB, GB"], rows)
 

@@ -101,11 +101,7 @@ def test_every_private_trainer_was_measured_in_four_cells() -> None:
     assert all(ms(place, trainer) > 0 for place in METHODS for trainer in (*PRIVATE, *OWN))
 
 
-def test_drawing_noise_again_moves_no_bytes_and_needs_no_memory_but_storing_it_does() -> None:
+def test_drawing_noise_again_moves_no_bytes_and_needs_no_memory() -> None:
     place = Place("banded-256", "8x256", "fp32")
     for metric in (gb, peak):
-        drawn, stored = (
-            metric(place, f"{trainer}:bands=8,noise=banded") - metric(place, trainer)
-            for trainer in ("fused", "dpsgd")
-        )
-        assert abs(drawn) < 0.1 < 7 * 5.3 < stored
+        assert abs(metric(place, "fused:bands=8,noise=banded") - metric(place, "fused")) < 0.1
