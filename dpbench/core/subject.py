@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -74,6 +74,9 @@ class Script:
 
 Subject: TypeAlias = Case | Script
 """A subject of a measurement."""
+
+Asked: TypeAlias = Collection[tuple[Subject, str]]
+"""What should be measured: subjects, each with the name of an instrument."""
 
 
 def samples_poisson(subject: Subject) -> bool:
