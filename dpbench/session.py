@@ -125,7 +125,8 @@ class Session:
             OUTPUTS[kind]  # fails if a package is not installed
         from dpbench.runner import check_ranks
 
-        for case in [case for case, _ in self._planned] or self.cases:
+        planned = [case for case, _ in self._planned]
+        for case in (planned or self.cases) if self.instruments else ():
             check_ranks(case, self.instruments)
         for instrument in self.instruments:
             instrument.check()
@@ -350,7 +351,7 @@ class Session:
             merged.unjudged,
             changed.changes,
             notes,
-            changed.largest,
+            gate,
         )
         self._report(self.comparison)
 

@@ -82,11 +82,9 @@ def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
     return f"--{prefix}{name.replace('_', '-')}"
 
 
-def below(directory: Path, value: Any) -> Any:
-    """Return an option's value, with relative paths below ``directory`` and tuples for lists."""
-    if isinstance(value, list):
-        return tuple(below(directory, each) for each in value)
-    return directory / value if isinstance(value, Path) else value
+def all_spelled(options: Mapping[str, Mapping[str, Any]], *, of_pytest: bool) -> dict[str, str]:
+    """Return the names of all options in pytest or in commands, see `spelled`."""
+    return {name: spelled(name, each, of_pytest=of_pytest) for name, each in options.items()}
 
 
 def listed(texts: Iterable[str] | None, option: str, what: str) -> tuple[str, ...]:

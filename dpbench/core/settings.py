@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.files import check_distinct_files, check_writable_file
 from dpbench.core.grid import GRIDS, Grid
-from dpbench.core.option_fields import SHORT_FORMS, below, output_of, own_values
+from dpbench.core.option_fields import SHORT_FORMS, output_of, own_values
 from dpbench.core.registry import INSTRUMENTS, OUTPUTS
 
 Options = TypeVar("Options")
@@ -204,7 +205,7 @@ class Settings:
         for name in OPTIONS:
             place = _name(name, of_pytest).lstrip("-").replace("-", "_")
             if place in options:
-                given[name] = below(directory, getattr(options, place))
+                given[name] = _below(directory, getattr(options, place))
         own = own_values(options).items()
         given["own"] = {n: directory / v if isinstance(v, Path) else v for n, v in own}
         axes = {axis: values for axis in AXES if (values := given.pop(axis, None)) is not None}
@@ -296,9 +297,21 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 }
 
 
+def _below(directory: Path, value: Any) -> Any:
+    """Return an option's value, with relative paths below ``directory`` and tuples for lists."""
+    if isinstance(value, list):
+        return tuple(_below(directory, each) for each in value)
+    return directory / value if isinstance(value, Path) else value
+
+
 def _name(option: str, of_pytest: bool) -> str:
     """Return the name of an option in pytest or in commands, or "" if they lack the option."""
-    return option_fields.spelled(option, OPTIONS[option], of_pytest=of_pytest)
+    return _names(of_pytest)[option]
+
+
+@cache
+def _names(of_pytest: bool) -> dict[str, str]:
+    return option_fields.all_spelled(OPTIONS, of_pytest=of_pytest)
 
 
 def declare(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -88,4 +89,10 @@ def subject_from(row: Mapping[Any, Any]) -> Subject:
     """Return the case or script that a row of a run describes."""
     if row["workload"] == SCRIPT:
         return Script(row["trainer"], row["batch_size"])
-    return Case.from_row(row)
+    return _case(**{axis: row[axis] for axis in AXES if axis in row})
+
+
+@lru_cache(maxsize=None, typed=True)
+def _case(**fields: Any) -> Case:
+    """Return a case. The result is cached, because a run has many rows of each case."""
+    return Case.from_row(fields)

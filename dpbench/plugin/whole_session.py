@@ -111,7 +111,7 @@ class WholeSession:
         Tests of one case run one after the other, so that workers measure different cases. Workers
         begin with cases with the most examples or tokens, so that GPUs finish at similar times.
         """
-        cases = self.session.cases
+        cases = self.session.cases if any(map(grid_case, items)) else []
         if self.is_worker:
             cases = sorted(cases, key=lambda c: -c.batch_size * max(c.seq_len, 1))
         place: dict[Case | None, int] = {case: number for number, case in enumerate(cases)}

@@ -355,12 +355,18 @@ class Comparison(Judgement):
             new run lacks the ratio.
         notes: cases that were not compared, other differences, and why the reference is incomplete
             or failed.
-        largest: what changed most, whether it has a limit or not, see `changes_of_all`.
+        gate: the two runs.
     """
 
     changes: pd.DataFrame = field(default_factory=pd.DataFrame)
     notes: list[str] = field(default_factory=list)
-    largest: Sequence[Mapping[str, Any]] = ()
+    gate: Gate | None = None
+
+    @property
+    def largest(self) -> list[dict[str, Any]]:
+        """What changed most, whether it has a limit or not, see `changes_of_all`."""
+        gate = self.gate
+        return changes_of_all(gate.before, gate.after, gate.compared) if gate else []
 
 
 @dataclass(frozen=True)
@@ -392,7 +398,7 @@ class Gate:
                 **vars(judgement),
                 changes=compared.loc[is_shown, CHANGES].reset_index(drop=True),
                 notes=[*self._notes()],
-                largest=changes_of_all(self.before, self.after, compared),
+                gate=self,
             )
 
     def judge(self, limits: Sequence[Limit], *, idle: bool = False) -> Judgement:

@@ -76,7 +76,7 @@ def comparison_tables(
 def _rank(names: pd.Series[str]) -> pd.Series[int]:
     """Return sort keys: trainers in the order of registration, or main metrics before others."""
     if names.name == "trainer":
-        return names.map(TRAINERS.rank)
+        return names.map({name: TRAINERS.rank(name) for name in names.unique()})
     main = _main_metrics()
     return names.map(lambda name: [*main, name].index(name))
 
