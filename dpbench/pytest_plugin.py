@@ -13,15 +13,14 @@ from dpbench.core.errors import DpbenchError
 from dpbench.core.files import printable
 from dpbench.core.settings import declare
 from dpbench.instruments import declare_built_in, declare_outside
-from dpbench.plugin import hooks
+from dpbench.plugin import whole_session
 from dpbench.plugin.fixtures import MARKER, verify  # noqa: F401 (pytest finds the fixture here)
 from dpbench.plugin.whole_session import WholeSession, read_settings
-from dpbench.plugin.workers import useful_workers
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     """Declare the hooks that a project may implement."""
-    pluginmanager.add_hookspecs(hooks)
+    pluginmanager.add_hookspecs(whole_session)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,7 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(printable(f"dpbench: {error}")) from error
     config.pluginmanager.register(whole, "dpbench-session")
     config.pluginmanager.register(whole.each_test, "dpbench-tests")
-    config.pluginmanager.register(whole.workers, "dpbench-workers")
+    if config.getoption("dist", "no") != "no":
+        from dpbench.plugin.workers import Workers
+
+        workers = Workers(whole.session, measures=whole.measures)
+        config.pluginmanager.register(workers, "dpbench-workers")
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -62,6 +65,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Return the number of workers for ``-n auto``, or None if xdist must choose the number."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
+    from dpbench.plugin.workers import useful_workers
+
     try:
         settings = read_settings(config)
         return useful_workers(settings.chosen_grid()) or None if settings.measures else None

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,11 +18,16 @@ from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, grid_case, measuring_fixtures, uses_fixture
-from dpbench.plugin.workers import SHARED, Workers
 from dpbench.session import Session
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from dpbench.results.outcome import Outcome
+    from dpbench.show.layout import Table
+
+SHARED = "dpbench"
+"""The key in ``workerinput`` of the values that the controller passes to a worker."""
 
 CRASHED = "???"
 """The value of ``when`` in xdist's report of a test whose worker died."""
@@ -66,7 +71,6 @@ class WholeSession:
             ),
         )
         self.each_test = EachTest(self.session)
-        self.workers = Workers(self.session, measures=self.measures)
         self.ended: set[str] = set()
         """Ids of the tests that have ended, including their teardown."""
         if self.runs_tests and not self.is_worker:
@@ -256,3 +260,30 @@ class WholeSession:
         """Remove the directory through which the processes of the session shared outcomes."""
         if not self.is_worker:
             self.session.close()
+
+
+# --- hooks that a project may implement in its conftest.py --------------------------------------
+
+
+def pytest_dpbench_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Change the description of the software and the machine, which is part of a saved run.
+
+    A session calls this hook at most once, when it first needs the description.
+    """
+
+
+def pytest_dpbench_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """Change the JSON document of a run. This hook is called before each write of the run."""
+
+
+def pytest_dpbench_group_stats(
+    config: pytest.Config, summary: pd.DataFrame, tables: list[Table]
+) -> None:
+    """Add or change tables before the session prints them.
+
+    Args:
+        config: pytest's configuration.
+        summary: one row for each case, instrument, phase and metric, see
+            `dpbench.results.summary.summary`.
+        tables: the tables to print, in order.
+    """

@@ -1,4 +1,7 @@
-"""Hooks that decide how many workers pytest-xdist has, and the GPU and the tests of each worker."""
+"""Hooks that decide how many workers pytest-xdist has, and the GPU and the tests of each worker.
+
+This module is imported only if xdist starts workers.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from dpbench.core.gpu import SESSION_GPUS, visible_gpus
+from dpbench.plugin.whole_session import SHARED
 from dpbench.session import Session
+from dpbench.session_store import SessionStore
 
 if TYPE_CHECKING:
     from dpbench.core.grid import Grid
-
-SHARED = "dpbench"
-"""The key in ``workerinput`` of the values that the controller passes to a worker."""
 
 WORKERS_PER_GPU = 2
 """With two workers on a GPU, one prepares a case while the other measures."""
@@ -58,9 +61,49 @@ class Workers:
         """
         if not (self.measures and config.getvalue("dist") in ("load", "worksteal")):
             return None
-        from dpbench.plugin.scheduling import CaseScheduling
-
         return CaseScheduling(config, log, self.session.store)
+
+
+class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Schedules tests like ``--dist=loadscope`` of xdist: tests of a scope run in one worker.
+
+    A scope here is a case, or a test that requests no case. If two workers had tests of one case,
+    one worker would wait, with an idle GPU, while the other measures. A test that requests several
+    cases belongs to the first requested case.
+    """
+
+    def __init__(self, config: pytest.Config, log: Any, store: SessionStore) -> None:
+        super().__init__(config, log)
+        self.store = store
+        self.scopes: dict[str, str] = {}
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid not in self.scopes:
+            asked = (r.case.id for r in self.store.requests if r.test == nodeid and r.case)
+            self.scopes[nodeid] = next(asked, nodeid)
+        return self.scopes[nodeid]
+
+    def _reschedule(self, node: Any) -> None:
+        """Give scopes to a worker until it has two pending tests or no scope is left.
+
+        A worker of xdist begins a test only if it has a second test or is told to shut down. xdist
+        gives one scope at a time. So the worker that replaces a dead worker could wait for ever: it
+        may get a single test, or a scope whose tests the dead worker has finished.
+        """
+        super()._reschedule(node)
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
+
+    def remove_node(self, node: Any) -> str | None:
+        """Remove a dead worker. No other worker runs the test during which the worker died."""
+        for tests in self.assigned_work[node].values():
+            for test, done in tests.items():
+                if not done:
+                    tests[test] = True
+                    super().remove_node(node)
+                    return str(test)
+        super().remove_node(node)
+        return None
 
 
 def useful_workers(grid: Grid) -> int:

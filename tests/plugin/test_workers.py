@@ -10,8 +10,7 @@ import pytest
 from dpbench.core.gpu import Gpu
 from dpbench.core.grid import GRIDS
 from dpbench.plugin import workers
-from dpbench.plugin.scheduling import CaseScheduling
-from dpbench.plugin.workers import useful_workers, visible_names
+from dpbench.plugin.workers import CaseScheduling, useful_workers, visible_names
 from dpbench.session_store import Request, SessionStore
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
