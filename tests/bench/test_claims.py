@@ -22,26 +22,25 @@ def test_one_example_at_a_time_saves_memory_at_long_sequences() -> None:
     assert (place.shown, found) == ("8 × 1024, fp32", ["1.13", "0.47"])
 
 
-def test_one_copy_accounts_for_most_bytes_and_one_product_for_most_time_saved() -> None:
-    place = Place("opacus-changes")
-
-    def saved(metric: object, change: str) -> float:
-        return metric(place, "dpsgd") - metric(place, f"lean:changes={change}")  # type: ignore[operator]
-
-    for metric, most, less in ((gb, "kept", "unused"), (ms, "unused", "kept")):
-        assert saved(metric, most) > 1.9 * saved(metric, less)
-
-
-def test_two_changes_save_a_quarter_of_opacus_bytes_or_more() -> None:
-    place = Place("opacus-changes")
-    for before, by in (("dpsgd", "lean"), ("dpsgd_ghost", "ghost_lean")):
-        names = [f"{by}:changes={each}" for each in ("unused", "kept" if by == "lean" else "none")]
-        saved = sum(gb(place, before) - gb(place, name) for name in names)
-        assert saved > gb(place, before) / 4
+def test_one_copy_accounts_for_most_bytes_that_diffs_save_of_flat_clipping() -> None:
+    opacus, every, kept = (
+        printed("upstream.txt", n, "dpsgd")[1] for n in ("Opacus", "all", "kept")
+    )
+    assert opacus - kept > 0.5 * (opacus - every)
 
 
 def test_no_diff_changes_an_update() -> None:
-    for page in ("kept", "unused", "unused-ghost", "none", "taken", "summed", "noise", "bias"):
+    for page in (
+        "kept",
+        "unused",
+        "unused-ghost",
+        "none",
+        "taken",
+        "summed",
+        "noise",
+        "bias",
+        "strided",
+    ):
         for trainer in ("dpsgd", "dpsgd_ghost"):
             assert printed("upstream.txt", page, trainer)[0] < 1e-5
 

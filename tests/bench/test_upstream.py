@@ -19,13 +19,32 @@ from dpbench import Case
 from tests.logical.layers import count
 
 
+def diff_of(name: str) -> dict[str, str]:
+    """The part of a page's diff for each file."""
+    (diff,) = upstream.blocks(name, "diff")
+    parts = re.split(r"^--- a/\S+\n\+\+\+ b/(\S+)\n", diff, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
 @pytest.mark.parametrize("name", upstream.names())
 def test_a_diff_applies_to_the_installed_opacus(name: str, tmp_path: Path) -> None:
     upstream.patched(name, tmp_path)
-    page = (upstream.PAGES / f"{name}.md").read_text(encoding="utf-8")
-    for file in re.findall(r"^\+\+\+ b/(\S+)", page, re.M):
+    for file in diff_of(name):
         compile((tmp_path / file).read_text(encoding="utf-8"), file, "exec")
-    assert "```diff" in page
+
+
+def test_all_diffs_together_have_the_lines_of_each(tmp_path: Path) -> None:
+    """But for the norm of a bias, to which `norms` adds a bound."""
+    upstream.patched("all", tmp_path)
+    other = {
+        'firsts = getattr(self.module, "first_outputs", [])': "firsts = self.module.first_outputs",
+        "if firsts:  # none under FSDP, whose hooks are others": "if firsts:  # FSDP reduces no",
+    }
+    for name in {*upstream.names()} - {"all", "bias"}:
+        for file, diff in diff_of(name).items():
+            text = (tmp_path / file).read_text(encoding="utf-8")
+            for line in re.findall(r"^\+ *(\S.*)", diff, re.M):
+                assert other.get(line, line) in text, (name, line)
 
 
 @pytest.mark.slow
@@ -104,6 +123,26 @@ def test_an_update_keeps_the_threshold_with_the_diff(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+# --- strided ---------------------------------------------------------------------------------
+
+
+def test_per_sample_gradients_of_strided_images_are_as_wrong_as_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (script,) = upstream.blocks("strided", "python")
+    with torch.random.fork_rng():
+        exec(script, {})
+    page = (upstream.PAGES / "strided.md").read_text(encoding="utf-8")
+    assert f"```\n{capsys.readouterr().out}```\n" in page
+
+
+@pytest.mark.slow
+def test_they_are_right_with_the_diff(tmp_path: Path) -> None:
+    (script,) = upstream.blocks("strided", "python")
+    done = upstream.with_copy("strided", "-c", script, stdout=subprocess.PIPE)
+    assert re.findall(r" (\d.*)", done.stdout) == 3 * ["0.000 1.000"]
 
 
 # --- the grid --------------------------------------------------------------------------------

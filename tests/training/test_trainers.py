@@ -12,7 +12,6 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
 from dpbench import MODEL_SIZES, TRAINERS, SimpleBigModel, TrainerBase, get_random_dataloader
-from dpbench.core.case import ATTENTIONS
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.phases import observed_step
@@ -61,8 +60,10 @@ def update_of(name: str, model: nn.Module, batch: Batch, **options: float) -> Te
     return before - flat([p.detach() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", DP_TRAINERS)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*((name, "sdpa") for name in DP_TRAINERS), ("dpsgd", "dp_mha"), ("fused", "dp_mha")],
+)
 def test_without_noise_the_update_is_the_mean_of_clipped_per_example_gradients(
     name: str, attention: str, batch: Batch
 ) -> None:
@@ -94,16 +95,6 @@ def test_per_layer_clipping_clips_each_parameters_gradient_to_its_share(
     assert (update - expected).norm() < 3e-5 * expected.norm()
     flatly = clipped_mean(examples, threshold)
     assert (update - flatly).norm() > 0.01 * flatly.norm()
-
-
-@pytest.mark.parametrize("name", [*DP_TRAINERS, PER_LAYER[0]])
-def test_without_noise_or_clipping_every_trainer_does_what_the_standard_one_does(
-    name: str, batch: Batch
-) -> None:
-    model = tiny_model()
-    expected = update_of("standard", model, batch)
-    update = update_of(name, model, batch, noise_multiplier=0.0, max_grad_norm=1e6)
-    assert (update - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("name", [*DP_TRAINERS, PER_LAYER[0]])
