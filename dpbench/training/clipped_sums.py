@@ -20,7 +20,7 @@ from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
 from dpbench.training.correlated_noise import NOISES, CorrelatedNoise
 from dpbench.training.kernels import weighted_sum
 from dpbench.training.norms import GhostNorms, clipping_factors, rounded_down, total
-from dpbench.training.parallel import broadcast_parameters, own_generator, own_part, rank_and_ranks
+from dpbench.training.parallel import broadcast_parameters, own_generator, own_share, rank_and_ranks
 from dpbench.training.phases import phase
 from dpbench.training.refusals import ONLY_GHOST, ModelSnapshot, check_layers
 
@@ -56,8 +56,8 @@ def one_buffer(
     sizes = [-(-ranks * shard_size(p, ranks) // ALIGNED) * ALIGNED for p in parameters]
     first = parameters[0]
     flat = torch.empty(sum(sizes), dtype=dtype or first.dtype, device=first.device)
-    parts = zip(parameters, flat.split(sizes), strict=True)
-    return Buffer(flat, {p: part[: p.numel()].view(p.shape) for p, part in parts}, number)
+    pieces = zip(parameters, flat.split(sizes), strict=True)
+    return Buffer(flat, {p: piece[: p.numel()].view(p.shape) for p, piece in pieces}, number)
 
 
 def shard_size(parameter: Tensor, ranks: int) -> int:
@@ -143,11 +143,11 @@ class Sums:
         """Add to the sums of many small parameters, with few kernel launches."""
         places = [self._place(parameter) for parameter in totals]
         is_first = [self._is_first(parameter) for parameter in totals]
-        parts = [*totals.values()]
+        pieces = [*totals.values()]
         for combine, first in ((torch._foreach_copy_, True), (torch._foreach_add_, False)):
             chosen = [n for n, each in enumerate(is_first) if each is first]
             if chosen:
-                combine([places[n] for n in chosen], [parts[n] for n in chosen])
+                combine([places[n] for n in chosen], [pieces[n] for n in chosen])
 
     def add_written(self, parameter: Tensor, write: Callable[[Tensor], object]) -> None:
         """Add to the sum of a parameter the numbers that ``write`` writes into a flat tensor.
@@ -304,13 +304,13 @@ class KeptGradients:
         self._joined: list[tuple[list[Tensor], Tensor]] = []
         for dtype in dict.fromkeys(each.dtype for each in small.values()):
             alike = [p for p, each in small.items() if each.dtype == dtype]
-            parts = [(each := small.pop(p)).reshape(len(each), p.numel()) for p in alike]
-            rest = -sum(part.shape[1] for part in parts) % ROW
-            parts.append(parts[0].new_zeros(len(parts[0]), rest))
-            self._joined.append((alike, torch.cat(parts, 1)))
+            pieces = [(each := small.pop(p)).reshape(len(each), p.numel()) for p in alike]
+            rest = -sum(piece.shape[1] for piece in pieces) % ROW
+            pieces.append(pieces[0].new_zeros(len(pieces[0]), rest))
+            self._joined.append((alike, torch.cat(pieces, 1)))
 
     def squared_norms(self) -> list[Tensor]:
-        """Return for each part of the gradient the squared norms of all examples, ``[B]``."""
+        """Return for each piece of the gradient the squared norms of all examples, ``[B]``."""
         norms = GhostNorms()
         for (first, *_), samples in self._joined:
             norms.add_samples(samples.unflatten(1, (-1, ROW)), first.dtype)
@@ -325,9 +325,9 @@ class KeptGradients:
             total = samples.new_empty(samples.shape[1], dtype=parameters[0].dtype)
             weighted_sum(samples, factors, total)
             sizes = [parameter.numel() for parameter in parameters]
-            parts = total[: sum(sizes)].split(sizes)
-            totals = zip(parameters, parts, strict=True)
-            sums.add_many({parameter: part.view(parameter.shape) for parameter, part in totals})
+            pieces = total[: sum(sizes)].split(sizes)
+            totals = zip(parameters, pieces, strict=True)
+            sums.add_many({parameter: piece.view(parameter.shape) for parameter, piece in totals})
 
     def add_large(self, parameters: Collection[Tensor], factors: Tensor, sums: Sums) -> None:
         """Add the clipped gradients of the large parameters among ``parameters`` to ``sums``.
@@ -387,7 +387,7 @@ class Reduction:
         self._places = []
 
     def wait(self) -> Tensor:
-        """Return this rank's part of the sum. On a GPU, later kernels wait, but Python does not."""
+        """Return this rank's share of the sum. On a GPU, kernels wait, but Python does not."""
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
@@ -405,13 +405,13 @@ class Reduction:
         return [piece[: shape.numel()].view(shape) for shape, piece in shards]
 
 
-def as_gradient(part: Tensor, parameter: Any) -> Tensor:
-    """Convert a parameter's part of a sum into a gradient that the optimizer accepts."""
-    part = part.to(parameter.dtype)
+def as_gradient(piece: Tensor, parameter: Any) -> Tensor:
+    """Convert a parameter's piece of a sum into a gradient that the optimizer accepts."""
+    piece = piece.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
-        return part
+        return piece
     gradient: Tensor = DTensor.from_local(
-        part,
+        piece,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
@@ -439,7 +439,7 @@ class ClippedSumTrainer(TrainerBase):
     """Dtype of the sums; None for the dtype of the parameters."""
     draws_in_update = False
     """Whether the trainer adds noise after reductions even under DDP. If False, under DDP each rank
-    adds noise to a part of each sum before the sum is reduced."""
+    adds noise to its share of each sum before the sum is reduced."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -491,16 +491,15 @@ class ClippedSumTrainer(TrainerBase):
         """Return clipping factors ``[B]``.
 
         Args:
-            squared_norms: for each part of the gradient, such as a layer's part, the squared norms
-                of all examples, ``[B]``.
+            squared_norms: for each piece of the gradient, such as a layer's, the squared norms of
+                all examples, ``[B]``.
         """
         return clipping_factors(total(squared_norms), self.max_grad_norm)
 
     def reduce(self, buffer: Buffer) -> None:
         """Begin to reduce a complete buffer over the ranks.
 
-        Under DDP, each rank first adds noise to its part of the buffer, unless `draws_in_update` is
-        True.
+        Under DDP, each rank first adds noise to its share of the buffer, unless `draws_in_update`.
         """
         if self.parallel == "ddp" and not self.draws_in_update:
             with phase("noise"):
@@ -512,7 +511,7 @@ class ClippedSumTrainer(TrainerBase):
     def make_private(self, gradient: Tensor, number: int) -> None:
         """Add noise to a sum of clipped gradients, and divide the sum by the batch size.
 
-        Under DDP, this rank adds noise only to its part of the sum.
+        Under DDP, this rank adds noise only to its share of the sum.
 
         Args:
             gradient: the sum, changed in place.
@@ -521,7 +520,7 @@ class ClippedSumTrainer(TrainerBase):
         # The deviation is not passed to `add_` as ``alpha``, because a CPU rounds ``alpha`` to the
         # gradients' dtype. In bf16 the noise could be up to 0.4 % too small.
         if deviation := self.noise_multiplier * self.max_grad_norm:
-            own = own_part(gradient) if self.parallel == "ddp" else gradient
+            own = own_share(gradient) if self.parallel == "ddp" else gradient
             if len(self.noise_weights) > 1:
                 own.add_(self.correlated.draw(own, deviation, number, self.generator))
             else:
@@ -548,8 +547,8 @@ class ClippedSumTrainer(TrainerBase):
         """Let the optimizer step with the noisy mean gradients."""
         with phase("optimizer"):
             for each in reductions:
-                for parameter, part in zip(each.parameters, each.views(each.wait()), strict=True):
-                    parameter.grad = as_gradient(part, parameter)
+                for parameter, piece in zip(each.parameters, each.views(each.wait()), strict=True):
+                    parameter.grad = as_gradient(piece, parameter)
             self.plain_optimizer.step()
             self.plain_optimizer.zero_grad(set_to_none=True)
 

@@ -76,12 +76,7 @@ def same(one: Tensor, other: Tensor, tolerance: float = 1e-4) -> bool:
 
 
 @pytest.mark.parametrize("trainer", ALL_TRAINERS)
-def test_micro_batches_add_up_to_the_update_of_the_whole_batch(trainer: str) -> None:
-    assert same(update_of(trainer, micro_batches=3), update_of(trainer))
-
-
-@pytest.mark.parametrize("trainer", ALL_TRAINERS)
-def test_a_second_step_of_micro_batches_begins_anew(trainer: str) -> None:
+def test_steps_of_micro_batches_are_those_of_whole_batches(trainer: str) -> None:
     def two_steps(**options: int) -> Tensor:
         fixed = {"noise_multiplier": 0.0, "learning_rate": 0.1}
         made = TRAINERS[trainer](small(), batch_size=6, **fixed, **options)

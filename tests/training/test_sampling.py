@@ -53,7 +53,7 @@ def steps_of(trainer: str, parts: int) -> tuple[list[float], torch.Tensor]:
     return losses, parameters(made)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "trainer", [*PRIVATE, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)]
 )
