@@ -508,6 +508,11 @@ class ClippedSumTrainer(TrainerBase):
         if self.parallel == "fsdp2" and len(self._reductions) > AT_ONCE:
             self._reductions[-1 - AT_ONCE].wait()  # frees the buffer that was sent
 
+    def reduce_all(self, buffers: Iterable[Buffer]) -> None:
+        """Call `reduce` for each buffer. Afterwards, no local variable keeps a buffer in memory."""
+        for buffer in buffers:
+            self.reduce(buffer)
+
     def make_private(self, gradient: Tensor, number: int) -> None:
         """Add noise to a sum of clipped gradients, and divide the sum by the batch size.
 
@@ -529,8 +534,7 @@ class ClippedSumTrainer(TrainerBase):
 
     def update(self) -> None:
         """Turn the sums into noisy means, and let the optimizer step with these means."""
-        for buffer in self.take_sums().finish():
-            self.reduce(buffer)
+        self.reduce_all(self.take_sums().finish())
         reductions, self._reductions = self._reductions, []
         self.noisy_step(reductions)
 

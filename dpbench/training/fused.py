@@ -263,8 +263,7 @@ class FusedTrainer(ClippedSumTrainer):
             losses.append(loss.detach())
             del loss  # the loss's graph keeps layers' inputs in memory
             with phase("clip"):
-                for buffer in self.clipped(last):
-                    self.reduce(buffer)
+                self.reduce_all(self.clipped(last))
         self.update()
         return mean_of(losses, self.sizes)
 
