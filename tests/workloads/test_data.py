@@ -60,8 +60,8 @@ def test_the_seed_alone_decides_the_tokens() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     loader = get_random_dataloader(**SHAPE)
-    first = list(loader)
     assert torch.equal(torch.get_rng_state(), before)
+    first = list(loader)
     torch.manual_seed(2)
     with torch.device("meta"):
         again = get_random_dataloader(**SHAPE, device="cpu")
