@@ -20,8 +20,8 @@ from dpbench.commands.step import write_report
 from dpbench.core.case import USUAL
 from dpbench.instruments.torch_profiler import profile_folder as profile_files
 from dpbench.instruments.torch_profiler import trace
-from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
+from dpbench.instruments.torch_profiler.profiling import operator_tables
 from dpbench.results.outcome import Outcome
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from dpbench.advice.least_bytes import of_rank
 from dpbench.advice.memory import largest_batch, needed
 from dpbench.advice.predict import predict
 from dpbench.core.case import BASELINE_TRAINER, Case
-from dpbench.core.case_names import locate, resolve
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.registry import TRAINERS
+from dpbench.core.registry import TRAINERS, locate, resolve
 from dpbench.results.roofline import Roofs, find_card, reachable
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.summary import of_one_instrument

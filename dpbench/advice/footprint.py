@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 from dpbench.advice.least_bytes import norm_reads
 from dpbench.child.failures import CaseRefused
 from dpbench.child.task import Task
-from dpbench.core.case import BASELINE_TRAINER, TRANSFORMER, Case
-from dpbench.core.case_names import is_builtin
+from dpbench.core.case import BASELINE_TRAINER, TRANSFORMER, Case, lora_rank
 from dpbench.core.errors import ConfigurationError, DpbenchError
-from dpbench.core.model_size import lora_rank
+from dpbench.core.registry import is_builtin
 from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.processes import at_once, cores
@@ -171,8 +170,11 @@ class Counts(Logical):
 
     def of_step(self, case: Case, layers: int) -> Count:
         """Count a step of a case. `Count` describes ``layers``."""
-        counter, (ways, in_graphs), _ = self.counted(
+        from dpbench.instruments.logical.case_count import counted  # imports torch
+
+        counter, (ways, in_graphs), _ = counted(
             case,
+            self.active,
             lambda trainer: (
                 dict(Counter(getattr(trainer, "ways", {}).values())),
                 trainer.in_graphs,

@@ -26,8 +26,8 @@ def norm_reads(case: Case) -> int:
     from torch.utils import _pytree as pytree
 
     from dpbench.child.build import build
+    from dpbench.instruments.logical.case_count import untouched_torch
     from dpbench.instruments.logical.counter import without_data
-    from dpbench.instruments.logical.logical import untouched_torch
 
     case = replace(of_rank(case), activation_checkpointing="off")
     passing: Counter[torch.nn.Module] = Counter()

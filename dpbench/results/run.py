@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.core.case import AXES
-from dpbench.core.files import printable, read_file
-from dpbench.core.metric import Metric
-from dpbench.core.metrics import METRICS
+from dpbench.core.files import printable
+from dpbench.core.metrics import METRICS, Metric
 from dpbench.core.subject import Subject, subject_from
 from dpbench.results.outcome import (
     COMPLETE,
@@ -53,7 +52,7 @@ class Run:
     def load(cls, path: Path) -> Run:
         """Read and check the file of a saved run, or a file that ``--dpbench-json`` wrote."""
         with naming(path):
-            data = read_file(path)
+            data = path.read_bytes()
         return cls.parse(data, path)
 
     @classmethod

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpbench.child.build import workload_of
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
+from dpbench.core.registry import resolve
 from dpbench.training.base import Batch
 from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check
 from dpbench.verify.noise import check_noise

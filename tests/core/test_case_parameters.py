@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from dpbench.commands.case_arguments import chosen_case
 from dpbench.commands.cli import build_parser
-from dpbench.core.case import PRECISIONS, Case
-from dpbench.core.case_names import import_named, resolve
+from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.names import joined, parted
-from dpbench.core.registry import TRAINERS
+from dpbench.core.registry import TRAINERS, import_named, resolve
 from tests.core.test_case import CELL, refusal
 
 # --- parameters of other workloads -----------------------------------------------------------
@@ -42,7 +41,7 @@ def with_parameters(parameters: dict[str, object], precision: str) -> Case | Non
         return None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(PARAMETERS, PARAMETERS), min_size=2, max_size=6))
 def test_trainers_with_other_parameters_share_neither_id_nor_report(
     given_: list[tuple[dict[str, object], dict[str, object]]],
@@ -85,11 +84,6 @@ def test_name_without_parameters_is_in_id_and_report_as_it_was() -> None:
     assert case.id == "dpsgd-bs8-seq256-1b-fp32-optimizer=adamw-trainable=lora:8"
     folder = "1b-fp32-optimizer=adamw-trainable=lora@3A8"
     assert case.report_path == Path(folder, "report_dpsgd_bs8_seq256.ncu-rep")
-
-
-def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
-    case = Case("mine:a=1_bs4_seq8", 8, 256)
-    assert case.report_path.name == "report_mine@3Aa=1_bs4_seq8_bs8_seq256.ncu-rep"
 
 
 @pytest.mark.parametrize(
@@ -199,19 +193,6 @@ def test_workload_may_have_its_parameters_in_its_name() -> None:
     case = Case("dpsgd", 8, workload="layer:width=64", set={"length": 3})
     assert case == Case("dpsgd", 8, workload="layer", set="width=64,length=3")
     assert case.id == "dpsgd-bs8-layer,length=3,width=64-fp32"
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(PARAMETERS, st.sampled_from(PRECISIONS)), min_size=2, max_size=6))
-def test_cases_with_other_parameters_share_neither_id_nor_report(
-    given_: list[tuple[dict[str, object], str]],
-) -> None:
-    cases = {case for each in given_ if (case := with_parameters(*each))}
-    assert len({case.id for case in cases}) == len({case.report_path for case in cases})
-    assert len({case.id for case in cases}) == len(cases)
-    for case in cases:
-        assert case.id.isprintable()
-        assert with_parameters(case.parameters, case.precision) == case
 
 
 @pytest.mark.parametrize("value", [" ", "two\nlines", "a,b", ""])

@@ -19,11 +19,10 @@ from dpbench.child.build import build, smoke_test
 from dpbench.child.case import run_case
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
-from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
+from dpbench.core.case import Case, ModelSize
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
-from dpbench.core.model_size import ModelSize
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing, TimingRecorder
 from dpbench.training.base import Batch, mean_cross_entropy

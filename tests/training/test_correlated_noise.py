@@ -78,7 +78,7 @@ def test_noise_drawn_again_moves_seeds_alone(bands: int) -> None:
 
 def resolve_model() -> nn.Module:
     from dpbench import SimpleBigModel
-    from dpbench.core.model_size import ModelSize
+    from dpbench.core.case import ModelSize
 
     return SimpleBigModel(ModelSize(50, 64, 1, 2), max_seq_len=8)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
-from dpbench.core.model_size import ModelSize
+from dpbench.core.case import ModelSize
 from dpbench.training.base import Batch
 from dpbench.training.gradient_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.noisy_updates import noisy_mean

@@ -1,4 +1,7 @@
-"""Finds and clears the folder of a profile, and makes rows and a TensorBoard log from traces."""
+"""Finds and clears the folder of a profile, and makes the rows and files that come from traces.
+
+The files are ``operators.txt``, made from PyTorch's tables of operators, and a TensorBoard log.
+"""
 
 from __future__ import annotations
 
