@@ -14,13 +14,15 @@ metrics without a definition.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
 
 from dpbench.core.errors import ConfigurationError, unknown
 
@@ -51,7 +53,7 @@ AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
 """Ways to aggregate several values into one value."""
 
 
-class Aggregation:
+class Aggregation(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag=True):
     """The source of a metric's values, and how values of steps and ranks are aggregated.
 
     Attributes:
@@ -64,8 +66,7 @@ class Aggregation:
     adds_up: ClassVar[bool] = True
 
 
-@dataclass(frozen=True)
-class Counters(Aggregation):
+class Counters(Aggregation, frozen=True):
     """A counted quantity. If ``names`` is not empty, the quantity is a sum of hardware counters.
 
     Args:
@@ -82,15 +83,13 @@ class Counters(Aggregation):
     less: str = ""
 
 
-@dataclass(frozen=True)
-class Sum(Aggregation):
+class Sum(Aggregation, frozen=True):
     """The sum of the metrics in ``parts``. Runs that lack one of them have no such sum."""
 
     parts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Share(Aggregation):
+class Share(Aggregation, frozen=True):
     """The first metric in ``parts`` divided by the second, if a run has both metrics."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "mean"}
@@ -99,15 +98,13 @@ class Share(Aggregation):
     parts: tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Timed(Aggregation):
+class Timed(Aggregation, frozen=True):
     """A time or rate. By default, tables show the median over steps and the maximum over ranks."""
 
     over: ClassVar[Mapping[str, Aggregate]] = {"repeat": "median", "rank": "max"}
 
 
-@dataclass(frozen=True)
-class Peak(Aggregation):
+class Peak(Aggregation, frozen=True):
     """A maximum over time, such as peak memory.
 
     The values of phases do not add up to the value of the step.
@@ -117,13 +114,10 @@ class Peak(Aggregation):
     adds_up: ClassVar[bool] = False
 
 
-AGGREGATIONS: dict[str, Callable[..., Aggregation]] = {
-    kind.__name__: kind for kind in (Counters, Sum, Share, Timed, Peak)
-}
+AGGREGATIONS = tuple(kind.__name__ for kind in (Counters, Sum, Share, Timed, Peak))
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
     """A quantity of a training step.
 
     Args:
@@ -155,7 +149,7 @@ class Metric:
     name: str
     header: str = ""
     by: tuple[str, ...] = ("ncu", "cupti")
-    how: Aggregation = Counters()
+    how: Counters | Sum | Share | Timed | Peak = msgspec.field(default_factory=Counters)
     repeats: Aggregate | None = None
     ranks: Aggregate | None = None
     nvprof: str = ""
@@ -216,17 +210,6 @@ class Metric:
     def over(self, column: str) -> Aggregate:
         """Return the aggregation over steps (``repeat``) or ranks (``rank``)."""
         return {"repeat": self.repeats, "rank": self.ranks}[column] or self.how.over[column]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain JSON types without default values, for `from_json`."""
-        how = {"kind": type(self.how).__name__, **_without_defaults(self.how)}
-        return _without_defaults(self) | {"how": how}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Metric:
-        """Return the metric that `as_json` described."""
-        how = _tuples(data["how"])
-        return cls(**_tuples(data) | {"how": AGGREGATIONS[how.pop("kind")](**how)})
 
     @property
     def _counted(self) -> Counters:
@@ -296,18 +279,6 @@ class Metric:
         """
         signs = {self._counted.less: -1}
         return self._counted.scale * sum(signs.get(n, 1) * counted[n] for n in self.counters)
-
-
-def _without_defaults(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults."""
-    return {f.name: v for f in fields(value) if (v := getattr(value, f.name)) != f.default}
-
-
-def _tuples(value: Any) -> Any:
-    """Convert the lists in JSON to tuples."""
-    if isinstance(value, dict):
-        return {name: _tuples(each) for name, each in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 _UNIT = re.compile(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$")
@@ -403,7 +374,7 @@ class Metrics(Mapping[str, Metric]):
 
     def definitions(self, names: Collection[str]) -> list[dict[str, Any]]:
         """Return the metrics of `behind` as plain JSON types, to save them with a run."""
-        return [metric.as_json() for metric in self.behind(names)]
+        return [msgspec.to_builtins(metric) for metric in self.behind(names)]
 
     def had_by(self, instrument: str) -> list[Metric]:
         """Return the metrics that an instrument measures."""

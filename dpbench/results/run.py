@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from dpbench.core.case import AXES
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS, Metric
@@ -177,7 +179,7 @@ class Run:
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
         """The definitions of the run's metrics, or nothing in documents of older versions."""
-        return tuple(map(Metric.from_json, self.document.get("metrics", ())))
+        return msgspec.convert(self.document.get("metrics", ()), tuple[Metric, ...])
 
     @cached_property
     def frame(self) -> pd.DataFrame:

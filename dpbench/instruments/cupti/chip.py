@@ -215,18 +215,18 @@ class Configuration:
 # --- counting on a GPU ---------------------------------------------------------------------------
 
 
-def chip_of(library: Library, device: int, context: int) -> Chip:
+def chip_of(library: Library, index: int, context: int) -> Chip:
     """Return the chip of a GPU, with the counters that the GPU permits.
 
     While another process uses the counters, this retries for `BUSY_SECONDS`.
 
     Args:
         library: the loaded libcupti.
-        device: CUDA index of the GPU.
+        index: CUDA index of the GPU.
         context: handle of a CUDA context on the GPU.
     """
     library.initialize()
-    name = library.call("Device_GetChipName", deviceIndex=device).pChipName.decode()
+    name = library.call("Device_GetChipName", deviceIndex=index).pChipName.decode()
     patient_until = time.monotonic() + BUSY_SECONDS
     while True:
         try:

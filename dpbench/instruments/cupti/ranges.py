@@ -80,7 +80,7 @@ class Target:
 
     Attributes:
         library: the loaded libcupti.
-        device: CUDA index of the GPU.
+        index: CUDA index of the GPU.
         context: handle of the CUDA context.
         synchronize: waits for all work on the GPU.
         peers: whether this process sees several GPUs.
@@ -89,7 +89,7 @@ class Target:
     """
 
     library: Library
-    device: int
+    index: int
     context: int
     synchronize: Callable[[], None]
     peers: bool = False
@@ -106,10 +106,10 @@ class Target:
         torch.cuda.synchronize()  # makes torch's CUDA context current in this thread
         library = load_library()
         context = library.driver.current_context()
-        device, peers = torch.cuda.current_device(), torch.cuda.device_count() > 1
-        uuid = torch.cuda.get_device_properties(device).uuid
+        index, peers = torch.cuda.current_device(), torch.cuda.device_count() > 1
+        uuid = torch.cuda.get_device_properties(index).uuid
         crossed = payload_of(f"GPU-{uuid}") if peers else ()
-        return cls(library, device, context, torch.cuda.synchronize, peers, *crossed)
+        return cls(library, index, context, torch.cuda.synchronize, peers, *crossed)
 
 
 # --- CUPTI's range profiler ----------------------------------------------------------------------
@@ -280,7 +280,7 @@ class StepCounter:
         self._target = target
         most = max_ranges + [*rounds].count(False)
         self._open = partial(RangeProfiler, target.library, target.context, max_ranges=most)
-        self.chip = chip_of(target.library, target.device, target.context)
+        self.chip = chip_of(target.library, target.index, target.context)
         self.metrics = chosen(self.chip, names, peers=target.peers)
         self._dram = counters(metric for metric in self.metrics if metric.name in ALWAYS)
         groups = self.chip.spread(counters(self.metrics), self._dram)

@@ -34,7 +34,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from dpbench.instruments.logical import rules
-from dpbench.instruments.logical.memory import is_wrapper, parts, region_of, tensors
+from dpbench.instruments.logical.memory import data_tensors, is_wrapper, region_of, tensors
 from dpbench.instruments.logical.rules import KNOWN, arguments_of, operator_name, sent_bytes
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
@@ -212,7 +212,7 @@ def cost_by_subclass(
     used, made = [*tensors([*args, *kwargs.values()])], [*tensors(out)]
     if not any(map(is_wrapper, (*used, *made))):
         return cost(func, args, kwargs, out)
-    old, new = ({id(part) for each in all_ for part in parts(each)} for all_ in (used, made))
+    old, new = ({id(t) for each in all_ for t in data_tensors(each)} for all_ in (used, made))
     if new - old and not rules.is_free(func):
         raise UnsupportedOperation("a subclass of Tensor ran operators that were not seen")
     return Cost(0, 0, 0, 0)

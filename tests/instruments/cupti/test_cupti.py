@@ -26,7 +26,6 @@ from dpbench.instruments.cupti.ranges import MAX_RANGES
 from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
 from dpbench.launch.case_process import name_of
 from dpbench.results.rows import STEP
-from dpbench.results.summary import summary
 from dpbench.workloads.transformer import SimpleBigModel
 from tests.instruments.cupti.fake import FakeCupti, target
 from tests.programs import program
@@ -119,25 +118,6 @@ def test_tables_show_how_busy_the_gpu_was_and_say_that_a_step_waits(record: dict
     assert by_phase.cells == [["dpsgd", "40%", "40%"]]
     [rates] = [table for table in others if table.title.endswith("GB/s")]
     assert rates.cells
-
-
-def test_where_ncu_counted_too_the_tables_show_its_bytes(record: dict[str, Any]) -> None:
-    rows = list(cupti_rows(CASE, record))
-    by_ncu = [
-        replace(row, instrument="ncu", value=2 * row.value)
-        for row in rows
-        if row.metric.startswith("dram_")
-    ]
-    step = tables_of([*rows, *by_ncu])[0]
-    assert column(step, "DRAM total") == {"dpsgd": "20.0"}
-    both = CaseReport.of(CASE, [*rows, *by_ncu])
-    assert both.dram_bytes == both.phases.dram_bytes["forward"] == 20 * GB
-    assert both.value("gpu_busy_share") == pytest.approx(BUSY)
-    assert len(both.phases) == len(record["counted"][0])
-    every = summary(both.frame)
-    rates = every[every.kind == "throughput"]
-    by = {*zip(rates.instrument, rates.timed_by, strict=True)}
-    assert by == {("ncu", "cupti"), ("cupti", "cupti")}
 
 
 # --- its process ---------------------------------------------------------------------------------

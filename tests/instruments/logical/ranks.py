@@ -22,7 +22,6 @@ from dpbench.training.standard import StandardTrainer
 
 PAIRS = (
     ("standard", "ddp"),
-    ("standard", "fsdp2"),
     ("dpsgd", "ddp"),
     ("dpsgd_ghost", "fsdp2"),
     ("fused", "ddp"),

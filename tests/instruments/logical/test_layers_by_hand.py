@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from dpbench.instruments.logical.counter import RealTensorCounter, without_data
 from dpbench.instruments.logical.recorder import freeze_existing_objects
 from dpbench.training.phases import observed_step
-from dpbench.workloads.axes import choose_trainable
 from tests.instruments.logical.test_rules import E, Moved, cost, moved
 
 IMAGES = (2, 6, 8, 8)
@@ -140,34 +139,6 @@ def test_a_batch_norm_in_evaluation_reads_the_running_statistics(where: str) -> 
             "frozen": (E * (x + 2 * c), E * x),  # the input is only scaled: by weight and variance
         }[where]
     )
-
-
-@pytest.mark.parametrize("where", ASKED)
-def test_an_adapter_of_low_rank_is_five_products_and_two_sums(where: str) -> None:
-    n, i, o, r = 15, 6, 4, 2
-    x, y, w, h, down, up = n * i, n * o, o * i, n * r, r * i, o * r
-
-    def adapted() -> nn.Module:
-        model = nn.Sequential(nn.Linear(i, o))
-        choose_trainable(model, f"lora:{r}")
-        return model
-
-    make = adapted if where != "frozen" else lambda: adapted().requires_grad_(False)
-    with without_data() as counter:
-        model, asks_input = make(), where != "first"
-        batch = torch.zeros(n, i, requires_grad=asks_input)
-        with observed_step(counter):
-            out = model(batch)
-        assert moved(counter) == (E * (x + w + o + x + down + h + up + 2 * y), E * (3 * y + h))
-        gradient = torch.zeros(out.shape)
-        with observed_step(counter):
-            out.backward(gradient)
-    read, written = y + up, h  # outputs of the narrow layers
-    if where != "frozen":
-        read, written = read + (y + h) + (h + x), written + up + down
-    if asks_input:  # both gradients and their sum
-        read, written = read + (h + down) + (y + w) + 2 * x, written + 3 * x
-    assert moved(counter) == (E * read, E * written)
 
 
 @pytest.mark.parametrize("asks_image", [False, True])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opacus.grad_sample.linear import compute_linear_grad_sample, compute_linear_norm_sample
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -85,41 +84,6 @@ class TestLinearLayer:
         )
 
     @few
-    @linear_dimensions
-    def test_per_sample_gradients_write_a_weight_and_a_bias_for_each_example(
-        self, b: int, t: int, i: int, o: int
-    ) -> None:
-        layer = nn.Linear(i, o)
-
-        def work(x: Tensor, y: Tensor) -> None:
-            compute_linear_grad_sample(layer, [x], y)
-
-        x, y = b * t * i, b * t * o
-        weight, bias = Moved(E * (x + y), E * b * o * i), Moved(E * y, E * b * o)
-        assert cost(work, (b, t, i), (b, t, o)) == (
-            weight.read + bias.read,
-            weight.write + bias.write,
-        )
-
-    @few
-    @linear_dimensions
-    def test_ghost_norms_read_each_operand_once_and_make_gram_matrices(
-        self, b: int, t: int, i: int, o: int
-    ) -> None:
-        layer = nn.Linear(i, o)
-
-        def work(x: Tensor, y: Tensor) -> None:
-            compute_linear_norm_sample(layer, [x], y)
-
-        x, y, gram = b * t * i, b * t * o, b * t * t
-        weight = Moved(y + x + 2 * gram + 2 * b, 2 * gram + 3 * b)  # Gram matrices; clamp, root
-        bias = Moved(y + gram + 2 * b, gram + 3 * b)  # y's Gram matrix again, and its sum
-        assert cost(work, (b, t, i), (b, t, o)) == (
-            E * (weight.read + bias.read),
-            E * (weight.write + bias.write),
-        )
-
-    @few
     @given(b=dimension, i=dimension, o=dimension)
     def test_norms_and_clipping_each_read_all_per_sample_gradients(
         self, b: int, i: int, o: int
@@ -132,15 +96,6 @@ class TestLinearLayer:
 
         assert cost(norm, (b, o, i)) == (E * b * o * i, E * b)
         assert cost(clip, (b,), (b, o, i)) == (E * (b + b * o * i), E * o * i)
-
-    @few
-    @given(n=dimension, m=dimension)
-    def test_noise_is_written_then_added_then_scaled(self, n: int, m: int) -> None:
-        def work(summed: Tensor) -> None:
-            gradient = summed + torch.normal(0.0, 1.0, summed.shape)
-            gradient /= 8
-
-        assert cost(work, (n, m)) == (E * 3 * n * m, E * 3 * n * m)
 
 
 @pytest.mark.parametrize(

@@ -301,26 +301,6 @@ def test_what_a_subclass_runs_out_of_sight_is_not_counted_by_name() -> None:
     assert note.startswith(f"{NOT_COUNTED}: aten.mm: a subclass of Tensor ran operators that")
 
 
-def test_jagged_tensors_count_as_their_values() -> None:
-    def loop(nested: bool) -> Loop:
-        def step(model: nn.Module, optimizer: Any) -> None:
-            rows = [torch.ones(3, WIDTH), torch.ones(5, WIDTH)]
-            x = torch.nested.nested_tensor(rows, layout=torch.jagged) if nested else torch.cat(rows)
-            out = model(x)
-            (out.values() if nested else out).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return lambda: trained(step)
-
-    jagged, joined = (counted(loop(nested)) for nested in (True, False))
-    assert by_step(jagged) == by_step(joined) == [STEP_FLOPS] * 3
-    for phase in ("backward", "optimizer"):
-        moved = [by_step(each, phase, "logical_write_bytes") for each in (jagged, joined)]
-        assert moved[0][0] == pytest.approx(moved[1][0], rel=0.25)
-    assert not [note for note in jagged.notes if NOT_COUNTED in note]
-
-
 def branching(how: str) -> Loop:
     def loop() -> None:
         class Net(nn.Module):

@@ -10,7 +10,6 @@ import pytest
 from dpbench import Case, ConfigurationError, InstrumentError
 from dpbench.child.failures import CaseFailed
 from dpbench.child.messages import Steps
-from dpbench.core import gpu
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose, counters
 from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, diagnose, find_ncu
@@ -72,25 +71,6 @@ def test_metrics_of_the_command_line_reach_ncu() -> None:
         "sm__cycles_active.sum",
         "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
     ]
-
-
-def test_names_of_the_l2_reach_ncu_as_the_counters_of_the_chip(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = ["l2_read_throughput", "l2_served_bytes"]
-    settings = Settings(own={"ncu_path": sys.executable, "ncu_metrics": names})
-    monkeypatch.setattr(gpu, "chip_here", lambda: "GH100")
-    [instrument] = choose(["ncu"], settings)
-    assert isinstance(instrument, Ncu)
-    asked = instrument.profiler_command(CASE)
-    assert asked[asked.index("--metrics") + 1].split(",")[2:] == [
-        "lts__t_sectors_srcunit_tex_op_read.sum",
-        "lts__t_sectors.sum",
-        "lts__t_sectors_srcunit_ltcfabric.sum",
-    ]
-    monkeypatch.setattr(gpu, "chip_here", lambda: "")
-    with pytest.raises(ConfigurationError, match="no counters for l2_read_throughput"):
-        choose(["ncu"], settings)
 
 
 def test_a_list_of_no_metrics_is_refused() -> None:
