@@ -329,8 +329,8 @@ class Settings:
         given["own"] = {n: directory / v if isinstance(v, Path) else v for n, v in own}
         axes = {axis: values for axis in AXES if (values := given.pop(axis, None)) is not None}
         if given.get("disable"):
-            kept = ("own", "only", "skip", "disable", "grid", "baseline", "compare_fail")
-            given = {name: given[name] for name in kept}
+            used = ("own", "only", "skip", "disable", "grid", "baseline", "compare_fail")
+            given = {name: given[name] for name in used}
         return cls(of_pytest=of_pytest, directory=directory, axes=axes, **given)
 
     def option(self, name: str) -> str:

@@ -126,8 +126,8 @@ def operator_tables(
 
 def _without(events: EventList, calls: Collection[str]) -> EventList:
     """Return the events without CUDA calls and annotations."""
-    kept = [each for each in events if not each.is_user_annotation and each.key not in calls]
-    return EventList(kept, use_device=events._use_device, profile_memory=True, with_flops=True)
+    operators = [each for each in events if not each.is_user_annotation and each.key not in calls]
+    return EventList(operators, use_device=events._use_device, profile_memory=True, with_flops=True)
 
 
 def _bottlenecks(operators: EventList, column: str, steps: int, threshold: float) -> Iterator[str]:

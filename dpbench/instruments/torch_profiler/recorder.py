@@ -16,7 +16,7 @@ from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import Schedule
 from dpbench.child.recorder import NullListener, Recorder, device_and_torch, on_cuda
 from dpbench.core.subject import Subject
-from dpbench.instruments.torch_profiler import profile_folder, trace
+from dpbench.instruments.torch_profiler import profile_folder
 from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
 
@@ -89,7 +89,7 @@ class ProfileRecorder(Recorder):
         If TensorBoard is installed, a TensorBoard log is also written.
         """
         paths = [self.directory / f"trace_{cycle}.json.gz" for cycle in range(self.cycles)]
-        traces = [trace.read(path) for path in paths]
+        traces = [profile_folder.read_trace(path) for path in paths]
         tables: str = self.profiling.operator_tables(
             self._by_name,
             self._by_shape,
