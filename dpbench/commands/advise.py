@@ -29,11 +29,9 @@ from dpbench.advice.choice import MAX_BATCH, Advice, advise, parse_memory, with_
 from dpbench.commands.case_arguments import add_case, chosen_case, saved_run
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
-from dpbench.core.case_names import resolve_saved
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.option_fields import axis_help
-from dpbench.core.registry import TRAINERS
-from dpbench.core.settings import declare
+from dpbench.core.registry import TRAINERS, resolve_saved
+from dpbench.core.settings import axis_help, declare
 from dpbench.results.roofline import find_card, known_roofs
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Any
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
-from dpbench.core.case_names import locate
 from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
+from dpbench.core.registry import locate
 from dpbench.core.subject import Subject
 from dpbench.launch.fork_server import postpone
 from dpbench.show.layout import Table

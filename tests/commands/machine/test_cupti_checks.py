@@ -86,7 +86,7 @@ def test_a_chip_without_counters_of_bytes_is_no_failure(examined: Any) -> None:
 
 def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:
     error = {
-        "kind": "dpbench.instruments.counters.errors:CountersForbidden",
+        "kind": "dpbench.instruments.counters:CountersForbidden",
         "message": "this user may not read performance counters",
     }
     [found] = examined({"error": error})
