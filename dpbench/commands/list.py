@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from dpbench.core.case import AXES
 from dpbench.core.files import printable
@@ -60,3 +61,8 @@ def _status(run: Run) -> str:
     if run.status == INTERRUPTED and is_being_written(run.path):
         return "running"
     return run.verdict
+
+
+def saved_run(name: str, storage: Path) -> Run:
+    """Return a run by its path, or by the number or name that ``dpbench list`` shows."""
+    return Run.load(Storage(storage).find(name))

@@ -108,7 +108,7 @@ def slow(*ways: str) -> list[Any]:
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("how", ["thread", "fork", *slow("own thread", "pool", "worker")])
+@pytest.mark.parametrize("how", ["thread", *slow("fork", "own thread", "pool", "worker")])
 def test_work_of_other_threads_and_forks_is_noted_and_no_limit_passes_on_it(
     how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,17 +121,6 @@ def test_work_of_other_threads_and_forks_is_noted_and_no_limit_passes_on_it(
     assert main([*EXEC, LIMIT, "--compare=2", "train.py"]) == 1  # both lack it
     said = f"was not checked for train: {ELSEWHERE} in this session"
     assert said in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["loader", *slow("here", "nothing", "before")])
-def test_threads_that_call_no_operator_in_a_step_are_no_work(
-    how: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write("train.py", how)
-    assert main([*EXEC, "--save=one", "train.py"]) == 0
-    assert main([*EXEC, LIMIT, "train.py"]) == 0
-    assert "NOT COUNTED" not in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -183,35 +172,6 @@ def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
     assert json.loads(Path("run.json").read_text())["session"]["unjudged"] == []
 
 
-POISSON = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-class PoissonSampler:
-    def __iter__(self):
-        return iter([range(4 + number % 3) for number in range(6)])
-
-torch.manual_seed(0)
-model = torch.nn.Linear(6, 3)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for [batch] in DataLoader(TensorDataset(torch.randn(9, 6)), {how}):
-    model(batch).sum().backward()
-    optimizer.step()
-"""
-
-
-def test_times_of_poisson_batches_have_no_ratio_to_those_of_fixed_ones(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    timed = ["exec", "--instrument=timing", "--skip=1", "--steps=1"]
-    Path("plain.py").write_text(POISSON.format(how="batch_size=3"))
-    Path("train.py").write_text(POISSON.format(how="batch_sampler=PoissonSampler()"))
-    assert main([*timed, "--save=plain", "plain.py"]) == 0
-    assert main([*timed, "--baseline=1", "--json=run.json", "train.py"]) == 0
-    assert "only the script's batches differ in size" in capfd.readouterr().err
-    assert not json.loads(Path("run.json").read_text())["ratios"]
-
-
 EVALUATING = """
 import sys
 import torch
@@ -233,7 +193,7 @@ for step in range(8):
 """
 
 
-@pytest.mark.parametrize("every", [3, 4])
+@pytest.mark.parametrize("every", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_operators_and_memory_are_of_all_counted_steps_and_what_changed_is_listed(
     every: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

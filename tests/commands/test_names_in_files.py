@@ -41,11 +41,9 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("axis", "named"),
     [
         ("model", "named_by_a_file:X"),
-        ("workload", "named_by_a_file:X"),
         ("workload", f"{SHELL}:args=touch ran,shell=true"),
         ("workload", "short=named_by_a_file:X"),
         ("trainer", "named_by_a_file:X"),
-        ("trainer", f"{SHELL}:args=touch ran,shell=true"),
         ("optimizer", "named_by_a_file:X"),
         ("optimizer", "torch.hub:load:repo_or_dir=.,source=local"),
         ("set", f"workload={SHELL}"),

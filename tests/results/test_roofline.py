@@ -21,7 +21,7 @@ from dpbench.results.roofline import (
 )
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.summary import summary, to_frame
-from dpbench.show.kernels import roofline_tables
+from dpbench.show.roofline import roofline_tables
 
 HERE = "Card"
 ROOFS = Roofs(HERE, (HERE,), 1e12, {"fp32": 1e13, "tf32": 1e14, "bf16": 2e14}, "a test")

@@ -11,7 +11,7 @@ from dpbench.core.case import Case
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.show.html import ranks
+from dpbench.show.html import charts
 from dpbench.show.html.data import PageData
 from dpbench.show.html.figures import PHASE_COLOURS
 from dpbench.show.html.page import draw, render
@@ -35,7 +35,7 @@ def waited(rank: int, seconds: float, repeat: int) -> Measurement:
 
 def test_what_a_rank_sends_is_drawn_by_phase() -> None:
     outcomes = [count(case) for case in (SENDING.baseline, SENDING)]
-    chart = ranks.sent(material(*outcomes))
+    chart = charts.sent(material(*outcomes))
     assert chart
     [figure] = chart.panels.values()
     by_phase = {
@@ -55,7 +55,7 @@ def test_what_a_rank_sends_is_drawn_by_phase() -> None:
 def test_each_rank_has_a_bar_of_its_time_in_collectives() -> None:
     times = [(0, 0.030, 0), (0, 0.050, 1), (1, 0.010, 0), (1, 0.030, 1)]
     rows = tuple(waited(*each) for each in times)
-    chart = ranks.waits(material(Outcome(SENDING, rows, instruments=("torch_profiler",))))
+    chart = charts.waits(material(Outcome(SENDING, rows, instruments=("torch_profiler",))))
     assert chart
     [figure] = chart.panels.values()
     shown = {name: pytest.approx(each) for name, each in bars(figure).items()}

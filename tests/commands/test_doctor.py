@@ -1,10 +1,12 @@
-"""Checks of what is installed and attached, on the machine that runs the tests."""
+"""``dpbench doctor``: its checks of the machine that runs the tests, and its command."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import select
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -12,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench.commands.machine import checks
-from dpbench.commands.machine.calibration import FAILED, OK, WARNING, Diagnosis
-from dpbench.commands.machine.checks import Check
+from dpbench import ConfigurationError
+from dpbench.child.failures import CaseFailed, CaseTimedOut
+from dpbench.commands import doctor
+from dpbench.commands.cli import main
+from dpbench.commands.doctor import FAILED, OK, WARNING, Check, Diagnosis, examine
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
 from dpbench.instruments.ncu.ncu import NcuNotFound
@@ -36,11 +40,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [H200])
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: [H200])
 
 
 def test_packages_are_listed_with_their_versions() -> None:
-    found = only(checks.packages)
+    found = only(doctor.packages)
     assert found.status == OK
     assert f"python {platform.python_version()}" in found.detail
     for name in ("torch", "opacus", "pytest", "pytest-xdist", "pandas", "ncu-report", "nvtx"):
@@ -52,7 +56,7 @@ def test_what_is_missing_or_too_old_is_named_with_the_command_that_helps(
 ) -> None:
     required = ["torch>=99", "no-such-package>=1", "hypothesis>=99; extra == 'test'", "pytest>=8"]
     monkeypatch.setattr(metadata, "requires", lambda _: required)
-    *wrong, listed = checks.packages(Settings())
+    *wrong, listed = doctor.packages(Settings())
     assert listed.status == OK
     assert "pytest" in listed.detail
     assert [(f.status, f.remedy) for f in wrong] == [
@@ -64,14 +68,14 @@ def test_what_is_missing_or_too_old_is_named_with_the_command_that_helps(
 
 
 def test_logical_counting_really_counts() -> None:
-    found = only(checks.logical_counting)
+    found = only(doctor.logical_counting)
     assert found.status == OK
     assert "dpsgd" in found.detail
 
 
 def test_a_report_directory_that_is_missing_is_not_made(tmp_path: Path) -> None:
     wanted = tmp_path / "deep" / "down"
-    found = only(checks.directories, Settings(ncu_dir=wanted))
+    found = only(doctor.directories, Settings(ncu_dir=wanted))
     assert found.status == OK
     assert not (tmp_path / "deep").exists()
     assert not list(tmp_path.iterdir())
@@ -81,18 +85,12 @@ def test_a_report_directory_that_is_missing_is_not_made(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(Exception, match="cannot be written"):
-        only(checks.directories, Settings(ncu_dir=tmp_path))
-
-
-def test_a_file_in_the_place_of_the_report_directory_fails(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Exception, match="file"):
-        only(checks.directories, Settings(ncu_dir=tmp_path / "file"))
+        only(doctor.directories, Settings(ncu_dir=tmp_path))
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_the_check_says_why_and_what_works_anyway() -> None:
-    found = only(checks.gpu)
+    found = only(doctor.gpu)
     assert found.status == FAILED
     assert "CUDA_VISIBLE_DEVICES is ''" in found.detail
     assert "logical bytes can be counted" in found.remedy
@@ -100,34 +98,27 @@ def test_without_a_gpu_the_check_says_why_and_what_works_anyway() -> None:
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_gpu_is_named_with_memory_and_driver() -> None:
-    found = only(checks.gpu)
+    found = only(doctor.gpu)
     assert found.detail == "NVIDIA H200, 150.8 GB, driver 580.159.04, GPU-0"
 
 
 def test_another_process_on_the_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [replace(H200, processes=(17, 42))])
-    _, found = checks.gpu(Settings())
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: [replace(H200, processes=(17, 42))])
+    _, found = doctor.gpu(Settings())
     assert (found.status, found.detail) == (WARNING, "GPU-0 is used by process 17, 42")
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_torch_without_cuda_is_right_where_there_is_no_gpu() -> None:
-    found = only(checks.torch)
-    assert found.status == OK
-    assert torch.__version__ in found.detail
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_torch_that_cannot_use_the_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = only(checks.torch)
+    found = only(doctor.torch)
     assert found.status == FAILED
     assert "cannot use the GPU" in found.detail
 
 
 def test_a_missing_ncu_fails() -> None:
     with pytest.raises(NcuNotFound):
-        only(checks.ncu, Settings(own={"ncu_path": "/nowhere/ncu"}))
+        only(doctor.ncu, Settings(own={"ncu_path": "/nowhere/ncu"}))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +131,7 @@ def test_a_missing_ncu_fails() -> None:
 )
 def test_ncu_is_named_with_its_version(says: str, status: str, words: str, tmp_path: Path) -> None:
     path = str(program(tmp_path / "ncu", f"print({says!r})"))
-    found = only(checks.ncu, Settings(own={"ncu_path": path}))
+    found = only(doctor.ncu, Settings(own={"ncu_path": path}))
     assert found.status == status
     assert words in found.detail
     assert path in found.detail
@@ -156,8 +147,74 @@ def test_a_hung_ncu_is_ended_with_its_processes(
     path.write_text(f"#!/bin/sh\nexec 9>'{tmp_path}/alive'\nsleep 100\n")
     path.chmod(0o755)
     monkeypatch.setattr(processes, "ANSWER_SECONDS", 0.3)
-    assert only(checks.ncu, Settings(own={"ncu_path": str(path)})).status == FAILED
+    assert only(doctor.ncu, Settings(own={"ncu_path": str(path)})).status == FAILED
     readable, _, _ = select.select([alive], [], [], 30)
     assert readable, "a process still holds the pipe open"
     assert os.read(alive, 1) == b""
     os.close(alive)
+
+
+def works(setup: Settings) -> Iterator[Diagnosis]:
+    yield Diagnosis("works", OK, "fine")
+
+
+def falls_over(setup: Settings) -> Iterator[Diagnosis]:
+    yield Diagnosis("falls over", OK, "so far")
+    raise ZeroDivisionError("in a driver")
+
+
+def test_what_breaks_one_check_hides_no_other() -> None:
+    found = list(examine(Settings(), [works, falls_over, works]))
+    assert [(f.check, f.status) for f in found] == [
+        ("works", OK),
+        ("falls over", OK),
+        ("falls over", FAILED),
+        ("works", OK),
+    ]
+    assert found[2].detail == "ZeroDivisionError: in a driver"
+
+
+def test_the_finding_of_an_error_keeps_its_remedy_apart() -> None:
+    error = CaseTimedOut("ncu did not finish within 9 s", log=Path("dir/x.log"))
+    found = Diagnosis.from_error("profiling", error)
+    assert found.detail == "ncu did not finish within 9 s (log: dir/x.log)"
+    assert found.remedy == CaseTimedOut.remedy
+
+
+def test_an_error_without_a_remedy_is_told_whole() -> None:
+    assert Diagnosis.from_error("x", CaseFailed("it fell over")).detail == "it fell over"
+    assert Diagnosis.from_error("x", ConfigurationError("no; not so")).detail == "no; not so"
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_without_a_gpu_it_fails_and_says_what_works(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["doctor", "--json", "--ncu-path", "/nowhere/ncu"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    status = {finding["check"]: finding["status"] for finding in said["findings"]}
+    assert said["ok"] is False
+    assert {check for check, found in status.items() if found == "failed"} == {"gpu", "ncu"}
+    assert status["logical counting"] == "ok"
+    assert status["ncu calibration"] == "warning"
+    assert all(f["remedy"] for f in said["findings"] if f["status"] == "failed")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_failure_is_exit_code_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine = Diagnosis("gpu", OK, "there"), Diagnosis("ncu", "warning", "new", "upgrade")
+    monkeypatch.setattr("dpbench.commands.doctor.examine", lambda _: iter(fine))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok      gpu                  there",
+        "warning ncu                  new",
+        "                           > upgrade",
+    ]
