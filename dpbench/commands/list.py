@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a line for each saved run."""
-    runs, skipped = Storage(options.storage).listing()
+    storage = Storage(options.storage)
+    runs, skipped = storage.listing()
     for line in skipped:
         print(printable(f"dpbench list: {line}"), file=sys.stderr)
     headers = ["number", "name", "device", "started (UTC)", "cases ok", "status"]

@@ -21,6 +21,7 @@ from dpbench.core.subject import Script, Subject, samples_poisson, subject_from
 from dpbench.results.kernels import ADDED_UP, KernelCount
 from dpbench.results.rows import (
     COLUMNS,
+    IDENTITY,
     NO_HARDWARE,
     NUMBER,
     OF_CASE,
@@ -436,6 +437,20 @@ def _check_unique(rows: pd.DataFrame, keys: list[str]) -> None:
     what = f"{row.metric}@{row.phase} of {row.case.id} by {row.instrument}"
     columns = ", ".join(differ) or "nothing but their value"
     raise ValueError(f"{len(same)} rows of {what} differ in {columns}")
+
+
+def steps_by_rank(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of whole steps of a long table, with the time that each rank ``waited``.
+
+    A rank waits in collectives: it is the time of its collectives minus the smallest time of any
+    rank, summed over phases, which is a lower bound.
+    """
+    spent = frame[(frame.metric == "communication_seconds") & (frame.phase != STEP)]
+    without_rank, without_phase = ([c for c in IDENTITY if c != lost] for lost in ("rank", "phase"))
+    least = spent.groupby(without_rank, sort=False).value.transform("min")
+    waited = spent.assign(metric="waited", value=spent.value - least)
+    whole = waited.groupby(without_phase, sort=False, as_index=False).agg({"value": "sum"})
+    return pd.concat([frame[frame.phase == STEP], whole])
 
 
 # --- kernels ---------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from dpbench.show.profile import kernel_tables, recorded_tables
 from dpbench.show.tables import tables
 from dpbench.show.view import TableOptions
 
-Output = Callable[[Sequence[Run], "TableOptions"], str | bytes]
+Output = Callable[[Sequence[Run], TableOptions], str | bytes]
 
 
 def write_output(kind: str, path: Path, runs: Sequence[Run], view: TableOptions) -> None:
@@ -63,9 +63,6 @@ def json_document(runs: Sequence[Run], view: TableOptions) -> str:
 
 def markdown_tables(runs: Sequence[Run], view: TableOptions) -> str:
     """Return the tables of each run. For an interrupted run, a line counts the missing cases."""
-    from dpbench.show.layout import as_markdown
-    from dpbench.show.outputs import summary_tables
-
     text = ""
     for run in runs:
         missing = run.cases_asked - len({outcome.case for outcome in run.outcomes})
@@ -87,8 +84,6 @@ def csv_rows(runs: Sequence[Run], view: TableOptions) -> str:
     one step. An apostrophe is put before a text that a spreadsheet would run as a formula, as
     OWASP's "CSV Injection" advises.
     """
-    import pandas as pd
-
     rows = [row for run in runs for row in run.document["rows"]]
     frame = pd.DataFrame(rows, columns=COLUMNS, dtype=object)
     outcomes = [outcome for run in runs for outcome in run.outcomes]

@@ -15,8 +15,14 @@ from dpbench.core.metrics import METRICS
 from dpbench.results.kernels import KernelCount, category, short_name
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import Roofs, known_roofs
-from dpbench.results.rows import IDENTITY, NO_HARDWARE, STEP, Measurement
-from dpbench.results.summary import dram_bytes_of_step, kernel_table, summary, to_frame
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.results.summary import (
+    dram_bytes_of_step,
+    kernel_table,
+    steps_by_rank,
+    summary,
+    to_frame,
+)
 from dpbench.show.layout import Shown, Table, as_text, gigabytes, milliseconds
 from dpbench.show.tables import titled
 
@@ -51,13 +57,6 @@ def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
 
 def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
     """Yield a table by rank for each case with recorded collectives on several ranks."""
-    steps = frame[frame.phase == STEP]
-    spent = frame[(frame.metric == "communication_seconds") & (frame.phase != STEP)]
-    without_rank, without_phase = ([c for c in IDENTITY if c != lost] for lost in ("rank", "phase"))
-    least = spent.groupby(without_rank, sort=False).value.transform("min")
-    waited = spent.assign(metric="waited", value=spent.value - least)
-    whole = waited.groupby(without_phase, sort=False, as_index=False).agg({"value": "sum"})
-    rows = pd.concat([steps, whole])
     columns: dict[str, Shown] = {
         "rank": ("rank", str),
         "CPU\nms": ("cpu_time_seconds", milliseconds),
@@ -65,7 +64,7 @@ def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
         "exposed\nms": ("exposed_communication_seconds", milliseconds),
         "waited\nms": ("waited", milliseconds),
     }
-    for title, of_case in titled(rows, AXES):
+    for title, of_case in titled(steps_by_rank(frame), AXES):
         wide = of_case.pivot_table(index="rank", columns="metric", values="value")
         if "waited" in wide and len(wide) > 1:
             yield Table.of(f"{title}: by rank, per step", wide.reset_index(), columns, [WAITED])

@@ -44,7 +44,7 @@ def test_no_module_there_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "executed" not in done.stdout + done.stderr
 
 
-@pytest.mark.repeats
+@pytest.mark.slow
 def test_a_module_there_does_not_shadow_one_of_a_cases_process(tmp_path: Path) -> None:
     for module in ("typing", "ast", "json", "socket", "numpy", "tabulate"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('executed')")

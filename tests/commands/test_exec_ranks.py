@@ -20,20 +20,10 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.subject import Script
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
-from tests.commands.scripts import TRAINING
 
 UNCOLLECTED = """
 import gc
 gc.disable()  # a quarter of the time of imports is the collector's
-"""
-
-QUICK = f"""{UNCOLLECTED}
-import sys
-from types import SimpleNamespace
-# The first optimizer imports the compiler, which takes as long as all the rest of PyTorch.
-def as_it_is(function, *_, **options):
-    return function
-sys.modules["torch._dynamo"] = SimpleNamespace(disable=as_it_is, graph_break=lambda: None)
 """
 
 PRIVATE = f"""{UNCOLLECTED}
@@ -131,8 +121,6 @@ def test_a_script_alone_that_hangs_says_where_it_was(capfd: pytest.CaptureFixtur
     assert "waits: did not finish within 0.5 s: was in load (waits.py:4)" in capfd.readouterr().err
     assert main(["exec", "--timeout=0", "waits.py"]) == 2
     assert "the time-out must be positive, not 0 s" in capfd.readouterr().err
-    Path("trains.py").write_text(QUICK + TRAINING)
-    assert main(["exec", "--instrument=timing", "--timeout=inf", "trains.py"]) == 0
 
 
 # --- what the first rank makes of all --------------------------------------------------------

@@ -73,10 +73,11 @@ def test_a_part_of_other_code_files_or_variables_is_measured_again(
 
     monkeypatch.setenv("PYTEST_OF", "another worker")  # what test runners set does not count
     assert resume() == (0, False)
-    monkeypatch.setenv("RESUMED_WIDTH", "as-long-as-secrets")
+    Path("config.json").write_text('{"number": 2}')
+    Path("copies.py").write_text("NUMBER = 0\n")  # which the trainer's module imports
     assert resume() == (0, True)
-    Path("config.json").write_text('{"number": 30}')
+    Path("copies.py").write_text("NUMBER = 30\n")
     assert resume() == (1, True)
-    Path("copies.py").write_text("NUMBER = 2\n")  # which the trainer's module imports
+    monkeypatch.setenv("RESUMED_WIDTH", "other")
     assert resume() == (1, True)
     assert resume() == (1, False)

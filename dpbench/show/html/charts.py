@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import pandas as pd
@@ -34,7 +33,6 @@ from dpbench.show.html.figures import (
     NAMES,
     NEUTRAL,
     PHASE_COLOURS,
-    RANK_COLOURS,
     Chart,
     Json,
     bar_chart,
@@ -468,12 +466,6 @@ def _icicle(boxes: dict[tuple[str, ...], float]) -> Json:
 
 # --- ranks -----------------------------------------------------------------------------------
 
-WAITS_NOTE = (
-    "A bar is the time between the beginning and the end of collectives on a rank. In this time "
-    "the rank moves data, or waits for ranks that begin later. The rank for which the other ranks "
-    "wait has the shortest bar."
-)
-
 
 def sent(data: PageData) -> Chart | None:
     """Draw the bytes that a rank sends to other ranks, by trainer, stacked by phase."""
@@ -491,27 +483,4 @@ def sent(data: PageData) -> Chart | None:
         "GB that a rank sends in a step (counted)",
         columns={f"{STEP}, GB": (STEP, gigabytes)},
         stacked=True,
-    )
-
-
-def waits(data: PageData) -> Chart | None:
-    """Draw the time of each rank in collectives, if a profiler recorded this time."""
-    frames = [run.frame.assign(run=run.name) for run in data.runs]
-    rows = pd.concat(frames, ignore_index=True)
-    rows = rows[(rows.metric == "communication_seconds") & (rows.phase == STEP)]
-    if rows.empty:
-        return None
-    rows = rows.assign(basis=MEASURED, title=titles(rows, data.summary))
-    names = {rank: f"rank {rank}" for rank in sorted(rows["rank"].unique())}
-    means = rows.groupby([*KEYS, "rank"], sort=False, as_index=False).value.mean()
-    wide = pivot(means.assign(rank=means["rank"].map(names)), "rank")
-    return bar_chart(
-        "waits",
-        "Time in collectives, by rank",
-        "recorded by the PyTorch profiler",
-        wide.assign(end=wide[[*names.values()]].max(axis="columns"), label=""),
-        dict(zip(names.values(), cycle(RANK_COLOURS))),
-        "ms of a step in collectives (measured)",
-        unit="ms",
-        notes=[WAITS_NOTE],
     )

@@ -34,7 +34,6 @@ from dpbench.show.html.charts import (
     sent,
     step_times,
     time,
-    waits,
 )
 from dpbench.show.html.data import MEASURED, PageData, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
@@ -108,7 +107,7 @@ def _template() -> Template:
 def draw(data: PageData) -> list[Chart]:
     """Draw all charts of the page, in order."""
     measured = (ratios, bytes_by_phase, step_times, time, memory, busy, roofline)
-    functions = (*measured, flames, sent, waits, against_logical)
+    functions = (*measured, flames, sent, against_logical)
     return [chart for function in functions if (chart := function(data))]
 
 
