@@ -26,7 +26,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.commands.candidates import describe_commit, git_output, range_ends
+from dpbench.commands.bisect import describe_commit, git_output, range_ends
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
