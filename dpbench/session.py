@@ -34,7 +34,6 @@ from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, check_comparable, readable
 from dpbench.session_store import Limits, SessionStore
-from dpbench.show.outputs import write_output
 from dpbench.show.view import TableOptions
 
 if TYPE_CHECKING:
@@ -385,7 +384,7 @@ class Session:
     def summary(self) -> list[Table]:
         """Return the tables of the session, and tables of changes after a comparison."""
         from dpbench.show.comparison import comparison_tables
-        from dpbench.show.export import summary_tables
+        from dpbench.show.outputs import summary_tables
 
         tables = summary_tables(self.run, self.view)
         if self.comparison is not None:
@@ -685,6 +684,8 @@ class RunWriter:
             except OSError as error:
                 self._error = error
         for kind, path in self._outputs(last=last):
+            from dpbench.show.outputs import write_output  # imports pandas
+
             with reporting(self.problem):
                 # JSON files do not show the file's name, so all of them can have the same text.
                 named = run if kind == "json" else replace(run, path=path)
