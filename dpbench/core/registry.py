@@ -90,6 +90,8 @@ class Registry(Mapping[str, Any]):
 
         If the spelling is a new import target, also registers a short name for the target.
         """
+        if isinstance(spelling, str) and spelling in self._targets:
+            return spelling
         name, parameters = parted(spelling)
         return joined(self._short(name), parameters)
 

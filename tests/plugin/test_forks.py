@@ -93,9 +93,14 @@ SUITES: dict[str, tuple[str, str]] = {
     ),
 }
 
+SWIFT = ("a fork of a test", "the first of two tries")
+"""One suite in which a test measures in a fork, and one in which its last try measures nothing."""
+
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize(
+    "suite", [pytest.param(each, marks=[pytest.mark.slow] * (each not in SWIFT)) for each in SUITES]
+)
 def test_it_is_judged(
     project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, suite: str
 ) -> None:
