@@ -8,10 +8,9 @@ from typing import Any
 
 from dpbench.core import registry
 from dpbench.core.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
-from dpbench.core.case_names import resolve
 from dpbench.core.names import joined, parted
-from dpbench.core.option_fields import axis_help
-from dpbench.core.settings import declare
+from dpbench.core.registry import resolve
+from dpbench.core.settings import axis_help, declare
 
 DEFAULTS = {"batch_size": 8, "seq_len": 256}
 """Defaults of axes for which `Case` has no default."""

@@ -42,14 +42,13 @@ from dpbench.core.errors import DpbenchError
 from dpbench.core.files import check_writable
 from dpbench.core.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.core.metrics import METRICS
-from dpbench.core.option_fields import own_values
-from dpbench.core.settings import Settings, declare
+from dpbench.core.settings import Settings, declare, own_values
 from dpbench.instruments import declare_built_in
-from dpbench.instruments.counters.metrics import ALWAYS, CounterOptions, on_chip
+from dpbench.instruments.counters import ALWAYS, CounterOptions, on_chip
 from dpbench.instruments.cupti.chip import describe
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.cupti.library import load_library
-from dpbench.instruments.cupti.target import RECEIVED, SENT
+from dpbench.instruments.cupti.ranges import RECEIVED, SENT
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, find_ncu
 from dpbench.launch.processes import version_of

@@ -44,7 +44,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.settings import OPTIONS, Settings, declare
 from dpbench.instruments import ON_GPU, choose, declare_built_in
-from dpbench.instruments.counters.metrics import CounterOptions
+from dpbench.instruments.counters import CounterOptions
 from dpbench.launch.processes import cores
 from dpbench.runner import check_named, measure_at_once
 from dpbench.session import Session

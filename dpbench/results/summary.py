@@ -15,8 +15,7 @@ import pandas as pd
 
 from dpbench.core.case import AXES, BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metric import DERIVED, Kind, Share, derived_name
-from dpbench.core.metrics import LARGEST_SPREAD, METRICS
+from dpbench.core.metrics import DERIVED, LARGEST_SPREAD, METRICS, Kind, Share, derived_name
 from dpbench.core.subject import Script, Subject, samples_poisson, subject_from
 from dpbench.results.kernels import ADDED_UP, KernelCount
 from dpbench.results.rows import (

@@ -11,8 +11,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.core.case import ALL_PHASES, AXES, BASELINE_TRAINER, trained_in, unusual
-from dpbench.core.metric import STANDARD, Metric, derived_name
-from dpbench.core.metrics import METRICS
+from dpbench.core.metrics import METRICS, STANDARD, Metric, derived_name
 from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import SCRIPT
 from dpbench.results.outcome import Outcome
