@@ -18,10 +18,11 @@ _NAMES_BY_MODULE = {
     "dpbench.core.registry": ("MODELS", "OUTPUTS", "TRAINERS", "WORKLOADS"),
     "dpbench.training.base": ("Batch", "TrainerBase"),
     "dpbench.training.standard": ("StandardTrainer",),
-    "dpbench.training.dpsgd": ("DPSGDTrainer", "mark_phases"),
-    "dpbench.training.fast_gradient_clipping": (
+    "dpbench.training.dpsgd": (
         "DPFastGradientClippingTrainer",
         "DPGhostClippingTrainer",
+        "DPSGDTrainer",
+        "mark_phases",
     ),
     "dpbench.training.micro_batch": ("MicroBatchTrainer",),
     "dpbench.training.fused": ("FusedTrainer",),

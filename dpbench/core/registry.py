@@ -236,8 +236,8 @@ TRAINERS = Registry(
     {
         "standard": "dpbench.training.standard:StandardTrainer",
         "dpsgd": "dpbench.training.dpsgd:DPSGDTrainer",
-        "dpsgd_ghost": "dpbench.training.fast_gradient_clipping:DPGhostClippingTrainer",
-        "dpsgd_fgc": "dpbench.training.fast_gradient_clipping:DPFastGradientClippingTrainer",
+        "dpsgd_ghost": "dpbench.training.dpsgd:DPGhostClippingTrainer",
+        "dpsgd_fgc": "dpbench.training.dpsgd:DPFastGradientClippingTrainer",
         "micro_batch": "dpbench.training.micro_batch:MicroBatchTrainer",
         "fused": "dpbench.training.fused:FusedTrainer",
     },

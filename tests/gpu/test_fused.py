@@ -20,7 +20,7 @@ from dpbench.core.case import ModelSize
 from dpbench.core.errors import ConfigurationError
 from dpbench.instruments.logical.counter import RealTensorCounter
 from dpbench.training.base import Batch, Momentum
-from dpbench.training.gradient_sums import Sums
+from dpbench.training.clipped_sums import Sums
 from dpbench.training.phases import observed_step
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 
