@@ -19,7 +19,6 @@ from dpbench.child.failures import CaseRefused
 from dpbench.child.task import Task
 from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError, DpbenchError
-from dpbench.instruments.logical.case_count import counted, untouched_torch
 from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.processes import at_once, cores
@@ -121,6 +120,8 @@ class Counts(Logical):
 
     def of_step(self, case: Case) -> Count:
         """Count a step of a case."""
+        from dpbench.instruments.logical.case_count import counted  # imports torch
+
         counter, (ways, in_graphs), _ = counted(
             case,
             self.active,
@@ -200,6 +201,7 @@ def norm_reads(case: Case) -> int:
     from torch.utils import _pytree as pytree
 
     from dpbench.child.build import build
+    from dpbench.instruments.logical.case_count import untouched_torch
     from dpbench.instruments.logical.counter import without_data
 
     case = replace(of_rank(case), activation_checkpointing="off")
