@@ -19,8 +19,8 @@ from bench.runs import RESULTS, run
 from dpbench.advice.footprint import Counts, Footprint
 from dpbench.advice.predict import predict
 from dpbench.core.case import BASELINE_TRAINER, Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import resolve
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND, find_card, reachable
 from dpbench.results.rows import STEP
 from dpbench.results.summary import of_one_instrument

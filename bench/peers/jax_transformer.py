@@ -24,8 +24,8 @@ from jax_privacy.noise_addition import gaussian_privatizer
 from torch import Tensor, nn
 
 from dpbench import SimpleBigModel, get_random_dataloader, observe
+from dpbench.core.case import ModelSize
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.model_size import ModelSize
 from dpbench.training.base import Batch, TrainerBase
 
 Parameters: TypeAlias = Mapping[str, jax.Array]

@@ -14,9 +14,8 @@ import pandas as pd
 from dpbench.advice.footprint import Footprint, footprints, of_rank
 from dpbench.advice.predict import predict
 from dpbench.core.case import BASELINE_TRAINER, Case
-from dpbench.core.case_names import locate, resolve
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.registry import TRAINERS
+from dpbench.core.registry import TRAINERS, locate, resolve
 from dpbench.results.roofline import Roofs, find_card, reachable
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.summary import of_one_instrument

@@ -19,7 +19,8 @@ from dpbench.child.failures import CaseRefused
 from dpbench.child.task import Task
 from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError, DpbenchError
-from dpbench.instruments.logical.logical import Logical, untouched_torch
+from dpbench.instruments.logical.case_count import counted, untouched_torch
+from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.processes import at_once, cores
 
@@ -120,8 +121,9 @@ class Counts(Logical):
 
     def of_step(self, case: Case) -> Count:
         """Count a step of a case."""
-        counter, (ways, in_graphs), _ = self.counted(
+        counter, (ways, in_graphs), _ = counted(
             case,
+            self.active,
             lambda trainer: (
                 dict(Counter(getattr(trainer, "ways", {}).values())),
                 trainer.in_graphs,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpbench.core.model_size import ModelSize
+from dpbench.core.case import ModelSize
 from dpbench.training import kernels
 from dpbench.training.kernels import (
     TILINGS,

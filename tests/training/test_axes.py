@@ -18,11 +18,10 @@ from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
 from dpbench.child.build import build
 from dpbench.child.case import run_case
 from dpbench.child.task import Task
-from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
+from dpbench.core.case import Case, ModelSize
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
-from dpbench.core.model_size import ModelSize
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing, TimingRecorder
 from dpbench.training.base import Batch, mean_cross_entropy

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, Case, SimpleBigModel, get_random_dataloader
-from dpbench.core.model_size import ModelSize
+from dpbench.core.case import ModelSize
 from dpbench.instruments.logical.logical import Logical
 from dpbench.training import kernels
 from dpbench.training.base import Batch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpbench import TRAINERS, Case
 from dpbench.child.build import build
-from dpbench.core.case_names import resolve
+from dpbench.core.registry import resolve
 from dpbench.training.norms import GRADIENT, KEPT, PRODUCTS, Shape, cheapest, costs
 from dpbench.training.parallel import kind_of
 from tests.training.test_norms import Weighted, forced

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench import TRAINERS, Batch, SimpleBigModel, Workload, get_random_dataloader
+from dpbench.core.case import ModelSize
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.model_size import ModelSize
 from dpbench.training import kernels, per_layer
 from dpbench.training.kernels import gram_sums, has_tf32
 from dpbench.training.norms import (

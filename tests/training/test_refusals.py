@@ -16,8 +16,8 @@ from dpbench import TRAINERS, Workload
 from dpbench.child.build import smoke_test
 from dpbench.commands.cli import main
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import DpbenchError
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.training.base import Batch
 from tests.named import target

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
-from dpbench.core.model_size import ModelSize
+from dpbench.core.case import ModelSize
 from dpbench.training.base import Batch
 from dpbench.training.clipped_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.noisy_updates import MergedUpdate, noisy_mean

@@ -22,8 +22,8 @@ from dpbench.child.build import build, pick_device
 from dpbench.child.messages import RECORDS, read_records, result_of
 from dpbench.child.task import Task
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.launch.pending import PendingMeasurement

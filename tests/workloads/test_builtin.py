@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from dpbench import TRAINERS, Batch, Workload
 from dpbench.child.build import workload_of
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.registry import WORKLOADS
+from dpbench.core.registry import WORKLOADS, resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.verify.reference import Examples
 from dpbench.workloads.axes import checkpoint_blocks
