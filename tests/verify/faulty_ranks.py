@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 
 from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
 from dpbench.training.fused import FusedTrainer
-from tests.verify.faulty import Gradients, Looped
+from tests.verify.trainers import Gradients, Looped
 
 
 class OverRanks(Looped):
