@@ -13,10 +13,10 @@ from typing import Any, cast
 from dpbench.child.failures import InstrumentError
 from dpbench.child.imported import imported_files
 from dpbench.core.case import Case
-from dpbench.core.case_names import locate, resolve
 from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.files import Locked, locked
 from dpbench.core.gpu import number_of_gpus
+from dpbench.core.registry import locate, resolve
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess, log_tail

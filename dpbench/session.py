@@ -260,7 +260,7 @@ class Session:
     def summary(self) -> list[Table]:
         """Return the tables of the session, and tables of changes after a comparison."""
         from dpbench.show.comparison import comparison_tables
-        from dpbench.show.export import summary_tables
+        from dpbench.show.outputs import summary_tables
 
         tables = summary_tables(self.run, self.view)
         if (verdict := self.comparison.verdict) is not None:

@@ -17,7 +17,6 @@ from dpbench.results.outcome import document as as_document
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
-from dpbench.show.outputs import write_output
 from dpbench.show.view import TableOptions
 
 if TYPE_CHECKING:
@@ -116,6 +115,8 @@ class RunWriter:
             except OSError as error:
                 self._error = error
         for kind, path in self._outputs(last=last):
+            from dpbench.show.outputs import write_output  # imports pandas
+
             with reporting(self.problem):
                 # JSON files do not show the file's name, so all of them can have the same text.
                 named = run if kind == "json" else replace(run, path=path)

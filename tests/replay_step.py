@@ -19,9 +19,8 @@ from dpbench.child.task import Task
 from dpbench.commands.step import write_report
 from dpbench.core.case import USUAL
 from dpbench.instruments.torch_profiler import profile_folder as profile_files
-from dpbench.instruments.torch_profiler import trace
-from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
+from dpbench.instruments.torch_profiler.profiling import operator_tables
 from dpbench.results.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def main() -> int:
         folder = instrument.directory / case.file_name
         profile_files.prepare(folder)
         shutil.copytree(path.parent, folder, dirs_exist_ok=True)
-        recorded = trace.read(folder / "trace_0.json.gz")
+        recorded = profile_files.read_trace(folder / "trace_0.json.gz")
         rows = tuple(profile_files.profile_rows(case, record, [recorded]))
         write_operators(folder, recorded.calls, instrument.threshold)
         write_report(folder, rows, record["schedule"], folder)

@@ -41,7 +41,7 @@ MAY_USE = {
         "commands",
     },
     "opacus": {"workloads", "training"},
-    "pandas": {"results", "show", "session", "plugin", "commands", "advice"},
+    "pandas": {"results", "show", "session", "plugin", "commands", "advice", "instruments"},
     "plotly": {"show"},
     "submitit": {"commands"},
     "tabulate": {"show"},
@@ -105,21 +105,14 @@ def loaded_by(*modules: str) -> set[str]:
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
-def test_importing_dpbench_its_plugin_or_its_commands_loads_neither_torch_nor_pandas() -> None:
-    front = [
-        "dpbench",
-        "dpbench.core.case",
-        "dpbench.core.registry",
-        "dpbench.pytest_plugin",
-        "dpbench.commands.cli",
-    ]
-    measuring = [
-        f"dpbench.commands.{name}" for name in ("run", "exec", "doctor", "smoke", "verify")
-    ]
+def test_pytests_start_and_measured_processes_load_neither_torch_nor_pandas() -> None:
+    front = ["dpbench", "dpbench.core.case", "dpbench.core.registry", "dpbench.pytest_plugin"]
+    front += [f"dpbench.commands.{name}" for name in ("cli", "doctor")]
     # A script may set its environment before it imports torch. nsys measures no script.
     recorders = {module for module in FILES if module.endswith(".recorder")}
-    measuring += sorted(recorders - {"dpbench.instruments.nsys.recorder"})
-    measuring += ["dpbench.commands.step", *(kind.__module__ for kind in built_in())]
+    measuring = sorted(recorders - {"dpbench.instruments.nsys.recorder"})
+    measuring += ["dpbench.commands.step", "dpbench.commands.verify"]
+    measuring += [kind.__module__ for kind in built_in()]
     assert loaded_by(*front, *measuring).isdisjoint(
         {"torch", "opacus", "pandas", "numpy", "plotly"}
     )
@@ -170,7 +163,7 @@ def test_results_know_no_settings_grid_or_gpu() -> None:
 
 
 def test_no_instrument_imports_another() -> None:
-    """Code that instruments share is in ``instruments/`` itself or in ``counters/``."""
+    """Code that instruments share is in ``instruments/`` itself."""
 
     def folder(module: str) -> str:
         return module.split(".")[2] if module.count(".") > 2 else ""
@@ -180,7 +173,7 @@ def test_no_instrument_imports_another() -> None:
         for module, others in arrows().items()
         for other in others
         if place_of(module) == place_of(other) == "instruments"
-        and folder(other) not in ("", folder(module), "counters")
+        and folder(other) not in ("", folder(module))
         and folder(module)
     }
     assert not found

@@ -15,8 +15,7 @@ from typing import Any
 
 from dpbench.child.imported import heard, imported_files
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.names import parameters_text, read_parameters
-from dpbench.core.parameters import arguments
+from dpbench.core.names import arguments, parameters_text, read_parameters
 
 WAITING, MEASURING = "waiting for", "measuring"
 """Keys of status records, which say that the process waits for the GPU's lock or holds the lock. A

@@ -1,20 +1,16 @@
-"""Options and look-ups that several commands share."""
+"""The options of the commands that run one case, and the case that they describe."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from dpbench.core import registry
 from dpbench.core.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
-from dpbench.core.case_names import resolve
 from dpbench.core.names import joined, parted
-from dpbench.core.option_fields import axis_help
-from dpbench.core.settings import declare
-from dpbench.results.run import Run
-from dpbench.results.storage import Storage
+from dpbench.core.registry import resolve
+from dpbench.core.settings import axis_help, declare
 
 DEFAULTS = {"batch_size": 8, "seq_len": 256}
 """Defaults of axes for which `Case` has no default."""
@@ -64,8 +60,3 @@ def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
     defaults = {**DEFAULTS, **usual}
     chosen = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | chosen
     return resolve(Case(**chosen))
-
-
-def saved_run(name: str, storage: Path) -> Run:
-    """Return a run by its path, or by the number or name that ``dpbench list`` shows."""
-    return Run.load(Storage(storage).find(name))

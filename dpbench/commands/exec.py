@@ -46,11 +46,10 @@ from itertools import chain
 
 from dpbench.child.failures import InstrumentError, ScriptInterrupted
 from dpbench.child.script_ranks import Rank
-from dpbench.commands.case_arguments import saved_run
+from dpbench.commands.list import saved_run
 from dpbench.commands.run import show
-from dpbench.commands.script_checks import ScriptChecks
 from dpbench.commands.step import write_report
-from dpbench.commands.verify import as_text
+from dpbench.commands.verify import ScriptChecks, as_text
 from dpbench.core import gpu
 from dpbench.core.case import BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError
@@ -158,12 +157,12 @@ def run(options: argparse.Namespace) -> int:
     The exit code is 1 if the script failed or a number exceeds a limit.
     """
     rank = Rank.here()
-    card = next(iter(gpu.visible_gpus()), None)
-    settings = replace(Settings.read(options), device="cuda" if card else "cpu")
+    gpu_here = next(iter(gpu.visible_gpus()), None)
+    settings = replace(Settings.read(options), device="cuda" if gpu_here else "cpu")
     settings.check()
     if options.verify:
         return _verify(options, settings)
-    names = options.instrument or ["cupti" if card else "logical"]
+    names = options.instrument or ["cupti" if gpu_here else "logical"]
     case, scripts = _script_runs(options, settings, choose(names, settings, "script"))
     if rank and len(scripts) > 1:
         raise ConfigurationError("several ranks run a script only once: choose one --instrument")
@@ -172,7 +171,7 @@ def run(options: argparse.Namespace) -> int:
     baseline, standards = None, []
     if options.baseline is not None:
         baseline = saved_run(options.baseline, options.storage)
-        here = sources(scripts, settings, card)
+        here = sources(scripts, settings, gpu_here)
         standards = _standards(options.baseline, baseline, case, here)
         # Each run keeps its baseline's name, because ratios to different scripts must not be
         # compared.
@@ -180,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
     axes = {axis: (value,) for axis, value in case.columns.items()}
     cases = [case, *([case.with_trainer(BASELINE_TRAINER)] if standards else [])]
     plan = [(c, script) for c in cases for script in scripts]
-    session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
+    session = Session(plan, settings, gpu=gpu_here, grid=Grid(case.trainer, axes))
     with closing(session):
         session.begin()
         try:

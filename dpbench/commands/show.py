@@ -41,7 +41,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -49,11 +48,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpbench.commands.case_arguments import saved_run
+from dpbench.commands.list import saved_run
 from dpbench.core import gpu
 from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import check_distinct_files, check_is_file, mode_of, write_text
+from dpbench.core.files import check_distinct_files, check_is_file, is_file, write_text
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import OUTPUTS
 from dpbench.core.settings import Settings, declare
@@ -70,18 +69,16 @@ from dpbench.results.roofline import (
     intensities,
     known_roofs,
     read_ceilings,
+    time_breakdown,
 )
 from dpbench.results.rows import NO_HARDWARE, NUMBER, Measurement
 from dpbench.results.run import Run
 from dpbench.results.summary import own_values
-from dpbench.results.times import time_breakdown
-from dpbench.show.export import summary_tables
-from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
-from dpbench.show.outputs import write_output
-from dpbench.show.profile import timeline_tables
+from dpbench.show.outputs import summary_tables, write_output
+from dpbench.show.profile import kernel_tables, timeline_tables
+from dpbench.show.roofline import roofline_tables, time_tables
 from dpbench.show.tables import tables
-from dpbench.show.times import time_tables
 from dpbench.show.view import TableOptions
 
 COMMON = ("--columns", "--sort", "--phase", "--roofline", "--time", "--output", "--html")
@@ -208,7 +205,7 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
     for device, rows in intensities(summary).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
         named, file = known_roofs(options.roofline), Path(options.roofline)
-        if not named and (file.suffix == ".json" or stat.S_ISREG(mode_of(file))):
+        if not named and (file.suffix == ".json" or is_file(file)):
             roofs = read_ceilings(file)
         else:
             roofs = find_card(options.roofline or card or _card_here())

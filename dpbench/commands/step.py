@@ -35,8 +35,7 @@ from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
-from dpbench.core.option_fields import own_values
-from dpbench.core.settings import Settings, declare
+from dpbench.core.settings import Settings, declare, own_values
 from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dpbench.core.case import AXES, USUAL, Case, file_name_of
-from dpbench.core.model_size import positive
+from dpbench.core.case import AXES, USUAL, Case, file_name_of, positive
 from dpbench.core.names import file_name_part
 
 SCRIPT = "script"

@@ -268,8 +268,8 @@ class WholeSession:
     def _show_tables(
         self, terminalreporter: pytest.TerminalReporter, outcomes: Sequence[Outcome]
     ) -> None:
-        from dpbench.show.export import append_step_summary
         from dpbench.show.layout import as_text, terminal_width
+        from dpbench.show.outputs import append_step_summary
 
         tables = self.session.summary()
         hook = self.config.hook.pytest_dpbench_group_stats

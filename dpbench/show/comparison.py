@@ -16,8 +16,8 @@ from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import subject_from
 from dpbench.results.compare import Verdict
 from dpbench.results.rows import NUMBER, STEP
-from dpbench.show.groups import title_parts
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, three_digits, written
+from dpbench.show.tables import title_parts
 
 MOST_LINES = 40
 """The most lines in a list of numbers that exceeded a limit."""
@@ -32,7 +32,6 @@ def comparison_tables(
     against: str = "",
     *,
     shown: Sequence[tuple[str, str]] = (),
-    largest_first: bool = False,
 ) -> list[Table]:
     """Make a table of changes for each configuration, instrument and device.
 
@@ -44,7 +43,6 @@ def comparison_tables(
         title: the beginning of each table's title.
         against: the name of the reference, for the end of each title.
         shown: pairs (metric, phase) to show instead of the main metrics.
-        largest_first: whether the largest relative change comes first.
     """
     changes, judged = verdict.changes, verdict.judged
     keys = [*AXES, *NUMBER[1:]]
@@ -62,9 +60,6 @@ def comparison_tables(
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []
         ordered = group.sort_values(["trainer", "metric"], kind="stable", key=_rank)
-        if largest_first:
-            by_size = ordered.relative.abs().fillna(math.inf)
-            ordered = ordered.loc[by_size.sort_values(ascending=False, kind="stable").index]
         for row in ordered.to_dict("records"):
             metric, phase, *rest = change_cells(row)
             cells.append([row["trainer"], metric + (f"@{phase}" if phase != STEP else ""), *rest])

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from dpbench.child.build import build, labels_of, pick_device, workload_of
 from dpbench.core.case import Case
-from dpbench.core.case_names import names_of, resolve
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parted, read_parameters
+from dpbench.core.registry import names_of, resolve
 from dpbench.launch.fork_server import postpone
 from dpbench.launch.processes import new_process
 from dpbench.launch.ranks import Work, on_all_ranks

@@ -11,9 +11,8 @@ from dpbench.child.build import pick_device
 from dpbench.commands.cli import main
 from dpbench.commands.verify import run_checks
 from dpbench.core.case import BASELINE_TRAINER, Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError, DpbenchError
-from dpbench.core.registry import TRAINERS
+from dpbench.core.registry import TRAINERS, resolve
 from dpbench.verify.check_result import Check
 from dpbench.verify.trainer_checks import verification_of, verify
 from tests.verify import trainers

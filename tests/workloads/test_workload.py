@@ -19,9 +19,9 @@ from dpbench.child.failures import CaseRefused
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from tests.named import target

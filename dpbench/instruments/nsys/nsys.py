@@ -118,7 +118,7 @@ class Nsys(InProcessInstrument):
 
     def read(self, process: CaseProcess) -> list[Measurement]:
         """Wait for the process, and return time, busy time and launches by phase and step."""
-        from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # imports numpy
+        from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # imports pandas
 
         case, report = process.case, self.report(process.case)
         record, target = process.record(), report.with_suffix(EXPORTED)
