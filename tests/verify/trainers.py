@@ -939,8 +939,8 @@ CLIPPED: Mapping[str, tuple[str, Callable[[Any, Gradients], Gradients]]] = {
 
 AFTER: Mapping[str, tuple[str, Callable[[Any, Tensor], None]]] = {
     "ThresholdAdapts": ("gradient", adapt),
-    "MovesByRaw": ("gradient", move_by_raw),
-    "MovesByRawEachFifth": ("gradient", each(5, move_by_raw)),
+    "MovesByRaw": ("buffers hold no data", move_by_raw),
+    "MovesByRawEachFifth": ("buffers hold no data: 60 steps", each(5, move_by_raw)),
     "Stats": ("buffers hold no data: stats", stats),
     "SavesLoss": ("buffers hold no data", save("loss")),
     "SavesLossEachTenth": ("buffers hold no data: 60 steps", each(10, save("loss"))),
@@ -972,7 +972,7 @@ OTHERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "AccumulatesForEver": ("from step 2 on, off by", {"summed": accumulated}),
     "NoiseOfTheLoss": ("noise", {"summed": of_the_loss}),
     "NoiseTwice": (
-        "noise: deviation: head.weight: 1.4",
+        "noise: deviation: head.weight: 2.",
         {"summed": lambda t, g: {n: x + t.deviation * normal(x) for n, x in g.items()}},
     ),
     "WrongBatchSize": (
