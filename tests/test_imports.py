@@ -32,7 +32,7 @@ MAY_IMPORT = {
 """Folders of dpbench that each folder may import. `FRONTS` may import all of them."""
 
 FRONTS = {"session", "plugin", "commands", "__main__", "__init__", "pytest_plugin"}
-FRONTS |= {"runner", "session_comparison", "session_files", "session_store"}
+FRONTS |= {"runner", "session_store"}
 """Files and folders that only another front may import."""
 
 MAY_USE = {

@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -42,9 +42,8 @@ from dpbench.core.files import printable
 from dpbench.core.subject import subject_from
 from dpbench.launch import processes
 from dpbench.results.changes import largest_changes
-from dpbench.results.compare import Interval, Limit, mean_interval
 from dpbench.results.conditions import git
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Gate, Interval, Limit, mean_interval
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount, grown_text
@@ -184,15 +183,18 @@ class Bisection:
         ``bad``. If no number exceeds the limit, it is the number with the largest relative change
         of all.
         """
-        verdict = Gate(good, bad).check_limits([self.limit])
-        if verdict.judged.empty:
-            raise ConfigurationError("; ".join(map(str, verdict.unjudged)))
-        change = verdict.judged.relative.astype(float).abs().fillna(math.inf)  # inf if it was 0
-        judged = verdict.judged.assign(most=change).sort_values(["regressed", "most"])
-        number = judged.to_dict("records")[-1]
+        found = Gate(good, bad).judge([self.limit])
+        if not found.judged:
+            raise ConfigurationError("; ".join(map(str, found.unjudged)))
+
+        def change(row: Mapping[str, Any]) -> tuple[bool, float]:
+            relative = abs(row["relative"])
+            return row["regressed"], math.inf if math.isnan(relative) else relative  # was 0
+
+        number: dict[str, Any] = max(reversed(found.judged), key=change)
         self.case = subject_from(number)
         _say(f"following {self.case.id} by {number['instrument']}, limit {self.limit}")
-        return {str(name): value for name, value in number.items()}
+        return number
 
     def _followed_value(self, run: Run) -> float:
         """Return a run's value of the number that the search follows.
@@ -200,12 +202,13 @@ class Bisection:
         Raises:
             DpbenchError: the run lacks the number, or the limit cannot be checked.
         """
-        verdict = Gate(self.good.runs[0], run).check_limits([self.limit])
-        for unjudged in verdict.unjudged:
+        found = Gate(self.good.runs[0], run).judge([self.limit])
+        for unjudged in found.unjudged:
             if not unjudged.cases or self.case.id in unjudged.cases:
                 raise DpbenchError(str(unjudged))
-        values = verdict.judged.set_index(keys := [*AXES, *NUMBER[1:]]).after.to_dict()
-        return float(values[tuple(self.number[name] for name in keys)])
+        same = [*AXES, *NUMBER[1:]]
+        [row] = [r for r in found.judged if all(r[name] == self.number[name] for name in same)]
+        return float(row["after"])
 
     def _update_interval(self, trial: Trial) -> Interval:
         trial.values += map(self._followed_value, trial.runs[len(trial.values) :])

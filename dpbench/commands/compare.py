@@ -28,8 +28,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
-from dpbench.results.compare import Limit, Verdict
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Comparison, Gate, Limit
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
 from dpbench.show.comparison import comparison_tables, exceeded_lines, grown_text
@@ -57,38 +56,38 @@ def run(options: argparse.Namespace) -> int:
         limits = [Limit.parse(text) for text in options.fail]
         named = [Limit.parse(f"{name}:0") for name in listed_names(options.columns)]
         shown = [(each.metric, each.phase) for each in named]
-        verdicts = [_judge(before, after, limits, options.across) for after in others]
+        found = [_compare(before, after, limits, options.across) for after in others]
         failed = [
-            _print(before, after, verdict, comparison_tables(verdict, shown=shown))
-            for after, verdict in zip(others, verdicts, strict=True)
+            _print(before, after, changed, comparison_tables(changed, shown=shown))
+            for after, changed in zip(others, found, strict=True)
         ]
     return int(any(failed))
 
 
-def _judge(before: Run, after: Run, limits: Sequence[Limit], across: bool) -> Verdict:
+def _compare(before: Run, after: Run, limits: Sequence[Limit], across: bool) -> Comparison:
     check_comparable(before, after.sources, f"{after.path}", across=across, option="--across")
-    verdict = Gate(before, after, across=across).check_limits(limits)
-    if verdict.changes.empty:
+    found = Gate(before, after, across=across).compare(limits)
+    if found.changes.empty:
         raise ConfigurationError(f"{before.name} -> {after.name}: the runs have no case in common")
-    return verdict
+    return found
 
 
-def _print(before: Run, after: Run, verdict: Verdict, tables: Sequence[Table]) -> bool:
+def _print(before: Run, after: Run, found: Comparison, tables: Sequence[Table]) -> bool:
     """Print the changes from one run to another. Return True if the comparison has failed."""
     title = f"{before.name} -> {after.name}"
     print(f"{title}\n\n{as_text(tables)}\n")
-    if grown := grown_text(verdict.regressions, verdict.largest):
+    if grown := grown_text(found.regressions, found.largest):
         print(f"{grown}\n")
-    for note in verdict.notes:
+    for note in found.notes:
         print(printable(f"{note}."))
     measured = {outcome.case for outcome in before.outcomes if outcome.rows}
     newly_failed = [
         f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in measured
     ]
-    failures = [*map(str, verdict.unjudged), *newly_failed]
-    if worse := len(verdict.regressions):
+    failures = [*map(str, found.unjudged), *newly_failed]
+    if worse := len(found.regressions):
         failures.append(f"{worse} regression{'s' if worse > 1 else ''}")
-    failures += exceeded_lines(verdict.regressions)
+    failures += exceeded_lines(found.regressions)
     for failure in failures:
         print(printable(f"dpbench compare: {title}: {failure}"), file=sys.stderr)
     return bool(failures)

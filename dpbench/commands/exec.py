@@ -66,8 +66,7 @@ from dpbench.results.kernels import POISSON
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
 from dpbench.runner import measure
-from dpbench.session import Session
-from dpbench.session_files import reporting, sources
+from dpbench.session import Session, reporting, sources
 from dpbench.verify.check_result import NOTE, OK, Check
 
 COMMON = (
@@ -184,7 +183,7 @@ def run(options: argparse.Namespace) -> int:
         session.begin()
         try:
             if rank:
-                session.store.keep([rank.gather(measure(case, scripts))])
+                session.store.add([rank.gather(measure(case, scripts))])
                 session.write()
             _measure(session, case, scripts)
         finally:  # keep and print what an interrupted session has measured
@@ -192,18 +191,16 @@ def run(options: argparse.Namespace) -> int:
                 session.notes.append(no_ratio)
                 del cases[1:]
             else:
-                session.store.keep(map(_as_standard, standards))
+                session.store.add(map(_as_standard, standards))
             outcomes = session.store.outcomes()
             failed = any(
                 outcome.error for outcome in outcomes
             )  # a failed run must not become a reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete)
-            if session.comparison.limits or baseline:
+            if session.limits or baseline:
                 with reporting(session.problem):
-                    judged = (
-                        session.comparison.reference.outcomes if session.comparison.limits else ()
-                    )
+                    judged = session.reference.outcomes if session.limits else ()
                     both = [*outcomes, *(o for o in judged if o.case in cases)]
                     session.notes += dict.fromkeys(_size_notes(both))
             if baseline:

@@ -33,8 +33,8 @@ from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
 from dpbench.core.subject import subject_from
-from dpbench.results.compare import Limit, limited
 from dpbench.results.conditions import differing_conditions
+from dpbench.results.gate import Limit, limited
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, readable

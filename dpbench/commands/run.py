@@ -128,7 +128,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.store.keep([next(outcomes)])
+                session.store.add([next(outcomes)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:
@@ -166,8 +166,8 @@ def show(session: Session, command: str) -> None:
     ]
     try:
         print(as_text(tables, terminal_width()))
-        verdict = session.comparison.verdict
-        if verdict and (grown := grown_text(verdict.regressions, verdict.largest)):
+        found = session.comparison
+        if found and (grown := grown_text(found.regressions, found.largest)):
             print(f"\n{grown}")
         sys.stdout.flush()
     finally:  # print problems last, even if the tables cannot be printed

@@ -146,7 +146,7 @@ def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
     def places(column: pd.Series[Any]) -> pd.Series[Any]:
         if column.name == "trainer":
-            return column.map(TRAINERS.rank)
+            return column.map({name: TRAINERS.rank(name) for name in column.unique()})
         return column.map(phases.index) if column.name == "phase" else column
 
     return rows.sort_values(keys, key=places, kind="stable")

@@ -247,12 +247,12 @@ def changes(runs: Sequence[Run]) -> list[Changes]:
 
 
 def _changes(before: Run, after: Run) -> Changes | None:
-    verdict = Gate(before, after).check_limits()
-    if verdict.changes.empty:
+    found = Gate(before, after).compare()
+    if found.changes.empty:
         return None
     differences = [printable(each) for each in differing_conditions(before, after)]
     title = f"{before.name} → {after.name}"
-    return Changes(title, _grown(before, after), comparison_tables(verdict), differences)
+    return Changes(title, _grown(before, after), comparison_tables(found), differences)
 
 
 def _grown(before: Run, after: Run) -> Table:
