@@ -120,9 +120,11 @@ def test_a_frozen_parameter_that_changes_is_named() -> None:
     assert "frozen parameters stay: head.weight: is frozen, but changes" in found
 
 
-@pytest.mark.parametrize("name", slow(trainers.BANDED, "BandDropped"))
+@pytest.mark.parametrize("name", slow(trainers.BANDED, "IndependentCalledBanded"))
 def test_other_weights_than_a_trainer_says_are_named(name: str) -> None:
-    found = failures(on_the_model(f"{OWN}:{name}:{BANDED}", **TRANSFORMER, micro_batches=1))
+    # The correlation with the fourth step before is small, and shows in many elements only.
+    axes = TRANSFORMER if name == "BandDropped" else {}
+    found = failures(on_the_model(f"{OWN}:{name}:{BANDED}", **axes, micro_batches=1))
     assert trainers.BANDED[name][0] in "\n".join(found)
 
 

@@ -1044,7 +1044,7 @@ BANDED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "WeightsShifted": ("in step 2", {"used": lambda t, w: (w[0], 0.0, *w[1:])}),
     "OneSeedForAllSteps": ("in step 2", {"draw": lambda t, p: from_seed(p, len(p))}),
     "BandedWithoutSensitivity": (
-        "noise: deviation: token_embedding.weight: 0.7",
+        "noise: deviation: embedding.weight: 0.7",
         {"used": lambda t, w: tuple(weight / w[0] for weight in w)},
     ),
 }
