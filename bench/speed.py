@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from dpbench import Case, Instrument, Measurement, PendingMeasurement
+from dpbench import Case, Instrument, Measurement, Outcome, PendingMeasurement
 from dpbench.commands.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -59,13 +59,14 @@ class Rows(PendingMeasurement):
     def __init__(self, case: Case) -> None:
         self.case = case
 
-    def rows(self) -> list[Measurement]:
-        return [
+    def outcome(self) -> Outcome:
+        rows = (
             Measurement(self.case, "instant", phase, metric, 1e9, "B", step, "NVIDIA H200", "1")
             for phase in PHASES
             for metric in METRICS
             for step in range(3)
-        ]
+        )
+        return Outcome(self.case, tuple(rows))
 
 
 def command(*arguments: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from dpbench.child.imported import heard, imported_files
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.names import parameters_text, read_parameters
 from dpbench.core.parameters import arguments
+from dpbench.results.outcome import Outcome
 
 WAITING, MEASURING = "waiting for", "measuring"
 """Keys of status records, which say that the process waits for the GPU's lock or holds the lock. A
-record without these keys is a result."""
+record without these keys is an `Outcome`."""
 
 LOST = re.compile(r"gloo/transport|DistBackendError|DistNetworkError|DistStoreError")
 """Matches the errors of a rank that failed because another rank had ended."""
@@ -46,12 +47,13 @@ def append_record(record: dict[str, Any], path: str | None = None) -> None:
             file.write(f"{json.dumps(record)}\n")
 
 
-def report_result(**record: Any) -> None:
-    """Append a result or an error to the records file. Without `RECORDS`, print the record."""
+def report(outcome: Outcome) -> None:
+    """Append an outcome to the records file. Without `RECORDS`, print it."""
     if RECORDS in os.environ:
-        append_record(record | {"imported": imported_files() | heard()})
+        imported = imported_files() | heard()
+        append_record(replace(outcome, imported=imported).as_json())
     else:
-        print(json.dumps(record), flush=True)
+        print(json.dumps(outcome.as_json()), flush=True)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -60,10 +62,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def result_of(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the last record that is a result; an empty dictionary if there is no result."""
-    results = [record for record in records if not record.keys() & {WAITING, MEASURING}]
-    return results[-1] if results else {}
+def reported(path: Path) -> Outcome | None:
+    """Return the last outcome in a records file, or None if there is none."""
+    records = [r for r in read_records(path) if not r.keys() & {WAITING, MEASURING}]
+    return Outcome.from_json(records[-1]) if records else None
 
 
 @dataclass(frozen=True)

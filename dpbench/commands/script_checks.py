@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.pending import PendingMeasurement
+from dpbench.launch.case_process import PendingMeasurement
 
 if TYPE_CHECKING:
     from dpbench.child.recorder import Recorder

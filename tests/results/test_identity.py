@@ -39,7 +39,7 @@ from dpbench.results.compare import Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.schema import check_rows
 from dpbench.results.run import Run
-from dpbench.results.rows import Measurement, as_rows
+from dpbench.results.rows import Measurement
 from dpbench.results.times import time_breakdown, additional
 from dpbench.results.roofline import find_ceilings
 from dpbench.show.tables import tables

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import Steps
 from dpbench.core.case import Case
-from dpbench.core.errors import DpbenchError
+from dpbench.core.errors import DpbenchError, InstrumentError
 from dpbench.core.gpu import visible_gpus
 from dpbench.instruments.cupti.target import RECEIVED, SENT
 from dpbench.show.layout import ABSENT, Table, gigabytes

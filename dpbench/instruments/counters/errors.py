@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpbench.child.failures import InstrumentError
+from dpbench.core.errors import InstrumentError
 
 
 class CountersForbidden(InstrumentError):

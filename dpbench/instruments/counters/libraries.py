@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.child.failures import InstrumentError
+from dpbench.core.errors import InstrumentError
 from dpbench.instruments.counters.errors import ProfilerNotLoaded
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")

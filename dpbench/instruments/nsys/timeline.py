@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import NVTX_DOMAIN
+from dpbench.core.errors import InstrumentError
 from dpbench.results.rows import STEP
 
 START_END_RANGE = 60

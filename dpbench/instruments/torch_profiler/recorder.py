@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import Schedule
 from dpbench.child.recorder import NullListener, Recorder, device_and_torch, on_cuda
 from dpbench.core.case import OUTSIDE
+from dpbench.core.errors import InstrumentError
 from dpbench.core.subject import Subject
 from dpbench.instruments.torch_profiler import profile_folder, trace
 from dpbench.instruments.torch_profiler.operators import operator_tables
@@ -179,7 +179,7 @@ class ScheduledRecorder(ProfileRecorder):
         if self.observed >= self.schedule.steps:
             self.close()  # the profiler must not run during the snapshot
 
-    def record(self, case: Subject) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {"schedule": asdict(self.schedule)}
 
 

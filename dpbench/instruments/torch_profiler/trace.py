@@ -24,8 +24,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from dpbench.child.failures import InstrumentError
 from dpbench.core.case import OUTSIDE
+from dpbench.core.errors import InstrumentError
 
 ANNOTATION = "dpbench."
 """Prefix of dpbench's annotations of phases."""

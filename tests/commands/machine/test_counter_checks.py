@@ -51,7 +51,8 @@ export = sys.argv[sys.argv.index("--export") + 1]
 SUCCEED = f"""
 shutil.copy({str(DATA / "tiny-fp32" / "report_standard_bs4_seq64.ncu-rep")!r}, export)
 from tests.replay_ncu import say
-say(open({str(DATA / "ncu_output" / "success.txt")!r}).read())
+from dpbench import Case
+say(open({str(DATA / "ncu_output" / "success.txt")!r}).read(), Case("standard", 1, 1))
 """
 
 
@@ -226,7 +227,7 @@ def test_the_calibrating_trainer_does_what_it_says() -> None:
 
 
 def test_it_runs_as_any_case_does() -> None:
-    record = run_case(
+    outcome = run_case(
         Case(TRAINER, 1, 1, "tiny"), TimingRecorder(1), device="cpu", warmup=1, active=1
     )
-    assert record["phase_seconds"][0]["forward"] > 0
+    assert outcome.details["phase_seconds"][0]["forward"] > 0

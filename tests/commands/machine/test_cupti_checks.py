@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dpbench import Case
 from dpbench.commands.machine import calibration, checks
 from dpbench.commands.machine.calibration import (
     EXAMPLE_BYTES,
@@ -21,9 +21,12 @@ from dpbench.commands.machine.calibration import (
     Diagnosis,
 )
 from dpbench.core import gpu
+from dpbench.core.errors import InstrumentError
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
-from tests.programs import program
+from dpbench.instruments.counters.errors import CountersForbidden
+from dpbench.results.outcome import Outcome
+from tests.programs import program, reports
 
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04", free_bytes=139 * 10**9)
 COPIED = LARGEST * EXAMPLE_BYTES
@@ -48,11 +51,16 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in (checks, calibration, gpu):
         monkeypatch.setattr(module, "visible_gpus", lambda: [H200])
 
-    def run(printed: dict[str, Any]) -> list[Diagnosis]:
+    def run(printed: dict[str, Any] | InstrumentError) -> list[Diagnosis]:
+        case = Case("standard", 1, 1)
+        if isinstance(printed, InstrumentError):
+            outcome = Outcome.failed(case, printed)
+        else:
+            outcome = Outcome(case, (), details=printed)
         text = (
-            "import json, sys; from dpbench.child.messages import report_result; "
+            "import json, sys; "
             "assert json.load(open(sys.argv[-1]))['instrument'].endswith(':Cupti'); "
-            f"report_result(**json.loads({json.dumps(printed)!r}))"
+            + reports(outcome)
         )
         monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))
         return list(checks.examine(Settings(ncu_dir=tmp_path), [checks.cupti]))
@@ -85,11 +93,7 @@ def test_a_chip_without_counters_of_bytes_is_no_failure(examined: Any) -> None:
 
 
 def test_what_cupti_complains_of_is_told_with_its_remedy(examined: Any) -> None:
-    error = {
-        "kind": "dpbench.instruments.counters.errors:CountersForbidden",
-        "message": "this user may not read performance counters",
-    }
-    [found] = examined({"error": error})
+    [found] = examined(CountersForbidden("this user may not read performance counters"))
     assert (found.check, found.status) == ("cupti", FAILED)
     assert "NVreg_RestrictProfilingToAdminUsers=0" in found.remedy
 

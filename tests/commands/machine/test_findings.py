@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dpbench import ConfigurationError
-from dpbench.child.failures import CaseFailed, CaseTimedOut
 from dpbench.commands.machine.calibration import FAILED, OK, Diagnosis
 from dpbench.commands.machine.checks import CHECKS, examine
+from dpbench.core.errors import CaseFailed, CaseTimedOut
 from dpbench.core.settings import Settings
 
 

@@ -29,8 +29,9 @@ from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
 from dpbench.instruments.cupti.target import RECEIVED, SENT
 from dpbench.launch.ranks import on_all_ranks
+from dpbench.results.outcome import Outcome
 from dpbench.training.parallel import rank_and_ranks
-from tests.programs import program
+from tests.programs import program, reports
 
 SIZE = float(MESSAGE_EXAMPLES * EXAMPLE_BYTES)
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04")
@@ -71,12 +72,9 @@ def found_by(
     for module in (checks, gpu):
         cards = [H200, replace(H200, uuid="GPU-1")]
         monkeypatch.setattr(module, "visible_gpus", lambda cards=cards: cards)
-    record: Any = {
-        "notes": notes,
-        "ranks": [{"counted": [each]} for each in ranks],
-    }
-    says = f"from dpbench.child.messages import report_result; report_result(**{record!r})"
-    monkeypatch.setattr(sys, "executable", str(program(folder / "step", says)))
+    details = {"ranks": [{"counted": [each]} for each in ranks]}
+    outcome = Outcome(Case("standard", 1, 1), (), notes=tuple(notes), details=details)
+    monkeypatch.setattr(sys, "executable", str(program(folder / "step", reports(outcome))))
     return list(checks.links(Settings(ncu_dir=folder)))
 
 
@@ -124,6 +122,6 @@ def message_after_a_step(case: Case) -> dict[str, Any]:
 
 def test_the_other_rank_gets_the_first_ones_message() -> None:
     case = Case(MESSAGE, 2, 1, "tiny", parallel="ddp", gpus=2)
-    first, other = on_all_ranks(message_after_a_step, case, "cpu")["ranks"]
+    first, other = on_all_ranks(message_after_a_step, case, "cpu")
     assert first["bytes"] == other["bytes"] == EXAMPLE_BYTES
     assert first["ends"] == other["ends"] != [1.0, 1.0]

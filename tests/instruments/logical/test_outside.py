@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench import phase
-from dpbench.child.failures import CaseFailed
+from dpbench.core.errors import CaseFailed
 from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical import stand_ins
 from dpbench.instruments.logical.counter import without_data
